@@ -1,0 +1,37 @@
+"""Expert-parallel (MoE) dispatch and combine for GPUs, compiled at run time. `Buffer` is the way in.
+
+Importing this package touches no GPU, no MPI and no environment variable.
+"""
+
+from .buffer import Buffer
+from .errors import (
+    EPCacheError,
+    EPCompileError,
+    EPConfigError,
+    EPDestroyedError,
+    EPError,
+    EPInputError,
+    EPOutOfMemoryError,
+    EPTimeoutError,
+    EPUnavailableError,
+)
+from .results import CombineResult, DispatchHandle, DispatchResult, Event
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Buffer",
+    "CombineResult",
+    "DispatchHandle",
+    "DispatchResult",
+    "EPCacheError",
+    "EPCompileError",
+    "EPConfigError",
+    "EPDestroyedError",
+    "EPError",
+    "EPInputError",
+    "EPOutOfMemoryError",
+    "EPTimeoutError",
+    "EPUnavailableError",
+    "Event",
+]

@@ -1,0 +1,68 @@
+"""The only reader of the environment: every `DEEPEP_RT_*` variable, with its meaning and default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import EPConfigError
+
+
+def cache_dir() -> Path:
+    """`DEEPEP_RT_CACHE_DIR`: folder of compiled kernels; default `$XDG_CACHE_HOME/deepep_rt` or `~/.cache/deepep_rt`."""
+    if chosen := os.environ.get("DEEPEP_RT_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "deepep_rt"
+
+
+def assert_cached() -> bool:
+    """`DEEPEP_RT_ASSERT_CACHED=1`: a kernel that is not in the cache raises instead of being compiled."""
+    return _flag("DEEPEP_RT_ASSERT_CACHED")
+
+
+def arch() -> str | None:
+    """`DEEPEP_RT_ARCH`: compile for this target (`sm_80`, `compute_80`, ...) instead of the GPU's own."""
+    return os.environ.get("DEEPEP_RT_ARCH") or None
+
+
+def debug() -> bool:
+    """`DEEPEP_RT_DEBUG=1`: expert numbers are checked on the device by default (`check_inputs`)."""
+    return _flag("DEEPEP_RT_DEBUG")
+
+
+def timeout_s() -> float:
+    """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 30 when unset."""
+    text = os.environ.get("DEEPEP_RT_TIMEOUT_S", "30")
+    try:
+        return float(text)
+    except ValueError:
+        raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 30") from None
+
+
+def is_set(name: str) -> bool:
+    """Whether the user set the environment variable `name`."""
+    return name in os.environ
+
+
+@contextmanager
+def overridden(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the length of a block, but never over the user's own; restore them afterwards."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _flag(name: str) -> bool:
+    text = os.environ.get(name, "0").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise EPConfigError(f"{name} is {text!r}; expected 0 or 1")

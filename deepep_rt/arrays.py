@@ -1,0 +1,291 @@
+"""Arrays of any framework in, arrays of the same framework out, without importing one that the caller did not.
+
+`view()` turns a NumPy, CuPy, PyTorch, JAX or DLPack array into a `View`: a pointer with a shape, a dtype and a device. Results are
+Views too, over the library's own memory; `View.to_framework()` hands them out in the caller's framework. The memory of a result
+lives as long as the array that the caller holds (`View.owner`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import dlpack
+from .errors import EPInputError, EPUnavailableError
+
+HOST = -1
+"""Device number of ordinary host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type: its usual name, size in bytes and DLPack code."""
+
+    name: str
+    itemsize: int
+    code: int
+    bits: int
+
+
+DTYPES = {
+    d.name: d
+    for d in (
+        DType("bfloat16", 2, 4, 16),
+        DType("float16", 2, 2, 16),
+        DType("float32", 4, 2, 32),
+        DType("float64", 8, 2, 64),
+        DType("float8_e4m3fn", 1, 10, 8),
+        DType("float8_e5m2", 1, 12, 8),
+        DType("float8_e8m0fnu", 1, 14, 8),
+        DType("int8", 1, 0, 8),
+        DType("int16", 2, 0, 16),
+        DType("int32", 4, 0, 32),
+        DType("int64", 8, 0, 64),
+        DType("uint8", 1, 1, 8),
+        DType("uint16", 2, 1, 16),
+        DType("uint32", 4, 1, 32),
+        DType("bool", 1, 6, 8),
+    )
+}
+_BY_CODE = {(d.code, d.bits): d for d in DTYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A row-major array: address, shape, dtype name, device (GPU ordinal or `HOST`), and whatever keeps the memory alive."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: int
+    owner: Any
+    framework: Framework
+    stream: int | None = field(default=None, compare=False)  # the stream that produces it, where the consumer has to be told
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of the first dimension."""
+        size = self.itemsize
+        for extent in self.shape[1:]:
+            size *= extent
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        return self.row_bytes * self.shape[0] if self.shape else self.itemsize
+
+    def to_framework(self) -> Any:
+        """The array in the caller's framework, without a copy."""
+        return self.framework.wrap(self)
+
+    def capsule(self, dtype: str | None = None) -> Any:
+        """A DLPack capsule, optionally under another dtype of the same size, for consumers that lack this one."""
+        kind = DTYPES[dtype or self.dtype]
+        return dlpack.capsule(self.ptr, self.shape, kind.code, kind.bits, self.__dlpack_device__(), self.owner)
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        if self.stream is not None and stream not in (None, -1, self.stream):
+            _let_wait(consumer=stream, producer=self.stream)
+        return self.capsule()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CPU, 0) if self.device == HOST else (dlpack.CUDA, self.device)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """NumPy's door (host memory only); exotic types go through as bytes and are viewed by the caller."""
+        if self.device != HOST:
+            raise AttributeError("__array_interface__: this array is in GPU memory")
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False)}
+
+
+def _let_wait(*, consumer: int | None, producer: int) -> None:
+    from cuda.bindings import driver
+
+    event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)[1]
+    driver.cuEventRecord(event, producer)
+    driver.cuStreamWaitEvent(0 if consumer == 1 else consumer, event, 0)  # DLPack writes the legacy default stream as 1
+    driver.cuEventDestroy(event)
+
+
+class Framework:
+    """How one array library shows its arrays and takes ours. This base class speaks plain DLPack, for every other library."""
+
+    name = "dlpack"
+
+    def view(self, array: Any, what: str, stream: int | None) -> View:
+        """Look at an argument; work on `stream` is ordered after whatever fills it."""
+        device_type, device_id = array.__dlpack_device__()
+        on_gpu = device_type in (dlpack.CUDA, dlpack.CUDA_MANAGED)
+        capsule = array.__dlpack__(stream=_dlpack_stream(stream)) if on_gpu else array.__dlpack__()
+        ptr, shape, strides, code, bits, _ = dlpack.parse(capsule)
+        kind = _BY_CODE.get((code, bits))
+        if kind is None:
+            raise EPInputError(f"{what}: DLPack type code {code} with {bits} bits is not supported; pass a uint8 view of it")
+        if strides is not None and not _row_major(shape, strides):
+            raise _not_contiguous(what)
+        return View(ptr, shape, kind.name, device_id if on_gpu else HOST, (array, capsule), self)
+
+    def wrap(self, view: View) -> Any:
+        """Hand out one of our arrays."""
+        return view
+
+    def current_stream(self, device: int) -> int | None:
+        """The stream that the caller works on now; None where the library does not tell."""
+        return None
+
+
+class _Numpy(Framework):
+    name = "numpy"
+
+    def view(self, array: Any, what: str, stream: int | None) -> View:
+        if not array.flags.c_contiguous:
+            raise _not_contiguous(what)
+        return View(array.__array_interface__["data"][0], array.shape, _known(array.dtype.name, what), HOST, array, self)
+
+    def wrap(self, view: View) -> Any:
+        import numpy as np
+
+        return np.asarray(view).view(np.dtype(view.dtype)).reshape(view.shape)
+
+
+class _Cupy(Framework):
+    name = "cupy"
+
+    def view(self, array: Any, what: str, stream: int | None) -> View:
+        if not array.flags.c_contiguous:
+            raise _not_contiguous(what)
+        return View(array.data.ptr, array.shape, _known(array.dtype.name, what), array.device.id, array, self)
+
+    def wrap(self, view: View) -> Any:
+        import cupy
+        import numpy as np
+
+        memory = cupy.cuda.UnownedMemory(view.ptr, max(view.nbytes, 1), view.owner, view.device)
+        return cupy.ndarray(view.shape, np.dtype(view.dtype), cupy.cuda.MemoryPointer(memory, 0))
+
+    def current_stream(self, device: int) -> int | None:
+        import cupy
+
+        return cupy.cuda.get_current_stream(device).ptr
+
+
+class _Torch(Framework):
+    name = "torch"
+
+    def __init__(self) -> None:
+        torch = sys.modules["torch"]
+        self._from_dlpack, self._current_stream = torch.from_dlpack, torch.cuda.current_stream
+        self._names = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+        self._types = {name: dtype for dtype, name in self._names.items()}
+
+    def view(self, array: Any, what: str, stream: int | None) -> View:
+        if not array.is_contiguous():
+            raise _not_contiguous(what)
+        device = array.device
+        name = self._names.get(array.dtype) or _known(str(array.dtype), what)
+        on_gpu = device.type == "cuda"
+        return View(array.data_ptr(), tuple(array.shape), name, device.index if on_gpu else HOST, array, self)
+
+    def wrap(self, view: View) -> Any:
+        if view.dtype.startswith("float8"):  # torch's DLPack does not speak FP8 in every version
+            return self._from_dlpack(view.capsule("uint8")).view(self._types[view.dtype])
+        return self._from_dlpack(view.capsule())
+
+    def current_stream(self, device: int) -> int | None:
+        return self._current_stream(device).cuda_stream
+
+
+class _Jax(Framework):
+    name = "jax"
+
+    def wrap(self, view: View) -> Any:
+        import jax
+
+        return jax.dlpack.from_dlpack(view)
+
+
+_MAKERS: dict[str, Callable[[], Framework]] = {
+    "numpy": _Numpy,
+    "cupy": _Cupy,
+    "torch": _Torch,
+    "jax": _Jax,
+    "jaxlib": _Jax,
+}
+_frameworks: dict[type, Framework] = {}  # array class -> its framework
+_singletons: dict[type[Framework], Framework] = {}
+
+
+def framework_of(array: Any, what: str) -> Framework:
+    """The framework of an array, found from its class; nothing is imported to find it.
+
+    Raises:
+        EPInputError: if `array` is no array, neither of a known framework nor through DLPack.
+    """
+    kind = type(array)
+    if found := _frameworks.get(kind):
+        return found
+    for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
+        if maker := _MAKERS.get(base.__module__.partition(".")[0]):
+            break
+    else:
+        if not hasattr(array, "__dlpack__"):
+            raise EPInputError(f"{what}: expected a NumPy, CuPy, PyTorch, JAX or DLPack array, got {kind.__name__}")
+        maker = Framework
+    made = maker()
+    _frameworks[kind] = framework = _singletons.setdefault(type(made), made)
+    return framework
+
+
+def view(array: Any, what: str, stream: int | None = None) -> View:
+    """Look at an argument of a call as a View.
+
+    Args:
+        array: A row-major array of any framework.
+        what: The argument's name, for error messages.
+        stream: The CUDA stream that will read it, for frameworks that have to be told (JAX, plain DLPack).
+
+    Raises:
+        EPInputError: if it is no array, of an unsupported dtype, or not contiguous.
+    """
+    if isinstance(array, View):
+        return array
+    return framework_of(array, what).view(array, what, stream)
+
+
+def host_bytes(view: View) -> Any:
+    """The memory of a host View as a flat NumPy array of bytes (no copy)."""
+    import numpy as np
+
+    if view.device != HOST:
+        raise EPUnavailableError("host_bytes: this array is in GPU memory")
+    return np.asarray(view) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _dlpack_stream(stream: int | None) -> int | None:
+    return 1 if stream == 0 else stream
+
+
+def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent > 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _known(name: str, what: str) -> str:
+    if name not in DTYPES:
+        raise EPInputError(f"{what}: dtype {name} is not supported; expected one of {', '.join(DTYPES)}")
+    return name
+
+
+def _not_contiguous(what: str) -> EPInputError:
+    return EPInputError(f"{what}: rows must be contiguous (row-major without gaps); call .contiguous() or make a copy first")

@@ -1,0 +1,181 @@
+"""Problem sizes and tuning of a Buffer: frozen, validated once, and the numbers that the kernels are compiled with."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from . import _env
+from .arrays import DTYPES
+from .errors import EPConfigError
+
+MAX_TOPK = 32
+MAX_RANKS_PER_NODE = 8
+COMBINE_DTYPES = ("bfloat16", "float16", "float32")
+"""Element types that combine can add up."""
+
+ROW_ALIGNMENT = 16
+"""Rows are moved in pieces of 16 bytes."""
+
+STAGE_BYTES = 16 * 1024
+"""What one bulk copy carries at most, unless a single row is larger."""
+
+MAX_ROW_BYTES = 96 * 1024
+"""Two stages of the widest row fit in the shared memory of a block."""
+
+_STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
+
+
+def rows_per_copy(row_bytes: int) -> int:
+    """Rows that travel together: a power of two up to 32, as many as fit a stage, at least one."""
+    rows = 1
+    while rows < 32 and 2 * rows * row_bytes <= STAGE_BYTES:
+        rows *= 2
+    return rows
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes that every rank of a Buffer agrees on.
+
+    Args:
+        num_ranks: Ranks of the communicator.
+        num_max_tokens_per_rank: Most tokens that one rank gives to one `dispatch`.
+        hidden: Elements of a row.
+        num_topk: Experts of a token, 1 to 32.
+        num_experts: Experts over all ranks; rank r holds `num_experts // num_ranks` consecutive ones.
+        dtype: Widest element type of a row; narrower ones (FP8 in a bfloat16 buffer) are welcome in each call.
+        num_slots: Worst-case dispatch results that fit at once; results are trimmed to what arrived, so more real ones fit.
+        num_sms: Thread blocks of the dispatch and combine kernels (each takes one SM).
+        timeout_s: Seconds after which a silent peer raises EPTimeoutError.
+        check_inputs: Whether expert numbers out of range are reported from the device.
+
+    Raises:
+        EPConfigError: if a value is out of range, says which and what is allowed.
+    """
+
+    num_ranks: int
+    num_max_tokens_per_rank: int
+    hidden: int
+    num_topk: int
+    num_experts: int
+    dtype: str = "bfloat16"
+    num_slots: int = 2
+    num_sms: int = 24
+    timeout_s: float = dataclasses.field(default_factory=_env.timeout_s)
+    check_inputs: bool = dataclasses.field(default_factory=_env.debug)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise EPConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        for name, least, most in (
+            ("num_ranks", 1, 1 << 16),
+            ("num_max_tokens_per_rank", 1, 1 << 20),
+            ("hidden", 1, 1 << 20),
+            ("num_topk", 1, MAX_TOPK),
+            ("num_experts", 1, 1 << 16),
+            ("num_slots", 1, 1 << 10),
+            ("num_sms", 1, 1 << 10),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise EPConfigError(f"{name} is {value!r}; expected a whole number from {least} to {most}")
+        if self.num_experts % self.num_ranks:
+            raise EPConfigError(
+                f"num_experts is {self.num_experts}, which {self.num_ranks} ranks cannot share equally; "
+                f"use a multiple of {self.num_ranks} (add experts that no token chooses)"
+            )
+        if self.num_topk > self.num_experts:
+            raise EPConfigError(f"num_topk is {self.num_topk}, more than num_experts ({self.num_experts})")
+        if self.row_bytes % ROW_ALIGNMENT:
+            raise EPConfigError(
+                f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; expected a multiple of {ROW_ALIGNMENT}"
+            )
+        if self.row_bytes > MAX_ROW_BYTES:
+            raise EPConfigError(f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; at most {MAX_ROW_BYTES} fit")
+        if not self.timeout_s > 0:
+            raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the widest row."""
+        return self.hidden * DTYPES[self.dtype].itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes kept for the scales of a row: one float32 for 128 channels."""
+        return -(-self.hidden // 128) * 4
+
+    @property
+    def num_max_recv_tokens(self) -> int:
+        """Most rows that a rank can receive: every token of every rank."""
+        return self.num_ranks * self.num_max_tokens_per_rank
+
+    @property
+    def num_max_sent_rows(self) -> int:
+        """Most rows that a rank sends, and gets back in combine: a token goes to each rank at most once."""
+        return self.num_max_tokens_per_rank * min(self.num_ranks, self.num_topk)
+
+    def constants(self) -> dict[str, int]:
+        """What the kernels know at compile time."""
+        return {
+            "kNumRanks": self.num_ranks,
+            "kNumTopk": self.num_topk,
+            "kNumExperts": self.num_experts,
+            "kNumLocalExperts": self.num_local_experts,
+            "kNumMaxTokens": self.num_max_tokens_per_rank,
+        }
+
+
+def arch_number(arch: str) -> int:
+    """Compute capability of a target: 90 for `sm_90`, `sm_90a` or `compute_90`.
+
+    Raises:
+        EPConfigError: if `arch` is no such name.
+    """
+    match = re.fullmatch(r"(?:sm|compute)_(\d+)[af]?", arch)
+    if match is None:
+        raise EPConfigError(f"arch is {arch!r}; expected a name such as sm_80, sm_90 or compute_80")
+    return int(match[1])
+
+
+def tuning(config: Config, arch: str) -> dict[str, int]:
+    """Constants that differ between architectures, and the shape of the thread blocks.
+
+    Movers are warps that copy rows; with TMA one thread of each issues bulk copies through its own ring of stages, without it the
+    whole warp copies. The other warps of a block carry the small arrays (dispatch) or add rows up (combine).
+    """
+    has_tma = arch_number(arch) >= 90
+    stage = max(STAGE_BYTES, -(-config.row_bytes // 128) * 128)
+    dispatch_movers = min(2, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 12
+    combine_movers = min(4, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
+    dispatch_stages = min(8, _STAGING_BYTES // (dispatch_movers * stage))
+    combine_stages = min(8, _STAGING_BYTES // (combine_movers * stage))
+    return {
+        "kHasTma": int(has_tma),
+        "kStageBytes": stage,
+        "kRouteThreads": 1024,
+        "kDispatchMovers": dispatch_movers,
+        "kDispatchStages": dispatch_stages,
+        "kDispatchThreads": 32 * (dispatch_movers + (6 if has_tma else 4)),
+        "kDispatchSharedBytes": dispatch_movers * dispatch_stages * stage if has_tma else 0,
+        "kCombineMovers": combine_movers,
+        "kCombineStages": combine_stages,
+        "kCombineThreads": 32 * (combine_movers + (12 if has_tma else 8)),
+        "kCombineSharedBytes": combine_movers * combine_stages * stage if has_tma else 0,
+    }
+
+
+def combine_constants(config: Config, dtype: str) -> dict[str, int]:
+    """Constants of a combine kernel for rows of `dtype`."""
+    row_bytes = config.hidden * DTYPES[dtype].itemsize
+    return {
+        "kElement": COMBINE_DTYPES.index(dtype),
+        "kRowBytes": row_bytes,
+        "kChunkRows": rows_per_copy(row_bytes),
+    }

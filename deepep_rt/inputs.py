@@ -1,0 +1,170 @@
+"""The arguments of dispatch and combine: looked at once, checked once, before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import arrays
+from .arrays import HOST, View
+from .config import COMBINE_DTYPES, ROW_ALIGNMENT, Config
+from .errors import EPInputError
+from .results import DispatchHandle
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a call runs: the stream it is launched on (None on the host backend) and what orders it."""
+
+    stream: int | None
+    caller_stream: int | None
+    async_finish: bool
+    previous_event: Any
+
+
+@dataclass(frozen=True)
+class Site:
+    """The Buffer that a call belongs to: its serial number in this process, its sizes and its device."""
+
+    serial: int
+    config: Config
+    device: int
+
+
+@dataclass(frozen=True)
+class DispatchInputs:
+    """Checked arguments of dispatch. Exactly one of `topk_idx` (a new routing) and `handle` (a known one) decides the routing."""
+
+    x: View
+    topk_idx: View | None
+    topk_weights: View | None
+    scales: View | None
+    handle: DispatchHandle | None
+    num_worst_tokens: int | None
+    expert_alignment: int
+
+
+@dataclass(frozen=True)
+class CombineInputs:
+    """Checked arguments of combine."""
+
+    x: View
+    handle: DispatchHandle
+    topk_weights: View | None
+    biases: tuple[View, ...]
+
+
+def dispatch_inputs(
+    site: Site,
+    stream: int | None,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    x_scales: Any,
+    handle: DispatchHandle | None,
+    num_worst_tokens: int | None,
+    expert_alignment: int,
+) -> DispatchInputs:
+    """Check the arguments of `Buffer.dispatch`, whose docstring names the rules."""
+    config = site.config
+    rows = _look(site, x, "x", stream)
+    if len(rows.shape) != 2 or rows.shape[1] != config.hidden:
+        raise EPInputError(f"x has shape {list(rows.shape)}; expected [num_tokens, {config.hidden}], the hidden of this buffer")
+    _check_row(site, rows, "x")
+    num_tokens = rows.shape[0]
+    if num_tokens > config.num_max_tokens_per_rank:
+        raise EPInputError(
+            f"x has {num_tokens} tokens, more than num_max_tokens_per_rank={config.num_max_tokens_per_rank}; "
+            f"split the batch or make the buffer larger"
+        )
+    if handle is None and topk_idx is None:
+        raise EPInputError("dispatch needs topk_idx, or the handle of an earlier dispatch; got neither")
+    if handle is not None:
+        _check_handle(site, handle)
+        if num_tokens != handle.num_tokens:
+            raise EPInputError(f"x has {num_tokens} tokens, but the handle was made with {handle.num_tokens}")
+        if num_worst_tokens not in (None, handle.num_recv_rows):
+            raise EPInputError(f"num_worst_tokens is {num_worst_tokens}, but the handle's result has {handle.num_recv_rows} rows")
+    idx = weights = scales = None
+    if topk_idx is not None:
+        idx = _look(site, topk_idx, "topk_idx", stream)
+        _check_shape(idx, "topk_idx", (num_tokens, config.num_topk), ("int32", "int64"))
+    if topk_weights is not None:
+        if idx is None:
+            raise EPInputError("topk_weights needs topk_idx beside it: a weight is kept where its expert lives")
+        weights = _look(site, topk_weights, "topk_weights", stream)
+        _check_shape(weights, "topk_weights", (num_tokens, config.num_topk), ("float32",))
+    if x_scales is not None:
+        scales = _look(site, x_scales, "x_scales", stream)
+        if len(scales.shape) != 2 or scales.shape[0] != num_tokens:
+            raise EPInputError(f"x_scales has shape {list(scales.shape)}; expected [{num_tokens}, scales of a row]")
+        if scales.row_bytes % 4 or scales.row_bytes > config.scale_bytes:
+            raise EPInputError(
+                f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {config.scale_bytes} "
+                f"(hidden // 128 float32, or packed UE8M0)"
+            )
+    if num_worst_tokens is not None and not 0 <= num_worst_tokens <= config.num_max_recv_tokens:
+        raise EPInputError(
+            f"num_worst_tokens is {num_worst_tokens}; expected 0 to {config.num_max_recv_tokens} (num_ranks * num_max_tokens_per_rank)"
+        )
+    if not isinstance(expert_alignment, int) or not 1 <= expert_alignment <= 1 << 20:
+        raise EPInputError(f"expert_alignment is {expert_alignment!r}; expected a positive whole number")
+    return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment)
+
+
+def combine_inputs(
+    site: Site, stream: int | None, x: Any, handle: DispatchHandle, topk_weights: Any, bias: Any
+) -> CombineInputs:
+    """Check the arguments of `Buffer.combine`, whose docstring names the rules."""
+    config = site.config
+    _check_handle(site, handle)
+    rows = _look(site, x, "x", stream)
+    _check_shape(rows, "x", (handle.num_recv_rows, config.hidden), COMBINE_DTYPES)
+    _check_row(site, rows, "x")
+    weights = None
+    if topk_weights is not None:
+        weights = _look(site, topk_weights, "topk_weights", stream)
+        _check_shape(weights, "topk_weights", (handle.num_recv_rows, config.num_topk), ("float32",))
+    given: Sequence[Any] = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
+    if len(given) > 2:
+        raise EPInputError(f"bias: {len(given)} arrays were given; at most two can be added")
+    biases = tuple(_look(site, array, f"bias[{i}]", stream) for i, array in enumerate(given))
+    for i, view in enumerate(biases):
+        _check_shape(view, f"bias[{i}]", (handle.num_tokens, config.hidden), (rows.dtype,))
+        _check_row(site, view, f"bias[{i}]")
+    return CombineInputs(rows, handle, weights, biases)
+
+
+def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
+    view = arrays.view(array, what, stream)
+    if view.device not in (HOST, site.device):
+        here = "host memory (the host backend has no GPU)" if site.device == HOST else f"GPU {site.device}"
+        raise EPInputError(f"{what} is on GPU {view.device}, but this buffer works in {here}; move the array first")
+    return view
+
+
+def _check_shape(view: View, what: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
+    if tuple(view.shape) != shape:
+        raise EPInputError(f"{what} has shape {list(view.shape)}; expected {list(shape)}")
+    if view.dtype not in dtypes:
+        raise EPInputError(f"{what} has dtype {view.dtype}; expected {' or '.join(dtypes)}")
+
+
+def _check_row(site: Site, view: View, what: str) -> None:
+    widest = site.config.row_bytes
+    if view.row_bytes % ROW_ALIGNMENT:
+        raise EPInputError(f"{what}: a row has {view.row_bytes} bytes; expected a multiple of {ROW_ALIGNMENT}")
+    if view.row_bytes > widest:
+        raise EPInputError(
+            f"{what} has dtype {view.dtype}, wider than this buffer's {site.config.dtype}; make the buffer with dtype={view.dtype!r}"
+        )
+    if view.device != HOST and view.ptr % ROW_ALIGNMENT:
+        raise EPInputError(f"{what} starts at an address that is not a multiple of {ROW_ALIGNMENT} bytes; pass a copy")
+
+
+def _check_handle(site: Site, handle: Any) -> None:
+    if not isinstance(handle, DispatchHandle):
+        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of a DispatchResult")
+    if handle._buffer != site.serial:
+        raise EPInputError("handle comes from another Buffer; use the one whose dispatch returned it")

@@ -1,0 +1,120 @@
+"""The kernel table: one entry for each cuda_src/*.cu with an entry point of the same name, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .structs import CStruct
+
+_COMMON = """
+    u64 peers[kNumRanks];   // symmetric base of each rank, as addressed from here
+    u64 state;              // State: epochs and counters of this rank
+    u64 page;               // pinned host memory: Report and Mailbox
+    u64 timeout_ns;
+    i32 rank;
+"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: the members of its Params, the constants that give its block size and dynamic shared memory, and what it links."""
+
+    name: str
+    params: str
+    threads: str = "kBlockThreads"
+    shared: str | None = None
+    needs_nvshmem: bool = False
+    per_dtype: bool = False  # compiled once for each element type that combine adds up
+    max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
+
+    @property
+    def struct(self) -> CStruct:
+        return CStruct("Params", self.params)
+
+
+TABLE: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            "route",
+            _COMMON
+            + """
+    i32 num_tokens;
+    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
+    u64 handle;             // out
+    i32 idx_bytes;          // 4 or 8
+    i32 expert_alignment;
+    i32 check;              // report expert numbers out of range
+    i32 to_host;            // tell the host what arrives
+""",
+            threads="kRouteThreads",
+        ),
+        Kernel(
+            "dispatch",
+            _COMMON
+            + """
+    i32 row_bytes;
+    u64 x;                  // [num_tokens, row_bytes]
+    u64 scales;             // [num_tokens, scale_bytes], or 0
+    u64 topk_idx;           // [num_tokens, kNumTopk], or 0
+    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
+    u64 handle;
+    u64 land_x;             // where this rank's rows shall land: offsets from its symmetric base
+    u64 land_scales;
+    u64 land_topk_idx;
+    u64 land_topk_weights;
+    u64 land_src_idx;
+    i64 capacity;           // rows that fit there
+    i32 scale_bytes;
+    i32 idx_bytes;
+    i32 rows_per_copy;
+""",
+            threads="kDispatchThreads",
+            shared="kDispatchSharedBytes",
+        ),
+        Kernel(
+            "combine",
+            _COMMON
+            + """
+    i32 num_tokens;
+    u64 y;                  // [rows received in dispatch, kRowBytes]
+    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
+    u64 bias_0;             // [num_tokens, kRowBytes], or 0
+    u64 bias_1;
+    u64 handle;
+    u64 out;                // [num_tokens, kRowBytes]
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
+    u64 land_x;             // where the rows of this rank's tokens shall land: offsets from its symmetric base
+    u64 land_topk_weights;
+    i64 capacity;           // rows of y
+""",
+            threads="kCombineThreads",
+            shared="kCombineSharedBytes",
+            per_dtype=True,
+        ),
+        Kernel(
+            "ceiling",
+            _COMMON
+            + """
+    i32 num_rows;           // rows for each peer
+    u64 src;                // [kNumRanks, num_rows, row_bytes]
+    u64 land_x;             // offset from the symmetric base
+    i64 row_bytes;
+""",
+            threads="kDispatchThreads",
+            shared="kDispatchSharedBytes",
+        ),
+        Kernel(
+            "nvshmem_ring",
+            _COMMON
+            + """
+    i32 peer;               // NVSHMEM's number of the next rank
+    u64 slot;               // symmetric: u64 value, u64 signal
+    u64 value;              // what to send
+    u64 out;                // u64: what arrived
+""",
+            threads="kRingThreads",
+            needs_nvshmem=True,
+        ),
+    )
+}

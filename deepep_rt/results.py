@@ -1,0 +1,135 @@
+"""What calls return. Arrays are handed out in the caller's framework, when they are first looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .arrays import View
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point in the work of a stream. On the host backend it has always passed.
+
+    Example:
+        >>> result = buffer.dispatch(x, topk_idx, async_finish=True)
+        >>> ...                     # work that does not need the result
+        >>> result.event.wait()     # the current stream goes on once the result is there
+    """
+
+    handle: int | None = None
+    """The CUDA event (an integer), or None where there is nothing to wait for."""
+    _wait: Callable[[Any], None] = field(default=lambda stream: None, repr=False)
+    _synchronize: Callable[[], None] = field(default=lambda: None, repr=False)
+    _owner: Any = field(default=None, repr=False)
+
+    def wait(self, stream: Any = None) -> None:
+        """Make `stream` (default: the caller's current stream) wait for this event; the host does not wait."""
+        self._wait(stream)
+
+    def synchronize(self) -> None:
+        """Make the host wait for this event.
+
+        Raises:
+            EPTimeoutError: if a peer did not answer in the meantime.
+        """
+        self._synchronize()
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchHandle:
+    """A routing that dispatch worked out: give it to `combine`, or to `dispatch(handle=)` to repeat the routing."""
+
+    num_tokens: int
+    """Tokens that this rank dispatched."""
+    num_recv_rows: int
+    """Rows of `recv_x`, and of the `x` that combine expects: exact, or `num_worst_tokens`."""
+    num_recv_tokens_per_expert_list: list[int] | None
+    """Received tokens of each local expert, aligned up; None when the host was not told."""
+    _buffer: int = field(repr=False)  # serial number of the Buffer
+    _routing: Any = field(repr=False)  # the backend's own tables
+    _views: dict[str, View] = field(repr=False)
+
+
+class _Arrays:
+    """Views that become arrays of the caller's framework on first use."""
+
+    _views: dict[str, View | None]
+
+    def _array(self, name: str) -> Any:
+        view = self._views.get(name)
+        return None if view is None else view.to_framework()
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchResult(_Arrays):
+    """What arrived at this rank, in the order (source rank, source token).
+
+    With `num_worst_tokens`, arrays have that many rows; those past `num_recv_tokens` are padding (`recv_topk_idx` -1,
+    `recv_topk_weights` 0, the rest undefined).
+    """
+
+    handle: DispatchHandle
+    event: Event
+    _views: dict[str, View | None] = field(repr=False)
+
+    @cached_property
+    def recv_x(self) -> Any:
+        """Rows, `[num_recv, hidden]`, dtype of `x`."""
+        return self._array("x")
+
+    @cached_property
+    def recv_x_scales(self) -> Any:
+        """Scales of the rows, `[num_recv, ...]` as `x_scales`; None without them."""
+        return self._array("scales")
+
+    @cached_property
+    def recv_topk_idx(self) -> Any:
+        """Local expert numbers, `[num_recv, num_topk]`, dtype of `topk_idx`; -1 where the expert lives on another rank."""
+        return self._array("topk_idx")
+
+    @cached_property
+    def recv_topk_weights(self) -> Any:
+        """Weights, `[num_recv, num_topk]` float32; 0 where the expert lives on another rank. None without `topk_weights`."""
+        return self._array("topk_weights")
+
+    @cached_property
+    def recv_src_idx(self) -> Any:
+        """Where each row comes from, `[num_recv, 2]` int32: source rank, source token."""
+        return self._array("src_idx")
+
+    @cached_property
+    def num_recv_tokens(self) -> Any:
+        """Rows that arrived, `[1]` int32, on the device."""
+        return self._array("num_recv")
+
+    @cached_property
+    def num_recv_tokens_per_expert(self) -> Any:
+        """Received tokens of each local expert, aligned up to `expert_alignment`, `[num_local_experts]` int32, on the device."""
+        return self._array("num_recv_per_expert")
+
+    @property
+    def num_recv_tokens_per_expert_list(self) -> list[int] | None:
+        """The same on the host; None when no CPU synchronisation was made."""
+        return self.handle.num_recv_tokens_per_expert_list
+
+
+@dataclass(frozen=True, eq=False)
+class CombineResult(_Arrays):
+    """Rows added up over the ranks, back at the tokens' own rank."""
+
+    event: Event
+    _views: dict[str, View | None] = field(repr=False)
+
+    @cached_property
+    def x(self) -> Any:
+        """`[num_tokens, hidden]`, dtype of combine's `x`."""
+        return self._array("x")
+
+    @cached_property
+    def topk_weights(self) -> Any:
+        """`[num_tokens, num_topk]` float32; None unless `topk_weights` was given."""
+        return self._array("topk_weights")

@@ -1,0 +1,138 @@
+"""C structures that Python and the kernels share: the C text is written once, the NumPy dtype and a size check come from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+_SCALARS = {"u64": "u8", "i64": "i8", "u32": "u4", "i32": "i4", "f32": "f4", "u8": "u1"}
+_MEMBER = re.compile(r"^\s*(\w+)\s+(\w+)(?:\[(\w+)\])?;")
+
+PRELUDE_TYPES = """\
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef int i32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef float f32;
+"""
+
+
+@dataclass(frozen=True)
+class CStruct:
+    """A C structure of scalars and arrays of scalars, one member a line; array extents are numbers or constants."""
+
+    name: str
+    members: str
+
+    def text(self, constants: Mapping[str, int]) -> str:
+        """The C definition, with an assertion that the compiler lays it out as NumPy does."""
+        return f"struct {self.name} {{\n{self.members.strip()}\n}};\nstatic_assert(sizeof({self.name}) == {self.size(constants)});\n"
+
+    def dtype(self, constants: Mapping[str, int]) -> np.dtype:
+        """The aligned NumPy dtype of the structure."""
+        fields: list[tuple] = []
+        for kind, name, extent in self._parsed:
+            if not extent:
+                fields.append((name, _SCALARS[kind]))
+            else:
+                fields.append((name, _SCALARS[kind], (int(extent) if extent.isdigit() else constants[extent],)))
+        return np.dtype(fields, align=True)
+
+    def size(self, constants: Mapping[str, int]) -> int:
+        return self.dtype(constants).itemsize
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for _, name, _ in self._parsed)
+
+    @cached_property
+    def _parsed(self) -> list[tuple[str, str, str | None]]:
+        rows = []
+        for line in self.members.strip().splitlines():
+            if not line.strip() or line.strip().startswith("//"):
+                continue
+            match = _MEMBER.match(line)
+            if match is None or match[1] not in _SCALARS:
+                raise AssertionError(f"struct {self.name}: cannot read the member {line!r}")
+            rows.append((match[1], match[2], match[3]))
+        return rows
+
+
+RouteMessage = CStruct(
+    "RouteMessage",
+    """
+    i32 num_rows[kNumRanks];             // rows that the sender sends to each rank
+    i32 num_choices[kNumLocalExperts];   // how often its tokens chose each expert of the receiver
+    u32 flag;                            // epoch; written last
+    """,
+)
+
+Landing = CStruct(
+    "Landing",
+    """
+    u64 x;            // offsets from the publisher's symmetric base: where the rows go,
+    u64 scales;
+    u64 topk_idx;
+    u64 topk_weights;
+    u64 src_idx;
+    i64 capacity;     // and how many fit
+    u32 flag;         // epoch; written last
+    """,
+)
+
+State = CStruct(
+    "State",
+    """
+    u32 route_epoch;       // calls of each kernel that have finished here
+    u32 dispatch_epoch;
+    u32 combine_epoch;
+    u32 dispatch_blocks;   // blocks of the running kernel that have finished; the last one resets it
+    u32 combine_blocks;
+    u32 abort;             // set by the first wait that timed out; later waits give up at once
+    """,
+)
+
+Report = CStruct(
+    "Report",
+    """
+    u32 flag;        // 1: a wait timed out
+    u32 phase;
+    i32 rank;
+    i32 peer;
+    u32 expected;
+    u32 seen;
+    u32 bad_flag;    // 1: a token chose an expert that does not exist
+    i32 bad_token;
+    i64 bad_expert;
+    """,
+)
+
+Mailbox = CStruct(
+    "Mailbox",
+    """
+    i32 num_recv;                                // rows that this call receives
+    i32 num_recv_per_expert[kNumLocalExperts];   // aligned up
+    u32 flag;                                    // epoch; written last
+    """,
+)
+
+SHARED = (RouteMessage, Landing, State, Report, Mailbox)
+
+PHASES = {
+    "kPhaseRoute": (1, "the token counts of dispatch"),
+    "kPhaseDispatchLanding": (2, "the address where dispatch may write"),
+    "kPhaseDispatchRows": (3, "the rows of dispatch"),
+    "kPhaseCombineLanding": (4, "the address where combine may write"),
+    "kPhaseCombineRows": (5, "the rows of combine"),
+    "kPhaseRing": (6, "the NVSHMEM self test"),
+}
+"""What a wait on the device can wait for: its number in a Report, and its name for people."""
+
+
+def phase_name(number: int) -> str:
+    return next((words for value, words in PHASES.values() if value == number), f"phase {number}")
