@@ -273,6 +273,8 @@ def _dlpack_stream(stream: int | None) -> int | None:
 
 
 def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if 0 in shape:
+        return True  # strides of nothing; NumPy makes them 0
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent > 1 and stride != expected:

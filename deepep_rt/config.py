@@ -74,7 +74,7 @@ class Config:
             ("num_max_tokens_per_rank", 1, 1 << 20),
             ("hidden", 1, 1 << 20),
             ("num_topk", 1, MAX_TOPK),
-            ("num_experts", 1, 1 << 16),
+            ("num_experts", 1, 1 << 13),
             ("num_slots", 1, 1 << 10),
             ("num_sms", 1, 1 << 10),
         ):
@@ -154,12 +154,13 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     stage = max(STAGE_BYTES, -(-config.row_bytes // 128) * 128)
     dispatch_movers = min(2, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 12
     combine_movers = min(4, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
-    dispatch_stages = min(8, _STAGING_BYTES // (dispatch_movers * stage))
-    combine_stages = min(8, _STAGING_BYTES // (combine_movers * stage))
+    dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_movers * stage)))
+    combine_stages = max(2, min(8, _STAGING_BYTES // (combine_movers * stage)))
     return {
         "kHasTma": int(has_tma),
         "kStageBytes": stage,
         "kRouteThreads": 1024,
+        "kRingThreads": 32,
         "kDispatchMovers": dispatch_movers,
         "kDispatchStages": dispatch_stages,
         "kDispatchThreads": 32 * (dispatch_movers + (6 if has_tma else 4)),

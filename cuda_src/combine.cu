@@ -1,0 +1,193 @@
+// combine: sends rows back to the ranks of their tokens, and adds up the rows of each token there while they arrive.
+//
+// What dispatch brought from one source is contiguous here, and lands contiguously there, in the order of the source's tokens: a push is a
+// plain copy of chunks. Staging at the source holds one row for each (token, rank) that dispatch sent: those of rank 0 first, then rank 1...
+//
+// Roles in each block: kCombineMovers warps push chunks of kChunkRows rows and raise a flag for each once it is written; the others take
+// tokens in ascending order, wait for the flags of the chunks that hold a token's rows, and add the rows in float32 and in rank order.
+// Movers never wait for adders, and staging holds everything, so nothing can dead-lock as long as each rank's blocks get to run.
+//
+// Protocol: (1) landings as in landing.cuh; (2) combine_flags[sender][chunk] = epoch, released after the chunk. Flags need no cleaning: a
+// peer raises epoch k + 1 only after it read this rank's landing k + 1, hence after this rank's kernel k saw all of its flags. Staging may
+// be reused for the same reason. The last block to finish resets State::combine_blocks and advances State::combine_epoch.
+//
+// Bytes: each row once over the link; at the source every staged row is read once and every token written once.
+#include "bulk.cuh"
+#include "landing.cuh"
+#include "number.cuh"
+#include "work.cuh"
+
+constexpr int kAdders = kCombineThreads / 32 - kCombineMovers;
+constexpr int kRowVecs = kRowBytes / 16;
+
+struct Routes {
+  u64 to_x[kNumRanks];        // where this rank's first row for a source goes, and its weights
+  u64 to_weights[kNumRanks];
+  i64 from_row[kNumRanks];    // the first row of y for a source
+  int num_rows[kNumRanks];    // rows of y for a source
+  i64 staged_row[kNumRanks];  // first row of own staging that comes from a rank
+  int max_rows;
+  bool failed;
+};
+
+__device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
+  const int lane = lane_idx();
+  const i32* rows = at<const i32>(p.handle, kHandleNumRows);
+  bool ok = true;
+  int count = 0;
+  if (lane < kNumRanks) {
+    Landing landing;
+    ok = await_landing(p, kControlCombineLanding, epoch, kPhaseCombineLanding, lane, landing);
+    i64 from_row = 0, to_row = 0, staged_row = 0;
+    for (int s = 0; s < lane; ++s) from_row += rows[s * kNumRanks + p.rank];
+    for (int r = 0; r < p.rank; ++r) to_row += rows[lane * kNumRanks + r];
+    for (int r = 0; r < lane; ++r) staged_row += rows[p.rank * kNumRanks + r];
+    count = clamp_rows(p.capacity - from_row, rows[lane * kNumRanks + p.rank]);
+    routes.to_x[lane] = landing.x + to_row * kRowBytes;
+    routes.to_weights[lane] = landing.topk_weights + to_row * kNumTopk * sizeof(float);
+    routes.from_row[lane] = from_row;
+    routes.num_rows[lane] = count;
+    routes.staged_row[lane] = staged_row;
+  }
+  const bool all_ok = __all_sync(~0u, ok);
+  const int max_rows = __reduce_max_sync(~0u, count);
+  if (lane == 0) {
+    routes.max_rows = max_rows;
+    routes.failed = !all_ok;
+  }
+}
+
+struct Chunk {
+  int rank;
+  int idx;
+  int num_rows;
+  i64 first;  // row among those for that rank
+};
+
+__device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j) {
+  const Item it = item_at(j, p.rank);
+  return {it.rank, it.chunk, rows_in_chunk(routes.num_rows[it.rank], it.chunk, kChunkRows), static_cast<i64>(it.chunk) * kChunkRows};
+}
+
+__device__ __forceinline__ const char* source_of(const Params& p, const Routes& routes, const Chunk& c) {
+  return at<const char>(p.y, (routes.from_row[c.rank] + c.first) * kRowBytes);
+}
+
+__device__ __forceinline__ void carry_weights(const Params& p, const Routes& routes, const Chunk& c) {
+  if (!p.topk_weights) return;
+  const float* from = at<const float>(p.topk_weights, 0) + (routes.from_row[c.rank] + c.first) * kNumTopk;
+  float* to = at<float>(routes.to_weights[c.rank], 0) + c.first * kNumTopk;
+  for (int i = lane_idx(); i < c.num_rows * kNumTopk; i += 32) to[i] = from[i];
+}
+
+__device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 epoch) {
+  if (c.num_rows > 0) st_release_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
+}
+
+__device__ inline void push_bulk(const Params& p, const Routes& routes, u32 epoch, char* stages, u64* barriers) {
+  const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
+  const int num_items = num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
+  auto chunk = [&](int item) { return chunk_at(p, routes, worker + item * num_workers); };
+  auto load = [&](int item, char* stage, u64* barrier) {
+    const Chunk c = chunk(item);
+    carry_weights(p, routes, c);
+    __syncwarp();  // lane 0 releases what all lanes wrote
+    if (lane_idx() != 0) return;
+    barrier_expect(barrier, c.num_rows * kRowBytes);
+    if (c.num_rows > 0) bulk_load(stage, source_of(p, routes, c), c.num_rows * kRowBytes, barrier);
+  };
+  auto store = [&](int item, char* stage) {
+    const Chunk c = chunk(item);
+    if (c.num_rows > 0) bulk_store(at<char>(routes.to_x[c.rank], c.first * kRowBytes), stage, c.num_rows * kRowBytes);
+  };
+  bulk_pipeline<kCombineStages, true>(stages, barriers, num_items, load, store, [&](int item) { raise_flag(p, chunk(item), epoch); });
+}
+
+__device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 epoch) {
+  const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
+  const int num_items = num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
+  for (int item = 0; item < num_items; ++item) {
+    const Chunk c = chunk_at(p, routes, worker + item * num_workers);
+    carry_weights(p, routes, c);
+    warp_copy(at<char>(routes.to_x[c.rank], c.first * kRowBytes), source_of(p, routes, c), static_cast<i64>(c.num_rows) * kRowBytes);
+    __syncwarp();
+    if (lane_idx() == 0) raise_flag(p, c, epoch);
+  }
+}
+
+__device__ inline void add_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
+  const u64 offset = static_cast<u64>(token) * kRowBytes;
+  for (int v = lane_idx(); v < kRowVecs; v += 32) {
+    Vec16 held[kNumRanks];
+#pragma unroll
+    for (int r = 0; r < kNumRanks; ++r) {
+      if (rows[r]) held[r] = ld_streaming(at<const Vec16>(rows[r], 0) + v);
+    }
+    float sum[kPerVec] = {};
+#pragma unroll
+    for (int r = 0; r < kNumRanks; ++r) {
+      if (rows[r]) add_to(sum, held[r]);
+    }
+    if (p.bias_0) add_to(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
+    if (p.bias_1) add_to(sum, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
+    st_vec(at<Vec16>(p.out, offset) + v, rounded(sum));
+  }
+}
+
+__device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epoch) {
+  const int lane = lane_idx(), num_workers = gridDim.x * kAdders;
+  const u64 base = p.peers[p.rank];
+  const u32* flags = at<const u32>(base, kControlCombineFlags);
+  for (int token = (warp_idx() - kCombineMovers) * gridDim.x + blockIdx.x; token < p.num_tokens; token += num_workers) {
+    int position = -1;
+    bool ok = true;
+    if (lane < kNumRanks) {
+      position = at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane];
+      if (position >= 0)
+        ok = wait_epoch(make_waiter(p), flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
+    }
+    if (!__all_sync(~0u, ok)) return;
+    const i64 staged = position >= 0 ? routes.staged_row[lane] + position : -1;
+    u64 rows[kNumRanks];  // addresses of the token's rows; 0: that rank sent none
+    float weight = 0;
+#pragma unroll
+    for (int r = 0; r < kNumRanks; ++r) {
+      const i64 row = __shfl_sync(~0u, staged, r);
+      rows[r] = row >= 0 ? base + p.land_x + row * kRowBytes : 0;
+      if (p.topk_weights && row >= 0 && lane < kNumTopk) weight += at<const float>(base, p.land_topk_weights)[row * kNumTopk + lane];
+    }
+    if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
+    add_token(p, rows, token);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ Routes routes;
+  __shared__ u64 barriers[kCombineMovers * kCombineStages];
+  State* state = at<State>(p.state, 0);
+  const int warp = warp_idx(), lane = lane_idx();
+  const u32 epoch = state->combine_epoch + 1;
+
+  if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
+    publish(p, kControlCombineLanding, epoch, lane, {p.land_x, 0, 0, p.land_topk_weights, 0, 0, epoch});
+  }
+  if (warp == 0) read_routes(p, epoch, routes);
+  __syncthreads();
+
+  if (!routes.failed) {
+    if (warp >= kCombineMovers) {
+      add_tokens(p, routes, epoch);
+    } else if constexpr (kHasTma) {
+      push_bulk(p, routes, epoch, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages);
+    } else {
+      push_by_warp(p, routes, epoch);
+    }
+  }
+  __syncthreads();
+
+  if (threadIdx.x == 0 && add_acq_rel_sys(&state->combine_blocks, 1) == gridDim.x - 1) {
+    state->combine_blocks = 0;
+    state->combine_epoch = epoch;
+  }
+}

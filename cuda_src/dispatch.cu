@@ -1,0 +1,231 @@
+// dispatch: sends the rows of a known routing straight to their final places at the receivers.
+//
+// Roles in each block: kDispatchMovers warps move rows (one thread of each issues bulk copies; without TMA the whole warp copies), the
+// others carry the small arrays: where a row comes from, expert numbers and weights as the receiver sees them, scales. Rows for a rank go
+// in the order of send_list, so a chunk of them is contiguous at the receiver and leaves as one copy: rows that are no multiple of 128
+// bytes share the cost of their ragged ends.
+//
+// Protocol: (1) everybody publishes where its rows shall land, and waits for all peers' landings (landing.cuh says why the memory may be
+// reused); (2) rows are pushed; (3) the last block of a rank to finish raises one flag at each peer, which releases the writes of all
+// blocks, and waits for the flags of all peers. A flag of epoch k + 1 comes after the peer read this rank's landing k + 1, hence after this
+// rank's kernel k has seen flag k: one flag for each source is enough.
+// The last block also resets State::dispatch_blocks and advances State::dispatch_epoch.
+//
+// Bytes: each row once from local memory for each rank it goes to (later reads hit L2), once over the link. Floor: the sum of the remote
+// rows over the copy ceiling.
+#include "bulk.cuh"
+#include "landing.cuh"
+#include "work.cuh"
+
+constexpr int kCarriers = kDispatchThreads / 32 - kDispatchMovers;
+constexpr int kCarryRows = 32;
+
+struct Routes {
+  Landing landing[kNumRanks];  // addresses at each rank
+  i64 first[kNumRanks];        // row there where this rank's rows begin
+  int num_rows[kNumRanks];     // rows to send there, as far as they fit
+  int num_listed[kNumRanks];   // rows of send_list, those that do not fit included
+  int max_rows;                // the largest of num_rows
+  int max_listed;
+  i64 num_recv;                // rows that arrive here
+  bool failed;
+};
+
+__device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
+  const int lane = lane_idx();
+  const i32* rows = at<i32>(p.handle, kHandleNumRows);
+  bool ok = true;
+  int fits = 0, listed = 0;
+  if (lane < kNumRanks) {
+    ok = await_landing(p, kControlDispatchLanding, epoch, kPhaseDispatchLanding, lane, routes.landing[lane]);
+    i64 first = 0;
+    for (int s = 0; s < p.rank; ++s) first += rows[s * kNumRanks + lane];
+    listed = rows[p.rank * kNumRanks + lane];
+    fits = ok ? clamp_rows(routes.landing[lane].capacity - first, listed) : 0;
+    routes.first[lane] = first;
+    routes.num_rows[lane] = fits;
+    routes.num_listed[lane] = listed;
+  }
+  const bool all_ok = __all_sync(~0u, ok);
+  const int max_rows = __reduce_max_sync(~0u, fits), max_listed = __reduce_max_sync(~0u, listed);
+  if (lane == 0) {
+    i64 arriving = 0;
+    for (int s = 0; s < kNumRanks; ++s) arriving += rows[s * kNumRanks + p.rank];
+    routes.max_rows = max_rows;
+    routes.max_listed = max_listed;
+    routes.num_recv = arriving;
+    routes.failed = !all_ok;
+  }
+}
+
+// sm_90: stages of rows_per_copy rows. Lanes look tokens up a batch of items ahead, so that no list read stands in the way of a copy.
+__device__ inline void move_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers) {
+  const int lane = lane_idx(), rows_per_copy = p.rows_per_copy, items_per_batch = 32 / rows_per_copy;
+  const int worker = blockIdx.x * kDispatchMovers + warp_idx(), num_workers = gridDim.x * kDispatchMovers;
+  const int max_chunks = (routes.max_rows + rows_per_copy - 1) / rows_per_copy;
+  const int num_items = num_items_of(worker, num_workers, max_chunks);
+  const i32* send_list = at<i32>(p.handle, kHandleSendList);
+
+  auto token_of = [&](int item, int row) {  // -1: no such row
+    if (item >= num_items) return -1;
+    const Item it = item_at(worker + item * num_workers, p.rank);
+    const int position = it.chunk * rows_per_copy + row;
+    return position < routes.num_rows[it.rank] ? send_list[it.rank * kNumMaxTokens + position] : -1;
+  };
+  // Lane l holds row l % rows_per_copy of item l / rows_per_copy of a batch.
+  const int my_item = lane / rows_per_copy, my_row = lane % rows_per_copy;
+  int token = -1, next_token = token_of(my_item, my_row);
+
+  auto load = [&](int item, char* stage, u64* barrier) {
+    const int in_batch = item % items_per_batch;
+    if (in_batch == 0) {
+      token = next_token;
+      next_token = token_of(item + items_per_batch + my_item, my_row);
+    }
+    const bool mine = my_item == in_batch && token >= 0;
+    const int num_rows = __popc(__ballot_sync(~0u, mine));
+    if (lane == 0) barrier_expect(barrier, num_rows * p.row_bytes);
+    __syncwarp();
+    if (mine) bulk_load(stage + my_row * p.row_bytes, at<char>(p.x, static_cast<u64>(token) * p.row_bytes), p.row_bytes, barrier);
+  };
+  auto store = [&](int item, char* stage) {
+    const Item it = item_at(worker + item * num_workers, p.rank);
+    const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, rows_per_copy);
+    const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
+    if (num_rows > 0) bulk_store(at<char>(routes.landing[it.rank].x, row * p.row_bytes), stage, num_rows * p.row_bytes);
+  };
+  bulk_pipeline<kDispatchStages, false>(stages, barriers, num_items, load, store, [](int) {});
+}
+
+__device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) {
+  const int worker = blockIdx.x * kDispatchMovers + warp_idx(), num_workers = gridDim.x * kDispatchMovers;
+  const int num_items = num_items_of(worker, num_workers, routes.max_rows);
+  const i32* send_list = at<i32>(p.handle, kHandleSendList);
+  for (int item = 0; item < num_items; ++item) {
+    const Item it = item_at(worker + item * num_workers, p.rank);
+    if (it.chunk >= routes.num_rows[it.rank]) continue;
+    const u64 token = send_list[it.rank * kNumMaxTokens + it.chunk];
+    const u64 row = routes.first[it.rank] + it.chunk;
+    warp_copy(at<char>(routes.landing[it.rank].x, row * p.row_bytes), at<char>(p.x, token * p.row_bytes), p.row_bytes);
+  }
+}
+
+// Pieces of T of the scales of `num_rows` rows, contiguous at the receiver.
+template <class T>
+__device__ inline void carry_scales(const Params& p, u64 to, int my_token, int num_rows) {
+  const int pieces = p.scale_bytes / sizeof(T), total = num_rows * pieces;
+  for (int first = 0; first < total; first += 32) {
+    const int i = first + lane_idx(), row = i / pieces;
+    const u64 token = __shfl_sync(~0u, my_token, row % 32);
+    if (i < total) at<T>(to, 0)[i] = at<const T>(p.scales, token * p.scale_bytes)[i - row * pieces];
+  }
+}
+
+// Expert numbers and weights of `num_rows` rows, as rank `to_rank` sees them; rows beyond those that exist here are not written.
+template <class Index>
+__device__ inline void carry_topk(const Params& p, const Landing& landing, int to_rank, i64 first_row, int my_token, int num_rows) {
+  const int first_expert = to_rank * kNumLocalExperts, total = num_rows * kNumTopk;
+  Index* to_idx = at<Index>(landing.topk_idx, 0) + first_row * kNumTopk;
+  float* to_weights = at<float>(landing.topk_weights, 0) + first_row * kNumTopk;
+  for (int first = 0; first < total; first += 32) {
+    const int i = first + lane_idx(), row = i / kNumTopk;
+    const i64 token = __shfl_sync(~0u, my_token, row % 32);
+    if (i >= total) continue;
+    const i64 from = token * kNumTopk + (i - row * kNumTopk);
+    const i64 expert = static_cast<i64>(at<const Index>(p.topk_idx, 0)[from]) - first_expert;
+    const bool lives_there = expert >= 0 && expert < kNumLocalExperts;
+    to_idx[i] = lives_there ? static_cast<Index>(expert) : static_cast<Index>(-1);
+    if (p.topk_weights) to_weights[i] = lives_there ? at<const float>(p.topk_weights, 0)[from] : 0.f;
+  }
+}
+
+__device__ inline void carry_side_arrays(const Params& p, const Routes& routes) {
+  const int worker = blockIdx.x * kCarriers + warp_idx() - kDispatchMovers, num_workers = gridDim.x * kCarriers;
+  const int max_chunks = (routes.max_listed + kCarryRows - 1) / kCarryRows;
+  const int num_items = num_items_of(worker, num_workers, max_chunks);
+  for (int item = 0; item < num_items; ++item) {
+    const Item it = item_at(worker + item * num_workers, p.rank);
+    const Landing& landing = routes.landing[it.rank];
+    const int position = it.chunk * kCarryRows + lane_idx();
+    const int token = position < routes.num_listed[it.rank] ? at<const i32>(p.handle, kHandleSendList)[it.rank * kNumMaxTokens + position] : -1;
+    const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, kCarryRows);
+    const i64 first_row = routes.first[it.rank] + it.chunk * kCarryRows;
+    if (lane_idx() < num_rows) at<int2>(landing.src_idx, 0)[first_row + lane_idx()] = make_int2(p.rank, token);
+    if (token >= 0 && lane_idx() >= num_rows) at<i32>(p.handle, kHandleSendPos)[token * kNumRanks + it.rank] = -1;  // no room: combine skips it
+    if (p.topk_idx) {
+      if (p.idx_bytes == 8) {
+        carry_topk<i64>(p, landing, it.rank, first_row, token, num_rows);
+      } else {
+        carry_topk<i32>(p, landing, it.rank, first_row, token, num_rows);
+      }
+    }
+    if (p.scales) {
+      const u64 to = landing.scales + first_row * p.scale_bytes;
+      if ((p.scale_bytes | p.scales) % 16 == 0) {
+        carry_scales<Vec16>(p, to, token, num_rows);
+      } else {
+        carry_scales<u32>(p, to, token, num_rows);
+      }
+    }
+  }
+}
+
+// Rows past those that arrive belong to no token.
+__device__ inline void write_padding(const Params& p, const Routes& routes) {
+  const i64 worker = (blockIdx.x * kCarriers + warp_idx() - kDispatchMovers) * 32 + lane_idx(), num_workers = gridDim.x * kCarriers * 32;
+  const u64 base = p.peers[p.rank];
+  for (i64 i = routes.num_recv + worker; i < p.capacity; i += num_workers) at<int2>(base, p.land_src_idx)[i] = make_int2(-1, -1);
+  if (!p.topk_idx) return;
+  for (i64 i = routes.num_recv * kNumTopk + worker; i < p.capacity * kNumTopk; i += num_workers) {
+    if (p.idx_bytes == 8) {
+      at<i64>(base, p.land_topk_idx)[i] = -1;
+    } else {
+      at<i32>(base, p.land_topk_idx)[i] = -1;
+    }
+    if (p.topk_weights) at<float>(base, p.land_topk_weights)[i] = 0.f;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ Routes routes;
+  __shared__ u64 barriers[kDispatchMovers * kDispatchStages];
+  State* state = at<State>(p.state, 0);
+  const int warp = warp_idx(), lane = lane_idx();
+  const u32 epoch = state->dispatch_epoch + 1;
+
+  if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
+    const Landing mine = {p.land_x, p.land_scales, p.land_topk_idx, p.land_topk_weights, p.land_src_idx, p.capacity, epoch};
+    publish(p, kControlDispatchLanding, epoch, lane, mine);
+  }
+  if (warp == 0) read_routes(p, epoch, routes);
+  __syncthreads();
+
+  if (!routes.failed) {
+    if (warp < kDispatchMovers) {
+      if constexpr (kHasTma) {
+        move_rows_bulk(p, routes, stages + warp * kDispatchStages * kStageBytes, barriers + warp * kDispatchStages);
+      } else {
+        move_rows_by_warp(p, routes);
+      }
+    } else {
+      carry_side_arrays(p, routes);
+      write_padding(p, routes);
+    }
+  }
+  __syncthreads();
+
+  if (warp != 0) return;
+  bool last = lane == 0 && add_acq_rel_sys(&state->dispatch_blocks, 1) == gridDim.x - 1;
+  last = __shfl_sync(~0u, last, 0);
+  if (!last) return;
+  if (!routes.failed && lane < kNumRanks) {
+    st_release_sys(at<u32>(p.peers[lane], kControlDispatchFlags) + p.rank, epoch);
+    wait_epoch(make_waiter(p), at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);
+  }
+  __syncwarp();
+  if (lane == 0) {
+    state->dispatch_blocks = 0;
+    state->dispatch_epoch = epoch;
+  }
+}

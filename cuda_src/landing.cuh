@@ -1,0 +1,39 @@
+// Receiver-addressed writing: at the start of a call every rank tells every peer where its rows shall land (offsets in its own symmetric
+// memory), and learns the same from every peer.
+//
+// Why the two sides of the inbox, by parity of the epoch, suffice: a peer publishes epoch k + 2 only after its call k + 1 has ended, and
+// that call began by waiting for this rank's publication of k + 1, which came after this rank's call k. So nobody still reads side k.
+// Why a landing place may be reused without a barrier: it is published from the stream of the call, hence after every earlier kernel of
+// that stream that reads the memory; and peers write only after they have read the publication.
+#pragma once
+#include "wait.cuh"
+
+__device__ __forceinline__ Landing* landing_of(u64 base, u64 inbox, u32 epoch, int source) {
+  return at<Landing>(base, inbox) + (epoch % 2) * kNumRanks + source;
+}
+
+// One lane writes one peer's inbox.
+__device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, int peer, const Landing& mine) {
+  Landing* theirs = landing_of(p.peers[peer], inbox, epoch, p.rank);
+  st_relaxed_sys(&theirs->x, mine.x);
+  st_relaxed_sys(&theirs->scales, mine.scales);
+  st_relaxed_sys(&theirs->topk_idx, mine.topk_idx);
+  st_relaxed_sys(&theirs->topk_weights, mine.topk_weights);
+  st_relaxed_sys(&theirs->src_idx, mine.src_idx);
+  st_relaxed_sys(&theirs->capacity, mine.capacity);
+  st_release_sys(&theirs->flag, epoch);
+}
+
+// Waits for a peer's publication; its offsets come back as addresses in the peer's memory.
+__device__ __forceinline__ bool await_landing(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, Landing& landing) {
+  const Landing* mine = landing_of(p.peers[p.rank], inbox, epoch, peer);
+  if (!wait_epoch(make_waiter(p), &mine->flag, epoch, phase, peer)) return false;
+  const u64 base = p.peers[peer];
+  landing = *mine;
+  landing.x += base;
+  landing.scales += base;
+  landing.topk_idx += base;
+  landing.topk_weights += base;
+  landing.src_idx += base;
+  return true;
+}

@@ -1,0 +1,80 @@
+// Loads, stores and atomics whose names say their memory order and scope, and 16-byte vectors.
+#pragma once
+
+struct alignas(16) Vec16 {
+  u32 word[4];
+};
+
+template <class T>
+__device__ __forceinline__ T* at(u64 base, u64 offset) {
+  return reinterpret_cast<T*>(base + offset);
+}
+
+__device__ __forceinline__ u32 ld_acquire_sys(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 ld_relaxed_gpu(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_release_sys(u32* p, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+
+__device__ __forceinline__ void st_relaxed_sys(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+
+__device__ __forceinline__ void st_relaxed_sys(i32* p, i32 v) { asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+
+__device__ __forceinline__ void st_relaxed_sys(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+
+__device__ __forceinline__ void st_relaxed_sys(i64* p, i64 v) { asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+
+// System scope, although blocks of one GPU count here: what they wrote to peers is then ordered before the flag that the last one raises.
+__device__ __forceinline__ u32 add_acq_rel_sys(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.acq_rel.sys.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
+__device__ __forceinline__ u32 exchange_relaxed_gpu(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
+// Rows are read once: they need no place in L1.
+__device__ __forceinline__ Vec16 ld_streaming(const Vec16* p) {
+  Vec16 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_vec(Vec16* p, const Vec16& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]) : "memory");
+}
+
+__device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp_idx() { return threadIdx.x / 32; }
+
+// A warp copies `num_bytes` (a multiple of 16), eight vectors in flight in each lane.
+__device__ __forceinline__ void warp_copy(void* to, const void* from, i64 num_bytes) {
+  constexpr int kInFlight = 8;
+  const Vec16* source = static_cast<const Vec16*>(from);
+  Vec16* target = static_cast<Vec16*>(to);
+  const i64 count = num_bytes / 16;
+  i64 i = lane_idx();
+  for (; i + (kInFlight - 1) * 32 < count; i += kInFlight * 32) {
+    Vec16 held[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) held[j] = ld_streaming(source + i + j * 32);
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) st_vec(target + i + j * 32, held[j]);
+  }
+  for (; i < count; i += 32) st_vec(target + i, ld_streaming(source + i));
+}

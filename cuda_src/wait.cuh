@@ -1,0 +1,51 @@
+// The one bounded wait. A peer that never comes ends in a report for the host, not in a hang: the first wait that runs out of time writes
+// it to pinned host memory and raises State::abort; every other wait, in this kernel and in later ones, then gives up at once.
+#pragma once
+#include "memory.cuh"
+
+struct Waiter {
+  State* state;
+  Report* report;
+  u64 timeout_ns;
+  int rank;
+};
+
+__device__ __forceinline__ Waiter make_waiter(const Params& p) {
+  return {at<State>(p.state, 0), at<Report>(p.page, kPageReport), p.timeout_ns, p.rank};
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// Raises State::abort, and reports, unless somebody did before.
+__device__ inline void give_up(const Waiter& w, u32 phase, int peer, u32 expected, u32 seen) {
+  if (exchange_relaxed_gpu(&w.state->abort, 1) != 0) return;
+  st_relaxed_sys(&w.report->phase, phase);
+  st_relaxed_sys(&w.report->rank, w.rank);
+  st_relaxed_sys(&w.report->peer, peer);
+  st_relaxed_sys(&w.report->expected, expected);
+  st_relaxed_sys(&w.report->seen, seen);
+  st_release_sys(&w.report->flag, 1);
+}
+
+// Waits until *flag reaches `expected` (epochs wrap around). False: the time is up, or was up elsewhere, and nothing that the flag
+// announces may be used.
+__device__ inline bool wait_epoch(const Waiter& w, const u32* flag, u32 expected, u32 phase, int peer) {
+  u64 start = 0;
+  for (u32 spins = 1;; ++spins) {
+    const u32 seen = ld_acquire_sys(flag);
+    if (static_cast<i32>(seen - expected) >= 0) return true;
+    if (spins % 64) continue;
+    if (ld_relaxed_gpu(&w.state->abort)) return false;
+    const u64 now = nanoseconds();
+    if (start == 0) {
+      start = now;
+    } else if (now - start > w.timeout_ns) {
+      give_up(w, phase, peer, expected, seen);
+      return false;
+    }
+  }
+}

@@ -1,0 +1,408 @@
+"""The host backend: dispatch and combine in NumPy and MPI, for machines without a GPU and as the reference of the GPU tests.
+
+A call has two rounds of messages, one message to each peer in a round. First every rank notifies every other of how the call looks
+from its side: what it calls with which types, how many rows go where, and whether its input is wrong. So all ranks come to the same
+verdict before a row moves: they all go on, or they all raise. Then the rows travel, straight into the result arrays. Every wait is
+bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from .arrays import DTYPES, HOST, Framework, View, host_bytes
+from .config import Config
+from .errors import EPInputError, EPTimeoutError
+from .inputs import Call, CombineInputs, DispatchInputs, Site
+from .layout import align_up
+from .results import CombineResult, DispatchHandle, DispatchResult, Event
+from .structs import PHASES
+
+_NOTICE_TAG, _ROWS_TAG = 1, 2
+_MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
+_ALIGNMENT = 64  # JAX adopts host memory only when it is aligned like this
+
+_KINDS = ("dispatch", "dispatch with a handle", "combine")
+_DTYPE_NAMES = (None, *DTYPES)  # numbered alike on all ranks; None: the array was not given
+
+# What all ranks must say alike in a notice.
+_AGREED = ("kind", "x", "topk_idx", "topk_weights", "x_scales", "bytes of a row of x_scales", "handle (number of its dispatch)")
+# What each rank says for itself. The problem is 0 (none), 1 (expert number: token, value) or 2 (size: destination, bytes).
+_CAPACITY = len(_AGREED)
+_PROBLEM = slice(_CAPACITY + 1, _CAPACITY + 4)
+_NOTICE_HEAD = _CAPACITY + 4  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
+_BAD_EXPERT, _TOO_LARGE = 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Routing:
+    """Where this rank's tokens go and where its rows come from; rows that did not fit are in neither."""
+
+    serial: int
+    sent_tokens: tuple[np.ndarray, ...]  # for each rank, the tokens that go there, ascending
+    num_received: np.ndarray  # [num_ranks] rows from each rank
+    first_row: np.ndarray  # [num_ranks] where they start
+
+
+class HostBackend:
+    """Dispatch and combine over an MPI communicator, in host memory. The face is that of `device.DeviceBackend`."""
+
+    name = "host"
+    device = HOST
+
+    def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
+        self._comm: MPI.Intracomm | None = comm.Dup()  # our messages never meet the caller's
+        self._config = config
+        self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
+        self._mail = _Mail(self._comm, config.timeout_s)
+        self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
+        self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
+        self._num_routings = 0  # the same on all ranks: they succeed or fail together
+
+    def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
+        """Start a call; there are no streams here, and earlier work has always finished."""
+        self._mail.check()
+        return Call(None, None, async_finish, previous_event)
+
+    def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
+        self._mail.start_call()
+        if inputs.handle is None:
+            handle = self._route(site, inputs)
+        else:
+            handle = inputs.handle
+            routing: _Routing = handle._routing
+            notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
+            self._find_problem(notices, inputs, routing.sent_tokens)
+            self._agree(notices, "kPhaseDispatchLanding")
+        return self._send_rows(handle, inputs)
+
+    def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
+        self._mail.start_call()
+        handle, x, config = inputs.handle, inputs.x, self._config
+        routing: _Routing = handle._routing
+        notices = self._notices("combine", x, inputs, routing.serial)
+        self._note_size(notices, int(routing.num_received.max()) * x.row_bytes, int(routing.num_received.argmax()))
+        self._agree(notices, "kPhaseCombineLanding")
+
+        given = [_rows(view) for view in (x, inputs.topk_weights) if view is not None]
+        outgoing = [[part[first : first + count] for part in given] for first, count in self._spans(routing)]
+        incoming = [[np.empty((len(tokens), p.shape[1]), np.uint8) for p in given] for tokens in routing.sent_tokens]
+        incoming[self._rank] = outgoing[self._rank]
+        self._mail.exchange(outgoing, incoming, _ROWS_TAG, "kPhaseCombineRows")
+
+        total = np.zeros((handle.num_tokens, config.hidden), np.float32)
+        weights = None if inputs.topk_weights is None else _Result((handle.num_tokens, config.num_topk), "float32", fill=0)
+        with np.errstate(all="ignore"):  # inf - inf and the like are the caller's numbers, not our mistakes
+            for tokens, parts in zip(routing.sent_tokens, incoming, strict=True):  # rank order: the same bits every time
+                total[tokens] += _to_float32(parts[0], x.dtype)
+                if weights is not None:
+                    weights.rows.view(np.float32)[tokens] += parts[1].view(np.float32)
+            for bias in inputs.biases:
+                total += _to_float32(_rows(bias), x.dtype)
+            out = _Result(total.shape, x.dtype)
+            _from_float32(total, x.dtype, out.rows)
+        views = {"x": out.view(x.framework), "topk_weights": None if weights is None else weights.view(x.framework)}
+        return CombineResult(event=Event(), _views=views)
+
+    def synchronize(self) -> None:
+        self._mail.check()
+
+    def abandon(self) -> None:
+        """The other ranks may be elsewhere: nothing collective from here on."""
+        self._comm = None
+
+    def destroy(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None and not self._mail.is_broken:  # freeing is collective; peers that were lost would not take part
+            comm.Free()
+
+    def _route(self, site: Site, inputs: DispatchInputs) -> DispatchHandle:
+        """Work out a new routing and tell the ranks about it."""
+        config, rank = self._config, self._rank
+        num_tokens = inputs.x.shape[0]
+        assert inputs.topk_idx is not None  # or there would be a handle
+        idx = _rows(inputs.topk_idx).view(inputs.topk_idx.dtype)
+        chosen = np.zeros((num_tokens, self._num_ranks), bool)
+        token, choice = np.nonzero((idx >= 0) & (idx < config.num_experts))
+        chosen[token, idx[token, choice] // config.num_local_experts] = True
+        tokens = [np.flatnonzero(chosen[:, peer]).astype(np.int32) for peer in range(self._num_ranks)]
+
+        notices = self._notices("dispatch", inputs.x, inputs, 0)
+        notices[:, _CAPACITY] = -1 if inputs.num_worst_tokens is None else inputs.num_worst_tokens
+        notices[:, self._num_rows_at] = [len(t) for t in tokens]
+        counts = np.bincount(idx[token, choice], minlength=config.num_experts)
+        notices[:, self._num_choices_at] = counts.reshape(self._num_ranks, -1)
+        self._find_problem(notices, inputs, tokens)
+        heard = self._agree(notices, "kPhaseRoute")
+
+        num_rows = heard[:, self._num_rows_at]  # [source, destination]
+        capacity = heard[:, _CAPACITY]
+        room = np.where(capacity < 0, np.iinfo(np.int64).max, capacity)  # [destination]
+        first_row = np.cumsum(num_rows, axis=0) - num_rows
+        fitting = np.clip(room - first_row, 0, num_rows)
+        self._num_routings += 1
+        routing = _Routing(
+            serial=self._num_routings,
+            sent_tokens=tuple(t[:n] for t, n in zip(tokens, fitting[rank], strict=True)),
+            num_received=fitting[:, rank],
+            first_row=np.minimum(first_row[:, rank], room[rank]),
+        )
+        per_expert = heard[:, self._num_choices_at].sum(0)
+        per_expert = -(-per_expert // inputs.expert_alignment) * inputs.expert_alignment
+        worst = inputs.num_worst_tokens
+        num_recv_rows = int(num_rows[:, rank].sum()) if worst is None else worst
+        framework = inputs.x.framework
+        views = {
+            "num_recv": _Result.of(num_rows[:, rank].sum(keepdims=True)).view(framework),
+            "num_recv_per_expert": _Result.of(per_expert).view(framework),
+            "src_idx": _Result((num_recv_rows, 2), "int32", fill=255).view(framework),  # filled when the rows arrive
+        }
+        told = per_expert.tolist() if worst is None else None
+        return DispatchHandle(num_tokens, num_recv_rows, told, site.serial, routing, views)
+
+    def _send_rows(self, handle: DispatchHandle, inputs: DispatchInputs) -> DispatchResult:
+        """Send rows, and what belongs to them, along a routing that all ranks agree on."""
+        routing: _Routing = handle._routing
+        framework, num_recv_rows = inputs.x.framework, handle.num_recv_rows
+        asked = {"x": inputs.x, "scales": inputs.scales, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
+        given = {name: view for name, view in asked.items() if view is not None}
+        sources = [_rows(view) for view in given.values()]
+        results = {name: _Result((num_recv_rows, *view.shape[1:]), view.dtype) for name, view in given.items()}
+        outgoing = [[np.take(rows, tokens, axis=0) for rows in sources] for tokens in routing.sent_tokens]
+        spans = self._spans(routing)
+        incoming: list[list[np.ndarray]] = [
+            [result.rows[first : first + count] for result in results.values()] for first, count in spans
+        ]
+        if inputs.handle is None:  # the handle is new: it has to learn which tokens these are
+            src_idx = handle._views["src_idx"].owner.view(np.int32).reshape(-1, 2)
+            arrived = [np.empty((count, 1), np.int32) for _, count in spans]
+            for peer, tokens in enumerate(routing.sent_tokens):
+                outgoing[peer].append(tokens)
+                incoming[peer].append(arrived[peer])
+        for mine, theirs in zip(outgoing[self._rank], incoming[self._rank], strict=True):
+            theirs.reshape(-1)[:] = mine.reshape(-1)
+        self._mail.exchange(outgoing, incoming, _ROWS_TAG, "kPhaseDispatchRows")
+        if inputs.handle is None:
+            for peer, (first, count) in enumerate(spans):
+                src_idx[first : first + count, 0] = peer
+                src_idx[first : first + count, 1:] = arrived[peer]
+
+        num_arrived = int(routing.num_received.sum())
+        for result in results.values():
+            result.rows[num_arrived:] = 0
+        self._keep_local(results, num_arrived)
+        views: dict[str, View | None] = dict.fromkeys(asked)
+        views.update({name: result.view(framework) for name, result in results.items()})
+        for name, view in handle._views.items():  # copies: the handle's own stay as they are whatever the caller does
+            views[name] = _Result.of(view.owner.view(np.int32).reshape(view.shape)).view(framework)
+        return DispatchResult(handle=handle, event=Event(), _views=views)
+
+    def _keep_local(self, results: dict[str, _Result], num_arrived: int) -> None:
+        """Turn expert numbers into local ones, and blank the entries of other ranks and of padding."""
+        if "topk_idx" not in results:
+            return
+        idx = results["topk_idx"].rows.view(results["topk_idx"].dtype)
+        first, count = self._rank * self._config.num_local_experts, self._config.num_local_experts
+        idx -= first
+        elsewhere = (idx < 0) | (idx >= count)
+        elsewhere[num_arrived:] = True
+        idx[elsewhere] = -1
+        if "topk_weights" in results:
+            results["topk_weights"].rows.view(np.float32)[elsewhere] = 0
+
+    def _spans(self, routing: _Routing) -> list[tuple[int, int]]:
+        """First row and number of rows from each rank."""
+        return list(zip(routing.first_row.tolist(), routing.num_received.tolist(), strict=True))
+
+    def _notices(self, kind: str, x: View, inputs: DispatchInputs | CombineInputs, serial: int) -> np.ndarray:
+        """What this rank says about the call, `[num_ranks, ...]` int64: one row for each addressee."""
+        idx, scales = getattr(inputs, "topk_idx", None), getattr(inputs, "scales", None)
+        dtypes = [_DTYPE_NAMES.index(view.dtype if view else None) for view in (x, idx, inputs.topk_weights, scales)]
+        notices = np.zeros((self._num_ranks, _NOTICE_HEAD + self._num_ranks + self._config.num_local_experts), np.int64)
+        notices[:, : len(_AGREED)] = [_KINDS.index(kind), *dtypes, scales.row_bytes if scales else 0, serial]
+        return notices
+
+    def _find_problem(self, notices: np.ndarray, inputs: DispatchInputs, tokens: Sequence[np.ndarray]) -> None:
+        """Put what is wrong with this rank's input into its notices."""
+        sizes = [len(t) for t in tokens]
+        self._note_size(notices, max(sizes) * inputs.x.row_bytes, int(np.argmax(sizes)))
+        if inputs.topk_idx is None:
+            return
+        idx = _rows(inputs.topk_idx).view(inputs.topk_idx.dtype)
+        wrong = np.argwhere((idx < -1) | (idx >= self._config.num_experts))
+        if len(wrong):
+            notices[:, _PROBLEM] = _BAD_EXPERT, wrong[0, 0], idx[tuple(wrong[0])]
+
+    def _note_size(self, notices: np.ndarray, num_bytes: int, peer: int) -> None:
+        if num_bytes > _MAX_PART_BYTES:
+            notices[:, _PROBLEM] = _TOO_LARGE, peer, num_bytes
+
+    def _agree(self, notices: np.ndarray, phase: str) -> np.ndarray:
+        """Swap notices; raise on every rank if an input is wrong or the calls differ.
+
+        Returns:
+            What each rank said, `[num_ranks, ...]`.
+        """
+        heard = np.empty_like(notices)
+        heard[self._rank] = notices[self._rank]
+        self._mail.exchange([[row] for row in notices], [[row] for row in heard], _NOTICE_TAG, phase)
+        different = [i for i in range(len(_AGREED)) if (heard[:, i] != heard[0, i]).any()]
+        if different:
+            i = different[0]
+            words = _KINDS if i == 0 else _DTYPE_NAMES if i <= 4 else None
+            said = ", ".join(f"rank {rank}: {words[v] if words else v}" for rank, v in enumerate(heard[:, i].tolist()))
+            raise EPInputError(f"the ranks disagree on the {_AGREED[i]} of this call; all must give the same. {said}")
+        wrong = np.flatnonzero(heard[:, _PROBLEM.start])
+        if len(wrong):
+            rank = self._rank if self._rank in wrong else int(wrong[0])
+            raise EPInputError(self._describe(rank, *heard[rank, _PROBLEM].tolist()))
+        return heard
+
+    def _describe(self, rank: int, problem: int, where: int, what: int) -> str:
+        whose = "" if rank == self._rank else f"rank {rank}: "
+        if problem == _BAD_EXPERT:
+            last = self._config.num_experts - 1
+            return f"{whose}topk_idx: token {where} chooses expert {what}; expected 0 to {last}, or -1 for none"
+        return f"{whose}x: {what} bytes go to rank {where}; the host backend sends at most {_MAX_PART_BYTES}; split the batch"
+
+
+class _Mail:
+    """Bounded exchanges of messages between all ranks. After a time-out it is broken for good."""
+
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float) -> None:
+        self._comm, self._timeout_s = comm, timeout_s
+        self._rank = comm.Get_rank()
+        self._call_idx = 0
+        self._failure: EPTimeoutError | None = None
+        self._left_over: Any = None
+
+    @property
+    def is_broken(self) -> bool:
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise if an earlier call timed out."""
+        if (first := self._failure) is not None:
+            text = f"this Buffer is broken since an earlier call timed out; make a new one. The earlier error: {first}"
+            raise EPTimeoutError(text, rank=first.rank, peer=first.peer, phase=first.phase, call_idx=first.call_idx)
+
+    def start_call(self) -> None:
+        self._call_idx += 1
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[np.ndarray]], incoming: Sequence[Sequence[np.ndarray]], tag: int, phase: str
+    ) -> None:
+        """Send the arrays `outgoing[peer]` to each peer as one message, and fill `incoming[peer]` with its message."""
+        peers: list[int] = []
+        requests: list[MPI.Request] = []
+        for post, parts_of in ((self._comm.Irecv, incoming), (self._comm.Isend, outgoing)):
+            for peer, parts in enumerate(parts_of):
+                if peer != self._rank and (message := _Message.of(parts)) is not None:
+                    peers.append(peer)
+                    requests.append(post(message.buffer, peer, tag))
+                    message.datatype.Free()  # the pending request holds on to it
+        try:
+            self._wait(peers, requests, PHASES[phase][1])
+        except BaseException:
+            self._left_over = (outgoing, incoming, requests)  # MPI may still read or write there
+            raise
+
+    def _wait(self, peers: list[int], requests: list[MPI.Request], phase: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        pause = 0.0
+        while not MPI.Request.Testall(requests):
+            if time.monotonic() > deadline:
+                self._fail(peers, requests, phase)
+            time.sleep(pause)  # ranks often share cores: polling without a pause would slow down the one that is waited for
+            pause = min(pause + 2e-6, 1e-3)
+
+    def _fail(self, peers: list[int], requests: list[MPI.Request], phase: str) -> None:
+        silent = [(peer, request) for peer, request in zip(peers, requests, strict=True) if request and not request.Test()]
+        if not silent:
+            return  # the last message came just now
+        for _, request in silent:
+            request.Cancel()
+            request.Free()
+        first = silent[0][0]
+        others = sorted({peer for peer, _ in silent} - {first})
+        self._failure = EPTimeoutError(
+            f"rank {self._rank} waited {self._timeout_s:g} s for rank {first}: {phase} did not come "
+            f"(call {self._call_idx} of this rank{f'; ranks {others} were silent too' if others else ''}). "
+            f"Check that all ranks make the same calls in the same order and that rank {first} is alive; "
+            f"if it is only slow, raise timeout_s (DEEPEP_RT_TIMEOUT_S)",
+            rank=self._rank,
+            peer=first,
+            phase=phase,
+            call_idx=self._call_idx,
+        )
+        raise self._failure
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Several arrays as one MPI message, without packing them."""
+
+    buffer: Any
+    datatype: MPI.Datatype
+
+    @staticmethod
+    def of(parts: Sequence[np.ndarray]) -> _Message | None:
+        """None if there is nothing to send."""
+        blocks = [(part.nbytes, part.ctypes.data) for part in parts if part.nbytes]
+        if not blocks:
+            return None
+        lengths, addresses = zip(*blocks, strict=True)
+        datatype = MPI.BYTE.Create_hindexed(lengths, addresses).Commit()
+        return _Message([MPI.BOTTOM, 1, datatype], datatype)
+
+
+class _Result:
+    """Aligned memory for a result: rows of bytes, and a View of them."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, fill: int | None = None) -> None:
+        self.shape, self.dtype = shape, dtype
+        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * DTYPES[dtype].itemsize
+        num_bytes = shape[0] * row_bytes
+        memory = np.empty(align_up(num_bytes, _ALIGNMENT) + 2 * _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        self.ptr = memory.ctypes.data + start
+        self.rows = memory[start : start + num_bytes].reshape(shape[0], row_bytes)
+        if fill is not None:
+            self.rows[...] = fill
+
+    @staticmethod
+    def of(values: np.ndarray) -> _Result:
+        """A copy of whole numbers as int32."""
+        made = _Result(values.shape, "int32")
+        made.rows.view(np.int32).reshape(values.shape)[...] = values
+        return made
+
+    def view(self, framework: Framework) -> View:
+        return View(self.ptr, tuple(self.shape), self.dtype, HOST, self.rows, framework)
+
+
+def _rows(view: View) -> np.ndarray:
+    """The memory of a View as `[rows, row_bytes]` uint8, without a copy."""
+    return host_bytes(view).reshape(view.shape[0], view.row_bytes)
+
+
+def _to_float32(rows: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":  # NumPy does not know it: a bfloat16 is the upper half of a float32
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return rows.view(dtype).astype(np.float32, copy=False)
+
+
+def _from_float32(values: np.ndarray, dtype: str, rows: np.ndarray) -> None:
+    """Round to nearest, ties to even, into `rows`."""
+    if dtype != "bfloat16":
+        rows.view(dtype)[...] = values
+        return
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    rows.view(np.uint16)[...] = np.where(np.isnan(values), 0x7FFF, rounded)  # a NaN's payload must not round up to infinity

@@ -1,0 +1,128 @@
+"""Routes random tokens to their experts and back, checks every row, and prints the bandwidth; on GPUs if there are any.
+
+mpirun -n 4 python examples/dispatch_combine.py
+"""
+
+import argparse
+import time
+import warnings
+
+import numpy as np
+from mpi4py import MPI
+
+from deepep_rt import Buffer
+
+comm = MPI.COMM_WORLD
+rank, num_ranks = comm.rank, comm.size
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
+    parser.add_argument("--tokens", type=int, help="tokens of each rank; default 4096 on GPUs, 256 without")
+    parser.add_argument("--hidden", type=int, help="default 7168 on GPUs, 2048 without")
+    parser.add_argument("--topk", type=int, default=8, help="experts of a token")
+    parser.add_argument("--experts", type=int, default=256, help="rounded down to a multiple of the ranks")
+    args = parser.parse_args()
+    args.on_gpu = args.backend == "cuda" or (args.backend == "auto" and has_gpu())
+    args.tokens = args.tokens or (4096 if args.on_gpu else 256)
+    args.hidden = args.hidden or (7168 if args.on_gpu else 2048)
+    args.experts -= args.experts % num_ranks
+    return args
+
+
+def has_gpu():
+    try:
+        warnings.filterwarnings("ignore", message="CUDA path could not be detected")
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # no CuPy, no driver or no GPU; the host backend needs none of them
+        return False
+
+
+def tokens_of(source, args):
+    """What a rank sends. Every rank can make it again from the seed, and so knows what it must receive."""
+    rng = np.random.default_rng(source)
+    x = rng.standard_normal((args.tokens, args.hidden), dtype=np.float32).astype(np.float16)
+    topk_idx = rng.random((args.tokens, args.experts)).argsort(axis=1)[:, : args.topk].copy()
+    return x, topk_idx, rng.random((args.tokens, args.topk), dtype=np.float32)
+
+
+def check_dispatch(sent, to_host, args):
+    """Compare every row with what its source made, in the order (source rank, source token)."""
+    parts = []
+    for source in range(num_ranks):
+        x, topk_idx, weights = tokens_of(source, args)
+        owner, local_idx = np.divmod(topk_idx, args.experts // num_ranks)
+        token = np.flatnonzero((owner == rank).any(axis=1))
+        here = owner[token] == rank
+        origin = np.stack([np.full_like(token, source), token], axis=1)
+        parts.append((x[token], np.where(here, local_idx[token], -1), np.where(here, weights[token], 0), origin))
+    received = (sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, sent.recv_src_idx)
+    for name, array, expected in zip(("rows", "experts", "weights", "order"), received, zip(*parts, strict=True), strict=True):
+        assert np.array_equal(to_host(array), np.concatenate(expected)), f"rank {rank}: wrong {name} after dispatch"
+
+
+def check_combine(out, gains, args):
+    """Compare with the sum in float64; a row is rounded to float16 when it is sent back, and again when it is added up."""
+    x, topk_idx, weights = tokens_of(rank, args)
+    expected = x.astype(np.float64) * (gains[topk_idx] * weights).sum(axis=1, keepdims=True)
+    error = np.abs(out - expected).max() / np.abs(expected).max()
+    assert error < 2**-9, f"rank {rank}: combine is off by {error:.1e} of the largest value"
+
+
+def report(name, call, buffer, rows, remote_rows, row_bytes, ceiling, num_calls=10):
+    """Time a call on the slowest rank, and print its bandwidth: rows (each token once for each rank) times bytes of a row."""
+    call()
+    buffer.synchronize()
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    buffer.synchronize()
+    seconds = comm.allreduce((time.perf_counter() - start) / num_calls, MPI.MAX)
+    speed, remote = (comm.allreduce(n) / num_ranks * row_bytes / seconds / 1e9 for n in (rows, remote_rows))
+    share = f", {100e9 * remote / ceiling:.0f} % of the copy ceiling" if num_ranks > 1 else ""
+    if rank == 0:
+        print(f"{name:9}{seconds * 1e6:9.1f} us {speed:8.2f} GB/s, to and from other ranks {remote:.2f} GB/s{share}")
+
+
+def main():
+    args = parse_args()
+    xp = np
+    if args.on_gpu:
+        import cupy as xp
+
+        xp.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % xp.cuda.runtime.getDeviceCount()).use()
+    to_host = xp.asnumpy if args.on_gpu else np.asarray
+    gains = 1 + np.arange(args.experts, dtype=np.float32) / args.experts  # expert e multiplies a row by gains[e]
+    local_gains = xp.asarray(gains.reshape(num_ranks, -1)[rank])
+    sizes = dict(num_max_tokens_per_rank=args.tokens, hidden=args.hidden, num_topk=args.topk, num_experts=args.experts)
+
+    with Buffer(comm, **sizes, dtype="float16", backend=args.backend) as buffer:
+        x, topk_idx, topk_weights = (xp.asarray(array) for array in tokens_of(rank, args))
+
+        sent = buffer.dispatch(x, topk_idx, topk_weights)  # each token to the ranks of its experts
+        factors = local_gains[sent.recv_topk_idx] * sent.recv_topk_weights  # the weight is 0 where the expert is elsewhere
+        y = (sent.recv_x * factors.sum(axis=1, keepdims=True)).astype(x.dtype)  # the experts' work
+        out = buffer.combine(y, sent.handle).x  # back to the tokens' ranks, added up
+
+        check_dispatch(sent, to_host, args)
+        check_combine(to_host(out), gains, args)
+
+        ceiling = buffer.copy_ceiling()
+        if rank == 0:
+            print(f"{buffer.backend}: {num_ranks} ranks, {args.tokens} tokens of {args.hidden} x float16 each,", end=" ")
+            print(f"top-{args.topk} of {args.experts} experts; copy ceiling {ceiling / 1e9:.2f} GB/s to other ranks")
+        remote_rows = int((sent.recv_src_idx[:, 0] != rank).sum())
+        counts = (sent.handle.num_recv_rows, remote_rows, 2 * args.hidden, ceiling)
+        report("dispatch", lambda: buffer.dispatch(x, handle=sent.handle), buffer, *counts)
+        report("combine", lambda: buffer.combine(y, sent.handle), buffer, *counts)
+    comm.Barrier()
+    if rank == 0:
+        print("OK")
+
+
+if __name__ == "__main__":
+    main()

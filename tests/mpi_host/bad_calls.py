@@ -1,0 +1,98 @@
+"""Wrong calls: every rank learns of them in the same call, and the Buffer stays usable."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+from mpi4py import MPI
+from spmd import inputs_of_all, main, make_buffer, raises
+
+from deepep_rt import Buffer, EPInputError
+
+
+def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
+    experts, rank = buffer.config.num_experts, comm.Get_rank()
+    inputs = inputs_of_all(comm, 4, lambda rank: 5, hidden=32, num_topk=4, num_experts=experts)
+    mine = inputs[rank]
+    sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+    oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, experts))
+    assert buffer.combine(sent.recv_x, sent.handle).x.shape == mine.x.shape
+
+
+def check_bad_expert_number(comm: MPI.Intracomm) -> None:
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    experts, guilty = 4 * ranks, ranks - 1
+    x = np.zeros((5, 32), np.float32)
+    with make_buffer(comm, num_experts=experts) as buffer:
+        good = buffer.dispatch(x, np.zeros((5, 4), np.int64))
+        for value in (experts, -2, 1 << 40, np.iinfo(np.int64).min):
+            idx = np.zeros((5, 4), np.int64)
+            if rank == guilty:
+                idx[3, 1] = value
+            who = [] if rank == guilty else [f"rank {guilty}"]
+            with raises(EPInputError, "token 3", f"expert {value}", f"{experts - 1}", *who):
+                buffer.dispatch(x, idx)
+            with raises(EPInputError, "token 3", f"expert {value}", *who):
+                buffer.dispatch(x, idx, handle=good.handle)
+            _check_usable(comm, buffer)
+        everybody = np.full((5, 4), experts + rank, np.int32)
+        with raises(EPInputError, "token 0", f"expert {experts + rank}"):
+            buffer.dispatch(x, everybody)
+        _check_usable(comm, buffer)
+
+
+def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
+    if comm.Get_size() == 1:
+        return
+    odd = comm.Get_rank() % 2
+    x = np.zeros((5, 32), np.float32)
+    idx, weights, scales = np.zeros((5, 4), np.int64), np.ones((5, 4), np.float32), np.ones((5, 1), np.float32)
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        sent, other = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
+        with raises(EPInputError, "x of this call", "rank 0: float32", "rank 1: float16"):
+            buffer.dispatch(x.astype(np.float16) if odd else x, idx)
+        with raises(EPInputError, "topk_idx", "int64", "int32"):
+            buffer.dispatch(x, idx.astype(np.int32) if odd else idx)
+        with raises(EPInputError, "topk_weights", "None"):
+            buffer.dispatch(x, idx, weights if odd else None)
+        with raises(EPInputError, "x_scales", "float32", "None"):
+            buffer.dispatch(x, idx, x_scales=scales if odd else None)
+        with raises(EPInputError, "kind", "rank 0: combine", "rank 1: dispatch"):
+            buffer.dispatch(x, idx) if odd else buffer.combine(sent.recv_x, sent.handle)
+        with raises(EPInputError, "kind", "with a handle"):
+            buffer.dispatch(x, idx, handle=sent.handle if odd else None)
+        with raises(EPInputError, "handle", "rank 0: 1", "rank 1: 2"):
+            buffer.combine(sent.recv_x, (other if odd else sent).handle)
+        _check_usable(comm, buffer)
+
+
+def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
+    """One rank's wrong argument raises there, before anything is sent; when it calls again, all go on."""
+    rank = comm.Get_rank()
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        if rank == 0:
+            with raises(EPInputError, "hidden"):
+                buffer.dispatch(np.zeros((5, 48), np.float32), np.zeros((5, 4), np.int64))
+        _check_usable(comm, buffer)
+
+
+def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
+    """More bytes for one peer than MPI counts in an int; the limit is lowered here, so that no such array is needed."""
+    import deepep_rt.host as host
+
+    limit, host._MAX_PART_BYTES = host._MAX_PART_BYTES, 1000
+    try:
+        with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+            idx = np.full((5, 4), buffer.config.num_experts - 1, np.int64)
+            small = buffer.dispatch(np.zeros((5, 32), np.float32), idx)
+            guilty = comm.Get_rank() == 0
+            num_tokens = 9 if guilty else 5
+            with raises(EPInputError, f"{9 * 128} bytes", "at most 1000", *([] if guilty else ["rank 0"])):
+                buffer.dispatch(np.zeros((num_tokens, 32), np.float32), np.resize(idx, (num_tokens, 4)))
+            assert buffer.combine(small.recv_x, small.handle).x.shape == (5, 32)
+    finally:
+        host._MAX_PART_BYTES = limit
+
+
+if __name__ == "__main__":
+    main(__name__)

@@ -1,0 +1,148 @@
+"""Making, destroying and mixing Buffers."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import numpy as np
+import oracle
+from mpi4py import MPI
+from spmd import inputs_of_all, main, make_buffer, raises
+
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError
+
+
+def _check_round(comm: MPI.Intracomm, buffer: Buffer, seed: int) -> None:
+    experts, rank = buffer.config.num_experts, comm.Get_rank()
+    inputs = inputs_of_all(comm, seed, lambda rank: 4 + rank, hidden=32, num_topk=4, num_experts=experts)
+    mine = inputs[rank]
+    sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+    oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, experts))
+    total, size, _ = oracle.expected_combine(
+        rank, inputs, [oracle.expected_dispatch(r, inputs, experts).x for r in range(len(inputs))], experts
+    )
+    error = np.abs(buffer.combine(sent.recv_x, sent.handle).x - total)
+    assert (error <= oracle.combine_tolerance("float32", size, len(inputs))).all()
+
+
+def check_ranks_that_disagree_on_a_size(comm: MPI.Intracomm) -> None:
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if ranks == 1:
+        return
+    odd = rank == ranks - 1
+    for name, usual, other in (
+        ("hidden", 32, 64),
+        ("num_topk", 4, 3),
+        ("num_max_tokens_per_rank", 64, 65),
+        ("dtype", "float32", "float16"),
+    ):
+        with raises(EPConfigError, name, f"rank 0 {usual!r}", f"rank {ranks - 1} {other!r}"):
+            make_buffer(comm, num_experts=4 * ranks, **{name: other if odd else usual})
+    with make_buffer(comm, num_experts=4 * ranks) as buffer:
+        _check_round(comm, buffer, 1)
+
+
+def check_backend_choice(comm: MPI.Intracomm) -> None:
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        assert buffer.backend == "host"
+    with raises(EPConfigError, "'gpu'", "'auto', 'cuda' or 'host'"):
+        Buffer(comm, num_max_tokens_per_rank=1, hidden=32, num_topk=1, num_experts=comm.Get_size(), backend="gpu")
+
+
+def check_use_after_destroy(comm: MPI.Intracomm) -> None:
+    x, idx = np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64)
+    buffer = make_buffer(comm, num_experts=4 * comm.Get_size())
+    sent = buffer.dispatch(x, idx)
+    buffer.destroy()
+    buffer.destroy()
+    for call in (
+        lambda: buffer.dispatch(x, idx),
+        lambda: buffer.combine(x, sent.handle),
+        lambda: buffer.backend,
+        buffer.synchronize,
+    ):
+        with raises(EPDestroyedError, "destroyed", "make a new one"):
+            call()
+    assert sent.recv_x.shape[1] == 32  # results on the host outlive their Buffer
+
+
+def check_handle_of_another_buffer(comm: MPI.Intracomm) -> None:
+    experts = 4 * comm.Get_size()
+    x, idx = np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64)
+    with make_buffer(comm, num_experts=experts) as one, make_buffer(comm, num_experts=experts) as two:
+        sent = one.dispatch(x, idx)
+        with raises(EPInputError, "another Buffer"):
+            two.combine(sent.recv_x, sent.handle)
+        with raises(EPInputError, "another Buffer"):
+            two.dispatch(x, handle=sent.handle)
+        with raises(EPInputError, "DispatchResult", "expected the .handle"):
+            one.combine(sent.recv_x, sent)
+        _check_round(comm, two, 2)
+        _check_round(comm, one, 3)
+
+
+def check_two_buffers_at_once(comm: MPI.Intracomm) -> None:
+    """Messages of Buffers over the same communicator never meet, even when ranks run ahead."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    with make_buffer(comm, num_experts=4 * ranks) as one, make_buffer(comm, num_experts=8 * ranks) as two:
+        for number in range(5):
+            _check_round(comm, one, number)
+            _check_round(comm, two, number)
+            requests = [comm.isend(number, (rank + 1) % ranks, tag=tag) for tag in (1, 2)]  # the caller's own, in our tags
+            assert [comm.recv(source=(rank - 1) % ranks, tag=tag) for tag in (1, 2)] == [number, number]
+            MPI.Request.waitall(requests)
+
+
+def check_subcommunicators(comm: MPI.Intracomm) -> None:
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    half = comm.Split(rank % 2, -rank)  # the order of ranks is turned round, too
+    with make_buffer(comm, num_experts=4 * ranks) as whole, make_buffer(half, num_experts=4 * half.Get_size()) as part:
+        for number in range(3):
+            _check_round(half, part, 20 + number + rank % 2)
+            _check_round(comm, whole, number)
+    half.Free()
+
+
+def check_many_buffers_one_after_the_other(comm: MPI.Intracomm) -> None:
+    for number in range(20):
+        with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+            _check_round(comm, buffer, number)
+
+
+def check_leaving_by_an_exception(comm: MPI.Intracomm) -> None:
+    """When one rank leaves the block by an exception, nothing collective happens there; the others are told in time."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if rank == 0 or ranks == 1:
+        with raises(KeyError, "mine"), make_buffer(comm, num_experts=4 * ranks, timeout_s=0.3):
+            raise KeyError("mine")
+    else:
+        with raises(TimeoutError, "rank 0"), make_buffer(comm, num_experts=4 * ranks, timeout_s=0.3) as buffer:
+            buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
+    with make_buffer(comm, num_experts=4 * ranks) as buffer:
+        _check_round(comm, buffer, 1)
+
+
+def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        buffer = make_buffer(comm, num_experts=4 * comm.Get_size())
+        del buffer
+        gc.collect()
+    assert any(issubclass(w.category, ResourceWarning) and "destroy" in str(w.message) for w in caught)
+
+
+def check_host_events_and_streams(comm: MPI.Intracomm) -> None:
+    x, idx = np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64)
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        sent = buffer.dispatch(x, idx, async_finish=True)
+        sent.event.wait()
+        sent.event.synchronize()
+        assert sent.event.handle is None
+        back = buffer.combine(sent.recv_x, sent.handle, previous_event=sent.event, async_finish=True)
+        back.event.synchronize()
+        buffer.synchronize()
+
+
+if __name__ == "__main__":
+    main(__name__)

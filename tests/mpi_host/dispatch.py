@@ -1,0 +1,143 @@
+"""Dispatch against the oracle, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+from mpi4py import MPI
+from spmd import inputs_of_all, main, make_buffer
+
+CASES = [
+    # (num_topk, experts of a rank, hidden, dtype of x, scales of a row, options of make_inputs)
+    (1, 1, 16, "float32", 0, {}),
+    (4, 8, 64, "bfloat16", 0, {"idx_dtype": "int32"}),
+    (8, 32, 2880, "bfloat16", 0, {"skip_probability": 0.3}),
+    (9, 16, 48, "float16", 0, {"idx_dtype": "int32", "skip_probability": 0.9}),
+    (32, 32, 112, "float32", 0, {"pattern": "skewed"}),
+    (8, 8, 512, "float8_e4m3fn", 4, {"pattern": "one_rank"}),
+    (4, 4, 256, "float8_e5m2", 1, {"pattern": "skewed"}),
+    (4, 6, 144, "uint8", 2, {"skip_probability": 1.0}),
+    (6, 8, 32, "int8", 0, {"pattern": "one_rank", "idx_dtype": "int32", "skip_probability": 0.5}),
+]
+
+
+def _run(comm: MPI.Intracomm, num_tokens, case, *, expert_alignment: int = 1, seed: int = 1) -> None:
+    num_topk, each, hidden, dtype, num_scales, options = case
+    sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=each * comm.Get_size())
+    inputs = inputs_of_all(comm, seed, num_tokens, dtype=dtype, num_scales=num_scales, **sizes, **options)
+    mine = inputs[comm.Get_rank()]
+    with make_buffer(comm, **sizes, dtype="bfloat16" if np.dtype(dtype).itemsize < 2 else dtype) as buffer:
+        sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, x_scales=mine.scales, expert_alignment=expert_alignment)
+        expected = oracle.expected_dispatch(comm.Get_rank(), inputs, sizes["num_experts"], expert_alignment=expert_alignment)
+        oracle.check_dispatch(sent, expected)
+        assert sent.handle.num_tokens == len(mine.x)
+        assert sent._views["x"].ptr % 64 == 0, "not aligned as JAX wants it"
+        assert sent.recv_x is sent.recv_x
+
+
+def check_every_kind_of_row(comm: MPI.Intracomm) -> None:
+    for case in CASES:
+        if case[0] <= case[1] * comm.Get_size():
+            _run(comm, lambda rank: 5 + 3 * rank, case)
+
+
+def check_expert_alignment(comm: MPI.Intracomm) -> None:
+    for alignment in (2, 16, 100, 128):
+        _run(comm, lambda rank: 9, CASES[1], expert_alignment=alignment)
+
+
+def check_zero_tokens(comm: MPI.Intracomm) -> None:
+    for case in (CASES[1], CASES[5]):
+        _run(comm, lambda rank: 0, case)
+        _run(comm, lambda rank: 7 * (rank % 2), case)
+        _run(comm, lambda rank: 7 * (rank == 0), case)
+
+
+def check_full_buffer(comm: MPI.Intracomm) -> None:
+    _run(comm, lambda rank: 64, CASES[1])
+
+
+def check_without_weights(comm: MPI.Intracomm) -> None:
+    experts = 4 * comm.Get_size()
+    inputs = inputs_of_all(comm, 3, lambda rank: 6, hidden=32, num_topk=4, num_experts=experts)
+    for one in inputs:
+        one.topk_weights = None
+    mine = inputs[comm.Get_rank()]
+    with make_buffer(comm, num_experts=experts) as buffer:
+        oracle.check_dispatch(buffer.dispatch(mine.x, mine.topk_idx), oracle.expected_dispatch(comm.Get_rank(), inputs, experts))
+
+
+def check_same_expert_twice(comm: MPI.Intracomm) -> None:
+    """A token that names an expert twice travels once and counts twice."""
+    experts, rank = comm.Get_size(), comm.Get_rank()
+    inputs = [
+        oracle.RankInputs(np.full((3, 32), r, np.float32), np.full((3, 4), experts - 1, np.int64), np.ones((3, 4), np.float32))
+        for r in range(experts)
+    ]
+    mine = inputs[rank]
+    with make_buffer(comm, num_experts=max(experts, 4) if experts == 1 else 4 * experts) as buffer:
+        num_experts = buffer.config.num_experts
+        sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+        oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, num_experts))
+        assert sum(sent.num_recv_tokens_per_expert_list) == 4 * len(sent.recv_x)
+
+
+def check_cached_handle(comm: MPI.Intracomm) -> None:
+    experts, rank = 8 * comm.Get_size(), comm.Get_rank()
+    sizes = dict(hidden=128, num_topk=4, num_experts=experts, skip_probability=0.4)
+    inputs = inputs_of_all(comm, 5, lambda rank: 4 + 5 * (rank % 3), **sizes)
+    mine = inputs[rank]
+    with make_buffer(comm, num_experts=experts, hidden=128) as buffer:
+        first = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, expert_alignment=4)
+        first.recv_src_idx[:] = 77  # results belong to the caller: spoiling one must not reach the handle
+        first.num_recv_tokens_per_expert[:] = 77
+        for seed in (6, 7):
+            fresh = inputs_of_all(comm, seed, lambda rank: 4 + 5 * (rank % 3), dtype="bfloat16", num_scales=1, **sizes)
+            for old, new in zip(inputs, fresh, strict=True):
+                new.topk_idx = old.topk_idx
+            ours = fresh[rank]
+            expected = oracle.expected_dispatch(rank, fresh, experts, expert_alignment=4)
+            again = buffer.dispatch(ours.x, ours.topk_idx, ours.topk_weights, x_scales=ours.scales, handle=first.handle)
+            oracle.check_dispatch(again, expected)
+            assert again.num_recv_tokens_per_expert_list == first.num_recv_tokens_per_expert_list
+            payload_only = buffer.dispatch(ours.x, x_scales=ours.scales, handle=again.handle)
+            oracle.check_dispatch(payload_only, expected, with_idx=False)
+            weightless = buffer.dispatch(ours.x, ours.topk_idx, x_scales=ours.scales, handle=first.handle)
+            assert weightless.recv_topk_weights is None
+            assert (weightless.recv_topk_idx == expected.topk_idx).all()
+
+
+def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
+    """Large enough, exact, too small, and zero; each rank with a limit of its own."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    experts = 4 * ranks
+    inputs = inputs_of_all(
+        comm, 8, lambda rank: 3 + rank, hidden=32, num_topk=4, num_experts=experts, idx_dtype="int32", num_scales=1
+    )
+    arriving = [oracle.expected_dispatch(r, inputs, experts).num_recv for r in range(ranks)]
+    mine = inputs[rank]
+    with make_buffer(comm, num_experts=experts, num_max_tokens_per_rank=16) as buffer:
+        for limit in (16 * ranks, arriving[rank], arriving[rank] // 2, 1 + rank % 2, 0, arriving[rank] * (rank % 2)):
+            expected = oracle.expected_dispatch(rank, inputs, experts, num_worst_tokens=limit, expert_alignment=2)
+            sent = buffer.dispatch(
+                mine.x,
+                mine.topk_idx,
+                mine.topk_weights,
+                x_scales=mine.scales,
+                num_worst_tokens=limit,
+                expert_alignment=2,
+            )
+            oracle.check_dispatch(sent, expected, told=False)
+            again = buffer.dispatch(
+                mine.x,
+                mine.topk_idx,
+                mine.topk_weights,
+                x_scales=mine.scales,
+                handle=sent.handle,
+                num_worst_tokens=limit,
+            )
+            oracle.check_dispatch(again, expected, told=False)
+
+
+if __name__ == "__main__":
+    main(__name__)

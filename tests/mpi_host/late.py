@@ -1,0 +1,105 @@
+"""A rank that does not call: the others raise EPTimeoutError in time, and every process still ends normally.
+
+Usage: late.py SCENARIO, one of the functions below. The last rank is the culprit; the others have `TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+from spmd import make_buffer, raises
+
+from deepep_rt import Buffer, EPTimeoutError
+
+TIMEOUT_S = 0.6
+HIDDEN = 4096  # 20 rows of it are beyond what MPI sends eagerly
+
+
+def _expect_timeout(buffer: Buffer, comm: MPI.Intracomm, call, phase: str, call_idx: int, peer: int) -> None:
+    rank, start = comm.Get_rank(), time.monotonic()
+    with raises(
+        EPTimeoutError, f"rank {rank} waited", f"rank {peer}", phase, "0.6 s", "timeout_s", "DEEPEP_RT_TIMEOUT_S"
+    ) as caught:
+        call()
+    took = time.monotonic() - start
+    assert TIMEOUT_S * 0.9 <= took < TIMEOUT_S + 5, took
+    error = caught.error
+    assert (error.rank, error.peer, error.phase, error.call_idx) == (rank, peer, phase, call_idx), vars(error)
+    for later in (call, buffer.synchronize):  # broken for good, and quick to say so
+        start = time.monotonic()
+        with raises(EPTimeoutError, "broken", phase) as caught:
+            later()
+        assert time.monotonic() - start < TIMEOUT_S / 2
+        assert (caught.error.rank, caught.error.peer, caught.error.phase) == (rank, peer, phase)
+
+
+def _scene(comm: MPI.Intracomm):
+    """A Buffer after one good dispatch in which every token goes to every rank."""
+    ranks = comm.Get_size()
+    buffer = make_buffer(comm, num_experts=ranks, num_topk=ranks, hidden=HIDDEN, timeout_s=TIMEOUT_S)
+    x = np.ones((20, HIDDEN), np.float32)
+    idx = np.arange(ranks, dtype=np.int64)[None].repeat(20, 0)
+    return buffer, x, idx, buffer.dispatch(x, idx)
+
+
+def _late(comm: MPI.Intracomm, make_call, phase: str, phase_of_late_rank: str) -> None:
+    buffer, x, idx, sent = _scene(comm)
+    culprit = comm.Get_size() - 1
+    call = make_call(buffer, x, idx, sent)
+    if comm.Get_rank() == culprit:
+        time.sleep(3 * TIMEOUT_S)
+        _expect_timeout(buffer, comm, call, phase_of_late_rank, 2, 0)  # the others sent notices, but no rows
+    else:
+        _expect_timeout(buffer, comm, call, phase, 2, culprit)
+    buffer.destroy()
+
+
+def late_dispatch(comm: MPI.Intracomm) -> None:
+    _late(comm, lambda b, x, i, s: lambda: b.dispatch(x, i), "the token counts of dispatch", "the rows of dispatch")
+
+
+def late_cached_dispatch(comm: MPI.Intracomm) -> None:
+    phases = "the address where dispatch may write", "the rows of dispatch"
+    _late(comm, lambda b, x, i, s: lambda: b.dispatch(x, handle=s.handle), *phases)
+
+
+def late_combine(comm: MPI.Intracomm) -> None:
+    phases = "the address where combine may write", "the rows of combine"
+    _late(comm, lambda b, x, i, s: lambda: b.combine(s.recv_x, s.handle), *phases)
+
+
+def never(comm: MPI.Intracomm) -> None:
+    """The culprit makes no further call at all."""
+    buffer, x, idx, _ = _scene(comm)
+    culprit = comm.Get_size() - 1
+    if comm.Get_rank() != culprit:
+        _expect_timeout(buffer, comm, lambda: buffer.dispatch(x, idx), "the token counts of dispatch", 2, culprit)
+        buffer.destroy()
+    else:
+        buffer._backend.abandon()
+        buffer.destroy()
+
+
+def lost_between_counts_and_rows(comm: MPI.Intracomm) -> None:
+    """The culprit gives its counts and no rows: long messages to it stay unreceived."""
+    buffer, x, idx, _ = _scene(comm)
+    culprit = comm.Get_size() - 1
+    if comm.Get_rank() != culprit:
+        _expect_timeout(buffer, comm, lambda: buffer.dispatch(x, idx), "the rows of dispatch", 2, culprit)
+        buffer.destroy()
+        return
+
+    def fail(*_) -> None:
+        raise InterruptedError("between counts and rows")
+
+    buffer._backend._send_rows = fail
+    with raises(InterruptedError), buffer:
+        buffer.dispatch(x, idx)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](MPI.COMM_WORLD)
+    print(f"rank {MPI.COMM_WORLD.Get_rank()} passed", flush=True)

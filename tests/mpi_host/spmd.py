@@ -1,0 +1,105 @@
+"""Runs the checks of a program on all ranks, and gathers who failed and why instead of leaving ranks behind.
+
+A program is a file of functions `check_*(comm)`; each runs on every rank. A rank that fails prints its traceback. The
+others run into a time-out of their Buffer at worst, and all meet again after the check; `main` exits with 1 in the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and float8)
+import numpy as np
+import oracle
+from mpi4py import MPI
+
+from deepep_rt import Buffer
+
+TIMEOUT_S = 20.0
+MEETING_S = TIMEOUT_S + 5  # how long a rank that failed waits for the others, which may hang in a collective of MPI itself
+
+
+def main(module_name: str) -> None:
+    """Run every `check_*` of a module, in the order of the file."""
+    meeting = MPI.COMM_WORLD.Dup()
+    checks = [f for name, f in inspect.getmembers(sys.modules[module_name], inspect.isfunction) if name.startswith("check_")]
+    checks.sort(key=lambda check: check.__code__.co_firstlineno)
+    passed = [_run(check, meeting) for check in checks]
+    sys.exit(0 if all(passed) else 1)
+
+
+def _run(check: Callable[[MPI.Intracomm], None], meeting: MPI.Intracomm) -> bool:
+    comm = meeting.Dup()
+    rank = meeting.Get_rank()
+    last_resort = threading.Timer(MEETING_S, MPI.COMM_WORLD.Abort, (3,))
+    last_resort.daemon = True
+    passed = True
+    try:
+        check(comm)
+    except BaseException:
+        passed = False
+        print(f"--- {check.__name__} failed on rank {rank}\n{traceback.format_exc()}", flush=True)
+        last_resort.start()
+    everywhere = meeting.allreduce(passed, MPI.LAND)
+    last_resort.cancel()
+    if rank == 0:
+        print(f"{check.__name__}: {'passed' if everywhere else 'failed'}", flush=True)
+    return everywhere
+
+
+@contextmanager
+def raises(kind: type[BaseException], *words: str) -> Iterator[SimpleNamespace]:
+    """Expect an exception whose message contains all `words`; it is `.error` of what the block gets."""
+    caught = SimpleNamespace(error=None)
+    try:
+        yield caught
+    except kind as error:
+        caught.error = error
+    if caught.error is None:
+        raise AssertionError(f"{kind.__name__} was not raised")
+    missing = [word for word in words if word not in str(caught.error)]
+    assert not missing, f"{missing} not in the message: {caught.error}"
+
+
+def make_buffer(comm: MPI.Intracomm, *, num_experts: int, **settings: Any) -> Buffer:
+    """A small Buffer on the host backend."""
+    defaults = dict(num_max_tokens_per_rank=64, hidden=32, num_topk=4, dtype="float32", timeout_s=TIMEOUT_S)
+    return Buffer(comm, backend="host", num_experts=num_experts, **{**defaults, **settings})
+
+
+def inputs_of_all(comm: MPI.Intracomm, seed: int, num_tokens: Callable[[int], int], **settings: Any) -> list[oracle.RankInputs]:
+    """The inputs of all ranks; `num_tokens(rank)` tokens each."""
+    ranks = comm.Get_size()
+    return [oracle.make_inputs(seed, rank, num_tokens(rank), num_ranks=ranks, **settings) for rank in range(ranks)]
+
+
+def outputs_of_all(
+    inputs: list[oracle.RankInputs],
+    num_experts: int,
+    seed: int,
+    hidden: int,
+    dtype: str,
+    *,
+    worst: list[int | None] | None = None,
+    integers: bool = False,
+) -> list[np.ndarray]:
+    """For each rank, what its experts are taken to have computed: random rows, as many as it received."""
+    made = []
+    for rank in range(len(inputs)):
+        received = oracle.expected_dispatch(rank, inputs, num_experts, num_worst_tokens=worst[rank] if worst else None)
+        rng = np.random.default_rng([seed, rank, 7])
+        shape = (len(received.x), hidden)
+        values = rng.integers(-8, 9, shape).astype(np.float32) if integers else rng.standard_normal(shape, np.float32)
+        made.append(values.astype(dtype))
+    return made
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

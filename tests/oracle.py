@@ -1,0 +1,270 @@
+"""What dispatch and combine must give, worked out from the inputs of all ranks by plain loops over tokens.
+
+Nothing here comes from `deepep_rt.host`, nor is it built like it: there are no messages, no counts and no positions, only lists
+to which rows are appended in the documented order, and sums in float64. Every function takes the inputs of *all* ranks;
+`make_inputs` is deterministic for (seed, rank), so each rank can build the inputs of all others, and what must arrive, without
+communication.
+
+Payloads are opaque here: `RankInputs.x` may have any dtype, also one of `ml_dtypes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class RankInputs:
+    """What one rank gives to dispatch.
+
+    Attributes:
+        x: `[num_tokens, hidden]`, any dtype.
+        topk_idx: `[num_tokens, num_topk]` int32 or int64, global expert numbers, -1 for none.
+        topk_weights: `[num_tokens, num_topk]` float32, or None.
+        scales: `[num_tokens, n]` of a 4-byte type, or None.
+    """
+
+    x: np.ndarray
+    topk_idx: np.ndarray
+    topk_weights: np.ndarray | None = None
+    scales: np.ndarray | None = None
+
+
+@dataclass
+class Received:
+    """What dispatch must give one rank; the arrays hold `num_rows` rows, those past `num_kept` are padding.
+
+    Attributes:
+        x, scales: Rows and scales; padding is zero here and undefined in the library.
+        topk_idx: Local expert numbers, -1 where the expert lives elsewhere (and in padding).
+        topk_weights: 0 where the expert lives elsewhere (and in padding).
+        src_idx: `[num_rows, 2]` int32: source rank, source token; -1 in padding.
+        num_recv: Rows that were sent here, whether or not they fitted.
+        num_recv_per_expert: (token, choice) entries for each local expert, aligned up; entries of dropped rows count too.
+        num_kept: Rows that fitted.
+    """
+
+    x: np.ndarray
+    scales: np.ndarray | None
+    topk_idx: np.ndarray
+    topk_weights: np.ndarray | None
+    src_idx: np.ndarray
+    num_recv: int
+    num_recv_per_expert: list[int]
+    num_kept: int
+
+
+def expected_dispatch(
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    num_experts: int,
+    *,
+    num_worst_tokens: int | None = None,
+    expert_alignment: int = 1,
+) -> Received:
+    """What rank `rank` must receive when each rank r dispatches `all_inputs[r]`.
+
+    Args:
+        rank: The receiver.
+        all_inputs: Inputs of all ranks, in rank order; their number is the number of ranks.
+        num_experts: Experts over all ranks.
+        num_worst_tokens: Rows of the result of `rank`, or None for as many as arrive.
+        expert_alignment: Counts for each expert are rounded up to a multiple of it.
+    """
+    mine = all_inputs[rank]
+    first, last = _experts_of(rank, len(all_inputs), num_experts)
+    rows: list[tuple[int, int]] = []
+    entries = dict.fromkeys(range(first, last), 0)
+    for source, inputs in enumerate(all_inputs):
+        for token in range(len(inputs.topk_idx)):
+            local = [int(e) for e in inputs.topk_idx[token] if first <= e < last]
+            if local:
+                rows.append((source, token))
+            for expert in local:
+                entries[expert] += 1
+    size = len(rows) if num_worst_tokens is None else num_worst_tokens
+    num_kept = min(size, len(rows))
+    out = Received(
+        x=np.zeros((size, *mine.x.shape[1:]), mine.x.dtype),
+        scales=None if mine.scales is None else np.zeros((size, mine.scales.shape[1]), mine.scales.dtype),
+        topk_idx=np.full((size, mine.topk_idx.shape[1]), -1, mine.topk_idx.dtype),
+        topk_weights=None if mine.topk_weights is None else np.zeros((size, mine.topk_idx.shape[1]), np.float32),
+        src_idx=np.full((size, 2), -1, np.int32),
+        num_recv=len(rows),
+        num_recv_per_expert=[(n + expert_alignment - 1) // expert_alignment * expert_alignment for n in entries.values()],
+        num_kept=num_kept,
+    )
+    for row, (source, token) in enumerate(rows[:num_kept]):
+        inputs = all_inputs[source]
+        out.x[row] = inputs.x[token]
+        out.src_idx[row] = source, token
+        if out.scales is not None:
+            out.scales[row] = inputs.scales[token]
+        for k, expert in enumerate(inputs.topk_idx[token]):
+            if first <= expert < last:
+                out.topk_idx[row, k] = expert - first
+                if out.topk_weights is not None:
+                    out.topk_weights[row, k] = inputs.topk_weights[token, k]
+    return out
+
+
+def expected_combine(
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    all_y: Sequence[np.ndarray],
+    num_experts: int,
+    *,
+    all_worst: Sequence[int | None] | None = None,
+    all_weights: Sequence[np.ndarray] | None = None,
+    biases: Sequence[np.ndarray] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """What rank `rank` must get back when each rank r combines `all_y[r]` after dispatching `all_inputs[r]`.
+
+    Args:
+        rank: The rank whose tokens are wanted.
+        all_inputs: What all ranks dispatched.
+        all_y: For each rank, `[rows it received, hidden]`, what it gives to combine.
+        num_experts: Experts over all ranks.
+        all_worst: `num_worst_tokens` of each rank's dispatch; rows dropped by it contribute nothing. Default: none dropped.
+        all_weights: For each rank `[rows it received, num_topk]` float32 to be added up too, or None.
+        biases: `[num_tokens of rank, hidden]` arrays added at the end.
+
+    Returns:
+        The sums `[num_tokens, hidden]` float64; the sums of the absolute values of all terms, for error bounds; and the summed
+        weights `[num_tokens, num_topk]` float64 (None without `all_weights`).
+    """
+    num_ranks, num_tokens = len(all_inputs), len(all_inputs[rank].topk_idx)
+    total = np.zeros((num_tokens, all_y[rank].shape[1]), np.float64)
+    size = np.zeros_like(total)
+    weights = None if all_weights is None else np.zeros((num_tokens, all_weights[rank].shape[1]), np.float64)
+    for peer in range(num_ranks):
+        worst = all_worst[peer] if all_worst is not None else None
+        received = expected_dispatch(peer, all_inputs, num_experts, num_worst_tokens=worst)
+        for row in range(received.num_kept):
+            source, token = received.src_idx[row]
+            if source == rank:
+                total[token] += all_y[peer][row].astype(np.float64)
+                size[token] += np.abs(all_y[peer][row].astype(np.float64))
+                if weights is not None:
+                    weights[token] += all_weights[peer][row]
+    for bias in biases:
+        total += bias.astype(np.float64)
+        size += np.abs(bias.astype(np.float64))
+    return total, size, weights
+
+
+def check_dispatch(result: object, expected: Received, *, told: bool = True, with_idx: bool = True) -> None:
+    """Compare a `DispatchResult` of NumPy arrays with `expected`, bit for bit; raises AssertionError that names the array.
+
+    Args:
+        result: The `DispatchResult`.
+        expected: What `expected_dispatch` says.
+        told: Whether the host was told the counts (no `num_worst_tokens`).
+        with_idx: Whether `topk_idx` was given to the call.
+    """
+    kept = expected.num_kept
+    _same_bits("recv_x", result.recv_x[:kept], expected.x[:kept])
+    assert result.recv_x.shape == expected.x.shape, (result.recv_x.shape, expected.x.shape)
+    if expected.scales is None:
+        assert result.recv_x_scales is None
+    else:
+        _same_bits("recv_x_scales", result.recv_x_scales[:kept], expected.scales[:kept])
+        assert result.recv_x_scales.shape == expected.scales.shape
+    _same_bits("recv_src_idx", result.recv_src_idx[:kept], expected.src_idx[:kept])
+    assert result.recv_src_idx.shape == expected.src_idx.shape
+    for name, wanted in (("recv_topk_idx", expected.topk_idx), ("recv_topk_weights", expected.topk_weights)):
+        got = getattr(result, name)
+        if wanted is None or not with_idx:
+            assert got is None, f"{name} is there without having been asked for"
+        else:
+            _same_bits(name, got, wanted)
+    assert [int(v) for v in np.asarray(result.num_recv_tokens)] == [expected.num_recv]
+    assert [int(v) for v in np.asarray(result.num_recv_tokens_per_expert)] == expected.num_recv_per_expert
+    if told:
+        assert result.num_recv_tokens_per_expert_list == expected.num_recv_per_expert
+        assert all(type(n) is int for n in result.num_recv_tokens_per_expert_list)
+    else:
+        assert result.num_recv_tokens_per_expert_list is None
+    assert result.handle.num_recv_rows == len(expected.x)
+
+
+def combine_tolerance(dtype: str, size: np.ndarray, num_terms: int) -> np.ndarray:
+    """Largest error of a combine with `num_terms` terms whose absolute values sum to `size`: float32 adds, one final rounding."""
+    final = {"bfloat16": (2.0**-8, 2.0**-133), "float16": (2.0**-11, 2.0**-24), "float32": (2.0**-24, 2.0**-149)}[dtype]
+    return size * (num_terms * 2.0**-24 + final[0]) * 1.01 + final[1]
+
+
+def make_inputs(
+    seed: int,
+    rank: int,
+    num_tokens: int,
+    hidden: int,
+    num_topk: int,
+    num_experts: int,
+    *,
+    skip_probability: float = 0.0,
+    pattern: str = "random",
+    idx_dtype: str = "int64",
+    dtype: str | np.dtype = "float32",
+    num_scales: int = 0,
+    num_ranks: int = 1,
+) -> RankInputs:
+    """Random inputs of one rank; the same for the same arguments on every machine.
+
+    Args:
+        seed: What the random numbers depend on,
+        rank: together with the rank.
+        num_tokens: Rows of every array.
+        hidden: Elements of a row of `x`.
+        num_topk: Columns of `topk_idx`.
+        num_experts: Experts over all ranks.
+        skip_probability: Share of the entries of `topk_idx` that are -1.
+        pattern: "random": distinct experts; "one_rank": all of them on the last of `num_ranks` ranks (with repetitions if it
+            holds fewer than `num_topk`); "skewed": a few experts get most tokens.
+        idx_dtype: "int32" or "int64".
+        dtype: Of `x`: float types get normal random values, 1-byte types random bytes.
+        num_scales: float32 scales of a row; 0 for none.
+        num_ranks: Needed by "one_rank" only.
+    """
+    rng = np.random.default_rng([seed, rank])
+    kind = np.dtype(dtype)
+    if kind.itemsize == 1:
+        x = rng.integers(0, 256, (num_tokens, hidden), np.uint8).view(kind)
+    else:
+        x = rng.standard_normal((num_tokens, hidden)).astype(np.float32).astype(kind)
+    idx = np.empty((num_tokens, num_topk), idx_dtype)
+    for token in range(num_tokens):
+        idx[token] = _choose(rng, pattern, num_topk, num_experts, num_ranks)
+    idx[rng.random(idx.shape) < skip_probability] = -1
+    weights = rng.random((num_tokens, num_topk), np.float32) + np.float32(0.01)
+    scales = rng.random((num_tokens, num_scales), np.float32) if num_scales else None
+    return RankInputs(x, idx, weights, scales)
+
+
+def _choose(rng: np.random.Generator, pattern: str, num_topk: int, num_experts: int, num_ranks: int) -> np.ndarray:
+    if pattern == "random":
+        return rng.choice(num_experts, num_topk, replace=False)
+    if pattern == "one_rank":
+        local = num_experts // num_ranks
+        return num_experts - local + rng.choice(local, num_topk, replace=num_topk > local)
+    if pattern == "skewed":
+        share = 0.5 ** np.arange(num_experts) + 1e-6
+        return rng.choice(num_experts, num_topk, replace=False, p=share / share.sum())
+    raise ValueError(f"pattern is {pattern!r}")
+
+
+def _experts_of(rank: int, num_ranks: int, num_experts: int) -> tuple[int, int]:
+    each = num_experts // num_ranks
+    return rank * each, (rank + 1) * each
+
+
+def _same_bits(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+    assert got.dtype == wanted.dtype, f"{name}: dtype {got.dtype}, expected {wanted.dtype}"
+    assert got.shape == wanted.shape, f"{name}: shape {got.shape}, expected {wanted.shape}"
+    same = np.ascontiguousarray(got).view(np.uint8).reshape(-1) == np.ascontiguousarray(wanted).view(np.uint8).reshape(-1)
+    if not same.all():
+        where = np.unravel_index(int(np.argmin(same)) // got.itemsize, got.shape)
+        raise AssertionError(f"{name}{list(map(int, where))} is {got[where]!r}, expected {wanted[where]!r}")

@@ -1,0 +1,185 @@
+"""`arrays` and `dlpack`: arrays of any framework in, the same framework out, nothing copied and nothing leaked."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deepep_rt import EPInputError, EPUnavailableError, arrays, dlpack
+from deepep_rt.arrays import DTYPES, HOST, View
+
+NUMPY_DTYPES = [name for name in DTYPES if name != "float8_e8m0fnu" or hasattr(ml_dtypes, name)]
+
+
+class Producer:
+    """An array library that nobody has heard of."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def _values(dtype: str, shape: tuple[int, ...] = (3, 4)) -> np.ndarray:
+    raw = np.random.default_rng(1).integers(0, 2, (*shape[:-1], shape[-1] * np.dtype(dtype).itemsize), np.uint8)
+    return raw.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_numpy(dtype: str) -> None:
+    given = _values(dtype)
+    view = arrays.view(given, "x")
+    assert (view.ptr, view.shape, view.dtype, view.device) == (given.ctypes.data, (3, 4), dtype, HOST)
+    assert view.itemsize == given.itemsize
+    assert view.row_bytes == 4 * given.itemsize
+    assert view.nbytes == given.nbytes
+    back = view.to_framework()
+    assert isinstance(back, np.ndarray)
+    assert back.dtype == given.dtype
+    assert back.shape == given.shape
+    assert np.shares_memory(back, given)
+    assert (arrays.host_bytes(view) == given.view(np.uint8).reshape(-1)).all()
+
+
+def test_views_pass_through() -> None:
+    view = arrays.view(np.zeros((2, 2)), "x")
+    assert arrays.view(view, "again") is view
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (1, 1), (2, 3, 4), (5,), ()])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    given = np.ones(shape, np.float32)
+    for array in (given, Producer(given)):
+        view = arrays.view(array, "x")
+        assert view.shape == shape
+        assert view.nbytes == given.nbytes
+        assert len(arrays.host_bytes(view)) == given.nbytes
+    assert arrays.view(given, "x").to_framework().shape == shape
+
+
+@pytest.mark.parametrize("array", [np.zeros((4, 6))[:, :3], np.zeros((4, 6)).T, np.zeros((4, 6))[::2], np.zeros((4, 6))[:, ::-1]])
+def test_gaps_are_refused(array: np.ndarray) -> None:
+    for given in (array, Producer(array)):
+        with pytest.raises(EPInputError, match="topk_idx: rows must be contiguous"):
+            arrays.view(given, "topk_idx")
+
+
+def test_strange_objects_and_types_are_refused() -> None:
+    for given, words in (([1, 2], "got list"), (None, "got NoneType"), (3, "got int"), ("x", "got str")):
+        with pytest.raises(EPInputError, match=f"x: expected a NumPy, CuPy, PyTorch, JAX or DLPack array, {words}"):
+            arrays.view(given, "x")
+    with pytest.raises(EPInputError, match="x: dtype complex128 is not supported; expected one of bfloat16"):
+        arrays.view(np.zeros(3, complex), "x")
+    with pytest.raises(EPInputError, match="x: DLPack type code 5 with 128 bits is not supported; pass a uint8 view"):
+        arrays.view(Producer(np.zeros(3, complex)), "x")
+
+
+def test_subclasses_belong_to_their_framework() -> None:
+    class Mine(np.ndarray):
+        pass
+
+    assert arrays.framework_of(np.zeros(3).view(Mine), "x").name == "numpy"
+    assert arrays.framework_of(np.zeros(3), "x") is arrays.framework_of(np.zeros(3).view(Mine), "x")
+
+
+def test_any_dlpack_producer_gets_dlpack_back() -> None:
+    given = np.arange(12, dtype=np.float32).reshape(3, 4)
+    view = arrays.view(Producer(given), "x")
+    assert (view.ptr, view.shape, view.dtype, view.device) == (given.ctypes.data, (3, 4), "float32", HOST)
+    back = view.to_framework()
+    assert back.__dlpack_device__() == (dlpack.CPU, 0)
+    taken = np.from_dlpack(back)
+    assert np.shares_memory(taken, given)
+    assert (taken == given).all()
+
+
+def test_an_offset_into_an_array_is_kept() -> None:
+    given = np.arange(12, dtype=np.int32).reshape(3, 4)[1:]
+    assert arrays.view(Producer(given), "x").ptr == given.ctypes.data
+
+
+def _made(owner: object) -> View:
+    return View(owner.ctypes.data, owner.shape, owner.dtype.name, HOST, owner, arrays.framework_of(owner, "x"))
+
+
+@pytest.mark.parametrize("take", [lambda view: view.to_framework(), np.from_dlpack], ids=["numpy", "dlpack"])
+def test_results_keep_their_memory_and_let_it_go(take) -> None:
+    owner = np.arange(6.0)
+    alive = weakref.ref(owner)
+    array = take(_made(owner))
+    del owner
+    gc.collect()
+    assert alive() is not None, "the caller still holds the array"
+    part = array[2:4]
+    del array
+    gc.collect()
+    assert (part == [2.0, 3.0]).all()
+    del part
+    gc.collect()
+    assert alive() is None, "memory leaked"
+
+
+def test_capsules_that_nobody_takes_are_freed() -> None:
+    owner = np.arange(6.0)
+    alive = weakref.ref(owner)
+    before = len(dlpack._exported)
+    capsule = _made(owner).capsule()
+    assert len(dlpack._exported) == before + 1
+    del capsule, owner
+    gc.collect()
+    assert len(dlpack._exported) == before
+    assert alive() is None
+
+
+def test_gpu_memory_has_no_host_bytes() -> None:
+    view = View(4096, (2, 2), "float32", 0, None, arrays.framework_of(np.zeros(1), "x"))
+    with pytest.raises(EPUnavailableError, match="GPU memory"):
+        arrays.host_bytes(view)
+    assert view.__dlpack_device__() == (dlpack.CUDA, 0)
+
+
+TORCH_DTYPES = ["bfloat16", "float16", "float32", "int32", "int64", "uint8", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_torch(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+    given = torch.arange(12).reshape(3, 4).to(kind)
+    view = arrays.view(given, "x")
+    assert (view.ptr, view.shape, view.dtype, view.device) == (given.data_ptr(), (3, 4), dtype, HOST)
+    back = view.to_framework()
+    assert isinstance(back, torch.Tensor)
+    assert back.dtype == kind
+    assert back.data_ptr() == given.data_ptr()
+    assert torch.equal(back.view(torch.uint8), given.view(torch.uint8))
+    with pytest.raises(EPInputError, match="x: rows must be contiguous"):
+        arrays.view(given.T, "x")
+
+
+def test_torch_parameters_and_empty_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    assert arrays.view(torch.nn.Parameter(torch.zeros(2, 4)), "x").framework.name == "torch"
+    assert arrays.view(torch.zeros(0, 4), "x").to_framework().shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "uint8"])
+def test_jax(dtype: str) -> None:
+    pytest.importorskip("jax")
+    jnp = importlib.import_module("jax.numpy")
+    given = jnp.arange(12).reshape(3, 4).astype(dtype)
+    view = arrays.view(given, "x")
+    assert (view.shape, view.dtype, view.device) == ((3, 4), dtype, HOST)
+    assert (arrays.host_bytes(view) == np.asarray(given).view(np.uint8).reshape(-1)).all()
+    back = view.to_framework()
+    assert type(back) is type(given)
+    assert (back == given).all()

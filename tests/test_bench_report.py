@@ -1,0 +1,102 @@
+"""The benchmark runs without a GPU, and what it writes can be read back and compared."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / "bench/reference/h200x8_peers.json"
+WORKS = {f"dispatch_{dtype}_{routing}" for dtype in ("bf16", "fp8") for routing in ("unknown", "known", "worst")} | {
+    "combine_bf16"
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        import report
+
+        yield report
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+        sys.modules.pop("report", None)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run at tiny sizes, but for 4096 tokens, which the reference has figures for: (what it printed, its result file)."""
+    file = tmp_path_factory.mktemp("bench") / "result.json"
+    mpirun = Path(sys.executable).with_name("mpirun")
+    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, "bench/throughput.py", "--backend", "host"]
+    sizes = ["--quick", "--tokens", "16,4096", "--hidden", "128", "--experts", "16", "--sms", "24,64"]
+    words += [*sizes, "--json", str(file), "--compare", str(PEERS)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, file
+
+
+def test_result_file(run):
+    result = json.loads(run[1].read_text())
+    assert {(row["work"], row["tokens"], row["sms"]) for row in result["rows"]} == {
+        (work, tokens, sms) for work in WORKS for tokens in (16, 4096) for sms in (24, 64)
+    }
+    for row in result["rows"]:
+        assert row["us"] > 0
+        assert row["gb_s"] > row["remote_gb_s"] > 0
+        assert (row["host_us"] is None) == row["work"].endswith("unknown")
+    assert result["copy_ceiling_gb_s"]["used"] == max(result["copy_ceiling_gb_s"]["by_sms"].values()) > 0
+    assert result["num_ranks"] == 2
+    for name in ("date", "commit", "versions", "boundary", "byte_formula", "machine", "settings"):
+        assert result[name], name
+
+
+def test_bytes_are_received_rows_times_row_bytes(run):
+    rows = json.loads(run[1].read_text())["rows"]
+    found = {row["work"]: row["gb_s"] * 1e3 * row["us"] for row in rows if row["tokens"] == 16 and row["sms"] == 24}
+    row_bytes = {work: 128 + 4 if "fp8" in work else 256 for work in WORKS}
+    num_rows = {round(found[work] / row_bytes[work], 6) for work in WORKS}
+    assert len(num_rows) == 1
+    assert 16 < num_rows.pop() <= 32  # top-8 of 16 experts: most tokens go to both ranks
+
+
+def test_table_and_comparison_are_printed(run):
+    printed = run[0]
+    assert "% of ceiling" in printed
+    assert "compared with DeepEP V1" in printed
+    assert "compared with DeepEP V2" in printed
+    assert "best" in printed
+
+
+def test_peer_figures(report):
+    where, systems = report.load(PEERS)
+    assert "H200" in where
+    first = next(figures for name, figures in systems.items() if "V1" in name)
+    assert first["dispatch_bf16_known", 4096, 24] == 1001.9
+    assert first["dispatch_bf16_unknown", 8192, 24] == 2029.9
+    assert not any("NCCL 2" in name and "V2" not in name for name in systems)  # another kind of figure
+
+
+def test_compare_pairs_equal_work_and_the_best(report):
+    def row(sms, us):
+        return report.Row("combine_bf16", 4096, sms, us, 1.0, 1.0)
+
+    pairs = report.compare(
+        [row(24, 900.0), row(32, 800.0)], {("combine_bf16", 4096, 24): 990.0, ("combine_bf16", 4096, 64): 960.0}
+    )
+    assert pairs == [("combine_bf16", 4096, 24, 900.0, 990.0), ("combine_bf16", 4096, "best", 800.0, 960.0)]
+    assert report.compare([row(24, 900.0)], {("combine_bf16", 8192, 24): 1.0}) == []
+
+
+def test_a_result_compares_with_itself(report, run, capsys):
+    _, systems = report.load(run[1])
+    (figures,) = systems.values()
+    rows = [report.Row(**row) for row in json.loads(run[1].read_text())["rows"]]
+    pairs = report.compare(rows, figures)
+    assert len(pairs) == len(rows) + 2 * len(WORKS)
+    assert all(ours == theirs for *_, ours, theirs in pairs)
+    report.print_comparison(rows, run[1])
+    assert "1.00" in capsys.readouterr().out

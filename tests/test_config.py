@@ -1,0 +1,138 @@
+"""`config`: what is accepted, what is refused and with which words, and the numbers that are derived from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepep_rt import EPConfigError
+from deepep_rt.arrays import DTYPES
+from deepep_rt.config import MAX_ROW_BYTES, MAX_TOPK, Config, arch_number, combine_constants, rows_per_copy, tuning
+
+GOOD = dict(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Valid configurations of every shape."""
+    num_ranks = draw(st.integers(1, 8))
+    local = draw(st.integers(1, 64))
+    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32", "uint8", "float8_e4m3fn"]))
+    itemsize = DTYPES[dtype].itemsize
+    return Config(
+        num_ranks=num_ranks,
+        num_max_tokens_per_rank=draw(st.integers(1, 8192)),
+        hidden=draw(st.integers(1, MAX_ROW_BYTES // 16)) * (16 // itemsize),
+        num_topk=draw(st.integers(1, min(MAX_TOPK, num_ranks * local))),
+        num_experts=num_ranks * local,
+        dtype=dtype,
+        num_slots=draw(st.integers(1, 8)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_topk": 0}, ["num_topk is 0", "from 1 to 32"]),
+        ({"num_topk": 33}, ["num_topk is 33", "from 1 to 32"]),
+        ({"num_topk": 8, "num_experts": 0}, ["num_experts is 0"]),
+        ({"num_experts": 255}, ["num_experts is 255", "8 ranks", "multiple of 8"]),
+        ({"num_topk": 16, "num_experts": 8}, ["num_topk is 16", "num_experts (8)"]),
+        ({"hidden": 7}, ["hidden=7", "14 bytes", "multiple of 16"]),
+        ({"hidden": 0}, ["hidden is 0"]),
+        ({"hidden": -16}, ["hidden is -16"]),
+        ({"hidden": 16.0}, ["hidden is 16.0", "whole number"]),
+        ({"hidden": True}, ["hidden is True"]),
+        ({"hidden": 65536}, ["131072 bytes", "at most 98304"]),
+        ({"num_max_tokens_per_rank": 0}, ["num_max_tokens_per_rank is 0"]),
+        ({"num_ranks": 0}, ["num_ranks is 0"]),
+        ({"num_slots": 0}, ["num_slots is 0"]),
+        ({"num_sms": 0}, ["num_sms is 0"]),
+        ({"dtype": "bf16"}, ["'bf16'", "bfloat16"]),
+        ({"timeout_s": 0}, ["timeout_s is 0", "positive"]),
+        ({"timeout_s": float("nan")}, ["timeout_s is nan"]),
+    ],
+)
+def test_bad_values_are_named(change: dict, words: list[str]) -> None:
+    with pytest.raises(EPConfigError) as caught:
+        Config(**{**GOOD, **change})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config(**GOOD).hidden = 1
+
+
+def test_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPEP_RT_TIMEOUT_S", raising=False)
+    assert Config(**GOOD).timeout_s == 30
+    monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "1.5")
+    assert Config(**GOOD).timeout_s == 1.5
+    assert Config(**GOOD, timeout_s=7).timeout_s == 7
+    monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "soon")
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_TIMEOUT_S is 'soon'"):
+        Config(**GOOD)
+
+
+def test_check_inputs_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, value in (("1", True), ("on", True), ("0", False), ("", False), ("No", False)):
+        monkeypatch.setenv("DEEPEP_RT_DEBUG", text)
+        assert Config(**GOOD).check_inputs is value
+    monkeypatch.setenv("DEEPEP_RT_DEBUG", "maybe")
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_DEBUG is 'maybe'; expected 0 or 1"):
+        Config(**GOOD)
+
+
+@given(configs())
+def test_derived_numbers(config: Config) -> None:
+    assert config.num_local_experts * config.num_ranks == config.num_experts
+    assert config.row_bytes % 16 == 0
+    assert config.row_bytes == config.hidden * DTYPES[config.dtype].itemsize
+    assert config.scale_bytes * 32 >= config.hidden > (config.scale_bytes - 4) * 32
+    assert config.num_max_sent_rows <= config.num_max_recv_tokens
+    constants = config.constants()
+    assert all(name.startswith("k") and type(value) is int for name, value in constants.items())
+    assert constants["kNumLocalExperts"] * constants["kNumRanks"] == constants["kNumExperts"]
+
+
+@given(configs(), st.sampled_from(["sm_80", "sm_90", "sm_90a", "sm_100", "compute_80"]))
+def test_blocks_fit_the_hardware(config: Config, arch: str) -> None:
+    chosen = tuning(config, arch)
+    assert chosen["kHasTma"] == (arch_number(arch) >= 90)
+    for kind in ("Dispatch", "Combine"):
+        assert chosen[f"k{kind}Threads"] % 32 == 0
+        assert 32 * chosen[f"k{kind}Movers"] < chosen[f"k{kind}Threads"] <= 1024
+        shared = chosen[f"k{kind}SharedBytes"]
+        assert shared <= 227 * 1024
+        if chosen["kHasTma"]:
+            assert chosen["kStageBytes"] >= config.row_bytes
+            assert chosen["kStageBytes"] % 128 == 0
+            assert chosen[f"k{kind}Stages"] >= 2, "copies in and out of shared memory have to overlap"
+            assert shared == chosen["kStageBytes"] * chosen[f"k{kind}Movers"] * chosen[f"k{kind}Stages"]
+
+
+@given(st.integers(1, MAX_ROW_BYTES // 16).map(lambda n: 16 * n))
+def test_rows_per_copy(row_bytes: int) -> None:
+    rows = rows_per_copy(row_bytes)
+    assert 1 <= rows <= 32
+    assert rows & (rows - 1) == 0
+    assert rows == 1 or rows * row_bytes <= 16 * 1024
+    assert rows == 32 or 2 * rows * row_bytes > 16 * 1024, "more rows would have fitted"
+
+
+def test_arch_names() -> None:
+    assert [arch_number(name) for name in ("sm_80", "sm_90a", "compute_80", "sm_100f", "sm_120")] == [80, 90, 80, 100, 120]
+    for name in ("sm80", "90", "sm_", "sm_90b", "compute_90 "):
+        with pytest.raises(EPConfigError, match="expected a name such as"):
+            arch_number(name)
+
+
+def test_combine_constants() -> None:
+    wide, narrow = (combine_constants(Config(**GOOD, dtype="float32"), dtype) for dtype in ("float32", "bfloat16"))
+    assert wide["kRowBytes"] == 2 * narrow["kRowBytes"] == 7168 * 4
+    assert wide["kElement"] != narrow["kElement"]

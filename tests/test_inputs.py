@@ -1,0 +1,156 @@
+"""Every wrong argument raises EPInputError that says what was given and what is expected; nothing is sent, the buffer stays usable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and float8)
+import numpy as np
+import pytest
+
+from deepep_rt import Buffer, DispatchResult, EPInputError
+from deepep_rt.arrays import View, framework_of
+from deepep_rt.results import DispatchHandle
+
+MPI = pytest.importorskip("mpi4py.MPI", reason="the host backend needs MPI")
+TOKENS, HIDDEN, TOPK, EXPERTS = 6, 256, 4, 16
+
+
+@pytest.fixture(scope="module")
+def buffer() -> Iterator[Buffer]:
+    sizes = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK, num_experts=EXPERTS)
+    with Buffer(MPI.COMM_SELF, dtype="bfloat16", backend="host", **sizes) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def sent(buffer: Buffer) -> DispatchResult:
+    return buffer.dispatch(_x(), _idx())
+
+
+def _x(tokens: int = TOKENS, hidden: int = HIDDEN, dtype: str = "bfloat16") -> np.ndarray:
+    return np.arange(tokens * hidden).reshape(tokens, hidden).astype(dtype)
+
+
+def _idx(tokens: int = TOKENS, topk: int = TOPK, dtype: str = "int64") -> np.ndarray:
+    return (np.arange(tokens * topk).reshape(tokens, topk) % EXPERTS).astype(dtype)
+
+
+def _weights(tokens: int = TOKENS, topk: int = TOPK, dtype: str = "float32") -> np.ndarray:
+    return np.ones((tokens, topk), dtype)
+
+
+def _on_gpu(array: np.ndarray) -> View:
+    return View(4096, array.shape, array.dtype.name, 0, None, framework_of(array, "x"))
+
+
+def _check_usable(buffer: Buffer) -> None:
+    x = _x()
+    result = buffer.dispatch(x, _idx(), _weights())
+    assert (result.recv_x == x).all()
+    assert (buffer.combine(result.recv_x, result.handle).x == x).all()
+
+
+BAD_DISPATCHES = {
+    "no array": (lambda: ([1], _idx()), {}, ["x", "list", "expected a NumPy"]),
+    "one dimension": (lambda: (_x()[0], _idx()), {}, ["x has shape [256]", "[num_tokens, 256]"]),
+    "another hidden": (lambda: (_x(hidden=128), _idx()), {}, ["x has shape [6, 128]", "[num_tokens, 256]"]),
+    "too many tokens": (lambda: (_x(9), _idx(9)), {}, ["9 tokens", "num_max_tokens_per_rank=8", "split"]),
+    "too wide": (lambda: (_x(dtype="float32"), _idx()), {}, ["float32", "bfloat16", "dtype='float32'"]),
+    "strange dtype": (lambda: (_x(dtype="complex64"), _idx()), {}, ["x: dtype complex64", "expected one of"]),
+    "not contiguous": (lambda: (_x(hidden=512)[:, ::2], _idx()), {}, ["x: rows must be contiguous"]),
+    "on a GPU": (lambda: (_on_gpu(_x()), _idx()), {}, ["x is on GPU 0", "host memory", "move"]),
+    "indices on a GPU": (lambda: (_x(), _on_gpu(_idx())), {}, ["topk_idx is on GPU 0"]),
+    "no routing": (lambda: (_x(),), {}, ["topk_idx", "handle", "neither"]),
+    "rows of indices": (lambda: (_x(), _idx(5)), {}, ["topk_idx has shape [5, 4]", "[6, 4]"]),
+    "another topk": (lambda: (_x(), _idx(topk=3)), {}, ["topk_idx has shape [6, 3]", "[6, 4]"]),
+    "dtype of indices": (lambda: (_x(), _idx(dtype="int16")), {}, ["topk_idx has dtype int16", "int32 or int64"]),
+    "float indices": (lambda: (_x(), _idx(dtype="float32")), {}, ["topk_idx has dtype float32", "int32 or int64"]),
+    "shape of weights": (lambda: (_x(), _idx(), _weights(topk=3)), {}, ["topk_weights has shape [6, 3]", "[6, 4]"]),
+    "dtype of weights": (lambda: (_x(), _idx(), _weights(dtype="float16")), {}, ["topk_weights has dtype float16", "float32"]),
+    "weights alone": (lambda: (_x(), None, _weights()), {"handle": "good"}, ["topk_weights needs topk_idx"]),
+    "rows of scales": (lambda: (_x(), _idx()), {"x_scales": np.ones((5, 2), np.float32)}, ["x_scales", "[5, 2]", "[6, "]),
+    "too many scales": (lambda: (_x(), _idx()), {"x_scales": np.ones((6, 3), np.float32)}, ["12 bytes", "up to 8"]),
+    "odd scales": (lambda: (_x(), _idx()), {"x_scales": np.ones((6, 3), np.uint8)}, ["3 bytes", "multiple of 4"]),
+    "flat scales": (lambda: (_x(), _idx()), {"x_scales": np.ones(6, np.float32)}, ["x_scales has shape [6]"]),
+    "negative worst": (lambda: (_x(), _idx()), {"num_worst_tokens": -1}, ["num_worst_tokens is -1", "0 to 8"]),
+    "large worst": (lambda: (_x(), _idx()), {"num_worst_tokens": 9}, ["num_worst_tokens is 9", "0 to 8"]),
+    "alignment": (lambda: (_x(), _idx()), {"expert_alignment": 0}, ["expert_alignment is 0", "positive"]),
+    "alignment 1.5": (lambda: (_x(), _idx()), {"expert_alignment": 1.5}, ["expert_alignment is 1.5", "whole"]),
+    "no handle": (lambda: (_x(),), {"handle": 3}, ["handle is a int", ".handle"]),
+    "handle of other size": (lambda: (_x(5),), {"handle": "good"}, ["x has 5 tokens", "6"]),
+    "worst of handle": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": 1}, ["num_worst_tokens is 1", "6 rows"]),
+    "expert too large": (lambda: (_x(), _idx() + 13), {}, ["token 0", "expert 16", "0 to 15"]),
+    "expert below -1": (lambda: (_x(), _idx() - 2), {}, ["token 0", "expert -2", "-1 for none"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DISPATCHES)
+def test_bad_dispatch(buffer: Buffer, sent: DispatchResult, name: str) -> None:
+    make, options, words = BAD_DISPATCHES[name]
+    if options.get("handle") == "good":
+        options = {**options, "handle": sent.handle}
+    with pytest.raises(EPInputError) as caught:
+        buffer.dispatch(*make(), **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    _check_usable(buffer)
+
+
+BAD_COMBINES = {
+    "no array": (lambda: None, {}, ["x: expected a NumPy", "NoneType"]),
+    "too few rows": (lambda: _x(5), {}, ["x has shape [5, 256]", "[6, 256]"]),
+    "another hidden": (lambda: _x(hidden=128), {}, ["x has shape [6, 128]", "[6, 256]"]),
+    "cannot be added": (lambda: _x(dtype="uint8"), {}, ["x has dtype uint8", "bfloat16 or float16 or float32"]),
+    "too wide": (lambda: _x(dtype="float32"), {}, ["float32", "dtype='float32'"]),
+    "on a GPU": (lambda: _on_gpu(_x()), {}, ["x is on GPU 0"]),
+    "shape of weights": (_x, {"topk_weights": _weights(5)}, ["topk_weights has shape [5, 4]", "[6, 4]"]),
+    "dtype of weights": (_x, {"topk_weights": _weights(dtype="float64")}, ["topk_weights has dtype float64"]),
+    "three biases": (_x, {"bias": (_x(), _x(), _x())}, ["bias: 3 arrays", "two"]),
+    "shape of bias": (_x, {"bias": _x(5)}, ["bias[0] has shape [5, 256]", "[6, 256]"]),
+    "dtype of bias": (_x, {"bias": [_x(), _x(dtype="float16")]}, ["bias[1] has dtype float16", "bfloat16"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMBINES)
+def test_bad_combine(buffer: Buffer, sent: DispatchResult, name: str) -> None:
+    make, options, words = BAD_COMBINES[name]
+    with pytest.raises(EPInputError) as caught:
+        buffer.combine(make(), sent.handle, **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    _check_usable(buffer)
+
+
+def test_handle_of_another_buffer(buffer: Buffer, sent: DispatchResult) -> None:
+    foreign = DispatchHandle(TOKENS, TOKENS, None, sent.handle._buffer + 1000, None, {})
+    with pytest.raises(EPInputError, match="handle comes from another Buffer"):
+        buffer.combine(_x(), foreign)
+    with pytest.raises(EPInputError, match=r"handle is a DispatchResult; expected the \.handle"):
+        buffer.combine(_x(), sent)
+    _check_usable(buffer)
+
+
+def test_a_row_of_narrow_elements_has_to_fill_16_bytes() -> None:
+    with Buffer(
+        MPI.COMM_SELF, num_max_tokens_per_rank=8, hidden=24, num_topk=1, num_experts=1, dtype="bfloat16", backend="host"
+    ) as narrow:
+        with pytest.raises(EPInputError, match="x: a row has 24 bytes; expected a multiple of 16"):
+            narrow.dispatch(np.zeros((2, 24), np.uint8), np.zeros((2, 1), np.int32))
+        assert narrow.dispatch(np.zeros((2, 24), np.float16), np.zeros((2, 1), np.int32)).recv_x.shape == (2, 24)
+
+
+@pytest.mark.parametrize("idx_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("scales", [np.ones((6, 2), np.float32), np.ones((6, 4), np.uint8), np.ones((6, 1), np.int32)])
+def test_what_is_welcome(buffer: Buffer, scales: np.ndarray, idx_dtype: str) -> None:
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "int8"):
+        result = buffer.dispatch(_x(dtype=dtype), _idx(dtype=idx_dtype), x_scales=scales)
+        assert result.recv_x.dtype == np.dtype(dtype)
+        assert result.recv_x_scales.dtype == scales.dtype
+        assert result.recv_x_scales.shape == scales.shape
+        assert result.recv_topk_idx.dtype == np.dtype(idx_dtype)
+
+
+def test_numpy_whole_numbers_are_whole_numbers(buffer: Buffer) -> None:
+    """Sizes often come out of NumPy arithmetic."""
+    result = buffer.dispatch(_x(), _idx(), num_worst_tokens=np.int64(8))
+    assert result.handle.num_recv_rows == 8
+    assert result.recv_x.shape == (8, HIDDEN)

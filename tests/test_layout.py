@@ -1,0 +1,144 @@
+"""`layout` and `structs`: regions never overlap, are aligned, and the size hints are their sums."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_config import configs
+
+from deepep_rt import Buffer, EPConfigError, layout, structs
+from deepep_rt.config import Config
+
+
+def _check(arranged: layout.Map) -> None:
+    end = 0
+    for name, offset in arranged.offsets.items():
+        assert offset % layout.ALIGNMENT == 0, name
+        assert offset >= end, f"{name} overlaps the region before it"
+        assert arranged.sizes[name] >= 0
+        end = offset + arranged.sizes[name]
+    assert end <= arranged.num_bytes < end + layout.ALIGNMENT
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=12))
+def test_arrange(sizes: list[int]) -> None:
+    arranged = layout.arrange((f"region_{i}", size) for i, size in enumerate(sizes))
+    _check(arranged)
+    assert list(arranged.sizes.values()) == sizes
+    assert set(arranged.constants("Map")) == {f"kMapRegion{i}" for i in range(len(sizes))}
+
+
+@given(configs())
+def test_every_map(config: Config) -> None:
+    for arranged in (
+        layout.control(config),
+        layout.handle(config),
+        layout.symmetric(config),
+        layout.host_page(config),
+        layout.staging(config, config.row_bytes),
+    ):
+        _check(arranged)
+
+
+@given(configs(), st.integers(0, 5000), st.sampled_from([4, 8]), st.booleans())
+def test_result_fits_its_slot(config: Config, capacity: int, idx_bytes: int, with_topk: bool) -> None:
+    capacity = min(capacity, config.num_max_recv_tokens)
+    arranged = layout.result(
+        config,
+        capacity,
+        row_bytes=config.row_bytes,
+        scale_bytes=config.scale_bytes,
+        idx_bytes=idx_bytes,
+        with_topk=with_topk,
+    )
+    _check(arranged)
+    assert list(arranged.offsets)[-1] == "x", "trimming a result to what arrived has to be a cut at its end"
+    assert arranged.num_bytes <= layout.worst_result_bytes(config)
+    assert arranged.sizes["x"] == capacity * config.row_bytes
+
+
+@given(configs())
+def test_landing_holds_a_result_and_the_staging(config: Config) -> None:
+    landing = layout.symmetric(config).sizes["landing"]
+    assert landing >= layout.worst_result_bytes(config)
+    assert landing >= layout.staging(config, config.row_bytes).num_bytes
+
+
+@given(configs())
+def test_size_hint_is_the_sum(config: Config) -> None:
+    hint = layout.size_hint(config)
+    assert set(hint) == {"control", "landing", "pool", "handles", "total"}
+    assert hint["total"] == sum(size for name, size in hint.items() if name != "total")
+    in_heap = hint["control"] + hint["landing"] + hint["pool"]
+    assert layout.symmetric(config).num_bytes == pytest.approx(in_heap, abs=3 * layout.ALIGNMENT)
+    public = Buffer.size_hint(
+        config.num_ranks,
+        num_max_tokens_per_rank=config.num_max_tokens_per_rank,
+        hidden=config.hidden,
+        num_topk=config.num_topk,
+        num_experts=config.num_experts,
+        dtype=config.dtype,
+        num_slots=config.num_slots,
+    )
+    assert public == hint
+
+
+@given(configs(), st.sampled_from(["num_max_tokens_per_rank", "hidden", "num_slots"]))
+def test_size_hint_is_monotonic(config: Config, name: str) -> None:
+    try:
+        larger = dataclasses.replace(config, **{name: 2 * getattr(config, name)})
+    except EPConfigError:
+        return  # larger than allowed
+    small, large = layout.size_hint(config), layout.size_hint(larger)
+    assert all(small[region] <= large[region] for region in small)
+    assert large["total"] - small["total"] >= large["pool"] - small["pool"] >= 0
+
+
+@given(configs())
+def test_constants(config: Config) -> None:
+    constants = {**config.constants(), **layout.constants(config)}
+    assert all(name.startswith("k") and name.isidentifier() for name in constants)
+    assert all(type(value) is int and value >= 0 for value in constants.values())
+    assert not set(config.constants()) & set(layout.constants(config)), "one name, one meaning"
+    assert layout.route_stride(config) % 128 == 0
+    assert layout.route_stride(config) >= structs.RouteMessage.size(config.constants())
+    chunks = constants["kMaxCombineChunks"]
+    assert chunks * 32 >= config.num_max_tokens_per_rank, "a flag for every chunk of rows"
+
+
+def test_the_docstring_of_size_hint_is_true() -> None:
+    hint = Buffer.size_hint(8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
+    assert f"{hint['total'] / 1e9:.2f} GB" in Buffer.size_hint.__doc__
+
+
+@pytest.mark.parametrize("struct", structs.SHARED, ids=lambda struct: struct.name)
+def test_structs(struct: structs.CStruct) -> None:
+    constants = {"kNumRanks": 3, "kNumLocalExperts": 5}
+    kind = struct.dtype(constants)
+    assert kind.names == struct.names
+    for name in kind.names:
+        field = kind[name]
+        assert kind.fields[name][1] % field.base.itemsize == 0, "C would put it elsewhere"
+    assert f"sizeof({struct.name}) == {kind.itemsize}" in struct.text(constants)
+    assert kind.itemsize % max(kind[name].base.itemsize for name in kind.names) == 0
+
+
+def test_struct_of_mixed_members() -> None:
+    struct = structs.CStruct("Mixed", "u8 a;\n u64 b; // the long one\n\n // a comment\n i32 c[kMany];\n f32 d[2];")
+    kind = struct.dtype({"kMany": 3})
+    assert [kind.fields[name][1] for name in ("a", "b", "c", "d")] == [0, 8, 16, 28]
+    assert kind.itemsize == 40
+    assert kind["c"] == np.dtype(("i4", (3,)))
+    with pytest.raises(AssertionError, match="cannot read"):
+        _ = structs.CStruct("Wrong", "double a;").names
+
+
+def test_phases() -> None:
+    numbers = [number for number, _ in structs.PHASES.values()]
+    assert len(set(numbers)) == len(numbers)
+    assert structs.phase_name(1) == "the token counts of dispatch"
+    assert structs.phase_name(99) == "phase 99"

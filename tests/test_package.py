@@ -1,0 +1,168 @@
+"""The package as a whole: who imports whom, what an import does, and who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deepep_rt
+from deepep_rt import errors
+
+PACKAGE = Path(deepep_rt.__file__).parent
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+# A file imports only from files before it in this list.
+ORDER = [
+    "errors",
+    "_env",
+    "dlpack",
+    "arrays",
+    "config",
+    "structs",
+    "layout",
+    "kernels",
+    "toolchain",
+    "cache",
+    "jit",
+    "launch",
+    "pool",
+    "comm",
+    "results",
+    "inputs",
+    "host",
+    "device",
+    "buffer",
+    "__init__",
+    "torch",
+    "jax",
+    "compat",
+    "cli",
+    "__main__",
+]
+HEAVY = ("mpi4py", "cuda", "cupy", "torch", "jax", "jaxlib", "nvshmem", "ml_dtypes", "typer", "rich")
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """Modules of this package that a file imports, also inside functions; but not for type checking alone."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1, "the package is flat"
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {name.partition(".")[0] if name in ORDER else "__init__" for name in names}
+        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "deepep_rt":
+            found.add(node.module.partition(".")[2] or "__init__")
+        elif isinstance(node, ast.Import):
+            found |= {
+                alias.name.partition(".")[2] or "__init__" for alias in node.names if alias.name.partition(".")[0] == "deepep_rt"
+            }
+        else:
+            found |= _imports(node)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_upward(module: str) -> None:
+    assert module in ORDER, f"{module}.py has no place in ORDER yet"
+    allowed = set(ORDER[: ORDER.index(module)])
+    below = _imports(ast.parse((PACKAGE / f"{module}.py").read_text())) - allowed
+    assert not below, f"{module}.py imports {sorted(below)}, which stand below it"
+
+
+def test_the_import_reader_sees_every_form() -> None:
+    text = """
+from . import comm
+from .host import HostBackend
+import deepep_rt.device
+from deepep_rt.jit import load
+from . import __version__
+def f():
+    if True:
+        from .pool import Pool
+if TYPE_CHECKING:
+    from .cli import app
+"""
+    assert _imports(ast.parse(text)) == {"comm", "host", "device", "jit", "__init__", "pool"}
+
+
+def _python(code: str, **environment: str) -> str:
+    paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    code = (
+        f"import sys; before = set(sys.modules); import deepep_rt; print([m for m in {HEAVY} if m in set(sys.modules) - before])"
+    )
+    assert _python(code) == "[]"
+
+
+def test_importing_reads_no_setting() -> None:
+    """Reading any `DEEPEP_RT_*` variable during the import fails in this process."""
+    code = """
+import os
+real = type(os.environ).__getitem__
+def read(self, key):
+    assert not key.startswith('DEEPEP_RT_'), key
+    return real(self, key)
+type(os.environ).__getitem__ = read
+type(os.environ).__contains__ = lambda self, key: (read(self, key), True)[1] if key.startswith('DEEPEP_RT_') else key in self._data
+import deepep_rt, deepep_rt.config, deepep_rt.layout
+try:
+    deepep_rt.config._env.timeout_s()
+except AssertionError:
+    print('the trap works')
+"""
+    assert _python(code, DEEPEP_RT_TIMEOUT_S="nonsense", DEEPEP_RT_DEBUG="nonsense") == "the trap works"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "_env"])
+def test_only_env_reads_the_environment(module: str) -> None:
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        names = {getattr(node, "attr", None), getattr(node, "id", None)}
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+        assert not names & {"environ", "environb", "getenv", "putenv"}, f"{module}.py, line {node.lineno}"
+
+
+def test_public_names() -> None:
+    assert all(hasattr(deepep_rt, name) for name in deepep_rt.__all__)
+    missing = {name for name in vars(errors) if name.startswith("EP")} - set(deepep_rt.__all__)
+    assert not missing
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_tree_of_exceptions_is_the_one_in_the_docstring() -> None:
+    for name, kind in vars(errors).items():
+        if not name.startswith("EP") or kind is errors.EPError:
+            continue
+        assert issubclass(kind, errors.EPError)
+        line = next(line for line in errors.__doc__.splitlines() if f" {name} " in f" {line.strip('│ ')} ")
+        builtin = next((b for b in kind.__mro__ if b.__module__ == "builtins"), None)
+        parent = kind.__bases__[0]
+        assert f"({builtin.__name__})" in line or parent is not errors.EPError
+
+
+def test_public_docstrings_tell_args_and_show_an_example() -> None:
+    for method in (deepep_rt.Buffer.dispatch, deepep_rt.Buffer.combine):
+        text = method.__doc__
+        arguments = [name for name in inspect.signature(method).parameters if name != "self"]
+        assert all(f"{name}:" in text for name in arguments), [name for name in arguments if f"{name}:" not in text]
+        assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Example:"))
