@@ -65,3 +65,111 @@ def _why_no_gpu() -> str | None:
     if status != driver.CUresult.CUDA_SUCCESS:
         return f"the CUDA driver says {status.name}"
     return None if count[0] else "the CUDA driver sees no GPU (CUDA_VISIBLE_DEVICES?)"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The NVSHMEM of this process. There is one; the first Buffer starts it over its communicator, unless somebody else did before."""
+
+    comm: Any  # a duplicate of that communicator; None when somebody else started NVSHMEM
+    my_pe: int
+    num_pes: int
+
+
+_runtime: Runtime | None = None
+
+
+def runtime(comm: Intracomm) -> Runtime:
+    """Find NVSHMEM running, or start it: rank 0 makes the unique ID and MPI broadcasts it. Collective over `comm`.
+
+    Raises:
+        EPUnavailableError: if nvshmem4py is missing.
+        EPConfigError: if the running NVSHMEM does not hold the ranks of `comm`.
+    """
+    global _runtime
+    try:
+        import nvshmem.bindings as nvshmem
+    except ImportError as error:
+        raise EPUnavailableError(f"nvshmem4py is not installed ({error}); pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'") from error
+    if _runtime is None:
+        if int(nvshmem.init_status()) >= int(nvshmem.Init_status.STATUS_IS_INITIALIZED):
+            _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())
+        else:
+            _runtime = _start(comm, nvshmem)
+    members = comm.allgather((_runtime.my_pe, _runtime.num_pes))
+    pes = {pe for pe, _ in members}
+    if len(pes) != len(members) or len({total for _, total in members}) != 1:
+        raise EPConfigError("the ranks of this Buffer belong to different NVSHMEM runtimes; make the first Buffer over all of them")
+    if _runtime.comm is None and _runtime.num_pes != len(members):
+        raise EPConfigError(
+            f"NVSHMEM was started by somebody else, over {_runtime.num_pes} processes; it can only serve a Buffer over all of them, "
+            f"and this one has {len(members)} ranks"
+        )
+    return _runtime
+
+
+def _start(comm: Intracomm, nvshmem: Any) -> Runtime:
+    import numpy as np
+
+    rank, size = comm.Get_rank(), comm.Get_size()
+    # One host: no network transport is looked for, whatever the host has. The user's own setting wins.
+    with _env.overridden({"NVSHMEM_REMOTE_TRANSPORT": "none"}):
+        uid = nvshmem.uniqueid()
+        if rank == 0:
+            nvshmem.get_uniqueid(uid.ptr)
+        comm.Bcast(uid._data.view(np.int8), root=0)
+        attributes = nvshmem.InitAttr()
+        nvshmem.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
+        nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+    return Runtime(comm.Dup(), nvshmem.my_pe(), nvshmem.n_pes())
+
+
+class SymmetricMemory:
+    """A piece of symmetric memory and its address in each rank of a Buffer, as seen from this rank's GPU.
+
+    NVSHMEM allocates over its whole runtime. A Buffer over fewer ranks therefore needs all ranks of the runtime to make one of the same
+    size at the same time (each in its own group, say); where they do not, they are told so after `timeout_s`.
+    """
+
+    def __init__(self, comm: Intracomm, num_bytes: int, timeout_s: float) -> None:
+        import nvshmem.bindings as nvshmem
+
+        self._nvshmem, self._runtime = nvshmem, runtime(comm)
+        self._meet(num_bytes, timeout_s)
+        self.ptr = nvshmem.malloc(num_bytes)
+        if not all(comm.allgather(bool(self.ptr))):
+            raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank; see Buffer.size_hint")
+        pes = comm.allgather(self._runtime.my_pe)
+        self.peers = [self.ptr if pe == self._runtime.my_pe else nvshmem.ptr(self.ptr, pe) for pe in pes]
+        self.pes: Sequence[int] = pes
+        unreachable = [rank for rank, address in enumerate(self.peers) if not address]
+        if any(comm.allgather(unreachable)):
+            raise EPUnavailableError(
+                f"rank {comm.Get_rank()}: no direct path between the GPUs (unreachable from here: ranks {unreachable}); "
+                f"this backend needs peer access between all GPUs of a Buffer"
+            )
+
+    def free(self) -> None:
+        """Collective, like the allocation."""
+        self._nvshmem.free(self.ptr)
+
+    def _meet(self, num_bytes: int, timeout_s: float) -> None:
+        """Find out whether all ranks of the runtime are about to allocate the same, before NVSHMEM would wait for them without a limit."""
+        import numpy as np
+
+        world = self._runtime.comm
+        if world is None:
+            return
+        sizes = np.zeros(world.Get_size(), np.int64)
+        request = world.Iallgather(np.array([num_bytes], np.int64), sizes)
+        deadline = time.monotonic() + timeout_s
+        while not request.Test():
+            if time.monotonic() > deadline:
+                message = (
+                    f"not all {world.Get_size()} ranks of the NVSHMEM runtime came to make a Buffer within {timeout_s:g} s; "
+                    f"ranks outside of this Buffer's communicator have to make one of the same size at the same time"
+                )
+                raise EPTimeoutError(message, rank=world.Get_rank(), peer=-1, phase="the allocation of symmetric memory")
+            time.sleep(1e-4)
+        if len(set(sizes.tolist())) != 1:
+            raise EPConfigError(f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(set(sizes.tolist()))}")

@@ -405,4 +405,4 @@ def _from_float32(values: np.ndarray, dtype: str, rows: np.ndarray) -> None:
         return
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    rows.view(np.uint16)[...] = np.where(np.isnan(values), 0x7FFF, rounded)  # a NaN's payload must not round up to infinity
+    rows.view(np.uint16)[...] = np.where(np.isnan(values), 0x7FFF, rounded)  # the one NaN that a GPU's conversion gives

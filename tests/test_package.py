@@ -27,6 +27,7 @@ ORDER = [
     "structs",
     "layout",
     "kernels",
+    "driver",
     "toolchain",
     "cache",
     "jit",

@@ -65,9 +65,9 @@ def check_whole_numbers_are_exact(comm: MPI.Intracomm) -> None:
 
 
 def check_rank_order(comm: MPI.Intracomm) -> None:
-    """A sum whose value depends on the order of its terms: 1e8 + 1 - 1e8 and the like, in float32."""
+    """A sum whose value depends on the order of its terms: 1 + 1e8 - 1e8 is 0 in float32, 1e8 - 1e8 + 1 is 1."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
-    terms = np.array([1e8, 1.0, -1e8, 3.0, 1e-3, 2e8, -2e8, 7.0], np.float32)
+    terms = np.array([1.0, 1e8, -1e8, 3.0, 1e-3, 2e8, -2e8, 7.0], np.float32)
     num_topk = min(ranks, 8)
     idx = np.arange(ranks, dtype=np.int64)[None, :num_topk].repeat(2, 0)  # every token goes to every rank
     bias = np.full((2, 32), 1e-3, np.float32)
@@ -109,6 +109,7 @@ def check_rounding_to_bfloat16(comm: MPI.Intracomm) -> None:
         assert same_bits(sent.recv_x, wide[0])
         out = buffer.combine(sent.recv_x, sent.handle, bias=wide[1:3]).x
         np.testing.assert_array_equal(out.astype(np.float32), wide[3].astype(np.float32))
+        assert (out.view(np.uint16)[np.isnan(out)] == 0x7FFF).all(), "the NaN of the GPU's conversion"
 
 
 def check_tokens_that_went_nowhere(comm: MPI.Intracomm) -> None:

@@ -1,0 +1,495 @@
+"""The CUDA backend: dispatch and combine as kernel launches over symmetric memory. `host.py` has the same face."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import arrays, comm, driver, jit, layout, structs
+from .arrays import HOST, View
+from .config import COMBINE_DTYPES, Config, rows_per_copy
+from .errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError
+from .inputs import Call, CombineInputs, DispatchInputs, Site
+from .kernels import TABLE
+from .launch import Launcher
+from .pool import Block, Pool, Slot, Slots
+from .results import CombineResult, DispatchHandle, DispatchResult, Event
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_log = logging.getLogger("deepep_rt")
+
+_HOST_GRACE_S = 5.0
+"""The device reports a silent peer itself; only when the kernel does not even run does the host give up, this much later."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a dispatch lands: an offset in symmetric memory, and what keeps it (nothing for the shared landing region)."""
+
+    offset: int
+    block: Block | None
+
+
+class DeviceBackend:
+    """A Buffer's GPU side.
+
+    Args:
+        communicator: The ranks, all on one host.
+        config: The sizes that they agreed on.
+        copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
+    """
+
+    name = "cuda"
+
+    def __init__(self, communicator: Intracomm, config: Config, *, copy_when_full: bool) -> None:
+        self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
+        self._broken: EPTimeoutError | None = None
+        self._last_stream: int | None = None
+        self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
+        self.device = self._choose_device()
+        self._map = layout.symmetric(config)
+        self._check_memory()
+        self._stream = driver.new_stream()
+        self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s)
+        base = self._memory.ptr
+        driver.fill(base, 0, self._map.sizes["control"])
+        self._state = driver.allocate(structs.State.size({}))
+        driver.fill(self._state, 0, structs.State.size({}))
+        self._pool = Pool(base + self._map.offsets["pool"], self._map.sizes["pool"])
+        self._handle_map = layout.handle(config)
+        self._handles = Slots(self._handle_map.num_bytes, layout.num_handles(config))
+        self._open_page()
+        self._arch = jit.current_arch()
+        self._launchers: dict[tuple[str, str | None], Launcher] = {}
+        for kernel in ("route", "dispatch"):
+            self._launcher(kernel)
+        if config.dtype in COMBINE_DTYPES:
+            self._launcher("combine", config.dtype)
+        driver.synchronize(0)
+        self._comm.Barrier()  # nobody writes to control memory that is still being cleared
+        if self._comm.Get_rank() == 0:
+            size = layout.size_hint(config)["total"] / 1e9
+            _log.info("%d ranks, CUDA, %s, NVLink or PCIe peer access, %.2f GB a rank", config.num_ranks, self._arch, size)
+
+    # --- the calls ---------------------------------------------------------------------------------------------------------------
+
+    def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
+        """Decide where a call runs; raise what earlier calls left behind."""
+        self._check()
+        caller = arrays.framework_of(x, "x").current_stream(self.device)
+        if stream is not None:
+            launch = driver.stream_handle(stream)
+        else:
+            launch = self._stream if async_finish or caller is None else caller
+        return Call(launch, caller, async_finish, previous_event)
+
+    def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
+        """The steps of a dispatch: a landing place, the routing (unless it is known), the rows, and what the host has to know."""
+        config, stream = self.config, call.stream
+        assert stream is not None
+        self._order(call)
+        host_caller = inputs.x.device == HOST
+        x, idx, weights, scales = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
+        known = inputs.handle
+        tell_host = known is None and inputs.num_worst_tokens is None
+        slot = self._handles.take() if known is None else known._routing
+        if known is not None:
+            capacity = known.num_recv_rows
+        else:
+            capacity = config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
+        shape = layout.result(
+            config,
+            capacity,
+            row_bytes=x.row_bytes,
+            scale_bytes=scales.row_bytes if scales else 0,
+            idx_bytes=idx.itemsize if idx else 0,
+            with_topk=idx is not None,
+        )
+        place = self._place(shape.num_bytes, call)
+        if known is None:
+            if tell_host:
+                self._mailbox_flag.value = 0
+            self._launch_route(stream, slot, idx, inputs.expert_alignment, tell_host)
+        land = {f"land_{name}": place.offset + offset for name, offset in shape.offsets.items()}
+        self._launcher("dispatch")(
+            stream,
+            config.num_sms,
+            {
+                "row_bytes": x.row_bytes,
+                "x": x.ptr,
+                "scales": scales.ptr if scales else 0,
+                "topk_idx": idx.ptr if idx else 0,
+                "topk_weights": weights.ptr if weights else 0,
+                "handle": slot.ptr,
+                **land,
+                "capacity": capacity,
+                "scale_bytes": scales.row_bytes if scales else 0,
+                "idx_bytes": idx.itemsize if idx else 0,
+                "rows_per_copy": rows_per_copy(x.row_bytes),
+            },
+        )
+        self._keep(call, (x, idx, weights, scales, slot, inputs))
+        num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
+        if tell_host:
+            num_rows, counts = self._await_counts(place)
+        owner, base = self._owner(place, shape, num_rows, x.row_bytes, stream)
+        like = inputs.x
+        make = lambda name, rows, dtype: self._result(base + shape.offsets[name], rows, dtype, owner, like, stream)  # noqa: E731
+        views: dict[str, View | None] = {
+            "x": make("x", (num_rows, *inputs.x.shape[1:]), x.dtype),
+            "scales": make("scales", (num_rows, *scales.shape[1:]), scales.dtype) if scales else None,
+            "topk_idx": make("topk_idx", (num_rows, config.num_topk), idx.dtype) if idx else None,
+            "topk_weights": make("topk_weights", (num_rows, config.num_topk), "float32") if weights else None,
+            "src_idx": make("src_idx", (num_rows, 2), "int32"),
+            **self._counts_of(slot, like, stream),
+        }
+        handle = known or DispatchHandle(inputs.x.shape[0], num_rows, counts, site.serial, slot, {})
+        return DispatchResult(handle, self._event(call), self._to_caller(views, host_caller, stream))
+
+    def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
+        """One launch: rows land in the landing region and are added up into a block of the pool."""
+        config, stream, handle = self.config, call.stream, inputs.handle
+        assert stream is not None
+        self._order(call)
+        x, weights, *biases = self._on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
+        staging = layout.staging(config, x.row_bytes)
+        landing = self._map.offsets["landing"]
+        num_tokens = handle.num_tokens
+        shape = layout.arrange(
+            [("topk_weights", num_tokens * config.num_topk * 4 if weights else 0), ("x", num_tokens * x.row_bytes)]
+        )
+        owner: Block | driver.StreamMemory | None = self._pool.allocate(shape.num_bytes, stream, call.caller_stream)
+        if owner is None:
+            self._refuse_when_fixed(stream)
+            owner = driver.StreamMemory(shape.num_bytes, stream)
+        out, out_weights = owner.ptr + shape.offsets["x"], owner.ptr + shape.offsets["topk_weights"]
+        self._launcher("combine", x.dtype)(
+            stream,
+            config.num_sms,
+            {
+                "num_tokens": num_tokens,
+                "y": x.ptr,
+                "topk_weights": weights.ptr if weights else 0,
+                "bias_0": biases[0].ptr if biases else 0,
+                "bias_1": biases[1].ptr if len(biases) > 1 else 0,
+                "handle": handle._routing.ptr,
+                "out": out,
+                "out_topk_weights": out_weights,
+                "land_x": landing + staging.offsets["x"],
+                "land_topk_weights": landing + staging.offsets["topk_weights"],
+                "capacity": handle.num_recv_rows,
+            },
+        )
+        self._keep(call, (x, weights, biases, handle, inputs))
+        like = inputs.x
+        views: dict[str, View | None] = {
+            "x": self._result(out, (num_tokens, config.hidden), x.dtype, owner, like, stream),
+            "topk_weights": self._result(out_weights, (num_tokens, config.num_topk), "float32", owner, like, stream) if weights else None,
+        }
+        return CombineResult(self._event(call), self._to_caller(views, like.device == HOST, stream))
+
+    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
+        """Bytes a second that every rank pushes to all others at once; see `Buffer.copy_ceiling`."""
+        config = self.config
+        ranks = config.num_ranks
+        room = min(self._map.sizes["landing"], self._map.sizes["pool"]) // (ranks * row_bytes)
+        num_rows = max(1, min(num_rows, room))
+        values = {
+            "num_rows": num_rows,
+            "src": self._pool.base,
+            "land_x": self._map.offsets["landing"],
+            "row_bytes": row_bytes,
+        }
+        launch = self._launcher("ceiling")
+        times = []
+        for _ in range(3):
+            self.synchronize()
+            self._comm.Barrier()
+            begin = driver.CudaEvent(self._stream, timing=True)
+            for _ in range(iterations):
+                launch(self._stream, config.num_sms, values)
+            times.append(driver.elapsed_ms(begin, driver.CudaEvent(self._stream, timing=True)) / iterations)
+        self._comm.Barrier()
+        slowest = max(self._comm.allgather(sorted(times)[1]))
+        return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
+
+    def check_nvshmem(self, value: int) -> int:
+        """Send `value` (larger than in the call before) around the ring of ranks through NVSHMEM's device library; returns what arrived."""
+        slot = self._memory.ptr + layout.control(self.config).offsets["ring"]
+        out = driver.StreamMemory(8, self._stream)
+        pes = self._memory.pes
+        peer = pes[(self._comm.Get_rank() + 1) % len(pes)]
+        self._launcher("nvshmem_ring")(self._stream, 1, {"peer": peer, "slot": slot, "value": value, "out": out.ptr})
+        self.synchronize()
+        received = np.zeros(1, np.uint64)
+        driver.copy_async(received.ctypes.data, out.ptr, 8, self._stream)
+        driver.synchronize(self._stream)
+        return int(received[0])
+
+    def synchronize(self) -> None:
+        for stream in {self._stream, self._last_stream or self._stream}:
+            driver.synchronize(stream)
+        self._check()
+
+    def abandon(self) -> None:
+        """Other ranks may not follow: leave everything as it is for the process's end."""
+        self._broken = self._broken or EPTimeoutError("the buffer was left by an exception", rank=-1, peer=-1, phase="")
+
+    def destroy(self) -> None:
+        if self._broken is not None:
+            return  # peers may still write to this memory, or never come to free theirs
+        driver.synchronize(self._stream)
+        if self._last_stream is not None:
+            driver.synchronize(self._last_stream)
+        self._alive.clear()
+        self._comm.Barrier()
+        self._memory.free()
+        self._handles.destroy()
+        driver.free(self._state)
+        driver.free_pinned(self._page)
+        self._comm.Free()
+
+    # --- construction ------------------------------------------------------------------------------------------------------------
+
+    def _choose_device(self) -> int:
+        from mpi4py import MPI
+
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        local_rank, local_size = node.Get_rank(), node.Get_size()
+        node.Free()
+        if local_size != self._comm.Get_size():
+            raise EPConfigError(f"{self._comm.Get_size()} ranks on several hosts ({local_size} here); this backend serves one host")
+        device = driver.use_device(local_rank)
+        uuids = self._comm.allgather(driver.device_uuid(device))
+        twins = [rank for rank, uuid in enumerate(uuids) if uuid == uuids[self._comm.Get_rank()]]
+        if len(set(uuids)) != len(uuids):
+            raise EPConfigError(
+                f"{len(uuids)} ranks share {len(set(uuids))} GPUs (on this one: ranks {twins}); start one rank a GPU, and if you choose "
+                f"devices yourself (torch.cuda.set_device, cupy.cuda.Device), choose a different one in each rank"
+            )
+        return device
+
+    def _check_memory(self) -> None:
+        need, free = layout.size_hint(self.config)["total"], driver.free_bytes()
+        short = [(rank, bytes_) for rank, bytes_ in enumerate(self._comm.allgather(free)) if bytes_ < need]
+        if short:
+            parts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in layout.size_hint(self.config).items())
+            raise EPOutOfMemoryError(
+                f"a Buffer of these sizes takes {need / 1e9:.2f} GB a rank ({parts}), but rank {short[0][0]} has {short[0][1] / 1e9:.2f} GB "
+                f"free; lower num_max_tokens_per_rank or num_slots"
+            )
+
+    def _open_page(self) -> None:
+        page = layout.host_page(self.config)
+        self._page = driver.allocate_pinned(page.num_bytes)
+        ctypes.memset(self._page, 0, page.num_bytes)
+        memory = np.frombuffer((ctypes.c_char * page.num_bytes).from_address(self._page), np.uint8)
+
+        def part(name: str, struct: structs.CStruct) -> Any:
+            dtype = struct.dtype(self.config.constants())
+            start = page.offsets[name]
+            flag = ctypes.c_uint32.from_address(self._page + start + dtype.fields["flag"][1])
+            return memory[start : start + dtype.itemsize].view(dtype)[0:1], flag
+
+        self._report, self._report_flag = part("report", structs.Report)
+        self._mailbox, self._mailbox_flag = part("mailbox", structs.Mailbox)
+        offset = self._report.dtype.fields["bad_flag"][1]
+        self._bad_flag = ctypes.c_uint32.from_address(self._page + page.offsets["report"] + offset)
+
+    def _launcher(self, name: str, dtype: str | None = None) -> Launcher:
+        found = self._launchers.get((name, dtype))
+        if found is None:
+            kernel = TABLE[name]
+            constants = jit.kernel_constants(self.config, self._arch, kernel, dtype)
+            function = jit.load(kernel, constants, self._arch)
+            fixed = {
+                "peers": self._memory.peers,
+                "state": self._state,
+                "page": self._page,
+                "timeout_ns": int(self.config.timeout_s * 1e9),
+                "rank": self._comm.Get_rank(),
+            }
+            found = self._launchers[name, dtype] = Launcher(kernel, function, constants, fixed)
+        return found
+
+    # --- the parts of a call -----------------------------------------------------------------------------------------------------
+
+    def _launch_route(self, stream: int, slot: Slot, idx: View | None, alignment: int, tell_host: bool) -> None:
+        assert idx is not None
+        self._launcher("route")(
+            stream,
+            1,
+            {
+                "num_tokens": idx.shape[0],
+                "topk_idx": idx.ptr,
+                "handle": slot.ptr,
+                "idx_bytes": idx.itemsize,
+                "expert_alignment": alignment,
+                "check": self.config.check_inputs,
+                "to_host": tell_host,
+            },
+        )
+
+    def _order(self, call: Call) -> None:
+        """Order a call after earlier ones on other streams, and after what the caller asked for."""
+        stream = call.stream
+        assert stream is not None
+        if self._last_stream not in (None, stream) and not driver.is_capturing(stream):
+            driver.wait_stream(stream, self._last_stream)
+        self._last_stream = stream
+        if call.previous_event is not None:
+            if event := driver.event_handle(call.previous_event):
+                driver.wait_event(stream, event)
+        elif call.async_finish and call.caller_stream not in (None, stream):
+            driver.wait_stream(stream, call.caller_stream)
+
+    def _place(self, num_bytes: int, call: Call) -> _Place:
+        assert call.stream is not None
+        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream)
+        if block is not None:
+            return _Place(self._map.offsets["pool"] + block.offset, block)
+        if not self._copy_when_full:
+            raise EPOutOfMemoryError(
+                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self._pool.free_bytes / 1e6:.0f} MB of the pool are free); drop "
+                f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
+            )
+        self._refuse_when_fixed(call.stream)
+        return _Place(self._map.offsets["landing"], None)
+
+    def _refuse_when_fixed(self, stream: int) -> None:
+        if driver.is_capturing(stream):
+            raise EPOutOfMemoryError(
+                f"the pool is full ({self._pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is captured; "
+                f"drop earlier results, or make the Buffer with a larger num_slots"
+            )
+
+    def _owner(self, place: _Place, shape: layout.Map, num_rows: int, row_bytes: int, stream: int) -> tuple[Any, int]:
+        """What keeps the result's memory, and its address: the block, cut to what arrived, or a copy of it."""
+        used = shape.offsets["x"] + num_rows * row_bytes
+        if place.block is not None:
+            place.block.trim(used)
+            return place.block, place.block.ptr
+        copy = driver.StreamMemory(used, stream)
+        driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, stream)
+        return copy, copy.ptr
+
+    def _await_counts(self, place: _Place) -> tuple[int, list[int]]:
+        """Wait on the host until the routing is known: the one synchronisation of the library."""
+        deadline = time.monotonic() + self.config.timeout_s + _HOST_GRACE_S
+        while not self._mailbox_flag.value:
+            self._check()
+            if time.monotonic() > deadline:
+                self._broken = EPTimeoutError(
+                    "the routing kernel did not run: the GPU is busy with other work, or stuck",
+                    rank=self._comm.Get_rank(),
+                    peer=self._comm.Get_rank(),
+                    phase=structs.phase_name(1),
+                )
+                raise self._broken
+        self._check()
+        return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
+
+    def _counts_of(self, slot: Slot, like: View, stream: int) -> dict[str, View]:
+        offsets, config = self._handle_map.offsets, self.config
+        return {
+            "num_recv": self._result(slot.ptr + offsets["num_recv"], (1,), "int32", slot, like, stream),
+            "num_recv_per_expert": self._result(
+                slot.ptr + offsets["num_recv_per_expert"], (config.num_local_experts,), "int32", slot, like, stream
+            ),
+        }
+
+    def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, like: View, stream: int) -> View:
+        return View(ptr, shape, dtype, self.device, owner, like.framework, stream)
+
+    def _on_device(self, stream: int, *views: View | None) -> list[Any]:
+        """The same arrays in GPU memory: those of host memory are copied."""
+        staged = []
+        for view in views:
+            if view is not None and view.device == HOST:
+                memory = driver.StreamMemory(view.nbytes, stream)
+                driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
+                view = replace(view, ptr=memory.ptr, device=self.device, owner=(memory, view.owner))
+            staged.append(view)
+        return staged
+
+    def _to_caller(self, views: dict[str, View | None], host_caller: bool, stream: int) -> dict[str, View | None]:
+        """Results for a caller whose arrays are in host memory are copied there."""
+        if not host_caller:
+            return views
+        copied: dict[str, View | None] = {}
+        for name, view in views.items():
+            if view is not None:
+                memory = np.empty(max(view.nbytes, 1), np.uint8)
+                driver.copy_async(memory.ctypes.data, view.ptr, view.nbytes, stream)
+                view = replace(view, ptr=memory.ctypes.data, device=HOST, owner=memory, stream=None)
+            copied[name] = view
+        driver.synchronize(stream)
+        self._check()
+        return copied
+
+    def _keep(self, call: Call, arguments: Any) -> None:
+        """Hold the arguments of work that is not on the caller's own stream, whose allocator would give their memory away."""
+        while self._alive and self._alive[0][0].done():
+            self._alive.popleft()
+        assert call.stream is not None
+        if call.stream != call.caller_stream and not driver.is_capturing(call.stream):
+            self._alive.append((driver.CudaEvent(call.stream), arguments))
+
+    def _event(self, call: Call) -> Event:
+        stream = call.stream
+        assert stream is not None
+
+        if call.async_finish:
+            event = driver.CudaEvent(stream)
+
+            def wait(other: Any = None) -> None:
+                target = call.caller_stream or 0 if other is None else driver.stream_handle(other)
+                driver.wait_event(target, event.handle)
+
+            return Event(event.handle, wait, lambda: self._synchronize(stream), event)
+
+        def follow(other: Any = None) -> None:
+            if other is not None:
+                driver.wait_stream(driver.stream_handle(other), stream)
+
+        return Event(None, follow, lambda: self._synchronize(stream))
+
+    def _synchronize(self, stream: int) -> None:
+        driver.synchronize(stream)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise what the device reported."""
+        if self._broken is not None:
+            raise self._broken
+        if self._report_flag.value:
+            report = self._report[0]
+            rank, peer, phase = int(report["rank"]), int(report["peer"]), structs.phase_name(int(report["phase"]))
+            expected, seen = int(report["expected"]), int(report["seen"])
+            self._broken = EPTimeoutError(
+                f"rank {rank} waited {self.config.timeout_s:g} s for rank {peer}: {phase}, call {expected} of its kind (rank {peer} was at {seen}). "
+                f"Did rank {peer} make the same calls, or die? Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. "
+                f"The buffer cannot be used any more",
+                rank=rank,
+                peer=peer,
+                phase=phase,
+                expected=expected,
+                seen=seen,
+                call_idx=expected,
+            )
+            raise self._broken
+        if self._bad_flag.value:
+            self._bad_flag.value = 0
+            report = self._report[0]
+            raise EPInputError(
+                f"topk_idx[{int(report['bad_token'])}] holds expert {int(report['bad_expert'])}; expected -1 or 0 to "
+                f"{self.config.num_experts - 1}. It was skipped"
+            )

@@ -1,0 +1,146 @@
+"""The CUDA driver, as little of it as is needed: checked calls, devices, streams, events and memory, all as plain integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda.bindings import driver
+
+from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
+
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
+
+
+def ok(result: tuple) -> Any:
+    """Unwrap what a driver call returns: its value, its values, or None.
+
+    Raises:
+        EPOutOfMemoryError: if the GPU is out of memory.
+        EPUnavailableError: for every other failure, with CUDA's name for it.
+    """
+    if result[0] != _SUCCESS:
+        kind = EPOutOfMemoryError if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else EPUnavailableError
+        raise kind(f"the CUDA driver reports {result[0].name}")
+    return result[1] if len(result) == 2 else result[1:] or None
+
+
+def use_device(local_rank: int) -> int:
+    """The GPU of the current context, or else the one with the number of `local_rank`; its primary context becomes current."""
+    ok(driver.cuInit(0))
+    if int(ok(driver.cuCtxGetCurrent())):
+        return int(ok(driver.cuCtxGetDevice()))
+    ordinal = local_rank % ok(driver.cuDeviceGetCount())
+    ok(driver.cuCtxSetCurrent(ok(driver.cuDevicePrimaryCtxRetain(ok(driver.cuDeviceGet(ordinal))))))
+    return ordinal
+
+
+def device_uuid(ordinal: int) -> str:
+    return bytes(ok(driver.cuDeviceGetUuid_v2(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
+
+
+def free_bytes() -> int:
+    return ok(driver.cuMemGetInfo())[0]
+
+
+def stream_handle(stream: Any) -> int:
+    """The integer behind a stream of any library: an integer, or an object of PyTorch, CuPy or cuda.core."""
+    for name in ("cuda_stream", "ptr", "handle"):
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    return _integer(stream, "stream")
+
+
+def event_handle(event: Any) -> int:
+    """The integer behind an event of any library, or behind our own."""
+    for name in ("cuda_event", "ptr", "handle"):
+        if hasattr(event, name):
+            return int(getattr(event, name) or 0)
+    return _integer(event, "previous_event")
+
+
+def _integer(value: Any, what: str) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise EPInputError(f"{what} is a {type(value).__name__}; expected one of an array library, or its integer handle") from None
+
+
+class CudaEvent:
+    """A CUDA event that is destroyed with its last reference."""
+
+    def __init__(self, stream: int, timing: bool = False) -> None:
+        flags = driver.CUevent_flags
+        self.handle = int(ok(driver.cuEventCreate(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)))
+        ok(driver.cuEventRecord(self.handle, stream))
+
+    def done(self) -> bool:
+        return driver.cuEventQuery(self.handle)[0] == _SUCCESS
+
+    def __del__(self, _destroy: Any = driver.cuEventDestroy) -> None:
+        if hasattr(self, "handle"):
+            _destroy(self.handle)
+
+
+def wait_event(stream: int, event: int) -> None:
+    ok(driver.cuStreamWaitEvent(stream, event, 0))
+
+
+def wait_stream(stream: int, other: int) -> None:
+    """Make `stream` wait for what `other` holds now."""
+    wait_event(stream, CudaEvent(other).handle)
+
+
+def is_capturing(stream: int) -> bool:
+    return ok(driver.cuStreamIsCapturing(stream)) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+
+def synchronize(stream: int) -> None:
+    ok(driver.cuStreamSynchronize(stream))
+
+
+def new_stream() -> int:
+    return int(ok(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+
+def elapsed_ms(begin: CudaEvent, end: CudaEvent) -> float:
+    ok(driver.cuEventSynchronize(end.handle))
+    return ok(driver.cuEventElapsedTime(begin.handle, end.handle))
+
+
+def allocate(num_bytes: int) -> int:
+    return int(ok(driver.cuMemAlloc(max(num_bytes, 1))))
+
+
+def free(ptr: int) -> None:
+    driver.cuMemFree(ptr)
+
+
+def fill(ptr: int, byte: int, num_bytes: int) -> None:
+    ok(driver.cuMemsetD8(ptr, byte, num_bytes))
+
+
+def allocate_pinned(num_bytes: int) -> int:
+    """Zeroed host memory that kernels can write; one address serves both sides."""
+    flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+    return int(ok(driver.cuMemHostAlloc(num_bytes, flags)))
+
+
+def free_pinned(ptr: int) -> None:
+    driver.cuMemFreeHost(ptr)
+
+
+def copy_async(to: int, source: int, num_bytes: int, stream: int) -> None:
+    """Copy between any two of host and device memory."""
+    if num_bytes:
+        ok(driver.cuMemcpyAsync(to, source, num_bytes, stream))
+
+
+class StreamMemory:
+    """Memory from the driver's stream-ordered pool; it goes back, in the order of its stream, with the last reference."""
+
+    def __init__(self, num_bytes: int, stream: int) -> None:
+        self.ptr, self.stream = int(ok(driver.cuMemAllocAsync(max(num_bytes, 1), stream))), stream
+
+    def __del__(self, _free: Any = driver.cuMemFreeAsync) -> None:
+        if hasattr(self, "ptr"):
+            _free(self.ptr, self.stream)

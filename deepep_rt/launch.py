@@ -1,0 +1,64 @@
+"""Packs a kernel's Params and launches it; the only launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+
+from .driver import ok
+from .jit import Function
+from .kernels import Kernel
+
+_FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
+
+
+class Launcher:
+    """One kernel with the members of its Params that never change; a call packs the others and launches.
+
+    Args:
+        kernel: Its table entry.
+        function: The loaded kernel.
+        constants: The constants it was compiled with.
+        fixed: Values of the first members of Params, in order.
+    """
+
+    def __init__(self, kernel: Kernel, function: Function, constants: Mapping[str, int], fixed: Mapping[str, Any]) -> None:
+        dtype = kernel.struct.dtype(constants)
+        names = kernel.struct.names
+        self.names = names[len(fixed) :]
+        if tuple(fixed) != names[: len(fixed)]:
+            raise AssertionError(f"{kernel.name}: the fixed members {tuple(fixed)} are not the first of {names}")
+        self._buffer = ctypes.create_string_buffer(dtype.itemsize)
+        head = np.frombuffer(self._buffer, dtype)[0:1]
+        for name, value in fixed.items():
+            head[name] = value
+        self._start = dtype.fields[self.names[0]][1] if self.names else dtype.itemsize
+        self._packer = struct.Struct(_format(dtype, self.names, self._start))
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._function = function.handle
+        self._config = config = driver.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes, config.numAttrs = function.threads, function.shared_bytes, 0
+
+    def __call__(self, stream: int, num_blocks: int, values: Mapping[str, int]) -> None:
+        """Launch `num_blocks` blocks on `stream`; `values` has every member that is not fixed."""
+        self._packer.pack_into(self._buffer, self._start, *map(values.__getitem__, self.names))
+        config = self._config
+        config.gridDimX, config.hStream = num_blocks, stream
+        ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._argument), 0))
+
+
+def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:
+    """The struct format of these scalar members, with the padding that the C compiler puts between them."""
+    parts, end = ["<"], start
+    for name in names:
+        kind, offset = dtype.fields[name][:2]
+        parts.append(f"{offset - end}x" if offset > end else "")
+        parts.append(_FORMATS[kind.str[1:]])
+        end = offset + kind.itemsize
+    return "".join(parts)
