@@ -1,5 +1,6 @@
 // nvshmem_ring: NVSHMEM's device library, linked at run time, put to the test: every rank puts a value into the next one's slot and signals
-// it; the receiver waits (bounded, as everywhere) and hands the value out. One warp. The values of successive calls grow, so nothing has to be reset.
+// it; the receiver waits (bounded, as everywhere) and hands the value out. One warp. The signal is an epoch
+// that grows from call to call, so nothing has to be reset.
 #include "wait.cuh"
 
 extern "C" __global__ void __launch_bounds__(kRingThreads, 1) nvshmem_ring(const __grid_constant__ Params p) {
@@ -9,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(kRingThreads, 1) nvshmem_ring(const
   nvshmemx_putmem_nbi_warp(slot, slot + 2, sizeof(u64), p.peer);
   nvshmem_fence();
   if (threadIdx.x != 0) return;
-  nvshmemx_signal_op(reinterpret_cast<uint64_t*>(slot + 1), p.value, NVSHMEM_SIGNAL_SET, p.peer);
+  nvshmemx_signal_op(reinterpret_cast<uint64_t*>(slot + 1), p.epoch, NVSHMEM_SIGNAL_SET, p.peer);
   const int source = (p.rank + kNumRanks - 1) % kNumRanks;
-  if (wait_epoch(make_waiter(p), reinterpret_cast<u32*>(slot + 1), static_cast<u32>(p.value), kPhaseRing, source)) *at<u64>(p.out, 0) = slot[0];
+  if (wait_epoch(make_waiter(p), reinterpret_cast<u32*>(slot + 1), static_cast<u32>(p.epoch), kPhaseRing, source)) *at<u64>(p.out, 0) = slot[0];
 }

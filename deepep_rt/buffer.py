@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import layout
-from .config import MAX_RANKS_PER_NODE, Config
-from .errors import EPConfigError, EPDestroyedError
+from .config import MAX_RANKS_PER_NODE, ROW_ALIGNMENT, Config
+from .errors import EPConfigError, EPDestroyedError, EPInputError
 from .inputs import Site, combine_inputs, dispatch_inputs
 from .results import CombineResult, DispatchHandle, DispatchResult
 
@@ -225,6 +225,30 @@ class Buffer:
         call = backend.begin(x, async_finish, previous_event, stream)
         inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
         return backend.combine(self._site, inputs, call)
+
+    def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int = 2048, iterations: int = 5) -> float:
+        """Measure what the links carry: every rank pushes rows to all others at once, with nothing to look up and nobody to wait for.
+
+        Collective; waits for all earlier work.
+
+        Args:
+            row_bytes: Bytes of a row, a multiple of 16; default: the widest row of this buffer.
+            num_rows: Rows for each peer (fewer if they do not fit this buffer's memory).
+            iterations: Pushes that one timing covers.
+
+        Returns:
+            Bytes a second that a rank sends to the others (on one rank: to itself), on the slowest rank.
+
+        Example:
+            >>> print(f"{buffer.copy_ceiling() / 1e9:.0f} GB/s")
+        """
+        row_bytes = self.config.row_bytes if row_bytes is None else row_bytes
+        if row_bytes % ROW_ALIGNMENT or not 0 < row_bytes <= self.config.row_bytes or num_rows < 1 or iterations < 1:
+            raise EPInputError(
+                f"copy_ceiling: row_bytes={row_bytes}, num_rows={num_rows}, iterations={iterations}; expected positive numbers, and "
+                f"row_bytes a multiple of {ROW_ALIGNMENT} up to {self.config.row_bytes}"
+            )
+        return self._live().copy_ceiling(row_bytes, num_rows, iterations)
 
     def synchronize(self) -> None:
         """Wait on the host for the work of all calls so far.

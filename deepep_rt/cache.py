@@ -111,12 +111,12 @@ class Store:
         try:
             yield _acquire(number, path, LOCK_TIMEOUT_S if timeout_s is None else timeout_s)
         finally:
-            os.close(number)  # gives the lock back; the empty file stays, because deleting it here would let two processes in at once
+            os.close(number)  # gives the lock back; the file stays: two processes could get in while it is deleted
 
     def entries(self) -> list[Entry | CorruptEntry]:
         """Everything that is stored, in the order of architecture, kernel and key."""
         found = [_read(path) for path in sorted(self.folder.glob(f"*/*{SUFFIX}"))]
-        return sorted((e for e in found if e is not None), key=lambda e: (e.arch, getattr(e, "info", {}).get("kernel", "~"), e.key))
+        return sorted((entry for entry in found if entry is not None), key=_order)
 
     def clear(self) -> int:
         """Delete everything, and give the number of entries."""
@@ -138,6 +138,10 @@ class Store:
                 f"the kernel cache {self.folder} cannot be written: {error}. "
                 f"Set DEEPEP_RT_CACHE_DIR to a folder that this user can write, or make this one writable"
             ) from error
+
+
+def _order(entry: Entry | CorruptEntry) -> tuple[str, str, str]:
+    return entry.arch, entry.info["kernel"] if isinstance(entry, Entry) else "~", entry.key
 
 
 def _read(path: Path) -> Entry | CorruptEntry | None:

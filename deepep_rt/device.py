@@ -221,13 +221,16 @@ class DeviceBackend:
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
 
-    def check_nvshmem(self, value: int) -> int:
-        """Send `value` (larger than in the call before) around the ring of ranks through NVSHMEM's device library; returns what arrived."""
+    def check_nvshmem(self, epoch: int, value: int) -> int:
+        """Send `epoch << 32` + `value` to the next rank through NVSHMEM's device library; returns what came from the one before.
+
+        `epoch` is the same on all ranks and grows from call to call.
+        """
         slot = self._memory.ptr + layout.control(self.config).offsets["ring"]
         out = driver.StreamMemory(8, self._stream)
         pes = self._memory.pes
         peer = pes[(self._comm.Get_rank() + 1) % len(pes)]
-        self._launcher("nvshmem_ring")(self._stream, 1, {"peer": peer, "slot": slot, "value": value, "out": out.ptr})
+        self._launcher("nvshmem_ring")(self._stream, 1, {"peer": peer, "slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr})
         self.synchronize()
         received = np.zeros(1, np.uint64)
         driver.copy_async(received.ctypes.data, out.ptr, 8, self._stream)

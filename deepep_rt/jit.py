@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from typing import Any
 from . import _env, layout, structs, toolchain
 from .cache import Entry, Store
 from .config import Config, combine_constants, tuning
-from .errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPOutOfMemoryError, EPUnavailableError
+from .errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from .kernels import Kernel
 
 _log = logging.getLogger("deepep_rt")
@@ -126,7 +127,9 @@ def source_dir() -> Path:
     for folder in (package / "cuda_src", package.parent / "cuda_src"):
         if folder.is_dir():
             return folder
-    raise EPUnavailableError(f"the CUDA sources are neither in {package} nor beside it; this installation is broken, install deepep_rt again")
+    raise EPUnavailableError(
+        f"no folder cuda_src in {package} or beside it: this installation is broken, install deepep_rt again"
+    )
 
 
 def prelude(kernel: Kernel, constants: Constants, folder: Path | None = None) -> str:
@@ -213,10 +216,8 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
         entry = _compile(kernel, constants, arch, link_arch, folder, key)
         store.put(entry)
     stats.misses += 1
-    _log.info(
-        "compiled %s for %s in %.2f s (cache: %d hits, %d misses)",
-        kernel.name, arch, entry.info["compile_seconds"], stats.hits, stats.misses,
-    )  # fmt: skip
+    seconds = entry.info["compile_seconds"]
+    _log.info("compiled %s for %s in %.2f s (%d hits, %d misses)", kernel.name, arch, seconds, stats.hits, stats.misses)
     return Built(key, kernel.name, arch, entry.code, entry.info, compiled=True)
 
 
@@ -231,7 +232,7 @@ def _options(kernel: Kernel) -> list[str]:
 
 
 def _link_arch(arch: str) -> str:
-    """nvJitLink makes code for a real architecture only: of PTX, for the GPU of this process."""
+    """What nvJitLink makes code for: always a real architecture, so PTX is linked for the GPU of this process."""
     return arch if arch.startswith("sm_") else device_arch()
 
 
@@ -269,8 +270,6 @@ def _key(kernel: Kernel, constants: Constants, arch: str, link_arch: str | None,
 
 
 def _compile(kernel: Kernel, constants: Constants, arch: str, link_arch: str | None, folder: Path | None, key: str) -> Entry:
-    from . import __version__
-
     start = time.perf_counter()
     include = [(folder or source_dir()).resolve()]
     if kernel.needs_nvshmem:
@@ -290,9 +289,13 @@ def _compile(kernel: Kernel, constants: Constants, arch: str, link_arch: str | N
         "nvshmem": kernel.needs_nvshmem,
         "compile_seconds": round(time.perf_counter() - start, 3),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"deepep_rt": __version__, **_versions(kernel)},
+        "versions": {"deepep_rt": _package_version(), **_versions(kernel)},
     }
     return Entry(key, arch, code, info)
+
+
+def _package_version() -> str:
+    return str(sys.modules[__package__].__version__)  # not imported: __init__ imports this module
 
 
 # --- loaded functions --------------------------------------------------------------------------------------------------------------
@@ -310,9 +313,10 @@ def load(kernel: Kernel, constants: Constants, arch: str | None = None) -> Funct
         arch: Target; default `DEEPEP_RT_ARCH`, or the current GPU's own.
 
     Raises:
-        EPError: what `build` raises; or one that holds the name of the CUDA error, if the driver refuses.
+        EPError: what `build` raises.
+        EPUnavailableError: with the name of the CUDA error, if the driver refuses; EPOutOfMemoryError if memory is what it lacks.
     """
-    arch = arch or _env.arch() or device_arch()
+    arch = arch or current_arch()
     # CUfunction handles belong to a context, so a process with two GPUs has two of each
     wanted = (kernel.name, arch, _context(), tuple(constants.items()))
     function = _loaded.get(wanted)
@@ -327,18 +331,24 @@ def load(kernel: Kernel, constants: Constants, arch: str | None = None) -> Funct
 def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
     from cuda.bindings import driver
 
+    from .driver import ok
+
     code = build(kernel, constants, arch).code
     if not code.startswith(b"\x7fELF"):
         code += b"\0"  # the driver reads PTX up to a zero
-    (library,) = _ok(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0), f"load {kernel.name} compiled for {arch}")
-    (entry,) = _ok(driver.cuLibraryGetKernel(library, kernel.name.encode()), f"find the entry point {kernel.name}")
-    (function,) = _ok(driver.cuKernelGetFunction(entry), f"load {kernel.name} compiled for {arch}")
     shared_bytes = constants[kernel.shared] if kernel.shared else 0
     attributes = driver.CUfunction_attribute
-    if shared_bytes > 0:
-        attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"give {kernel.name} {shared_bytes} bytes of shared memory")
-    (registers,) = _ok(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, function), f"ask for the registers of {kernel.name}")
+    try:
+        library = ok(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+        function = ok(driver.cuKernelGetFunction(ok(driver.cuLibraryGetKernel(library, kernel.name.encode()))))
+        if shared_bytes > 0:
+            ok(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
+        registers = ok(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
+    except EPUnavailableError as error:
+        raise EPUnavailableError(
+            f"kernel {kernel.name}, compiled for {arch} with {shared_bytes} bytes of dynamic shared memory, cannot be loaded on this "
+            f"{device_arch()} GPU: {error}; if DEEPEP_RT_ARCH is set, check it; NVRTC is {toolchain.nvrtc_version()}, is the driver older?"
+        ) from error
     if kernel.needs_nvshmem:
         import nvshmem.bindings
 
@@ -346,22 +356,17 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
     return Function(kernel.name, int(function), constants[kernel.threads], shared_bytes, registers, int(library))
 
 
-def unload() -> None:
-    """Unload every kernel of this process, before its CUDA context or NVSHMEM goes away."""
-    from cuda.bindings import driver
-
-    with _loading:
-        for function in _loaded.values():
-            driver.cuLibraryUnload(driver.CUlibrary(function.library))
-        _loaded.clear()
-
-
-def device_arch() -> str:
-    """The current GPU's own target, such as "sm_90".
+def current_arch() -> str:
+    """The target that kernels are compiled for: `DEEPEP_RT_ARCH`, or the current GPU's own.
 
     Raises:
         EPUnavailableError: if there is no GPU, or none is current.
     """
+    return _env.arch() or device_arch()
+
+
+def device_arch() -> str:
+    """The current GPU's own target, such as "sm_90"."""
     return _arch_of(_context())
 
 
@@ -369,11 +374,11 @@ def device_arch() -> str:
 def _arch_of(context: int) -> str:
     from cuda.bindings import driver
 
-    (device,) = _ok(driver.cuCtxGetDevice(), "ask for the current GPU")
-    numbers = driver.CUdevice_attribute
-    (major,) = _ok(driver.cuDeviceGetAttribute(numbers.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "ask for the GPU's kind")
-    (minor,) = _ok(driver.cuDeviceGetAttribute(numbers.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), "ask for the GPU's kind")
-    return f"sm_{major}{minor}"
+    from .driver import ok
+
+    device, name = ok(driver.cuCtxGetDevice()), "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
+    parts = (ok(driver.cuDeviceGetAttribute(driver.CUdevice_attribute[name + part], device)) for part in ("MAJOR", "MINOR"))
+    return "sm_" + "".join(map(str, parts))
 
 
 def _context() -> int:
@@ -381,28 +386,13 @@ def _context() -> int:
     try:
         from cuda.bindings import driver
 
-        result = driver.cuCtxGetCurrent()
+        from .driver import ok
+
+        context = int(ok(driver.cuCtxGetCurrent()))
     except (ImportError, RuntimeError, OSError) as error:
-        raise EPUnavailableError(f"there is no CUDA driver here ({error}); without one kernels can be compiled, but not loaded") from error
-    (context,) = _ok(result, "ask for the current CUDA context")
-    if not int(context):
-        raise EPUnavailableError("no CUDA context is current in this thread; make a GPU current first (torch.cuda.set_device, cupy.cuda.Device.use)")
-    return int(context)
-
-
-def _ok(result: tuple, what: str) -> tuple:
-    """The values of a driver call, or the right exception with the CUDA error's name."""
-    status, *values = result
-    if int(status) == 0:
-        return tuple(values)
-    kinds: dict[str, type[EPError]] = {
-        "CUDA_ERROR_OUT_OF_MEMORY": EPOutOfMemoryError,
-        "CUDA_ERROR_NO_BINARY_FOR_GPU": EPCompileError,
-        "CUDA_ERROR_INVALID_PTX": EPCompileError,
-        "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": EPCompileError,
-    }
-    hints = {
-        "CUDA_ERROR_NO_BINARY_FOR_GPU": "; is DEEPEP_RT_ARCH right for this GPU?",
-        "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "; NVRTC is newer than the driver: use an sm_ target, or an older NVRTC",
-    }
-    raise kinds.get(status.name, EPUnavailableError)(f"CUDA could not {what}: {status.name}{hints.get(status.name, '')}")
+        raise EPUnavailableError(f"no CUDA driver ({error}); without one kernels can be compiled, but not loaded") from error
+    if not context:
+        raise EPUnavailableError(
+            "no CUDA context is current in this thread; choose a GPU first, as with torch.cuda.set_device(0)"
+        )
+    return context

@@ -109,8 +109,9 @@ TABLE: dict[str, Kernel] = {
             _COMMON
             + """
     i32 peer;               // NVSHMEM's number of the next rank
-    u64 slot;               // symmetric: u64 value, u64 signal
+    u64 slot;               // symmetric: what arrives, its signal, what is sent (u64 each)
     u64 value;              // what to send
+    u64 epoch;              // larger in each call
     u64 out;                // u64: what arrived
 """,
             threads="kRingThreads",

@@ -58,7 +58,7 @@ def nvrtc_version() -> str:
     with _available("NVRTC"):
         from cuda.bindings import nvrtc
 
-        status, major, minor = nvrtc.nvrtcVersion()
+        _, major, minor = nvrtc.nvrtcVersion()
     return f"{major}.{minor}"
 
 
@@ -83,7 +83,7 @@ def known_archs() -> tuple[str, ...]:
 def check_arch(arch: str) -> None:
     """Raise EPCompileError if NVRTC does not know `arch`, EPConfigError if it is no such name."""
     if f"sm_{arch_number(arch)}" not in known_archs():
-        raise EPCompileError(f"NVRTC {nvrtc_version()} does not know {arch}; it knows {', '.join(known_archs())} (and compute_ of the same)")
+        raise EPCompileError(f"NVRTC {nvrtc_version()} does not know {arch}; it knows {', '.join(known_archs())}")
 
 
 @functools.cache
@@ -183,12 +183,10 @@ def compile_unit(unit: str, name: str, arch: str, options: list[str], include: l
         ok(nvrtc.nvrtcGetProgramLog(program, buffer))
         log = buffer.rstrip(b"\0").decode(errors="replace")
         ok(result, log)
-        size, get = (
-            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if arch.startswith("compute_") else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-        )
-        (num_bytes,) = ok(size(program))
+        kind = "PTX" if arch.startswith("compute_") else "CUBIN"
+        (num_bytes,) = ok(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
         code = bytearray(num_bytes)
-        ok(get(program, code))
+        ok(getattr(nvrtc, f"nvrtcGet{kind}")(program, code))
         return bytes(code), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -215,7 +213,8 @@ def link_nvshmem(code: bytes, name: str, arch: str) -> tuple[bytes, str]:
         return bytes(linker.link("cubin").code), str(linker.get_info_log())
     except Exception as error:  # nvJitLinkError, CUDAError or RuntimeError, by version; its text holds the log
         raise EPCompileError(
-            f"{name} did not link for {arch} with NVSHMEM {library.version} ({library.device_library}, nvJitLink {nvjitlink_version()})\n{error}"
+            f"{name} did not link for {arch} with {library.device_library} (NVSHMEM {library.version}, "
+            f"nvJitLink {nvjitlink_version()})\n{error}"
         ) from error
 
 
@@ -225,12 +224,11 @@ def usage(log: str, name: str, link_log: str = "") -> Usage:
     The stack frame and the spills are those of the relocatable compile, where ptxas counts for each function apart (its sections for
     NVSHMEM's own functions are skipped). Linking raises the registers to what the functions called need, so the linker's figure wins.
     """
-    section = re.search(rf"Function properties for '?{re.escape(name)}'?:?\n(.*?)(?=Function properties for|Compiling entry|\Z)", log, re.S)
-    text = section[1] if section else ""
-    linked = re.search(rf"Function properties for '{re.escape(name)}':\n.*?used .*", link_log)
-    text_of_use = linked[0] if linked else text
-    used = re.search(r"[Uu]sed (\d+) registers", text_of_use)
-    shared = re.search(r"(\d+) bytes smem", text_of_use)
+    own = re.search(rf"Function properties for {re.escape(name)}\n(.*?)(?=Function properties for|Compiling entry|\Z)", log, re.S)
+    text = own[1] if own else ""
+    linked = re.search(rf"Function properties for '{re.escape(name)}':\n(.*)", link_log)
+    used = re.search(r"[Uu]sed (\d+) registers", linked[1] if linked else text)
+    shared = re.search(r"(\d+) bytes smem", linked[1] if linked else text)
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if used is None:
         return Usage()

@@ -130,7 +130,8 @@ def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
                 expert_alignment=2,
             )
             oracle.check_dispatch(sent, expected, told=False)
-            assert (sent.recv_x[expected.num_kept :] == 0).all(), "the host backend leaves zeros in the padding"
+            if buffer.backend == "host":
+                assert (sent.recv_x[expected.num_kept :] == 0).all(), "the host backend leaves zeros in the padding"
             again = buffer.dispatch(
                 mine.x,
                 mine.topk_idx,

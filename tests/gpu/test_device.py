@@ -1,0 +1,326 @@
+"""What only GPUs have: frameworks' arrays, streams, graphs, pools, time-outs; against the host backend, bit for bit."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, driver  # noqa: E402
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu(request):
+    from mpi4py import MPI
+
+    torch.cuda.set_device(MPI.COMM_WORLD.Get_rank() % torch.cuda.device_count())
+
+
+def make(comm, backend="cuda", **sizes):
+    defaults = dict(num_max_tokens_per_rank=512, hidden=7168, num_topk=8, num_experts=32 * comm.Get_size(), timeout_s=TIMEOUT_S)
+    return Buffer(comm, backend=backend, **{**defaults, **sizes})
+
+
+def routing(comm, seed, num_tokens, num_topk, num_experts, *, dtype=torch.int64, skip=0.1, one_rank=False):
+    rng = np.random.default_rng([seed, comm.Get_rank()])
+    each = num_experts // comm.Get_size()
+    pool = each if one_rank else num_experts
+    idx = np.argsort(rng.random((num_tokens, pool)), axis=1)[:, :num_topk] if num_tokens else np.zeros((0, num_topk), np.int64)
+    idx = np.where(rng.random(idx.shape) < skip, -1, idx)
+    weights = rng.random(idx.shape, np.float32)
+    return torch.from_numpy(np.ascontiguousarray(idx)).to("cuda", dtype), torch.from_numpy(weights).cuda()
+
+
+def rows(comm, seed, *shape, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(1000 * seed + comm.Get_rank())
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, shape, dtype=dtype, device="cuda", generator=generator)
+    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+
+def poison(buffer):
+    """Every byte where rows may land gets a value that no test expects."""
+    backend = buffer._backend
+    torch.cuda.synchronize()
+    backend._comm.Barrier()
+    driver.fill(backend._pool.base, 0xA5, backend._map.sizes["pool"])
+    driver.fill(backend._memory.ptr + backend._map.offsets["landing"], 0xA5, backend._map.sizes["landing"])
+    torch.cuda.synchronize()
+    backend._comm.Barrier()
+
+
+def same(a, b):
+    if a is None or b is None:
+        assert a is b
+        return
+    a, b = a.cpu().contiguous(), b.cpu().contiguous()
+    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
+    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def same_dispatch(got, want, num_rows=None):
+    for name in ("recv_x", "recv_x_scales", "recv_topk_idx", "recv_topk_weights", "recv_src_idx"):
+        a, b = getattr(got, name), getattr(want, name)
+        same(a if a is None else a[:num_rows], b if b is None else b[:num_rows])
+    same(got.num_recv_tokens, want.num_recv_tokens)
+    same(got.num_recv_tokens_per_expert, want.num_recv_tokens_per_expert)
+
+
+def cpu(*tensors):
+    return [None if t is None else t.cpu() for t in tensors]
+
+
+def round_trip(comm, gpu, host, seed, num_tokens, num_topk, *, dtype=torch.bfloat16, idx_dtype=torch.int64, scales=False, one_rank=False):
+    """Dispatch and combine on both backends; everything must agree to the last bit."""
+    experts, hidden = gpu.config.num_experts, gpu.config.hidden
+    idx, weights = routing(comm, seed, num_tokens, num_topk, experts, dtype=idx_dtype, one_rank=one_rank)
+    x = rows(comm, seed, num_tokens, hidden, dtype=dtype)
+    s = rows(comm, seed + 1, num_tokens, max(1, hidden // 128), dtype=torch.float32) if scales else None
+    got = gpu.dispatch(x, idx, weights, x_scales=s, expert_alignment=4)
+    cx, ci, cw, cs = cpu(x, idx, weights, s)
+    want = host.dispatch(cx, ci, cw, x_scales=cs, expert_alignment=4)
+    same_dispatch(got, want)
+    assert got.num_recv_tokens_per_expert_list == want.num_recv_tokens_per_expert_list
+    y = rows(comm, seed + 2, got.recv_x.shape[0], hidden)
+    bias = rows(comm, seed + 3, num_tokens, hidden)
+    back = gpu.combine(y, got.handle, topk_weights=got.recv_topk_weights, bias=bias)
+    reference = host.combine(y.cpu(), want.handle, topk_weights=want.recv_topk_weights, bias=bias.cpu())
+    same(back.x, reference.x)
+    same(back.topk_weights, reference.topk_weights)
+    return got, want
+
+
+@pytest.mark.parametrize("hidden", [2880, 4096, 5120, 7168])
+@pytest.mark.parametrize(("num_topk", "idx_dtype"), [(1, torch.int32), (4, torch.int64), (8, torch.int64), (9, torch.int32), (32, torch.int64)])
+def test_sizes(comm, hidden, num_topk, idx_dtype):
+    with make(comm, hidden=hidden, num_topk=num_topk) as gpu, make(comm, "host", hidden=hidden, num_topk=num_topk) as host:
+        poison(gpu)
+        round_trip(comm, gpu, host, 1, 37 + 11 * comm.Get_rank(), num_topk, idx_dtype=idx_dtype)
+        poison(gpu)
+        round_trip(comm, gpu, host, 2, 0 if comm.Get_rank() % 2 else 200, num_topk, idx_dtype=idx_dtype)
+        poison(gpu)
+        round_trip(comm, gpu, host, 3, 64, num_topk, idx_dtype=idx_dtype, one_rank=num_topk <= 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float16, torch.bfloat16])
+def test_payloads(comm, dtype):
+    with make(comm, hidden=7168) as gpu, make(comm, "host", hidden=7168) as host:
+        poison(gpu)
+        got, _ = round_trip(comm, gpu, host, 5, 130, 8, dtype=dtype, scales=True)
+        assert got.recv_x.dtype == dtype
+
+
+def test_200_rounds(comm):
+    """Back to back, all sizes, with delays on one rank now and then: memory that is reused too early would show."""
+    rng = np.random.default_rng(7)  # the same on all ranks
+    with make(comm, hidden=1024, num_max_tokens_per_rank=256) as gpu, make(comm, "host", hidden=1024, num_max_tokens_per_rank=256) as host:
+        held = []
+        for i in range(200):
+            late = int(rng.integers(comm.Get_size()))
+            if i % 5 == 0 and comm.Get_rank() == late:
+                torch.cuda._sleep(int(20e6))
+            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
+            held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
+            if len(held) > i % 3:  # results live on while others come and go
+                same_dispatch(*held.pop(0))
+
+
+def test_known_routing_and_fixed_size(comm):
+    with make(comm) as gpu, make(comm, "host") as host:
+        got, want = round_trip(comm, gpu, host, 20, 100, 8)
+        for seed in (21, 22):
+            x = rows(comm, seed, 100, 7168)
+            poison_free = gpu.dispatch(x, handle=got.handle)
+            same(poison_free.recv_x, host.dispatch(x.cpu(), handle=want.handle).recv_x)
+        idx, weights = routing(comm, 23, 100, 8, gpu.config.num_experts)
+        for limit in (100 * comm.Get_size(), 60, 0):
+            fixed = gpu.dispatch(x, idx, weights, num_worst_tokens=limit)
+            reference = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=limit)
+            kept = min(limit, int(reference.num_recv_tokens[0]))
+            same_dispatch(fixed, reference, kept)
+            assert (fixed.recv_topk_idx[kept:] == -1).all() and (fixed.recv_topk_weights[kept:] == 0).all()
+            y = rows(comm, 24, limit, 7168)
+            same(gpu.combine(y, fixed.handle).x, host.combine(y.cpu(), reference.handle).x)
+
+
+def test_graph(comm):
+    """Captured once, replayed with changed inputs; also between ordinary calls."""
+    with make(comm) as gpu, make(comm, "host") as host:
+        worst = 256 * comm.Get_size()
+        x = rows(comm, 30, 256, 7168)
+        idx, weights = routing(comm, 30, 256, 8, gpu.config.num_experts)
+
+        def step():
+            sent = gpu.dispatch(x, idx, weights, num_worst_tokens=worst)
+            return sent, sent.recv_x, gpu.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
+
+        step()
+        torch.cuda.synchronize()
+        comm.Barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sent, recv_x, back = step()
+        out, out_weights = back.x, back.topk_weights
+        for seed in range(31, 41):
+            new_idx, new_weights = routing(comm, seed, 256, 8, gpu.config.num_experts)
+            x.copy_(rows(comm, seed, 256, 7168)), idx.copy_(new_idx), weights.copy_(new_weights)
+            graph.replay()
+            want = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=worst)
+            kept = int(want.num_recv_tokens[0])
+            same_dispatch(sent, want, kept)
+            reference = host.combine(want.recv_x, want.handle, topk_weights=want.recv_topk_weights)
+            same(out, reference.x)
+            same(out_weights, reference.topk_weights)
+            if seed % 3 == 0:
+                round_trip(comm, gpu, host, seed, 50, 8)
+
+
+def test_streams(comm):
+    """async_finish, previous_event and stream: results are right although the caller's stream is busy."""
+    with make(comm) as gpu, make(comm, "host") as host:
+        idx, weights = routing(comm, 50, 200, 8, gpu.config.num_experts)
+        for seed in range(51, 57):
+            torch.cuda._sleep(int(10e6))
+            x = rows(comm, seed, 200, 7168)  # filled after the sleep
+            sent = gpu.dispatch(x, idx, weights, async_finish=True)
+            del x
+            sent.event.wait()
+            y = sent.recv_x * 2
+            back = gpu.combine(y, sent.handle, async_finish=True)
+            del y
+            back.event.wait()
+            x = rows(comm, seed, 200, 7168)
+            want = host.dispatch(*cpu(x, idx, weights))
+            same(sent.recv_x, want.recv_x)
+            same(back.x, host.combine(want.recv_x * 2, want.handle).x)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            on_side = gpu.dispatch(x, idx, weights, stream=side)
+            side.synchronize()
+            same(on_side.recv_x, want.recv_x)
+
+
+def test_pool_is_full(comm):
+    """Results outlive the pool: they are copied out, or refused."""
+    with make(comm, num_slots=1) as gpu, make(comm, "host") as host:
+        held = [round_trip(comm, gpu, host, 60 + i, 400, 8) for i in range(6)]
+        for got, want in held:
+            same_dispatch(got, want)
+    with make(comm, num_slots=1, on_exhausted="error") as gpu:
+        idx, weights = routing(comm, 70, 400, 8, gpu.config.num_experts, skip=0)
+        held = []
+        with pytest.raises(EPOutOfMemoryError, match="num_slots"):
+            for _ in range(9):
+                held.append(gpu.dispatch(rows(comm, 70, 400, 7168), idx, weights, num_worst_tokens=400 * comm.Get_size()))
+        held.clear()
+        assert gpu.dispatch(rows(comm, 70, 400, 7168), idx, weights).recv_x.shape[0] >= 0
+
+
+def test_other_frameworks(comm):
+    with make(comm, hidden=512, dtype="float32") as gpu, make(comm, "host", hidden=512, dtype="float32") as host:
+        idx, weights = routing(comm, 80, 50, 8, gpu.config.num_experts, dtype=torch.int32)
+        x = rows(comm, 80, 50, 512, dtype=torch.float32)
+        want = host.dispatch(*cpu(x, idx, weights))
+        reference = host.combine(want.recv_x, want.handle).x.numpy()
+        cupy = pytest.importorskip("cupy")
+        with cupy.cuda.Device(torch.cuda.current_device()):
+            sent = gpu.dispatch(*map(cupy.asarray, (x, idx, weights)))
+            assert isinstance(sent.recv_x, cupy.ndarray)
+            np.testing.assert_array_equal(cupy.asnumpy(sent.recv_x), want.recv_x.numpy())
+            np.testing.assert_array_equal(cupy.asnumpy(gpu.combine(sent.recv_x, sent.handle).x), reference)
+        jax = pytest.importorskip("jax")
+        device = jax.devices()[torch.cuda.current_device()]
+        sent = gpu.dispatch(*(jax.device_put(t.cpu().numpy(), device) for t in (x, idx, weights)))
+        assert isinstance(sent.recv_x, jax.Array)
+        np.testing.assert_array_equal(np.asarray(sent.recv_x), want.recv_x.numpy())
+        back = gpu.combine(sent.recv_x + 0, sent.handle).x
+        assert isinstance(back, jax.Array)
+        np.testing.assert_array_equal(np.asarray(back), reference)
+
+
+def test_bad_input_leaves_the_buffer_usable(comm):
+    with make(comm, check_inputs=True) as gpu, make(comm, "host") as host:
+        idx, weights = routing(comm, 90, 40, 8, gpu.config.num_experts)
+        x = rows(comm, 90, 40, 7168)
+        with pytest.raises(EPInputError, match="contiguous"):
+            gpu.dispatch(rows(comm, 90, 7168, 40).t(), idx, weights)
+        if torch.cuda.device_count() > 1:
+            other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+            with pytest.raises(EPInputError, match="this buffer works in GPU"):
+                gpu.dispatch(x.to(other), idx, weights)
+        bad = idx.clone()
+        bad[3, 2] = gpu.config.num_experts
+        with pytest.raises(EPInputError, match=rf"topk_idx\[3\] holds expert {gpu.config.num_experts}"):
+            gpu.dispatch(x, bad, weights)
+        round_trip(comm, gpu, host, 91, 40, 8)
+
+
+def test_nvshmem_device_library(comm):
+    """A kernel that is linked with NVSHMEM at run time: values go around the ring of ranks."""
+    with make(comm) as gpu:
+        before = (comm.Get_rank() - 1) % comm.Get_size()
+        for i in range(1, 4):
+            assert gpu._backend.check_nvshmem(1000 * i, comm.Get_rank()) == (1000 * i << 32) + before
+            comm.Barrier()
+
+
+def test_late_rank(comm):
+    """The last rank stays away: the others say who is missing, at which point, and within the limit."""
+    if comm.Get_size() == 1:
+        return
+    late = comm.Get_size() - 1
+    idx, weights = routing(comm, 95, 40, 8, 32 * comm.Get_size())
+    x = rows(comm, 95, 40, 7168)
+    for phase in ("the token counts of dispatch", "the address where combine may write"):
+        gpu = make(comm, timeout_s=2.0)
+        sent = gpu.dispatch(x, idx, weights)
+        torch.cuda.synchronize()
+        comm.Barrier()
+        if comm.Get_rank() != late:
+            start = time.monotonic()
+            with pytest.raises(EPTimeoutError) as caught:
+                if "counts" in phase:
+                    gpu.dispatch(x, idx, weights)
+                else:
+                    gpu.combine(sent.recv_x, sent.handle)
+                    gpu.synchronize()
+            assert (caught.value.rank, caught.value.peer, caught.value.phase) == (comm.Get_rank(), late, phase)
+            assert time.monotonic() - start < 4
+            with pytest.raises(EPTimeoutError):
+                gpu.combine(sent.recv_x, sent.handle)
+        gpu._backend.abandon()
+        gpu.destroy()
+        comm.Barrier()
+
+
+def test_two_ranks_on_one_gpu_are_refused(comm):
+    if comm.Get_size() == 1:
+        return
+    mine = torch.cuda.current_device()
+    torch.cuda.set_device(0)
+    try:
+        with pytest.raises(EPConfigError, match="one rank a GPU"):
+            make(comm)
+    finally:
+        torch.cuda.set_device(mine)
+
+
+def test_host_time(comm):
+    """A call costs the host little: at most 60 us without the synchronisation for counts."""
+    with make(comm) as gpu:
+        idx, weights = routing(comm, 97, 64, 8, gpu.config.num_experts)
+        x = rows(comm, 97, 64, 7168)
+        sent = gpu.dispatch(x, idx, weights)
+        times = []
+        for _ in range(300):
+            start = time.perf_counter()
+            gpu.dispatch(x, handle=sent.handle).recv_x  # noqa: B018
+            times.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+        assert sorted(times)[150] < 60e-6, f"{sorted(times)[150] * 1e6:.0f} us"
