@@ -9,6 +9,7 @@ from cuda.bindings import driver
 from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
+_device_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)  # CUDA 13 has only the newer one, under the plain name
 
 
 def ok(result: tuple) -> Any:
@@ -35,7 +36,7 @@ def use_device(local_rank: int) -> int:
 
 
 def device_uuid(ordinal: int) -> str:
-    return bytes(ok(driver.cuDeviceGetUuid_v2(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
+    return bytes(ok(_device_uuid(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
 
 
 def free_bytes() -> int:

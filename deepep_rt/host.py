@@ -110,6 +110,18 @@ class HostBackend:
         views = {"x": out.view(x.framework), "topk_weights": None if weights is None else weights.view(x.framework)}
         return CombineResult(event=Event(), _views=views)
 
+    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
+        """Bytes a second that MPI carries from this rank to the others; see `Buffer.copy_ceiling`."""
+        assert self._comm is not None
+        outgoing = np.ones((self._num_ranks, num_rows * row_bytes), np.uint8)
+        incoming = np.zeros_like(outgoing)
+        self._comm.Alltoall(outgoing, incoming)
+        start = time.perf_counter()
+        for _ in range(iterations):
+            self._comm.Alltoall(outgoing, incoming)
+        slowest = max(self._comm.allgather((time.perf_counter() - start) / iterations))
+        return num_rows * max(self._num_ranks - 1, 1) * row_bytes / slowest
+
     def synchronize(self) -> None:
         self._mail.check()
 
@@ -320,7 +332,7 @@ class _Mail:
             if time.monotonic() > deadline:
                 self._fail(peers, requests, phase)
             time.sleep(pause)  # ranks often share cores: polling without a pause would slow down the one that is waited for
-            pause = min(pause + 2e-6, 1e-3)
+            pause = min(pause + 2e-6, 2e-5)  # MPI moves large messages in pieces, and each may wait for a pause
 
     def _fail(self, peers: list[int], requests: list[MPI.Request], phase: str) -> None:
         silent = [(peer, request) for peer, request in zip(peers, requests, strict=True) if request and not request.Test()]

@@ -377,7 +377,9 @@ def _arch_of(context: int) -> str:
     from .driver import ok
 
     device, name = ok(driver.cuCtxGetDevice()), "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
-    parts = (ok(driver.cuDeviceGetAttribute(driver.CUdevice_attribute[name + part], device)) for part in ("MAJOR", "MINOR"))
+    parts = (
+        ok(driver.cuDeviceGetAttribute(getattr(driver.CUdevice_attribute, name + part), device)) for part in ("MAJOR", "MINOR")
+    )
     return "sm_" + "".join(map(str, parts))
 
 
@@ -386,13 +388,12 @@ def _context() -> int:
     try:
         from cuda.bindings import driver
 
-        from .driver import ok
-
-        context = int(ok(driver.cuCtxGetCurrent()))
+        status, context = driver.cuCtxGetCurrent()
     except (ImportError, RuntimeError, OSError) as error:
         raise EPUnavailableError(f"no CUDA driver ({error}); without one kernels can be compiled, but not loaded") from error
-    if not context:
+    if status or not int(context):
+        reason = f" ({status.name})" if status else ""
         raise EPUnavailableError(
-            "no CUDA context is current in this thread; choose a GPU first, as with torch.cuda.set_device(0)"
+            f"no CUDA context is current in this thread{reason}; choose a GPU first, as with torch.cuda.set_device(0)"
         )
-    return context
+    return int(context)

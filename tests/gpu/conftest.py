@@ -1,4 +1,4 @@
-"""GPU tests run under mpirun, every rank the same tests: `mpirun -n N python -m pytest -m gpu tests/gpu`."""
+"""GPU tests run under mpirun, every rank the same tests: `mpirun -n N python -m pytest -m gpu tests/gpu` (without -x)."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ def _together(request):
         comm.Barrier()
     else:
         yield
+
+
+def pytest_runtest_logreport(report):
+    """Failures are shown at once: the end of a run that hangs is never reached."""
+    if report.failed:
+        print(f"\n--- {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)

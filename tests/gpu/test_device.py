@@ -15,11 +15,9 @@ from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, E
 TIMEOUT_S = 20.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu(request):
-    from mpi4py import MPI
-
-    torch.cuda.set_device(MPI.COMM_WORLD.Get_rank() % torch.cuda.device_count())
+@pytest.fixture(autouse=True)
+def _device(comm):
+    torch.cuda.set_device(comm.Get_rank() % torch.cuda.device_count())
 
 
 def make(comm, backend="cuda", **sizes):
