@@ -9,9 +9,10 @@ def main() -> None:
     try:
         from .cli import run
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
             raise
-        sys.exit(f"the command line needs {error.name}, which is not installed; pip install typer rich")
+        sys.exit(f"the command line needs {missing}, which is not installed; pip install typer rich")
     run()
 
 

@@ -165,7 +165,8 @@ def list_(as_json: Json = False) -> None:
             continue
         info = entry.info
         nvshmem = "linked" if info["nvshmem"] else "no"
-        built_with = ", ".join(f"{name} {info['versions'][name]}" for name in ("deepep_rt", "nvrtc", "nvjitlink", "nvshmem") if name in info["versions"])  # fmt: skip
+        tools = [name for name in ("deepep_rt", "nvrtc", "nvjitlink", "nvshmem") if name in info["versions"]]
+        built_with = ", ".join(f"{name} {info['versions'][name]}" for name in tools)
         numbers = (_number(info["bytes"]), *_usage(info))
         table.add_row(info["kernel"], entry.arch, entry.key[:12], *numbers, nvshmem, built_with, info["created"])
     _console().print(table)

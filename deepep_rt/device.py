@@ -29,6 +29,8 @@ _log = logging.getLogger("deepep_rt")
 _HOST_GRACE_S = 5.0
 """The device reports a silent peer itself; only when the kernel does not even run does the host give up, this much later."""
 
+_EMPTY = 256  # stands for the address of an array without elements, and is never followed
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -125,9 +127,9 @@ class DeviceBackend:
             {
                 "row_bytes": x.row_bytes,
                 "x": x.ptr,
-                "scales": scales.ptr if scales else 0,
-                "topk_idx": idx.ptr if idx else 0,
-                "topk_weights": weights.ptr if weights else 0,
+                "scales": _address(scales),
+                "topk_idx": _address(idx),
+                "topk_weights": _address(weights),
                 "handle": slot.ptr,
                 **land,
                 "capacity": capacity,
@@ -177,9 +179,9 @@ class DeviceBackend:
             {
                 "num_tokens": num_tokens,
                 "y": x.ptr,
-                "topk_weights": weights.ptr if weights else 0,
-                "bias_0": biases[0].ptr if biases else 0,
-                "bias_1": biases[1].ptr if len(biases) > 1 else 0,
+                "topk_weights": _address(weights),
+                "bias_0": _address(biases[0]) if biases else 0,
+                "bias_1": _address(biases[1]) if len(biases) > 1 else 0,
                 "handle": handle._routing.ptr,
                 "out": out,
                 "out_topk_weights": out_weights,
@@ -496,3 +498,8 @@ class DeviceBackend:
                 f"topk_idx[{int(report['bad_token'])}] holds expert {int(report['bad_expert'])}; expected -1 or 0 to "
                 f"{self.config.num_experts - 1}. It was skipped"
             )
+
+
+def _address(view: View | None) -> int:
+    """A view's address as a kernel wants it: 0 says that there is no such array, which an empty array, whose address is 0, is not."""
+    return 0 if view is None else view.ptr or _EMPTY

@@ -1,4 +1,4 @@
-"""GPU tests run under mpirun, every rank the same tests: `mpirun -n N python -m pytest -m gpu tests/gpu` (without -x)."""
+"""GPU tests run under mpirun, every rank the same tests: `mpirun -n N python -m pytest -m gpu tests/gpu`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def _together(request):
 
 
 def pytest_runtest_logreport(report):
-    """Failures are shown at once: the end of a run that hangs is never reached."""
+    """A failure is shown at once and ends the job: the other ranks would wait for this one in MPI, without a limit."""
     if report.failed:
-        print(f"\n--- {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD
+        print(f"\n--- rank {comm.Get_rank()}: {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+        if comm.Get_size() > 1:
+            comm.Abort(1)

@@ -1,0 +1,138 @@
+"""The disk cache: what is written comes back, what is damaged is noticed, and one of many compiles."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepep_rt import EPCacheError
+from deepep_rt.cache import SUFFIX, CorruptEntry, Entry, Store
+
+ENTRY = Entry("ab" * 32, "sm_90", bytes(range(256)) * 5, {"kernel": "tiny", "registers": 10, "constants": {"kA": 1}})
+
+
+def _file(folder: Path) -> Path:
+    (path,) = folder.glob(f"*/*{SUFFIX}")
+    return path
+
+
+def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
+    store = Store(tmp_path / "new" / "folder")
+    assert store.entries() == []
+    assert store.get("sm_90", ENTRY.key) is None
+    store.put(ENTRY)
+    assert store.get("sm_90", ENTRY.key) == ENTRY
+    assert store.get("sm_80", ENTRY.key) is None
+    assert store.entries() == [ENTRY]
+    assert _file(store.folder).parent.name == "sm_90"
+
+
+def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "chosen"))
+    assert Store().folder == tmp_path / "chosen"
+
+
+def test_nothing_is_left_of_a_write_but_the_entry(tmp_path: Path) -> None:
+    Store(tmp_path).put(ENTRY)
+    Store(tmp_path).put(ENTRY)
+    assert [path.name for path in (tmp_path / "sm_90").iterdir()] == [ENTRY.key + SUFFIX]
+
+
+def test_a_failed_write_keeps_the_old_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    store.put(ENTRY)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EPCacheError, match="No space left"):
+        store.put(Entry(ENTRY.key, ENTRY.arch, b"other", {"kernel": "tiny"}))
+    assert store.get("sm_90", ENTRY.key) == ENTRY
+    assert len(list((tmp_path / "sm_90").iterdir())) == 1
+
+
+DAMAGE = {
+    "a flipped bit in the code": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "a flipped bit in the metadata": lambda data: data.replace(b"tiny", b"tinz"),
+    "half of it": lambda data: data[: len(data) // 2],
+    "one byte less": lambda data: data[:-1],
+    "one byte more": lambda data: data + b"\0",
+    "only the beginning": lambda data: data[:25],
+    "nothing": lambda data: b"",
+    "something else": lambda data: b"\x7fELF" + data,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_noticed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    store = Store(tmp_path)
+    store.put(ENTRY)
+    path = _file(tmp_path)
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with caplog.at_level(logging.WARNING, logger="deepep_rt"):
+        assert store.get("sm_90", ENTRY.key) is None
+    assert str(path) in caplog.text
+    assert "corrupt" in caplog.text
+    (listed,) = store.entries()
+    assert isinstance(listed, CorruptEntry)
+    assert (listed.key, listed.arch) == (ENTRY.key, "sm_90")
+    store.put(ENTRY)
+    assert store.get("sm_90", ENTRY.key) == ENTRY
+
+
+def _lock(store: Store) -> None:
+    with store.locked("sm_90", ENTRY.key):
+        pass
+
+
+@pytest.mark.parametrize("action", [lambda store: store.put(ENTRY), _lock], ids=["put", "lock"])
+def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, action: Callable[[Store], None]) -> None:
+    (tmp_path / "file").write_text("not a folder")  # also a user who may write everything cannot write below it
+    store = Store(tmp_path / "file" / "cache")
+    assert store.get("sm_90", ENTRY.key) is None
+    with pytest.raises(EPCacheError) as caught:
+        action(store)
+    assert str(store.folder) in str(caught.value)
+    assert "DEEPEP_RT_CACHE_DIR" in str(caught.value)
+
+
+def test_clear_counts_and_removes_everything(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.clear() == 0
+    store.put(ENTRY)
+    store.put(Entry("cd" * 32, "sm_80", b"code", {"kernel": "other"}))
+    with store.locked("sm_80", "cd" * 32):
+        pass
+    (tmp_path / "sm_80" / ".left.tmp").write_bytes(b"a process died here")
+    assert store.clear() == 2
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert store.entries() == []
+
+
+def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path)
+    with store.locked("sm_90", "ab") as first:
+        assert first
+        with store.locked("sm_90", "cd") as other:
+            assert other, "each key has its own lock"
+        with store.locked("sm_90", "ab", timeout_s=0.05) as second:
+            assert not second, "somebody holds it: do without"
+    assert "compiling without waiting" in caplog.text
+    with store.locked("sm_90", "ab", timeout_s=0.05) as again:
+        assert again
+
+
+def test_file_systems_without_locks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with Store(tmp_path).locked("sm_90", "ab", timeout_s=60) as got:
+        assert not got

@@ -1,0 +1,211 @@
+"""The command line, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
+
+from deepep_rt import cli, jit, toolchain
+from deepep_rt.cache import SUFFIX
+from deepep_rt.errors import EPCompileError
+from deepep_rt.kernels import TABLE
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that need no NVSHMEM compile in a second, together."""
+    monkeypatch.setattr(cli, "TABLE", {name: kernel for name, kernel in TABLE.items() if not kernel.needs_nvshmem})
+
+
+class Terminal:
+    """Runs commands in this process, and remembers what they said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *args: str, status: int = 0) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.run(args)
+        self.out, self.err = self._capsys.readouterr()
+        assert (caught.value.code or 0) == status, self.out + self.err
+        return self.out
+
+    def json(self, *args: str, status: int = 0) -> Any:
+        return json.loads(self(*args, "--json", status=status))
+
+
+@pytest.fixture
+def terminal(capsys: pytest.CaptureFixture[str]) -> Terminal:
+    return Terminal(capsys)
+
+
+def test_compile_makes_every_kernel_for_every_target(terminal: Terminal) -> None:
+    rows = terminal.json("compile", "--arch", "sm_80", "--arch", "sm_90", "--strict")
+    assert [(row["arch"], row["kernel"]) for row in rows] == [(arch, name) for arch in ("sm_80", "sm_90") for name in TABLE]
+    assert {row["status"] for row in rows} == {"compiled"}
+    assert all(row["registers"] > 0 and row["spill_stores"] == 0 for row in rows)
+    again = terminal.json("compile", "--arch", "sm_90")
+    assert {row["status"] for row in again} == {"cached"}
+    assert [row["key"] for row in again] == [row["key"] for row in rows if row["arch"] == "sm_90"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_compile_takes_a_configuration(terminal: Terminal) -> None:
+    sizes = ["--ranks", "3", "--tokens", "100", "--hidden", "512", "--topk", "2", "--experts", "6", "--dtype", "float32"]
+    rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--combine-dtype", "float32", "--combine-dtype", "float16")
+    assert [row["dtype"] for row in rows if row["kernel"] == "combine"] == ["float32", "float16"]
+    assert {row["constants"]["kNumRanks"] for row in rows} == {3}
+    table = terminal("compile", "--arch", "sm_90", *sizes)
+    assert "combine (float32)" in table
+    assert "cached" in table
+
+
+@pytest.mark.usefixtures("quick")
+def test_fp8_buffers_combine_nothing_by_default(terminal: Terminal) -> None:
+    rows = terminal.json("compile", "--arch", "sm_90", "--dtype", "float8_e4m3fn")
+    assert "combine" not in [row["kernel"] for row in rows]
+
+
+def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli._targets(["all"]) == [arch for arch in cli.ALL_ARCHS if arch in toolchain.known_archs()]
+    monkeypatch.setattr(toolchain, "known_archs", lambda: ("sm_75", "sm_80", "sm_90"))
+    assert cli._targets(["all", "sm_80", "compute_75"]) == ["sm_80", "sm_90", "compute_75"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--arch", "sm_33"], "it knows"),
+        (["--arch", "hopper"], "arch is 'hopper'"),
+        (["--arch", "sm_90", "--experts", "255"], "num_experts is 255"),
+        (["--arch", "sm_90", "--combine-dtype", "int8"], "--combine-dtype is int8"),
+    ],
+)
+def test_wrong_arguments_are_explained(terminal: Terminal, args: list[str], message: str) -> None:
+    terminal("compile", *args, status=1)
+    assert terminal.err.startswith("error: ")
+    assert message in terminal.err
+    assert "Traceback" not in terminal.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = jit.build
+
+    def build(kernel: Any, *args: Any) -> jit.Built:
+        if kernel.name == "dispatch":
+            raise EPCompileError("dispatch.cu(7): error: nonsense")
+        return real(kernel, *args)
+
+    monkeypatch.setattr(jit, "build", build)
+    rows = terminal.json("compile", "--arch", "sm_90", status=1)
+    assert "dispatch.cu(7): error: nonsense" in terminal.err
+    assert {row["kernel"]: row["status"] for row in rows} == {
+        "route": "compiled", "dispatch": "failed", "combine": "compiled", "ceiling": "compiled"
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("figure", "message"), [("spill_stores", "spills registers"), ("stack_bytes", "stack frame of 8 bytes; 0 are declared")]
+)
+def test_strict_objects_to_spills_and_frames(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, figure: str, message: str
+) -> None:
+    real = jit.build
+
+    def build(*args: Any) -> jit.Built:
+        built = real(*args)
+        built.info[figure] = 8
+        return built
+
+    monkeypatch.setattr(jit, "build", build)
+    terminal("compile", "--arch", "sm_90")
+    terminal("compile", "--arch", "sm_90", "--strict", status=1)
+    assert message in terminal.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Path) -> None:
+    assert f"{cache} is empty" in terminal("cache", "list")
+    assert terminal.json("cache", "list") == []
+    terminal("compile", "--arch", "sm_90")
+    listed = terminal.json("cache", "list")
+    assert sorted(entry["kernel"] for entry in listed) == ["ceiling", "combine", "dispatch", "route"]
+    table = terminal("cache", "list")
+    assert all(entry["key"][:12] in table and entry["created"] in table for entry in listed)
+    assert "4 kernels" in table
+
+    key = listed[0]["key"]
+    text = terminal("cache", "show", key[:12])
+    assert key in text
+    assert all(name in text for name in ("kNumRanks", "registers", "nvrtc", "compile_seconds"))
+    assert terminal.json("cache", "show", key) == listed[0]
+
+    assert "removed 4 kernels" in terminal("cache", "clear")
+    assert "removed 0 kernels" in terminal("cache", "clear")
+    assert terminal.json("cache", "list") == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_show_asks_for_one_key(terminal: Terminal) -> None:
+    terminal("compile", "--arch", "sm_90")
+    terminal("cache", "show", "xyz", status=1)
+    assert "no kernel has a key that begins with 'xyz'" in terminal.err
+    terminal("cache", "show", "", status=1)
+    assert "4 kernels have keys that begin with ''" in terminal.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_corrupt_entries_are_marked(terminal: Terminal, cache: Path) -> None:
+    terminal("compile", "--arch", "sm_90")
+    path = sorted(cache.glob(f"*/*{SUFFIX}"))[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    table = terminal("cache", "list")
+    assert "CORRUPT" in table
+    assert "wrong checksum" in table
+    (corrupt,) = (entry for entry in terminal.json("cache", "list") if "corrupt" in entry)
+    assert corrupt["key"] + SUFFIX == path.name
+    assert "wrong checksum" in terminal("cache", "show", corrupt["key"])
+    assert [row["status"] for row in terminal.json("compile", "--arch", "sm_90")].count("compiled") == 1
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_library_of_the_command_line_is_named(missing: str) -> None:
+    # not sys.modules[missing] = None: an import of missing.part would then fail in words of its own
+    code = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "{missing}":
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
+sys.meta_path.insert(0, Blocker())
+from deepep_rt.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert f"the command line needs {missing}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_the_commands() -> None:
+    done = subprocess.run([sys.executable, "-m", "deepep_rt", "--help"], capture_output=True, text=True, check=True, timeout=60)
+    assert "compile" in done.stdout
+    assert "cache" in done.stdout

@@ -1,0 +1,396 @@
+"""The run-time compiler, without a GPU: the generated text, keys, errors, several processes at once, and every kernel of the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import deepep_rt
+from deepep_rt import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError, jit, structs, toolchain
+from deepep_rt.cache import SUFFIX
+from deepep_rt.config import COMBINE_DTYPES, Config
+from deepep_rt.kernels import TABLE, Kernel
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
+
+CONFIG = Config(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
+TINY = Kernel("tiny", "    u64 out;\n    i32 count[kNumRanks];\n", threads="kTinyThreads", shared="kTinyShared")
+CONSTANTS = {
+    "kNumRanks": 3,
+    "kNumLocalExperts": 2,
+    "kTinyThreads": 64,
+    "kTinyShared": 1024,
+    "kFactor": 7,
+    "kUnused": 5,
+    "kFactorial": 1,
+}
+SOURCE = """\
+#include "inner.cuh"
+extern "C" __global__ void __launch_bounds__(kTinyThreads) tiny(const __grid_constant__ Params p) {
+  __shared__ int held[100];
+  held[threadIdx.x] = p.count[0];
+  __syncthreads();
+  reinterpret_cast<int*>(p.out)[threadIdx.x] = twice(held[63 - threadIdx.x]);
+}
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "tiny.cu").write_text(SOURCE)
+    (folder / "inner.cuh").write_text(
+        '#pragma once\n#include "innermost.cuh"\n__device__ int twice(int x) { return 2 * scaled(x); }\n'
+    )
+    (folder / "innermost.cuh").write_text("#pragma once\n__device__ int scaled(int x) { return kFactor * x; }\n")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# --- text --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_prelude_has_the_used_constants_and_no_others(sources: Path) -> None:
+    text = jit.prelude(TINY, CONSTANTS, sources)
+    printed = dict(re.findall(r"^constexpr int (\w+) = (\d+);$", text, re.M))
+    assert printed == {"kNumRanks": "3", "kNumLocalExperts": "2", "kTinyThreads": "64", "kFactor": "7"}
+
+
+def test_prelude_defines_and_checks_every_struct(sources: Path) -> None:
+    text = jit.prelude(TINY, CONSTANTS, sources)
+    for struct in (*structs.SHARED, TINY.struct):
+        assert f"struct {struct.name} {{" in text
+        assert f"static_assert(sizeof({struct.name}) == {struct.size(CONSTANTS)});" in text
+    assert text.index("kNumLocalExperts = ") < text.index("struct RouteMessage")
+
+
+def test_large_constants_are_long(sources: Path) -> None:
+    text = jit.prelude(TINY, {**CONSTANTS, "kFactor": 2**31}, sources)
+    assert "constexpr long long kFactor = 2147483648;" in text
+    assert "constexpr int kFactor = 2147483647;" in jit.prelude(TINY, {**CONSTANTS, "kFactor": 2**31 - 1}, sources)
+
+
+def test_unit_ends_with_the_source_under_its_own_name(sources: Path) -> None:
+    assert jit.unit(TINY, CONSTANTS, sources).endswith(f'#line 1 "{sources.resolve()}/tiny.cu"\n{SOURCE}')
+
+
+def test_the_table_and_the_sources_agree() -> None:
+    assert {path.stem for path in jit.source_dir().glob("*.cu")} == set(TABLE)
+
+
+def test_constants_of_a_kernel() -> None:
+    route = jit.kernel_constants(CONFIG, "sm_90", TABLE["route"])
+    assert route["kNumRanks"] == 8
+    assert route["kHasTma"] == 1
+    assert "kRowBytes" not in route
+    assert jit.kernel_constants(CONFIG, "sm_80", TABLE["combine"], "float16")["kElement"] == 1
+    with pytest.raises(EPConfigError, match="combine is compiled for one element type"):
+        jit.kernel_constants(CONFIG, "sm_80", TABLE["combine"])
+
+
+# --- build -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_build_compiles_once_and_knows_what_it_made(sources: Path, cache: Path) -> None:
+    before = jit.stats.hits, jit.stats.misses
+    first = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    second = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    assert (first.compiled, second.compiled) == (True, False)
+    assert (jit.stats.hits - before[0], jit.stats.misses - before[1]) == (1, 1)
+    assert first.code == second.code
+    assert first.code.startswith(b"\x7fELF")
+    assert second.info == first.info
+    assert re.fullmatch(r"[0-9a-f]{64}", first.key)
+    assert (first.kernel, first.arch) == ("tiny", "sm_90")
+    info = first.info
+    assert 8 <= info["registers"] <= 64
+    assert (info["static_shared_bytes"], info["dynamic_shared_bytes"]) == (400, 1024)
+    assert (info["stack_bytes"], info["spill_stores"], info["spill_loads"]) == (0, 0, 0)
+    assert info["bytes"] == len(first.code)
+    assert info["constants"] == {name: CONSTANTS[name] for name in CONSTANTS if name not in ("kUnused", "kFactorial")}
+    assert info["versions"] == {"deepep_rt": deepep_rt.__version__, "nvrtc": toolchain.nvrtc_version()}
+    assert info["nvshmem"] is False
+    assert info["created"].endswith("+00:00")
+
+
+def test_ptx_needs_no_driver(sources: Path, cache: Path) -> None:
+    built = jit.build(TINY, CONSTANTS, "compute_80", folder=sources)
+    assert b".entry tiny" in built.code
+    assert built.info["registers"] is None
+
+
+def _key(sources: Path, arch: str = "sm_90", **constants: int) -> str:
+    return jit.build(TINY, {**CONSTANTS, **constants}, arch, folder=sources).key
+
+
+def test_key_follows_everything_that_decides_the_code(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {_key(sources), _key(sources, "sm_80"), _key(sources, kFactor=8), _key(sources, kTinyShared=2048)}
+    assert len(keys) == 4
+    header = sources / "innermost.cuh"
+    header.write_text(header.read_text() + "// a word more\n")
+    keys.add(_key(sources))
+    (sources / "tiny.cu").write_text(SOURCE + "\n")
+    keys.add(_key(sources))
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "99.0")
+    keys.add(_key(sources))
+    assert len(keys) == 7
+
+
+def test_key_does_not_follow_unused_constants_or_places(sources: Path, cache: Path, tmp_path: Path) -> None:
+    key = _key(sources)
+    assert _key(sources, kUnused=6) == key
+    moved = tmp_path / "elsewhere"
+    sources.rename(moved)
+    assert _key(moved) == key
+    (moved / "unrelated.cuh").write_text("int x;")
+    assert _key(moved) == key
+
+
+@pytest.mark.parametrize(("name", "line"), [("tiny.cu", 4), ("innermost.cuh", 2)])
+def test_errors_show_the_real_file_and_line(sources: Path, cache: Path, name: str, line: int) -> None:
+    path = sources / name
+    lines = path.read_text().splitlines()
+    lines[line - 1] += " int wrong = no_such_name;"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(EPCompileError, match="no_such_name") as caught:
+        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    assert f"{path.resolve()}({line}): error" in str(caught.value)
+    assert "tiny did not compile for sm_90" in str(caught.value)
+    assert not list(cache.glob(f"*/*{SUFFIX}"))
+
+
+def test_python_and_the_compiler_must_agree_on_a_struct(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structs.CStruct, "size", lambda self, constants: 1)
+    with pytest.raises(EPCompileError, match=r"static assertion failed|static_assert"):
+        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+
+
+def test_a_missing_source_is_named(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(EPCompileError, match=r"kernel tiny cannot be read.*tiny\.cu"):
+        jit.build(TINY, CONSTANTS, "sm_90", folder=tmp_path)
+
+
+def test_unknown_architectures_are_refused_with_the_known_ones(sources: Path, cache: Path) -> None:
+    with pytest.raises(EPCompileError, match=r"does not know sm_33; it knows .*sm_90"):
+        jit.build(TINY, CONSTANTS, "sm_33", folder=sources)
+    with pytest.raises(EPConfigError, match="arch is 'hopper'"):
+        jit.build(TINY, CONSTANTS, "hopper", folder=sources)
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.999, 0])
+def test_a_truncated_entry_is_compiled_again(sources: Path, cache: Path, caplog: pytest.LogCaptureFixture, keep: float) -> None:
+    first = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    (path,) = cache.glob(f"*/*{SUFFIX}")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    again = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    assert again.compiled
+    assert again.code == first.code
+    assert "corrupt" in caplog.text
+    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+
+
+def test_an_unwritable_cache_is_explained_before_anything_is_compiled(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(toolchain, "compile_unit", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(EPCacheError, match="DEEPEP_RT_CACHE_DIR") as caught:
+        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    assert str(tmp_path / "file" / "cache") in str(caught.value)
+
+
+def test_assert_cached_forbids_compiling(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
+    with pytest.raises(EPCacheError) as caught:
+        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    monkeypatch.delenv("DEEPEP_RT_ASSERT_CACHED")
+    key = jit.build(TINY, CONSTANTS, "sm_90", folder=sources).key
+    assert all(part in str(caught.value) for part in ("DEEPEP_RT_ASSERT_CACHED", "tiny", "sm_90", key))
+    monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
+    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+
+
+def test_missing_nvrtc_names_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    toolchain.nvrtc_version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(EPUnavailableError, match=r"NVRTC is not installed.*deepep_rt\[cuda12\].*deepep_rt\[cuda13\]"):
+        toolchain.nvrtc_version()
+
+
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+from deepep_rt import jit, toolchain
+from deepep_rt.kernels import Kernel
+folder, go, params, constants = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+kernel = Kernel("tiny", params, threads="kTinyThreads", shared="kTinyShared")
+toolchain.known_archs()
+compile_unit = toolchain.compile_unit
+def slow(*args):
+    time.sleep(0.3)  # everybody else arrives meanwhile
+    return compile_unit(*args)
+toolchain.compile_unit = slow
+Path(f"{go}.{os.getpid()}").touch()
+while not go.exists():
+    time.sleep(0.001)
+print(json.dumps([jit.build(kernel, constants, "sm_90", folder=folder).compiled, jit.stats.misses]))
+"""
+
+
+def test_of_eight_processes_one_compiles(sources: Path, cache: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(deepep_rt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-c", WORKER, str(sources), str(go), TINY.params, json.dumps(CONSTANTS)]
+    workers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("go.*"))) < len(workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    go.touch()
+    answers = [json.loads(worker.communicate(timeout=120)[0]) for worker in workers]
+    assert sorted(answers) == [[False, 0]] * 7 + [[True, 1]]
+    assert len(list(cache.glob(f"*/*{SUFFIX}"))) == 1
+
+
+# --- ptxas' figures ----------------------------------------------------------------------------------------------------------------
+
+LOG = """\
+ptxas info    : 2470 bytes gmem
+ptxas info    : Compiling entry function 'ring' for 'sm_80'
+ptxas info    : Function properties for ring
+ptxas         .     64 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 24 registers, used 1 barriers, 64 bytes cumulative stack size, 400 bytes smem, 360 bytes cmem[0]
+ptxas info    : Compile time = 11.080 ms
+ptxas info    : Function properties for _Z14nvshmemi_fence
+ptxas         .     8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+"""
+LINK_LOG = """\
+info    : 2690 bytes gmem, 11500 bytes cmem[3]
+info    : Function properties for 'ring':
+info    : used 32 registers, used 0 barriers, 560 stack, 416 bytes smem, 400 bytes cmem[0], 0 bytes lmem
+"""
+
+
+def test_usage_is_that_of_the_entry_point() -> None:
+    assert toolchain.usage(LOG, "ring") == toolchain.Usage(24, 400, 64, 4, 12)
+
+
+def test_linking_may_raise_the_registers() -> None:
+    assert toolchain.usage(LOG, "ring", LINK_LOG) == toolchain.Usage(32, 416, 64, 4, 12)
+
+
+def test_no_figures_are_not_zero() -> None:
+    assert toolchain.usage("", "ring") == toolchain.Usage(None, None, None, None, None)
+
+
+def test_a_stack_frame_is_seen(sources: Path, cache: Path) -> None:
+    (sources / "inner.cuh").write_text(
+        "__device__ int twice(int x) { int b[64]; for (int i = 0; i < 64; ++i) b[(i * x) & 63] = i * kFactor; return b[x & 63]; }\n"
+    )
+    assert jit.build(TINY, CONSTANTS, "sm_90", folder=sources).info["stack_bytes"] >= 256
+
+
+# --- load --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load(kernel: Kernel, constants: dict[str, int], arch: str) -> jit.Function:
+        calls.append((kernel.name, arch))
+        return jit.Function(kernel.name, 1, 64, 0, 10, 2)
+
+    monkeypatch.setattr(jit, "_load", load)
+    monkeypatch.setattr(jit, "_context", lambda: 1)
+    monkeypatch.setattr(jit, "_loaded", {})
+    first = jit.load(TINY, CONSTANTS, "sm_90")
+    monkeypatch.setattr(jit, "build", lambda *_: pytest.fail("not on the hot path"))
+    monkeypatch.setattr(jit, "_key", lambda *_: pytest.fail("not on the hot path"))
+    assert jit.load(TINY, dict(CONSTANTS), "sm_90") is first
+    jit.load(TINY, {**CONSTANTS, "kFactor": 8}, "sm_90")
+    monkeypatch.setattr(jit, "_context", lambda: 2)  # another GPU of the same process
+    jit.load(TINY, CONSTANTS, "sm_90")
+    monkeypatch.setenv("DEEPEP_RT_ARCH", "compute_80")
+    jit.load(TINY, CONSTANTS)
+    assert calls == [("tiny", "sm_90")] * 3 + [("tiny", "compute_80")]
+
+
+# --- the real kernels --------------------------------------------------------------------------------------------------------------
+
+VARIANTS = [(kernel, dtype) for kernel in TABLE for dtype in (COMBINE_DTYPES if TABLE[kernel].per_dtype else [None])]
+SHAPES = {
+    "8 ranks": CONFIG,
+    "1 rank, small rows": Config(num_ranks=1, num_max_tokens_per_rank=1, hidden=8, num_topk=1, num_experts=1),
+    "3 ranks, top-32": Config(
+        num_ranks=3, num_max_tokens_per_rank=1000, hidden=5120, num_topk=32, num_experts=96, dtype="float32"
+    ),
+}
+
+
+def _archs() -> list[str]:
+    try:
+        return [arch for arch in ("sm_80", "sm_90", "sm_100") if arch in toolchain.known_archs()]
+    except EPUnavailableError:
+        return []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), VARIANTS)
+@pytest.mark.parametrize("arch", _archs())
+def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str | None, shape: str, cache: Path) -> None:
+    kernel = TABLE[name]
+    if kernel.needs_nvshmem and (arch == "sm_100" or shape != "8 ranks"):
+        pytest.skip(
+            "NVSHMEM's library has no sm_100 code: nvJitLink compiles all of it, for a minute"
+            if arch == "sm_100"
+            else "one will do"
+        )
+    built = jit.build(kernel, jit.kernel_constants(SHAPES[shape], arch, kernel, dtype), arch)
+    assert built.code.startswith(b"\x7fELF")
+    assert built.info["registers"] > 0
+    assert (built.info["spill_stores"], built.info["spill_loads"]) == (0, 0)
+    assert built.info["stack_bytes"] <= kernel.max_stack_bytes
+    assert built.info["static_shared_bytes"] + built.info["dynamic_shared_bytes"] <= 227 * 1024
+    if kernel.needs_nvshmem:
+        assert built.info["nvshmem"]
+        assert {"nvshmem", "nvshmem_device_sha256", "nvjitlink"} <= set(built.info["versions"])
+        assert built.info["bytes"] > 100_000, "the device library is in it"
+
+
+def test_undefined_symbols_are_named_by_the_linker(sources: Path, cache: Path) -> None:
+    kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", needs_nvshmem=True)
+    (sources / "inner.cuh").write_text("__device__ int twice(int x);\n")
+    with pytest.raises(EPCompileError, match=r"tiny did not link for sm_90 with .*libnvshmem_device\.a") as caught:
+        jit.build(kernel, CONSTANTS, "sm_90", folder=sources)
+    assert "twice" in str(caught.value)
+
+
+def test_nvshmem_is_found_beside_its_host_library_also_where_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    loaded = toolchain.nvshmem()
+    assert list(loaded.device_library.parent.glob("libnvshmem_host.so*"))
+    assert re.fullmatch(r"3\.\d+\.\d+", loaded.version)
+    pytest.importorskip("nvidia.nvshmem", reason="only the wheel is looked for without loading")
+
+    def refuse(name: str) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", refuse)
+    assert toolchain.nvshmem.__wrapped__() == loaded
