@@ -60,6 +60,7 @@ class DeviceBackend:
         self._map = layout.symmetric(config)
         self._check_memory()
         self._stream = driver.new_stream()
+        self._last_call = driver.CudaEvent(self._stream)  # an event: the stream itself may be gone when the next call comes
         self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s)
         base = self._memory.ptr
         driver.fill(base, 0, self._map.sizes["control"])
@@ -138,7 +139,7 @@ class DeviceBackend:
                 "rows_per_copy": rows_per_copy(x.row_bytes),
             },
         )
-        self._keep(call, (x, idx, weights, scales, slot, inputs))
+        self._launched(call, (x, idx, weights, scales, slot, inputs))
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._await_counts(place)
@@ -190,7 +191,7 @@ class DeviceBackend:
                 "capacity": handle.num_recv_rows,
             },
         )
-        self._keep(call, (x, weights, biases, handle, inputs))
+        self._launched(call, (x, weights, biases, handle, inputs))
         like = inputs.x
         views: dict[str, View | None] = {
             "x": self._result(out, (num_tokens, config.hidden), x.dtype, owner, like, stream),
@@ -240,8 +241,8 @@ class DeviceBackend:
         return int(received[0])
 
     def synchronize(self) -> None:
-        for stream in {self._stream, self._last_stream or self._stream}:
-            driver.synchronize(stream)
+        self._last_call.synchronize()
+        driver.synchronize(self._stream)
         self._check()
 
     def abandon(self) -> None:
@@ -251,9 +252,8 @@ class DeviceBackend:
     def destroy(self) -> None:
         if self._broken is not None:
             return  # peers may still write to this memory, or never come to free theirs
+        self._last_call.synchronize()
         driver.synchronize(self._stream)
-        if self._last_stream is not None:
-            driver.synchronize(self._last_stream)
         self._alive.clear()
         self._comm.Barrier()
         self._memory.free()
@@ -347,9 +347,8 @@ class DeviceBackend:
         """Order a call after earlier ones on other streams, and after what the caller asked for."""
         stream = call.stream
         assert stream is not None
-        if self._last_stream not in (None, stream) and not driver.is_capturing(stream):
-            driver.wait_stream(stream, self._last_stream)
-        self._last_stream = stream
+        if stream != self._last_stream and not driver.is_capturing(stream):
+            driver.wait_event(stream, self._last_call.handle)
         if call.previous_event is not None:
             if event := driver.event_handle(call.previous_event):
                 driver.wait_event(stream, event)
@@ -440,12 +439,18 @@ class DeviceBackend:
         self._check()
         return copied
 
-    def _keep(self, call: Call, arguments: Any) -> None:
-        """Hold the arguments of work that is not on the caller's own stream, whose allocator would give their memory away."""
+    def _launched(self, call: Call, arguments: Any) -> None:
+        """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
+        give their memory away.
+        """
         while self._alive and self._alive[0][0].done():
             self._alive.popleft()
         assert call.stream is not None
-        if call.stream != call.caller_stream and not driver.is_capturing(call.stream):
+        if driver.is_capturing(call.stream):
+            return  # replays of a graph are ordered by whoever replays it
+        self._last_stream = call.stream
+        self._last_call.record(call.stream)
+        if call.stream != call.caller_stream:
             self._alive.append((driver.CudaEvent(call.stream), arguments))
 
     def _event(self, call: Call) -> Event:

@@ -72,7 +72,13 @@ class CudaEvent:
     def __init__(self, stream: int, timing: bool = False) -> None:
         flags = driver.CUevent_flags
         self.handle = int(ok(driver.cuEventCreate(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)))
+        self.record(stream)
+
+    def record(self, stream: int) -> None:
         ok(driver.cuEventRecord(self.handle, stream))
+
+    def synchronize(self) -> None:
+        ok(driver.cuEventSynchronize(self.handle))
 
     def done(self) -> bool:
         return driver.cuEventQuery(self.handle)[0] == _SUCCESS
@@ -88,7 +94,8 @@ def wait_event(stream: int, event: int) -> None:
 
 def wait_stream(stream: int, other: int) -> None:
     """Make `stream` wait for what `other` holds now."""
-    wait_event(stream, CudaEvent(other).handle)
+    event = CudaEvent(other)  # has to live until the wait is queued
+    wait_event(stream, event.handle)
 
 
 def is_capturing(stream: int) -> bool:

@@ -82,8 +82,9 @@ class Pool:
         return sum(size for _, size in self._free)
 
     def _await_readers(self, stream: int) -> None:
-        while self._pending:
-            driver.wait_event(stream, self._pending.pop().handle)
+        for event in self._pending:
+            driver.wait_event(stream, event.handle)
+        self._pending.clear()
 
 
 class Slots:
