@@ -89,8 +89,11 @@ def runtime(comm: Intracomm) -> Runtime:
     global _runtime
     try:
         import nvshmem.bindings as nvshmem
-    except ImportError as error:
-        raise EPUnavailableError(f"nvshmem4py is not installed ({error}); pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'") from error
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        load_nvidia_dynamic_lib("nvshmem_host")  # the bindings only find a library that is loaded, or on the system's path
+    except (ImportError, RuntimeError) as error:
+        raise EPUnavailableError(f"NVSHMEM or nvshmem4py is not installed ({error}); pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'") from error
     if _runtime is None:
         if int(nvshmem.init_status()) >= int(nvshmem.Init_status.STATUS_IS_INITIALIZED):
             _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())

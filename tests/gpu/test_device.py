@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
 from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, driver  # noqa: E402
@@ -233,7 +235,7 @@ def test_other_frameworks(comm):
             np.testing.assert_array_equal(cupy.asnumpy(sent.recv_x), want.recv_x.numpy())
             np.testing.assert_array_equal(cupy.asnumpy(gpu.combine(sent.recv_x, sent.handle).x), reference)
         jax = pytest.importorskip("jax")
-        device = jax.devices()[torch.cuda.current_device()]
+        device = next(d for d in jax.local_devices() if d.local_hardware_id == torch.cuda.current_device())
         sent = gpu.dispatch(*(jax.device_put(t.cpu().numpy(), device) for t in (x, idx, weights)))
         assert isinstance(sent.recv_x, jax.Array)
         np.testing.assert_array_equal(np.asarray(sent.recv_x), want.recv_x.numpy())
