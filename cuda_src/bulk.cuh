@@ -18,22 +18,22 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, u32 num_bytes) {
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   u32 done;
   do {
-    asm volatile(
-        "{\n .reg .pred P;\n mbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2;\n selp.u32 %0, 1, 0, P;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
+    asm volatile("{\n .reg .pred P;\n mbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2;\n selp.u32 %0, 1, 0, P;\n}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
   } while (!done);
 }
 
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 num_bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from),
-               "r"(num_bytes), "r"(shared_address(barrier))
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(num_bytes), "r"(shared_address(barrier))
                : "memory");
 }
 
 __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 num_bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(num_bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(num_bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -53,10 +53,11 @@ __device__ __forceinline__ void bulk_wait_written() {
 // One warp moves `num_items` items through its ring of stages, half of them being filled while the others are being emptied.
 //   load(item, stage, barrier)  all lanes: expect the item's bytes on the barrier (one lane, even if there are none) and start loading
 //   store(item, stage)          one lane: start storing
-//   written(item)               one lane: the item is written at its target; not called unless kTellWritten
+//   written(first, end)         one lane: these items are written at their targets; not called unless kTellWritten
+// Telling costs a fence, and an item is written long after its stage has been read: it is told in batches that lag behind.
 template <int kStages, bool kTellWritten, class Load, class Store, class Written>
 __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, int num_items, Load load, Store store, Written written) {
-  constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling;
+  constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kBatch = 4;
   static_assert(kStages >= 2);
   const bool leader = lane_idx() == 0;
   if (leader) {
@@ -66,26 +67,25 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, int n
   __syncwarp();
   auto start = [&](int item) { load(item, stages + (item % kStages) * kStageBytes, barriers + item % kStages); };
   for (int item = 0; item < kFilling && item < num_items; ++item) start(item);
+  int told = 0;
   for (int item = 0; item < num_items; ++item) {
     if (leader) {
       barrier_wait(barriers + item % kStages, (item / kStages) % 2);
       store(item, stages + (item % kStages) * kStageBytes);
       bulk_commit();
-      if constexpr (kTellWritten) {
-        bulk_wait_written<kEmptying>();
-        if (item >= kEmptying) written(item - kEmptying);
-      } else {
-        bulk_wait_read<kEmptying>();
+      if (kTellWritten && item + 1 - told == 2 * kBatch) {
+        bulk_wait_written<kBatch>();
+        written(told, told + kBatch);
+        told += kBatch;
       }
+      bulk_wait_read<kEmptying>();
     }
     __syncwarp();
     if (item + kFilling < num_items) start(item + kFilling);  // into the stage of item - kEmptying
   }
   if (leader) {
     bulk_wait_written<0>();
-    if constexpr (kTellWritten) {
-      for (int item = num_items > kEmptying ? num_items - kEmptying : 0; item < num_items; ++item) written(item);
-    }
+    if (kTellWritten && told < num_items) written(told, num_items);
   }
   __syncwarp();
 }

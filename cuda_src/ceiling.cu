@@ -1,5 +1,5 @@
-// ceiling: what the links can carry. Every rank pushes num_rows rows to every other rank at once (a single rank: to itself), with nothing to look
-// up and nobody to wait for; src is [kNumRanks, num_rows, row_bytes], and row i of rank r lands at row r * num_rows + i of land_x.
+// ceiling: what the links can carry. Every rank pushes num_rows rows to every other rank at once (a single rank: to itself), with nothing
+// to look up and nobody to wait for; src is [kNumRanks, num_rows, row_bytes], and row i of rank r lands at row r * num_rows + i of land_x.
 //
 // Roles and work sharing as in dispatch, without its small arrays. The host times it; there is no protocol and nothing to reset.
 #include "bulk.cuh"
@@ -13,7 +13,9 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) ceiling(const 
   const int worker = blockIdx.x * kDispatchMovers + warp, num_workers = gridDim.x * kDispatchMovers;
   const int num_items = num_items_of(worker, num_workers, p.num_rows);
   auto source = [&](const Item& it) { return at<char>(p.src, (static_cast<u64>(it.rank) * p.num_rows + it.chunk) * p.row_bytes); };
-  auto target = [&](const Item& it) { return at<char>(p.peers[it.rank] + p.land_x, (static_cast<u64>(p.rank) * p.num_rows + it.chunk) * p.row_bytes); };
+  auto target = [&](const Item& it) {
+    return at<char>(p.peers[it.rank] + p.land_x, (static_cast<u64>(p.rank) * p.num_rows + it.chunk) * p.row_bytes);
+  };
   auto counts = [&](const Item& it) { return kNumRanks == 1 || it.rank != p.rank; };
   if constexpr (kHasTma) {
     auto load = [&](int item, char* stage, u64* barrier) {
@@ -27,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) ceiling(const 
       if (counts(it)) bulk_store(target(it), stage, p.row_bytes);
     };
     bulk_pipeline<kDispatchStages, false>(stages + warp * kDispatchStages * kStageBytes, barriers + warp * kDispatchStages, num_items, load,
-                                          store, [](int) {});
+                                          store, [](int, int) {});
   } else {
     for (int item = 0; item < num_items; ++item) {
       const Item it = item_at(worker + item * num_workers, p.rank);

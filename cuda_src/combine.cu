@@ -1,7 +1,8 @@
 // combine: sends rows back to the ranks of their tokens, and adds up the rows of each token there while they arrive.
 //
 // What dispatch brought from one source is contiguous here, and lands contiguously there, in the order of the source's tokens: a push is a
-// plain copy of chunks. Staging at the source holds one row for each (token, rank) that dispatch sent: those of rank 0 first, then rank 1...
+// plain copy of chunks. Staging at the source holds one row for each (token, rank) that dispatch sent: those of rank 0 first, then
+// rank 1...
 //
 // Roles in each block: kCombineMovers warps push chunks of kChunkRows rows and raise a flag for each once it is written; the others take
 // tokens in ascending order, wait for the flags of the chunks that hold a token's rows, and add the rows in float32 and in rank order.
@@ -21,7 +22,7 @@ constexpr int kAdders = kCombineThreads / 32 - kCombineMovers;
 constexpr int kRowVecs = kRowBytes / 16;
 
 struct Routes {
-  u64 to_x[kNumRanks];        // where this rank's first row for a source goes, and its weights
+  u64 to_x[kNumRanks];  // where this rank's first row for a source goes, and its weights
   u64 to_weights[kNumRanks];
   i64 from_row[kNumRanks];    // the first row of y for a source
   int num_rows[kNumRanks];    // rows of y for a source
@@ -80,8 +81,9 @@ __device__ __forceinline__ void carry_weights(const Params& p, const Routes& rou
   for (int i = lane_idx(); i < c.num_rows * kNumTopk; i += 32) to[i] = from[i];
 }
 
+// The caller has released the chunk.
 __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 epoch) {
-  if (c.num_rows > 0) st_release_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
+  if (c.num_rows > 0) st_relaxed_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
 }
 
 __device__ inline void push_bulk(const Params& p, const Routes& routes, u32 epoch, char* stages, u64* barriers) {
@@ -100,7 +102,11 @@ __device__ inline void push_bulk(const Params& p, const Routes& routes, u32 epoc
     const Chunk c = chunk(item);
     if (c.num_rows > 0) bulk_store(at<char>(routes.to_x[c.rank], c.first * kRowBytes), stage, c.num_rows * kRowBytes);
   };
-  bulk_pipeline<kCombineStages, true>(stages, barriers, num_items, load, store, [&](int item) { raise_flag(p, chunk(item), epoch); });
+  auto written = [&](int first, int end) {
+    fence_release_sys();
+    for (int item = first; item < end; ++item) raise_flag(p, chunk(item), epoch);
+  };
+  bulk_pipeline<kCombineStages, true>(stages, barriers, num_items, load, store, written);
 }
 
 __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 epoch) {
@@ -111,7 +117,10 @@ __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 e
     carry_weights(p, routes, c);
     warp_copy(at<char>(routes.to_x[c.rank], c.first * kRowBytes), source_of(p, routes, c), static_cast<i64>(c.num_rows) * kRowBytes);
     __syncwarp();
-    if (lane_idx() == 0) raise_flag(p, c, epoch);
+    if (lane_idx() == 0) {
+      fence_release_sys();
+      raise_flag(p, c, epoch);
+    }
   }
 }
 
@@ -146,7 +155,9 @@ __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epo
       if (position >= 0)
         ok = wait_epoch(make_waiter(p), flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
     }
-    if (!__all_sync(~0u, ok)) return;
+    const bool all_ok = __all_sync(~0u, ok);
+    __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
+    if (!all_ok) return;
     const i64 staged = position >= 0 ? routes.staged_row[lane] + position : -1;
     u64 rows[kNumRanks];  // addresses of the token's rows; 0: that rank sent none
     float weight = 0;
@@ -154,7 +165,9 @@ __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epo
     for (int r = 0; r < kNumRanks; ++r) {
       const i64 row = __shfl_sync(~0u, staged, r);
       rows[r] = row >= 0 ? base + p.land_x + row * kRowBytes : 0;
-      if (p.topk_weights && row >= 0 && lane < kNumTopk) weight += at<const float>(base, p.land_topk_weights)[row * kNumTopk + lane];
+      if (p.topk_weights && row >= 0 && lane < kNumTopk) {
+        weight += ld_relaxed_sys(at<const float>(base, p.land_topk_weights) + row * kNumTopk + lane);  // L1 may hold a line from before
+      }
     }
     if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
     add_token(p, rows, token);

@@ -27,7 +27,7 @@ struct Routes {
   int num_listed[kNumRanks];   // rows of send_list, those that do not fit included
   int max_rows;                // the largest of num_rows
   int max_listed;
-  i64 num_recv;                // rows that arrive here
+  i64 num_recv;  // rows that arrive here
   bool failed;
 };
 
@@ -94,7 +94,7 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
     const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
     if (num_rows > 0) bulk_store(at<char>(routes.landing[it.rank].x, row * p.row_bytes), stage, num_rows * p.row_bytes);
   };
-  bulk_pipeline<kDispatchStages, false>(stages, barriers, num_items, load, store, [](int) {});
+  bulk_pipeline<kDispatchStages, false>(stages, barriers, num_items, load, store, [](int, int) {});
 }
 
 __device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) {
@@ -147,11 +147,13 @@ __device__ inline void carry_side_arrays(const Params& p, const Routes& routes) 
     const Item it = item_at(worker + item * num_workers, p.rank);
     const Landing& landing = routes.landing[it.rank];
     const int position = it.chunk * kCarryRows + lane_idx();
-    const int token = position < routes.num_listed[it.rank] ? at<const i32>(p.handle, kHandleSendList)[it.rank * kNumMaxTokens + position] : -1;
+    const int token =
+        position < routes.num_listed[it.rank] ? at<const i32>(p.handle, kHandleSendList)[it.rank * kNumMaxTokens + position] : -1;
     const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, kCarryRows);
     const i64 first_row = routes.first[it.rank] + it.chunk * kCarryRows;
     if (lane_idx() < num_rows) at<int2>(landing.src_idx, 0)[first_row + lane_idx()] = make_int2(p.rank, token);
-    if (token >= 0 && lane_idx() >= num_rows) at<i32>(p.handle, kHandleSendPos)[token * kNumRanks + it.rank] = -1;  // no room: combine skips it
+    if (token >= 0 && lane_idx() >= num_rows)
+      at<i32>(p.handle, kHandleSendPos)[token * kNumRanks + it.rank] = -1;  // no room: combine skips it
     if (p.topk_idx) {
       if (p.idx_bytes == 8) {
         carry_topk<i64>(p, landing, it.rank, first_row, token, num_rows);

@@ -12,5 +12,6 @@ extern "C" __global__ void __launch_bounds__(kRingThreads, 1) nvshmem_ring(const
   if (threadIdx.x != 0) return;
   nvshmemx_signal_op(reinterpret_cast<uint64_t*>(slot + 1), p.epoch, NVSHMEM_SIGNAL_SET, p.peer);
   const int source = (p.rank + kNumRanks - 1) % kNumRanks;
-  if (wait_epoch(make_waiter(p), reinterpret_cast<u32*>(slot + 1), static_cast<u32>(p.epoch), kPhaseRing, source)) *at<u64>(p.out, 0) = slot[0];
+  if (wait_epoch(make_waiter(p), reinterpret_cast<u32*>(slot + 1), static_cast<u32>(p.epoch), kPhaseRing, source))
+    *at<u64>(p.out, 0) = slot[0];
 }

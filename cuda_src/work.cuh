@@ -25,4 +25,6 @@ __device__ __forceinline__ int rows_in_chunk(int num_rows, int chunk, int chunk_
   return left < 0 ? 0 : left < chunk_rows ? left : chunk_rows;
 }
 
-__device__ __forceinline__ int clamp_rows(i64 room, int num_rows) { return room < 0 ? 0 : room < num_rows ? static_cast<int>(room) : num_rows; }
+__device__ __forceinline__ int clamp_rows(i64 room, int num_rows) {
+  return room < 0 ? 0 : room < num_rows ? static_cast<int>(room) : num_rows;
+}

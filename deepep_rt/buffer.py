@@ -102,7 +102,9 @@ class Buffer:
             self._backend = HostBackend(comm, self.config)
         else:
             if self.config.num_ranks > MAX_RANKS_PER_NODE:
-                raise EPConfigError(f"{self.config.num_ranks} ranks; the CUDA backend serves 1 to {MAX_RANKS_PER_NODE}, all on one host")
+                raise EPConfigError(
+                    f"{self.config.num_ranks} ranks; the CUDA backend serves 1 to {MAX_RANKS_PER_NODE}, all on one host"
+                )
             from .device import DeviceBackend
 
             self._backend = DeviceBackend(comm, self.config, copy_when_full=on_exhausted == "copy")
@@ -134,7 +136,7 @@ class Buffer:
 
     @property
     def backend(self) -> str:
-        """"cuda" or "host"."""
+        """ "cuda" or "host"."""
         return self._live().name
 
     def dispatch(
@@ -272,9 +274,7 @@ class Buffer:
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._backend is not None and error is not None:
             self._backend.abandon()  # the other ranks may not get here: nothing collective may happen on the way out
         self.destroy()
@@ -282,6 +282,3 @@ class Buffer:
     def __del__(self) -> None:
         if getattr(self, "_backend", None) is not None:  # freeing is collective, and a destructor runs at no agreed time
             warnings.warn("a Buffer was dropped without destroy(); use `with Buffer(...)`", ResourceWarning, stacklevel=2)
-
-
-

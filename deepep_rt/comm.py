@@ -93,7 +93,9 @@ def runtime(comm: Intracomm) -> Runtime:
 
         load_nvidia_dynamic_lib("nvshmem_host")  # the bindings only find a library that is loaded, or on the system's path
     except (ImportError, RuntimeError) as error:
-        raise EPUnavailableError(f"NVSHMEM or nvshmem4py is not installed ({error}); pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'") from error
+        raise EPUnavailableError(
+            f"NVSHMEM or nvshmem4py is not installed ({error}); pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'"
+        ) from error
     if _runtime is None:
         if int(nvshmem.init_status()) >= int(nvshmem.Init_status.STATUS_IS_INITIALIZED):
             _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())
@@ -102,7 +104,9 @@ def runtime(comm: Intracomm) -> Runtime:
     members = comm.allgather((_runtime.my_pe, _runtime.num_pes))
     pes = {pe for pe, _ in members}
     if len(pes) != len(members) or len({total for _, total in members}) != 1:
-        raise EPConfigError("the ranks of this Buffer belong to different NVSHMEM runtimes; make the first Buffer over all of them")
+        raise EPConfigError(
+            "the ranks of this Buffer belong to different NVSHMEM runtimes; make the first Buffer over all of them"
+        )
     if _runtime.comm is None and _runtime.num_pes != len(members):
         raise EPConfigError(
             f"NVSHMEM was started by somebody else, over {_runtime.num_pes} processes; it can only serve a Buffer over all of them, "
@@ -175,4 +179,6 @@ class SymmetricMemory:
                 raise EPTimeoutError(message, rank=world.Get_rank(), peer=-1, phase="the allocation of symmetric memory")
             time.sleep(1e-4)
         if len(set(sizes.tolist())) != 1:
-            raise EPConfigError(f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(set(sizes.tolist()))}")
+            raise EPConfigError(
+                f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(set(sizes.tolist()))}"
+            )

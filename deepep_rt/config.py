@@ -93,7 +93,9 @@ class Config:
                 f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; expected a multiple of {ROW_ALIGNMENT}"
             )
         if self.row_bytes > MAX_ROW_BYTES:
-            raise EPConfigError(f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; at most {MAX_ROW_BYTES} fit")
+            raise EPConfigError(
+                f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; at most {MAX_ROW_BYTES} fit"
+            )
         if not self.timeout_s > 0:
             raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
 

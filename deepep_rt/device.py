@@ -195,7 +195,9 @@ class DeviceBackend:
         like = inputs.x
         views: dict[str, View | None] = {
             "x": self._result(out, (num_tokens, config.hidden), x.dtype, owner, like, stream),
-            "topk_weights": self._result(out_weights, (num_tokens, config.num_topk), "float32", owner, like, stream) if weights else None,
+            "topk_weights": self._result(out_weights, (num_tokens, config.num_topk), "float32", owner, like, stream)
+            if weights
+            else None,
         }
         return CombineResult(self._event(call), self._to_caller(views, like.device == HOST, stream))
 
@@ -233,7 +235,9 @@ class DeviceBackend:
         out = driver.StreamMemory(8, self._stream)
         pes = self._memory.pes
         peer = pes[(self._comm.Get_rank() + 1) % len(pes)]
-        self._launcher("nvshmem_ring")(self._stream, 1, {"peer": peer, "slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr})
+        self._launcher("nvshmem_ring")(
+            self._stream, 1, {"peer": peer, "slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr}
+        )
         self.synchronize()
         received = np.zeros(1, np.uint64)
         driver.copy_async(received.ctypes.data, out.ptr, 8, self._stream)
@@ -271,7 +275,9 @@ class DeviceBackend:
         local_rank, local_size = node.Get_rank(), node.Get_size()
         node.Free()
         if local_size != self._comm.Get_size():
-            raise EPConfigError(f"{self._comm.Get_size()} ranks on several hosts ({local_size} here); this backend serves one host")
+            raise EPConfigError(
+                f"{self._comm.Get_size()} ranks on several hosts ({local_size} here); this backend serves one host"
+            )
         device = driver.use_device(local_rank)
         uuids = self._comm.allgather(driver.device_uuid(device))
         twins = [rank for rank, uuid in enumerate(uuids) if uuid == uuids[self._comm.Get_rank()]]

@@ -9,7 +9,9 @@ from cuda.bindings import driver
 from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
-_device_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)  # CUDA 13 has only the newer one, under the plain name
+_device_uuid = getattr(
+    driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid
+)  # CUDA 13 has only the newer one, under the plain name
 
 
 def ok(result: tuple) -> Any:
@@ -63,7 +65,9 @@ def _integer(value: Any, what: str) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise EPInputError(f"{what} is a {type(value).__name__}; expected one of an array library, or its integer handle") from None
+        raise EPInputError(
+            f"{what} is a {type(value).__name__}; expected one of an array library, or its integer handle"
+        ) from None
 
 
 class CudaEvent:

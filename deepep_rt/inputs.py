@@ -113,9 +113,7 @@ def dispatch_inputs(
     return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment)
 
 
-def combine_inputs(
-    site: Site, stream: int | None, x: Any, handle: DispatchHandle, topk_weights: Any, bias: Any
-) -> CombineInputs:
+def combine_inputs(site: Site, stream: int | None, x: Any, handle: DispatchHandle, topk_weights: Any, bias: Any) -> CombineInputs:
     """Check the arguments of `Buffer.combine`, whose docstring names the rules."""
     config = site.config
     _check_handle(site, handle)

@@ -31,7 +31,9 @@ class CStruct:
 
     def text(self, constants: Mapping[str, int]) -> str:
         """The C definition, with an assertion that the compiler lays it out as NumPy does."""
-        return f"struct {self.name} {{\n{self.members.strip()}\n}};\nstatic_assert(sizeof({self.name}) == {self.size(constants)});\n"
+        return (
+            f"struct {self.name} {{\n{self.members.strip()}\n}};\nstatic_assert(sizeof({self.name}) == {self.size(constants)});\n"
+        )
 
     def dtype(self, constants: Mapping[str, int]) -> np.dtype:
         """The aligned NumPy dtype of the structure."""

@@ -76,7 +76,9 @@ def cpu(*tensors):
     return [None if t is None else t.cpu() for t in tensors]
 
 
-def round_trip(comm, gpu, host, seed, num_tokens, num_topk, *, dtype=torch.bfloat16, idx_dtype=torch.int64, scales=False, one_rank=False):
+def round_trip(
+    comm, gpu, host, seed, num_tokens, num_topk, *, dtype=torch.bfloat16, idx_dtype=torch.int64, scales=False, one_rank=False
+):
     """Dispatch and combine on both backends; everything must agree to the last bit."""
     experts, hidden = gpu.config.num_experts, gpu.config.hidden
     idx, weights = routing(comm, seed, num_tokens, num_topk, experts, dtype=idx_dtype, one_rank=one_rank)
@@ -97,7 +99,9 @@ def round_trip(comm, gpu, host, seed, num_tokens, num_topk, *, dtype=torch.bfloa
 
 
 @pytest.mark.parametrize("hidden", [2880, 4096, 5120, 7168])
-@pytest.mark.parametrize(("num_topk", "idx_dtype"), [(1, torch.int32), (4, torch.int64), (8, torch.int64), (9, torch.int32), (32, torch.int64)])
+@pytest.mark.parametrize(
+    ("num_topk", "idx_dtype"), [(1, torch.int32), (4, torch.int64), (8, torch.int64), (9, torch.int32), (32, torch.int64)]
+)
 def test_sizes(comm, hidden, num_topk, idx_dtype):
     with make(comm, hidden=hidden, num_topk=num_topk) as gpu, make(comm, "host", hidden=hidden, num_topk=num_topk) as host:
         poison(gpu)
@@ -119,7 +123,10 @@ def test_payloads(comm, dtype):
 def test_200_rounds(comm):
     """Back to back, all sizes, with delays on one rank now and then: memory that is reused too early would show."""
     rng = np.random.default_rng(7)  # the same on all ranks
-    with make(comm, hidden=1024, num_max_tokens_per_rank=256) as gpu, make(comm, "host", hidden=1024, num_max_tokens_per_rank=256) as host:
+    with (
+        make(comm, hidden=1024, num_max_tokens_per_rank=256) as gpu,
+        make(comm, "host", hidden=1024, num_max_tokens_per_rank=256) as host,
+    ):
         held = []
         for i in range(200):
             late = int(rng.integers(comm.Get_size()))

@@ -26,7 +26,9 @@ def _checks():
     found = []
     for module in (dispatch, combine, buffers, rounds, bad_calls):
         checks = [f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_")]
-        found += [pytest.param(f, id=f"{module.__name__}-{f.__name__}") for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)]
+        found += [
+            pytest.param(f, id=f"{module.__name__}-{f.__name__}") for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)
+        ]
     return found
 
 
