@@ -80,7 +80,7 @@ class Buffer:
             raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
         if on_exhausted not in ("copy", "error"):
             raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
-        optional = {"timeout_s": timeout_s, "check_inputs": check_inputs}
+        optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
         self.config = Config(
             num_ranks=comm.Get_size(),
             num_max_tokens_per_rank=num_max_tokens_per_rank,
@@ -131,12 +131,11 @@ class Buffer:
             >>> print(f"{hint['total'] / 1e9:.2f} GB")
             1.44 GB
         """
-        sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=num_experts, num_slots=num_slots)
-        return layout.size_hint(Config(num_ranks, num_max_tokens_per_rank, dtype=dtype, **sizes))
+        return layout.size_hint(Config(num_ranks, num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, num_slots))
 
     @property
     def backend(self) -> str:
-        """ "cuda" or "host"."""
+        """The backend in use, "cuda" or "host"."""
         return self._live().name
 
     def dispatch(
@@ -184,11 +183,12 @@ class Buffer:
             >>> sent.recv_x.shape, sent.num_recv_tokens_per_expert_list
         """
         backend = self._live()
-        call = backend.begin(x, async_finish, previous_event, stream)
-        inputs = dispatch_inputs(
-            self._site, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
-        )
-        return backend.dispatch(self._site, inputs, call)
+        with backend.context:
+            call = backend.begin(x, async_finish, previous_event, stream)
+            inputs = dispatch_inputs(
+                self._site, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
+            )
+            return backend.dispatch(self._site, inputs, call)
 
     def combine(
         self,
@@ -224,9 +224,10 @@ class Buffer:
             >>> out = buffer.combine(y, sent.handle, bias=shared_expert_output).x
         """
         backend = self._live()
-        call = backend.begin(x, async_finish, previous_event, stream)
-        inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
-        return backend.combine(self._site, inputs, call)
+        with backend.context:
+            call = backend.begin(x, async_finish, previous_event, stream)
+            inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
+            return backend.combine(self._site, inputs, call)
 
     def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int = 2048, iterations: int = 5) -> float:
         """Measure what the links carry: every rank pushes rows to all others at once, with nothing to look up and nobody to wait for.
@@ -250,7 +251,9 @@ class Buffer:
                 f"copy_ceiling: row_bytes={row_bytes}, num_rows={num_rows}, iterations={iterations}; expected positive numbers, and "
                 f"row_bytes a multiple of {ROW_ALIGNMENT} up to {self.config.row_bytes}"
             )
-        return self._live().copy_ceiling(row_bytes, num_rows, iterations)
+        backend = self._live()
+        with backend.context:
+            return backend.copy_ceiling(row_bytes, num_rows, iterations)
 
     def synchronize(self) -> None:
         """Wait on the host for the work of all calls so far.
@@ -258,13 +261,16 @@ class Buffer:
         Raises:
             EPTimeoutError: if a peer did not answer.
         """
-        self._live().synchronize()
+        backend = self._live()
+        with backend.context:
+            backend.synchronize()
 
     def destroy(self) -> None:
         """Give the memory back. Collective; results that are still held must not be used afterwards. Safe to call twice."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            backend.destroy()
+            with backend.context:
+                backend.destroy()
 
     def _live(self) -> HostBackend | DeviceBackend:
         if self._backend is None:

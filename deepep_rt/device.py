@@ -57,6 +57,7 @@ class DeviceBackend:
         self._last_stream: int | None = None
         self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
         self.device = self._choose_device()
+        self.context = driver.CurrentContext()
         self._map = layout.symmetric(config)
         self._check_memory()
         self._stream = driver.new_stream()
@@ -88,10 +89,9 @@ class DeviceBackend:
         """Decide where a call runs; raise what earlier calls left behind."""
         self._check()
         caller = arrays.framework_of(x, "x").current_stream(self.device)
+        launch = self._stream if async_finish or caller is None else caller
         if stream is not None:
             launch = driver.stream_handle(stream)
-        else:
-            launch = self._stream if async_finish or caller is None else caller
         return Call(launch, caller, async_finish, previous_event)
 
     def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
@@ -145,7 +145,10 @@ class DeviceBackend:
             num_rows, counts = self._await_counts(place)
         owner, base = self._owner(place, shape, num_rows, x.row_bytes, stream)
         like = inputs.x
-        make = lambda name, rows, dtype: self._result(base + shape.offsets[name], rows, dtype, owner, like, stream)  # noqa: E731
+
+        def make(name: str, shape_: tuple[int, ...], dtype: str) -> View:
+            return self._result(base + shape.offsets[name], shape_, dtype, owner, like, stream)
+
         views: dict[str, View | None] = {
             "x": make("x", (num_rows, *inputs.x.shape[1:]), x.dtype),
             "scales": make("scales", (num_rows, *scales.shape[1:]), scales.dtype) if scales else None,
@@ -294,25 +297,26 @@ class DeviceBackend:
         if short:
             parts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in layout.size_hint(self.config).items())
             raise EPOutOfMemoryError(
-                f"a Buffer of these sizes takes {need / 1e9:.2f} GB a rank ({parts}), but rank {short[0][0]} has {short[0][1] / 1e9:.2f} GB "
-                f"free; lower num_max_tokens_per_rank or num_slots"
+                f"a Buffer of these sizes takes {need / 1e9:.2f} GB a rank ({parts}), but rank {short[0][0]} has "
+                f"{short[0][1] / 1e9:.2f} GB free; lower num_max_tokens_per_rank or num_slots"
             )
 
     def _open_page(self) -> None:
         page = layout.host_page(self.config)
         self._page = driver.allocate_pinned(page.num_bytes)
         ctypes.memset(self._page, 0, page.num_bytes)
-        memory = np.frombuffer((ctypes.c_char * page.num_bytes).from_address(self._page), np.uint8)
+        mapped: Any = (ctypes.c_char * page.num_bytes).from_address(self._page)
+        memory = np.frombuffer(mapped, np.uint8)
 
         def part(name: str, struct: structs.CStruct) -> Any:
             dtype = struct.dtype(self.config.constants())
             start = page.offsets[name]
-            flag = ctypes.c_uint32.from_address(self._page + start + dtype.fields["flag"][1])
+            flag = ctypes.c_uint32.from_address(self._page + start + structs.offset(dtype, "flag"))
             return memory[start : start + dtype.itemsize].view(dtype)[0:1], flag
 
         self._report, self._report_flag = part("report", structs.Report)
         self._mailbox, self._mailbox_flag = part("mailbox", structs.Mailbox)
-        offset = self._report.dtype.fields["bad_flag"][1]
+        offset = structs.offset(self._report.dtype, "bad_flag")
         self._bad_flag = ctypes.c_uint32.from_address(self._page + page.offsets["report"] + offset)
 
     def _launcher(self, name: str, dtype: str | None = None) -> Launcher:
@@ -377,8 +381,8 @@ class DeviceBackend:
     def _refuse_when_fixed(self, stream: int) -> None:
         if driver.is_capturing(stream):
             raise EPOutOfMemoryError(
-                f"the pool is full ({self._pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is captured; "
-                f"drop earlier results, or make the Buffer with a larger num_slots"
+                f"the pool is full ({self._pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is "
+                f"captured; drop earlier results, or make the Buffer with a larger num_slots"
             )
 
     def _owner(self, place: _Place, shape: layout.Map, num_rows: int, row_bytes: int, stream: int) -> tuple[Any, int]:
@@ -437,9 +441,10 @@ class DeviceBackend:
         copied: dict[str, View | None] = {}
         for name, view in views.items():
             if view is not None:
-                memory = np.empty(max(view.nbytes, 1), np.uint8)
-                driver.copy_async(memory.ctypes.data, view.ptr, view.nbytes, stream)
-                view = replace(view, ptr=memory.ctypes.data, device=HOST, owner=memory, stream=None)
+                memory = np.empty(view.nbytes + 64, np.uint8)
+                ptr = memory.ctypes.data + -memory.ctypes.data % 64  # where JAX wants its arrays
+                driver.copy_async(ptr, view.ptr, view.nbytes, stream)
+                view = replace(view, ptr=ptr, device=HOST, owner=memory, stream=None)
             copied[name] = view
         driver.synchronize(stream)
         self._check()
@@ -491,7 +496,8 @@ class DeviceBackend:
             rank, peer, phase = int(report["rank"]), int(report["peer"]), structs.phase_name(int(report["phase"]))
             expected, seen = int(report["expected"]), int(report["seen"])
             self._broken = EPTimeoutError(
-                f"rank {rank} waited {self.config.timeout_s:g} s for rank {peer}: {phase}, call {expected} of its kind (rank {peer} was at {seen}). "
+                f"rank {rank} waited {self.config.timeout_s:g} s for rank {peer}: {phase}, call {expected} of its kind "
+                f"(rank {peer} was at {seen}). "
                 f"Did rank {peer} make the same calls, or die? Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. "
                 f"The buffer cannot be used any more",
                 rank=rank,

@@ -37,6 +37,28 @@ def use_device(local_rank: int) -> int:
     return ordinal
 
 
+class CurrentContext:
+    """`with` it, work goes to the context that was current when it was made; the caller's own comes back afterwards.
+
+    Other libraries change the current context without a word (JAX does when it starts).
+    """
+
+    def __init__(self) -> None:
+        self._own = int(ok(driver.cuCtxGetCurrent()))
+        self._callers: list[int] = []
+
+    def __enter__(self) -> None:
+        current = int(ok(driver.cuCtxGetCurrent()))
+        self._callers.append(current)
+        if current != self._own:
+            ok(driver.cuCtxSetCurrent(self._own))
+
+    def __exit__(self, *_: object) -> None:
+        caller = self._callers.pop()
+        if caller != self._own:
+            ok(driver.cuCtxSetCurrent(caller))
+
+
 def device_uuid(ordinal: int) -> str:
     return bytes(ok(_device_uuid(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
 

@@ -8,6 +8,7 @@ bounded.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ class HostBackend:
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._num_routings = 0  # the same on all ranks: they succeed or fail together
+
+    context = contextlib.nullcontext()
+    """There is no device to make current."""
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Start a call; there are no streams here, and earlier work has always finished."""

@@ -13,6 +13,7 @@ from cuda.bindings import driver
 from .driver import ok
 from .jit import Function
 from .kernels import Kernel
+from .structs import offset
 
 _FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
 
@@ -34,10 +35,11 @@ class Launcher:
         if tuple(fixed) != names[: len(fixed)]:
             raise AssertionError(f"{kernel.name}: the fixed members {tuple(fixed)} are not the first of {names}")
         self._buffer = ctypes.create_string_buffer(dtype.itemsize)
-        head = np.frombuffer(self._buffer, dtype)[0:1]
+        memory: Any = self._buffer
+        head = np.frombuffer(memory, dtype)[0:1]
         for name, value in fixed.items():
             head[name] = value
-        self._start = dtype.fields[self.names[0]][1] if self.names else dtype.itemsize
+        self._start = offset(dtype, self.names[0]) if self.names else dtype.itemsize
         self._packer = struct.Struct(_format(dtype, self.names, self._start))
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._function = function.handle
@@ -57,8 +59,8 @@ def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:
     """The struct format of these scalar members, with the padding that the C compiler puts between them."""
     parts, end = ["<"], start
     for name in names:
-        kind, offset = dtype.fields[name][:2]
-        parts.append(f"{offset - end}x" if offset > end else "")
+        kind, begin = dtype[name], offset(dtype, name)
+        parts.append(f"{begin - end}x" if begin > end else "")
         parts.append(_FORMATS[kind.str[1:]])
-        end = offset + kind.itemsize
+        end = begin + kind.itemsize
     return "".join(parts)

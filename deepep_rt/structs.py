@@ -65,6 +65,12 @@ class CStruct:
         return rows
 
 
+def offset(dtype: np.dtype, name: str) -> int:
+    """Where a member starts, in bytes."""
+    assert dtype.fields is not None
+    return dtype.fields[name][1]
+
+
 RouteMessage = CStruct(
     "RouteMessage",
     """

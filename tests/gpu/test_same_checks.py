@@ -14,6 +14,16 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]
 
 
+# What the host backend promises beyond the CUDA one: it finds a wrong call of one rank on all ranks, and has no streams.
+HOST_ONLY = {
+    "check_backend_choice",
+    "check_host_events_and_streams",
+    "check_bad_expert_number",  # on GPUs: test_device.test_bad_input_leaves_the_buffer_usable
+    "check_ranks_that_disagree",
+    "check_huge_messages_are_refused",
+}
+
+
 def _checks():
     try:
         import bad_calls
@@ -25,7 +35,9 @@ def _checks():
         return []
     found = []
     for module in (dispatch, combine, buffers, rounds, bad_calls):
-        checks = [f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_")]
+        checks = [
+            f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
+        ]
         found += [
             pytest.param(f, id=f"{module.__name__}-{f.__name__}") for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)
         ]
@@ -36,6 +48,8 @@ def _checks():
 def test_check(check, comm, monkeypatch):
     import spmd
 
+    if check.__name__ == "check_subcommunicators" and comm.Get_size() % 2:
+        return  # groups of different sizes over one NVSHMEM runtime are refused; comm.SymmetricMemory says why
     monkeypatch.setattr(spmd, "backend", "cuda")
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")
     assert spmd._run(check, comm)
