@@ -19,7 +19,8 @@ with Buffer(comm, num_max_tokens_per_rank=512, hidden=7168, num_topk=4, num_expe
     ceiling = buffer.copy_ceiling()
     if comm.rank == 0:
         print(
-            f"rows {tuple(sent.recv_x.shape)}, error {error:.3g}, weights equal: {torch.equal(back.topk_weights, weights)}, {ceiling / 1e9:.0f} GB/s"
+            f"rows {tuple(sent.recv_x.shape)}, error {error:.3g}, weights equal: {torch.equal(back.topk_weights, weights)}, "
+            f"{ceiling / 1e9:.0f} GB/s"
         )
     assert error < 0.1
     assert torch.equal(back.topk_weights, weights)
