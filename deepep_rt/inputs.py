@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from . import arrays
@@ -104,11 +105,11 @@ def dispatch_inputs(
                 f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {config.scale_bytes} "
                 f"(hidden // 128 float32, or packed UE8M0)"
             )
-    if num_worst_tokens is not None and not 0 <= num_worst_tokens <= config.num_max_recv_tokens:
+    if num_worst_tokens is not None and not _is_whole(num_worst_tokens, 0, config.num_max_recv_tokens):
         raise EPInputError(
             f"num_worst_tokens is {num_worst_tokens}; expected 0 to {config.num_max_recv_tokens} (num_ranks * num_max_tokens_per_rank)"
         )
-    if not isinstance(expert_alignment, int) or not 1 <= expert_alignment <= 1 << 20:
+    if not _is_whole(expert_alignment, 1, 1 << 20):
         raise EPInputError(f"expert_alignment is {expert_alignment!r}; expected a positive whole number")
     return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment)
 
@@ -132,6 +133,11 @@ def combine_inputs(site: Site, stream: int | None, x: Any, handle: DispatchHandl
         _check_shape(view, f"bias[{i}]", (handle.num_tokens, config.hidden), (rows.dtype,))
         _check_row(site, view, f"bias[{i}]")
     return CombineInputs(rows, handle, weights, biases)
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    """Whether it is a whole number (of Python or of NumPy) in this range; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
