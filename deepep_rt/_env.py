@@ -42,11 +42,6 @@ def timeout_s() -> float:
         raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 30") from None
 
 
-def is_set(name: str) -> bool:
-    """Whether the user set the environment variable `name`."""
-    return name in os.environ
-
-
 @contextmanager
 def overridden(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for the length of a block, but never over the user's own; restore them afterwards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavail
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-_log = logging.getLogger("deepep_rt")
 
 
 def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str) -> str:

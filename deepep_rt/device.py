@@ -142,7 +142,7 @@ class DeviceBackend:
         self._launched(call, (x, idx, weights, scales, slot, inputs))
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
-            num_rows, counts = self._await_counts(place)
+            num_rows, counts = self._await_counts()
         owner, base = self._owner(place, shape, num_rows, x.row_bytes, stream)
         like = inputs.x
 
@@ -395,7 +395,7 @@ class DeviceBackend:
         driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, stream)
         return copy, copy.ptr
 
-    def _await_counts(self, place: _Place) -> tuple[int, list[int]]:
+    def _await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host until the routing is known: the one synchronisation of the library."""
         deadline = time.monotonic() + self.config.timeout_s + _HOST_GRACE_S
         while not self._mailbox_flag.value:

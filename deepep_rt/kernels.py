@@ -21,7 +21,7 @@ class Kernel:
 
     name: str
     params: str
-    threads: str = "kBlockThreads"
+    threads: str
     shared: str | None = None
     needs_nvshmem: bool = False
     per_dtype: bool = False  # compiled once for each element type that combine adds up

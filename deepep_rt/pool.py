@@ -7,8 +7,6 @@ when the block came back (blocks that were lent to another stream than the one t
 
 from __future__ import annotations
 
-from typing import Any
-
 from . import driver
 from .layout import align_up
 
@@ -120,5 +118,5 @@ class Slot:
     def __init__(self, slots: Slots, ptr: int) -> None:
         self.ptr, self._slots = ptr, slots
 
-    def __del__(self, _: Any = None) -> None:
+    def __del__(self) -> None:
         self._slots.give_back(self.ptr)
