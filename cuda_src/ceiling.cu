@@ -19,20 +19,20 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) ceiling(const 
   auto counts = [&](const Item& it) { return kNumRanks == 1 || it.rank != p.rank; };
   if constexpr (kHasTma) {
     auto load = [&](int item, char* stage, u64* barrier) {
-      const Item it = item_at(worker + item * num_workers, p.rank);
+      const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
       if (lane_idx() != 0) return;
       barrier_expect(barrier, counts(it) ? p.row_bytes : 0);
       if (counts(it)) bulk_load(stage, source(it), p.row_bytes, barrier);
     };
     auto store = [&](int item, char* stage) {
-      const Item it = item_at(worker + item * num_workers, p.rank);
+      const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
       if (counts(it)) bulk_store(target(it), stage, p.row_bytes);
     };
     bulk_pipeline<kDispatchStages, false>(stages + warp * kDispatchStages * kStageBytes, barriers + warp * kDispatchStages, num_items, load,
                                           store, [](int, int) {});
   } else {
     for (int item = 0; item < num_items; ++item) {
-      const Item it = item_at(worker + item * num_workers, p.rank);
+      const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
       if (counts(it)) warp_copy(target(it), source(it), p.row_bytes);
     }
   }

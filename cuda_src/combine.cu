@@ -65,8 +65,8 @@ struct Chunk {
   i64 first;  // row among those for that rank
 };
 
-__device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j) {
-  const Item it = item_at(j, p.rank);
+__device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j, int num_workers) {
+  const Item it = item_at(j, num_workers, p.rank);
   return {it.rank, it.chunk, rows_in_chunk(routes.num_rows[it.rank], it.chunk, kChunkRows), static_cast<i64>(it.chunk) * kChunkRows};
 }
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 
 __device__ inline void push_bulk(const Params& p, const Routes& routes, u32 epoch, char* stages, u64* barriers) {
   const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
   const int num_items = num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
-  auto chunk = [&](int item) { return chunk_at(p, routes, worker + item * num_workers); };
+  auto chunk = [&](int item) { return chunk_at(p, routes, worker + item * num_workers, num_workers); };
   auto load = [&](int item, char* stage, u64* barrier) {
     const Chunk c = chunk(item);
     carry_weights(p, routes, c);
@@ -113,7 +113,7 @@ __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 e
   const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
   const int num_items = num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
   for (int item = 0; item < num_items; ++item) {
-    const Chunk c = chunk_at(p, routes, worker + item * num_workers);
+    const Chunk c = chunk_at(p, routes, worker + item * num_workers, num_workers);
     carry_weights(p, routes, c);
     warp_copy(at<char>(routes.to_x[c.rank], c.first * kRowBytes), source_of(p, routes, c), static_cast<i64>(c.num_rows) * kRowBytes);
     __syncwarp();
@@ -124,22 +124,32 @@ __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 e
   }
 }
 
+// Adding waits for memory: each lane has about 16 vectors on their way.
 __device__ inline void add_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
+  constexpr int kAtOnce = 16 / kNumRanks < 4 ? 16 / kNumRanks : 4;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
-  for (int v = lane_idx(); v < kRowVecs; v += 32) {
-    Vec16 held[kNumRanks];
+  for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
+    Vec16 held[kAtOnce][kNumRanks];
 #pragma unroll
-    for (int r = 0; r < kNumRanks; ++r) {
-      if (rows[r]) held[r] = ld_streaming(at<const Vec16>(rows[r], 0) + v);
-    }
-    float sum[kPerVec] = {};
+    for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-    for (int r = 0; r < kNumRanks; ++r) {
-      if (rows[r]) add_to(sum, held[r]);
+      for (int r = 0; r < kNumRanks; ++r) {
+        if (rows[r] && first + i * 32 < kRowVecs) held[i][r] = ld_streaming(at<const Vec16>(rows[r], 0) + first + i * 32);
+      }
     }
-    if (p.bias_0) add_to(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
-    if (p.bias_1) add_to(sum, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
-    st_vec(at<Vec16>(p.out, offset) + v, rounded(sum));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int v = first + i * 32;
+      if (v >= kRowVecs) break;
+      float sum[kPerVec] = {};
+#pragma unroll
+      for (int r = 0; r < kNumRanks; ++r) {
+        if (rows[r]) add_to(sum, held[i][r]);
+      }
+      if (p.bias_0) add_to(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
+      if (p.bias_1) add_to(sum, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
+      st_vec(at<Vec16>(p.out, offset) + v, rounded(sum));
+    }
   }
 }
 

@@ -68,7 +68,7 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
 
   auto token_of = [&](int item, int row) {  // -1: no such row
     if (item >= num_items) return -1;
-    const Item it = item_at(worker + item * num_workers, p.rank);
+    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
     const int position = it.chunk * rows_per_copy + row;
     return position < routes.num_rows[it.rank] ? send_list[it.rank * kNumMaxTokens + position] : -1;
   };
@@ -89,7 +89,7 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
     if (mine) bulk_load(stage + my_row * p.row_bytes, at<char>(p.x, static_cast<u64>(token) * p.row_bytes), p.row_bytes, barrier);
   };
   auto store = [&](int item, char* stage) {
-    const Item it = item_at(worker + item * num_workers, p.rank);
+    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
     const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, rows_per_copy);
     const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
     if (num_rows > 0) bulk_store(at<char>(routes.landing[it.rank].x, row * p.row_bytes), stage, num_rows * p.row_bytes);
@@ -102,7 +102,7 @@ __device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) 
   const int num_items = num_items_of(worker, num_workers, routes.max_rows);
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
   for (int item = 0; item < num_items; ++item) {
-    const Item it = item_at(worker + item * num_workers, p.rank);
+    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
     if (it.chunk >= routes.num_rows[it.rank]) continue;
     const u64 token = send_list[it.rank * kNumMaxTokens + it.chunk];
     const u64 row = routes.first[it.rank] + it.chunk;
@@ -144,7 +144,7 @@ __device__ inline void carry_side_arrays(const Params& p, const Routes& routes) 
   const int max_chunks = (routes.max_listed + kCarryRows - 1) / kCarryRows;
   const int num_items = num_items_of(worker, num_workers, max_chunks);
   for (int item = 0; item < num_items; ++item) {
-    const Item it = item_at(worker + item * num_workers, p.rank);
+    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
     const Landing& landing = routes.landing[it.rank];
     const int position = it.chunk * kCarryRows + lane_idx();
     const int token =

@@ -14,21 +14,41 @@
 constexpr int kWarps = kRouteThreads / 32;
 static_assert(kWarps == 32, "one lane for each warp in the scan");
 
+// A token's experts; -2 for a number that is no expert and not -1. All loads are on their way before the first one is used.
+template <class Index>
+__device__ inline void read_experts(const Params& p, int token, i32 (&experts)[kNumTopk]) {
+  const Index* from = at<const Index>(p.topk_idx, 0) + static_cast<i64>(token) * kNumTopk;
+#pragma unroll
+  for (int k = 0; k < kNumTopk; ++k) {
+    const Index expert = from[k];
+    experts[k] = expert >= -1 && expert < kNumExperts ? static_cast<i32>(expert) : -2;
+  }
+}
+
+__device__ inline void report_bad_expert(const Params& p, int token, int k) {
+  const i64 i = static_cast<i64>(token) * kNumTopk + k;
+  Report* report = at<Report>(p.page, kPageReport);
+  st_relaxed_sys(&report->bad_token, token);
+  st_relaxed_sys(&report->bad_expert, p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i]);
+  st_release_sys(&report->bad_flag, 1);
+}
+
 // The ranks that a token goes to, as a bit mask; its choices are counted.
 __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
+  i32 experts[kNumTopk];
+  if (p.idx_bytes == 8) {
+    read_experts<i64>(p, token, experts);
+  } else {
+    read_experts<i32>(p, token, experts);
+  }
   u32 ranks = 0;
 #pragma unroll
   for (int k = 0; k < kNumTopk; ++k) {
-    const i64 i = static_cast<i64>(token) * kNumTopk + k;
-    const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
-    if (expert >= 0 && expert < kNumExperts) {
-      ranks |= 1u << (static_cast<u32>(expert) / kNumLocalExperts);
-      atomicAdd(choices + expert, 1);
-    } else if (p.check && expert != -1) {
-      Report* report = at<Report>(p.page, kPageReport);
-      st_relaxed_sys(&report->bad_token, token);
-      st_relaxed_sys(&report->bad_expert, expert);
-      st_release_sys(&report->bad_flag, 1);
+    if (experts[k] >= 0) {
+      ranks |= 1u << (static_cast<u32>(experts[k]) / kNumLocalExperts);
+      atomicAdd(choices + experts[k], 1);
+    } else if (p.check && experts[k] == -2) {
+      report_bad_expert(p, token, k);
     }
   }
   return ranks;
@@ -92,9 +112,11 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
 
   // 3. positions
   int next = lane < kNumRanks ? rows_before[lane][warp] : 0;  // lane r: position of the next row for rank r
+  u32 next_ranks = begin + lane < end ? send_pos[(begin + lane) * kNumRanks] : 0;
   for (int first = begin; first < end; first += 32) {
     const int token = first + lane;
-    const u32 ranks = token < end ? send_pos[token * kNumRanks] : 0;
+    const u32 ranks = next_ranks;
+    next_ranks = token + 32 < end ? send_pos[(token + 32) * kNumRanks] : 0;
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
       const u32 takers = __ballot_sync(~0u, ranks >> r & 1);

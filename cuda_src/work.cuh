@@ -1,5 +1,4 @@
-// How the rows for all ranks are shared out: item j is chunk j / kNumRanks for some rank, and consecutive items go to different ranks, so
-// that every link is busy all the time whatever the number of movers.
+// How the rows for all ranks are shared out. Item j is chunk j / kNumRanks for some rank; worker w does the items w, w + num_workers, ...
 #pragma once
 #include "memory.cuh"
 
@@ -8,9 +7,12 @@ struct Item {
   int chunk;
 };
 
-__device__ __forceinline__ Item item_at(int j, int my_rank) {
-  const int chunk = j / kNumRanks;
-  return {(j + chunk + my_rank) % kNumRanks, chunk};
+// Neighbours work for different ranks, and a worker's next item is for the next rank (a short cycle would leave some workers with nothing
+// but their own rank's rows, and each link to a few): every link is busy all the time, whatever the number of workers.
+__device__ __forceinline__ Item item_at(int j, int num_workers, int my_rank) {
+  const int chunk = j / kNumRanks, round = chunk * kNumRanks / num_workers;
+  const int to_next_rank = (num_workers * (kNumRanks - 1) + 1) % kNumRanks;  // 1 - num_workers, modulo the number of ranks
+  return {(j + round % kNumRanks * to_next_rank + my_rank) % kNumRanks, chunk};
 }
 
 // Items of worker `worker` of `num_workers`, when the rank with the most rows has `max_chunks` chunks.

@@ -33,6 +33,11 @@ def debug() -> bool:
     return _flag("DEEPEP_RT_DEBUG")
 
 
+def share_gpus() -> bool:
+    """`DEEPEP_RT_SHARE_GPUS=1`: several ranks may use one GPU, taking turns: right results at a snail's pace, for development."""
+    return _flag("DEEPEP_RT_SHARE_GPUS")
+
+
 def timeout_s() -> float:
     """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 30 when unset."""
     text = os.environ.get("DEEPEP_RT_TIMEOUT_S", "30")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import arrays, comm, driver, jit, layout, structs
+from . import _env, arrays, comm, driver, jit, layout, structs
 from .arrays import HOST, View
 from .config import COMBINE_DTYPES, Config, rows_per_copy
 from .errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError
@@ -282,12 +282,14 @@ class DeviceBackend:
                 f"{self._comm.Get_size()} ranks on several hosts ({local_size} here); this backend serves one host"
             )
         device = driver.use_device(local_rank)
-        uuids = self._comm.allgather(driver.device_uuid(device))
+        found = self._comm.allgather((driver.device_uuid(device), _env.share_gpus()))
+        uuids = [uuid for uuid, _ in found]
         twins = [rank for rank, uuid in enumerate(uuids) if uuid == uuids[self._comm.Get_rank()]]
-        if len(set(uuids)) != len(uuids):
+        if len(set(uuids)) != len(uuids) and not all(share for _, share in found):
             raise EPConfigError(
                 f"{len(uuids)} ranks share {len(set(uuids))} GPUs (on this one: ranks {twins}); start one rank a GPU, and if you choose "
-                f"devices yourself (torch.cuda.set_device, cupy.cuda.Device), choose a different one in each rank"
+                f"devices yourself (torch.cuda.set_device, cupy.cuda.Device), choose a different one in each rank. "
+                f"To develop for more ranks than there are GPUs, slowly, set DEEPEP_RT_SHARE_GPUS=1"
             )
         return device
 

@@ -6,7 +6,7 @@ from mpi4py import MPI
 from deepep_rt import Buffer
 
 comm = MPI.COMM_WORLD
-torch.cuda.set_device(comm.rank)
+torch.cuda.set_device(comm.rank % torch.cuda.device_count())
 ranks = comm.size
 with Buffer(comm, num_max_tokens_per_rank=512, hidden=7168, num_topk=4, num_experts=8 * ranks, timeout_s=5) as buffer:
     x = torch.randn(100, 7168, device="cuda").bfloat16()

@@ -311,7 +311,8 @@ def test_late_rank(comm):
         comm.Barrier()
 
 
-def test_two_ranks_on_one_gpu_are_refused(comm):
+def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):
+    monkeypatch.delenv("DEEPEP_RT_SHARE_GPUS", raising=False)
     if comm.Get_size() == 1:
         return
     mine = torch.cuda.current_device()
@@ -325,6 +326,8 @@ def test_two_ranks_on_one_gpu_are_refused(comm):
 
 def test_host_time(comm):
     """A call costs the host little: at most 60 us without the synchronisation for counts."""
+    if os.environ.get("DEEPEP_RT_SHARE_GPUS"):
+        return  # ranks that take turns have no time to measure
     with make(comm) as gpu:
         idx, weights = routing(comm, 97, 64, 8, gpu.config.num_experts)
         x = rows(comm, 97, 64, 7168)
