@@ -53,11 +53,12 @@ __device__ __forceinline__ void bulk_wait_written() {
 // One warp moves `num_items` items through its ring of stages, half of them being filled while the others are being emptied.
 //   load(item, stage, barrier)  all lanes: expect the item's bytes on the barrier (one lane, even if there are none) and start loading
 //   store(item, stage)          one lane: start storing
-//   written(first, end)         one lane: these items are written at their targets; not called unless kTellWritten
-// Telling costs a fence, and an item is written long after its stage has been read: it is told in batches that lag behind.
+//   written(count)              one lane: so many of the first items are written at their targets; not called unless kTellWritten
+// A stage can be refilled once it has been read; that its bytes are written is known later, and nobody waits for it before kUnwritten
+// more items are on their way.
 template <int kStages, bool kTellWritten, class Load, class Store, class Written>
 __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, int num_items, Load load, Store store, Written written) {
-  constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kBatch = 4;
+  constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 4;
   static_assert(kStages >= 2);
   const bool leader = lane_idx() == 0;
   if (leader) {
@@ -67,16 +68,14 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, int n
   __syncwarp();
   auto start = [&](int item) { load(item, stages + (item % kStages) * kStageBytes, barriers + item % kStages); };
   for (int item = 0; item < kFilling && item < num_items; ++item) start(item);
-  int told = 0;
   for (int item = 0; item < num_items; ++item) {
     if (leader) {
       barrier_wait(barriers + item % kStages, (item / kStages) % 2);
       store(item, stages + (item % kStages) * kStageBytes);
       bulk_commit();
-      if (kTellWritten && item + 1 - told == 2 * kBatch) {
-        bulk_wait_written<kBatch>();
-        written(told, told + kBatch);
-        told += kBatch;
+      if (kTellWritten && item >= kUnwritten) {
+        bulk_wait_written<kUnwritten>();
+        written(item + 1 - kUnwritten);
       }
       bulk_wait_read<kEmptying>();
     }
@@ -85,7 +84,7 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, int n
   }
   if (leader) {
     bulk_wait_written<0>();
-    if (kTellWritten && told < num_items) written(told, num_items);
+    if (kTellWritten) written(num_items);
   }
   __syncwarp();
 }

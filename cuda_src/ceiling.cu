@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) ceiling(const 
       if (counts(it)) bulk_store(target(it), stage, p.row_bytes);
     };
     bulk_pipeline<kDispatchStages, false>(stages + warp * kDispatchStages * kStageBytes, barriers + warp * kDispatchStages, num_items, load,
-                                          store, [](int, int) {});
+                                          store, [](int) {});
   } else {
     for (int item = 0; item < num_items; ++item) {
       const Item it = item_at(worker + item * num_workers, num_workers, p.rank);

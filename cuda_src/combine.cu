@@ -4,9 +4,11 @@
 // plain copy of chunks. Staging at the source holds one row for each (token, rank) that dispatch sent: those of rank 0 first, then
 // rank 1...
 //
-// Roles in each block: kCombineMovers warps push chunks of kChunkRows rows and raise a flag for each once it is written; the others take
-// tokens in ascending order, wait for the flags of the chunks that hold a token's rows, and add the rows in float32 and in rank order.
-// Movers never wait for adders, and staging holds everything, so nothing can dead-lock as long as each rank's blocks get to run.
+// Roles in each block: kCombineMovers warps push chunks of kChunkRows rows; one warp, the teller, raises a flag for each chunk once it is
+// written; the others take tokens in ascending order, wait for the flags of the chunks that hold a token's rows, and add the rows in
+// float32 and in rank order. A flag needs a fence, and a fence takes as long as many rows: the teller raises whatever flags are due after
+// each, and movers wait for none. Movers never wait for adders, and staging holds everything, so nothing can dead-lock as long as each
+// rank's blocks get to run. (Without TMA a mover's copies are its own stores: it raises its flags itself.)
 //
 // Protocol: (1) landings as in landing.cuh; (2) combine_flags[sender][chunk] = epoch, released after the chunk. Flags need no cleaning: a
 // peer raises epoch k + 1 only after it read this rank's landing k + 1, hence after this rank's kernel k saw all of its flags. Staging may
@@ -18,7 +20,8 @@
 #include "number.cuh"
 #include "work.cuh"
 
-constexpr int kAdders = kCombineThreads / 32 - kCombineMovers;
+constexpr int kTeller = kHasTma ? kCombineMovers : -1;  // its warp
+constexpr int kFirstAdder = kHasTma ? kTeller + 1 : kCombineMovers, kAdders = kCombineThreads / 32 - kFirstAdder;
 constexpr int kRowVecs = kRowBytes / 16;
 
 struct Routes {
@@ -86,14 +89,18 @@ __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 
   if (c.num_rows > 0) st_relaxed_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
 }
 
-__device__ inline void push_bulk(const Params& p, const Routes& routes, u32 epoch, char* stages, u64* barriers) {
+__device__ __forceinline__ int num_chunks_of(const Routes& routes, int worker, int num_workers) {
+  return num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
+}
+
+// `written`: how many of its chunks this mover has written, for the teller.
+__device__ inline void push_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, u32* written) {
   const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
-  const int num_items = num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
   auto chunk = [&](int item) { return chunk_at(p, routes, worker + item * num_workers, num_workers); };
   auto load = [&](int item, char* stage, u64* barrier) {
     const Chunk c = chunk(item);
     carry_weights(p, routes, c);
-    __syncwarp();  // lane 0 releases what all lanes wrote
+    __syncwarp();  // lane 0 tells of what all lanes wrote
     if (lane_idx() != 0) return;
     barrier_expect(barrier, c.num_rows * kRowBytes);
     if (c.num_rows > 0) bulk_load(stage, source_of(p, routes, c), c.num_rows * kRowBytes, barrier);
@@ -102,16 +109,26 @@ __device__ inline void push_bulk(const Params& p, const Routes& routes, u32 epoc
     const Chunk c = chunk(item);
     if (c.num_rows > 0) bulk_store(at<char>(routes.to_x[c.rank], c.first * kRowBytes), stage, c.num_rows * kRowBytes);
   };
-  auto written = [&](int first, int end) {
+  bulk_pipeline<kCombineStages, true>(stages, barriers, num_chunks_of(routes, worker, num_workers), load, store,
+                                      [&](int count) { st_release_block(written, count); });
+}
+
+// Lane m follows mover m. No limit here: movers wait for nothing but their SM's copy engine.
+__device__ inline void tell(const Params& p, const Routes& routes, u32 epoch, const u32* written) {
+  const int lane = lane_idx(), worker = blockIdx.x * kCombineMovers + lane, num_workers = gridDim.x * kCombineMovers;
+  const int num_items = lane < kCombineMovers ? num_chunks_of(routes, worker, num_workers) : 0;
+  int told = 0;
+  while (__any_sync(~0u, told < num_items)) {
+    const int now = lane < kCombineMovers ? ld_acquire_block(written + lane) : 0;
+    if (!__any_sync(~0u, now > told)) continue;
     fence_release_sys();
-    for (int item = first; item < end; ++item) raise_flag(p, chunk(item), epoch);
-  };
-  bulk_pipeline<kCombineStages, true>(stages, barriers, num_items, load, store, written);
+    for (; told < now; ++told) raise_flag(p, chunk_at(p, routes, worker + told * num_workers, num_workers), epoch);
+  }
 }
 
 __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 epoch) {
   const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
-  const int num_items = num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
+  const int num_items = num_chunks_of(routes, worker, num_workers);
   for (int item = 0; item < num_items; ++item) {
     const Chunk c = chunk_at(p, routes, worker + item * num_workers, num_workers);
     carry_weights(p, routes, c);
@@ -157,7 +174,7 @@ __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epo
   const int lane = lane_idx(), num_workers = gridDim.x * kAdders;
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
-  for (int token = (warp_idx() - kCombineMovers) * gridDim.x + blockIdx.x; token < p.num_tokens; token += num_workers) {
+  for (int token = (warp_idx() - kFirstAdder) * gridDim.x + blockIdx.x; token < p.num_tokens; token += num_workers) {
     int position = -1;
     bool ok = true;
     if (lane < kNumRanks) {
@@ -188,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   __shared__ u64 barriers[kCombineMovers * kCombineStages];
+  __shared__ u32 written[kCombineMovers];
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
@@ -195,14 +213,17 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
     publish(p, kControlCombineLanding, epoch, lane, {p.land_x, 0, 0, p.land_topk_weights, 0, 0, epoch});
   }
+  if (threadIdx.x < kCombineMovers) written[threadIdx.x] = 0;
   if (warp == 0) read_routes(p, epoch, routes);
   __syncthreads();
 
   if (!routes.failed) {
-    if (warp >= kCombineMovers) {
+    if (warp >= kFirstAdder) {
       add_tokens(p, routes, epoch);
+    } else if (warp == kTeller) {
+      tell(p, routes, epoch, written);
     } else if constexpr (kHasTma) {
-      push_bulk(p, routes, epoch, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages);
+      push_bulk(p, routes, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages, written + warp);
     } else {
       push_by_warp(p, routes, epoch);
     }

@@ -94,7 +94,7 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
     const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
     if (num_rows > 0) bulk_store(at<char>(routes.landing[it.rank].x, row * p.row_bytes), stage, num_rows * p.row_bytes);
   };
-  bulk_pipeline<kDispatchStages, false>(stages, barriers, num_items, load, store, [](int, int) {});
+  bulk_pipeline<kDispatchStages, false>(stages, barriers, num_items, load, store, [](int) {});
 }
 
 __device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) {

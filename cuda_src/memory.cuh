@@ -16,6 +16,16 @@ __device__ __forceinline__ u32 ld_acquire_sys(const u32* p) {
   return v;
 }
 
+__device__ __forceinline__ u32 ld_acquire_block(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_release_block(u32* p, u32 v) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ u32 ld_relaxed_gpu(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

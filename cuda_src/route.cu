@@ -1,18 +1,33 @@
-// route: works out a new routing and tells everybody. One block.
+// route: works out a new routing and tells everybody. Block b takes the b-th run of tokens; the last block speaks for all.
 //
-//   1. each warp takes a run of tokens and counts, for each rank, how many of them go there (a token goes to a rank at most once);
-//   2. warps 0 .. kNumRanks-1 send one message each: the row counts of this rank, and how often each expert of the receiver was chosen;
-//   3. meanwhile all warps write the handle: each token's position among the rows for a rank (send_pos), and the tokens in that order
+//   1. every block counts, in its run, the rows for each rank (a token goes to a rank at most once) and the choices of each expert, and
+//      leaves the counts in local memory;
+//   2. it waits for the counts of the blocks before it, and so knows where its rows begin (blocks start in order: one that waits, waits for
+//      blocks that run);
+//   3. the last block, which now knows all counts, sends one message to each rank: the row counts of this rank, and how often each expert
+//   of
+//      the receiver was chosen;
+//   4. every block writes its part of the handle: each token's position among the rows for a rank (send_pos), and the tokens in that order
 //      (send_list);
-//   4. the same warps wait for the messages of the peers, and complete the handle with the matrix of row counts, and, if asked, the host.
+//   5. the last block waits for the messages of the peers, and completes the handle with the matrix of row counts, and, if asked, the host.
 //
-// Bytes: topk_idx twice (the second time from L2), 8 * kNumRanks a token of handle. Reuse of the inbox, two sides by parity of the epoch: a
-// peer sends message k + 2 after its call k + 1, which waited for this rank's message k + 1, which came after this rank's call k.
-// State::route_epoch counts finished calls; thread 0 advances it.
+// Bytes: topk_idx once, 8 * kNumRanks a token of handle. Reuse of the inbox, two sides by parity of the epoch: a peer sends message k + 2
+// after its call k + 1, which waited for this rank's message k + 1, which came after this rank's call k. RouteBlock::flag holds the epoch
+// of the counts beside it; kernels of one rank follow each other. State::route_epoch counts finished calls; the last block advances it,
+// after all others have read it.
 #include "wait.cuh"
 
 constexpr int kWarps = kRouteThreads / 32;
-static_assert(kWarps == 32, "one lane for each warp in the scan");
+static_assert(kWarps >= kNumRanks && kWarps <= 32, "one warp for each rank, one lane for each warp");
+static_assert(kRouteBlocks <= 32, "one lane for each block");
+
+struct Shared {
+  i32 choices[kNumExperts];
+  i32 rows_before[kNumRanks][kWarps];  // rows of each warp for each rank, then of the warps before it
+  i32 num_rows[kNumRanks];             // of this block
+  i32 first_row[kNumRanks];            // rows of the blocks before it
+  bool failed;
+};
 
 // A token's experts; -2 for a number that is no expert and not -1. All loads are on their way before the first one is used.
 template <class Index>
@@ -54,93 +69,131 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   return ranks;
 }
 
-extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __grid_constant__ Params p) {
-  __shared__ i32 choices[kNumExperts];
-  __shared__ i32 rows_before[kNumRanks][kWarps];  // rows of each warp for each rank, then of the warps before it
-  __shared__ i32 num_rows[kNumRanks];
-  __shared__ bool failed;
-  State* state = at<State>(p.state, 0);
-  i32* handle_rows = at<i32>(p.handle, kHandleNumRows);
+// Each warp's run of tokens, in steps of 32.
+struct Run {
+  int begin, end;
+};
+
+__device__ __forceinline__ Run run_of(const Params& p) {
+  const int steps = (p.num_tokens + kRouteThreads * gridDim.x - 1) / (kRouteThreads * gridDim.x);
+  const int begin = (blockIdx.x * kWarps + warp_idx()) * steps * 32;
+  return {begin, min(begin + steps * 32, p.num_tokens)};
+}
+
+// Step 1. The mask of each token's ranks is left in send_pos, where the same lane finds it in step 4.
+__device__ inline void count(const Params& p, Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
-  i32* send_list = at<i32>(p.handle, kHandleSendList);
   const int warp = warp_idx(), lane = lane_idx();
-  const u32 epoch = state->route_epoch + 1;
-
-  for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) choices[e] = 0;
-  if (threadIdx.x == 0) failed = false;
-  __syncthreads();
-
-  // 1. count
-  const int tokens_per_warp = (p.num_tokens + kRouteThreads - 1) / kRouteThreads * 32;
-  const int begin = warp * tokens_per_warp;
-  const int end = min(begin + tokens_per_warp, p.num_tokens);
-  int count = 0;  // lane r: rows for rank r
-  for (int first = begin; first < end; first += 32) {
+  const Run run = run_of(p);
+  int rows = 0;  // lane r: rows for rank r
+  for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
-    const u32 ranks = token < end ? ranks_of(p, token, choices) : 0;
-    if (token < end) send_pos[token * kNumRanks] = ranks;  // kept for step 3, where the same lane reads it
+    const u32 ranks = token < run.end ? ranks_of(p, token, shared.choices) : 0;
+    if (token < run.end) send_pos[token * kNumRanks] = ranks;
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
       const u32 takers = __ballot_sync(~0u, ranks >> r & 1);
-      if (lane == r) count += __popc(takers);
+      if (lane == r) rows += __popc(takers);
     }
   }
-  if (lane < kNumRanks) rows_before[lane][warp] = count;
+  if (lane < kNumRanks) shared.rows_before[lane][warp] = rows;
   __syncthreads();
   if (warp < kNumRanks) {
-    const int own = rows_before[warp][lane];
+    const int own = lane < kWarps ? shared.rows_before[warp][lane] : 0;
     int sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int before = __shfl_up_sync(~0u, sum, step);
       if (lane >= step) sum += before;
     }
-    rows_before[warp][lane] = sum - own;
-    if (lane == 31) num_rows[warp] = sum;
+    if (lane < kWarps) shared.rows_before[warp][lane] = sum - own;
+    if (lane == 31) shared.num_rows[warp] = sum;
   }
   __syncthreads();
+}
 
-  // 2. send
-  const u64 inbox = kControlRouteInbox + static_cast<u64>(epoch % 2) * kNumRanks * kRouteStride;
-  if (warp < kNumRanks) {
-    RouteMessage* message = at<RouteMessage>(p.peers[warp], inbox + p.rank * kRouteStride);
-    if (lane < kNumRanks) st_relaxed_sys(message->num_rows + lane, num_rows[lane]);
-    for (int e = lane; e < kNumLocalExperts; e += 32) st_relaxed_sys(message->num_choices + e, choices[warp * kNumLocalExperts + e]);
-    __syncwarp();
-    if (lane == 0) st_release_sys(&message->flag, epoch);
+// Step 2.
+__device__ inline void meet_blocks(const Params& p, u32 epoch, Shared& shared) {
+  RouteBlock* blocks = at<RouteBlock>(p.state, kLocalRouteBlocks);
+  const int warp = warp_idx(), lane = lane_idx(), block = blockIdx.x;
+  const bool last = block == gridDim.x - 1;
+  if (!last) {
+    if (threadIdx.x < kNumRanks) blocks[block].num_rows[threadIdx.x] = shared.num_rows[threadIdx.x];
+    for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) blocks[block].num_choices[e] = shared.choices[e];
+    __syncthreads();
+    if (threadIdx.x == 0) st_release_sys(&blocks[block].flag, epoch);
   }
+  if (threadIdx.x < block && !wait_epoch(make_waiter(p), &blocks[threadIdx.x].flag, epoch, kPhaseRouteBlocks, p.rank)) shared.failed = true;
+  __syncthreads();
+  if (shared.failed) return;
+  if (warp < kNumRanks) {
+    const int before = __reduce_add_sync(~0u, lane < block ? blocks[lane].num_rows[warp] : 0);
+    if (lane == 0) shared.first_row[warp] = before;
+  }
+  if (last) {
+    for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) {
+      for (int b = 0; b < block; ++b) shared.choices[e] += blocks[b].num_choices[e];
+    }
+  }
+  __syncthreads();
+}
 
-  // 3. positions
-  int next = lane < kNumRanks ? rows_before[lane][warp] : 0;  // lane r: position of the next row for rank r
-  u32 next_ranks = begin + lane < end ? send_pos[(begin + lane) * kNumRanks] : 0;
-  for (int first = begin; first < end; first += 32) {
+__device__ __forceinline__ RouteMessage* message_at(const Params& p, u32 epoch, int receiver, int sender) {
+  const u64 inbox = kControlRouteInbox + static_cast<u64>(epoch % 2) * kNumRanks * kRouteStride;
+  return at<RouteMessage>(p.peers[receiver], inbox + sender * kRouteStride);
+}
+
+// Step 3: one warp for each receiver.
+__device__ inline void send(const Params& p, u32 epoch, const Shared& shared) {
+  const int warp = warp_idx(), lane = lane_idx();
+  if (warp >= kNumRanks) return;
+  RouteMessage* message = message_at(p, epoch, warp, p.rank);
+  if (lane < kNumRanks) st_relaxed_sys(message->num_rows + lane, shared.first_row[lane] + shared.num_rows[lane]);
+  for (int e = lane; e < kNumLocalExperts; e += 32) {
+    st_relaxed_sys(message->num_choices + e, shared.choices[warp * kNumLocalExperts + e]);
+  }
+  __syncwarp();
+  if (lane == 0) st_release_sys(&message->flag, epoch);
+}
+
+// Step 4.
+__device__ inline void write_positions(const Params& p, const Shared& shared) {
+  i32* send_pos = at<i32>(p.handle, kHandleSendPos);
+  i32* send_list = at<i32>(p.handle, kHandleSendList);
+  const int lane = lane_idx();
+  const Run run = run_of(p);
+  int next = lane < kNumRanks ? shared.first_row[lane] + shared.rows_before[lane][warp_idx()] : 0;  // lane r: of the next row for rank r
+  for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
-    const u32 ranks = next_ranks;
-    next_ranks = token + 32 < end ? send_pos[(token + 32) * kNumRanks] : 0;
+    const u32 ranks = token < run.end ? send_pos[token * kNumRanks] : 0;
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
       const u32 takers = __ballot_sync(~0u, ranks >> r & 1);
       const int position = __shfl_sync(~0u, next, r) + __popc(takers & ((1u << lane) - 1));
       const bool takes = ranks >> r & 1;
-      if (token < end) send_pos[token * kNumRanks + r] = takes ? position : -1;
+      if (token < run.end) send_pos[token * kNumRanks + r] = takes ? position : -1;
       if (takes) send_list[r * kNumMaxTokens + position] = token;
       if (lane == r) next += __popc(takers);
     }
   }
+}
 
-  // 4. receive
+// Step 5.
+__device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
+  i32* handle_rows = at<i32>(p.handle, kHandleNumRows);
+  Mailbox* mailbox = at<Mailbox>(p.page, kPageMailbox);
+  const int warp = warp_idx(), lane = lane_idx();
   if (warp < kNumRanks) {
-    const RouteMessage* message = at<RouteMessage>(p.peers[p.rank], inbox + warp * kRouteStride);
-    if (lane == 0 && !wait_epoch(make_waiter(p), &message->flag, epoch, kPhaseRoute, warp)) failed = true;
+    const RouteMessage* message = message_at(p, epoch, p.rank, warp);
+    if (lane == 0 && !wait_epoch(make_waiter(p), &message->flag, epoch, kPhaseRoute, warp)) shared.failed = true;
     __syncwarp();
     if (lane < kNumRanks) handle_rows[warp * kNumRanks + lane] = message->num_rows[lane];
   }
   __syncthreads();
-  if (failed) return;
-  Mailbox* mailbox = at<Mailbox>(p.page, kPageMailbox);
+  if (shared.failed) return;
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
-    for (int s = 0; s < kNumRanks; ++s) sum += at<RouteMessage>(p.peers[p.rank], inbox + s * kRouteStride)->num_choices[e];
+    for (int s = 0; s < kNumRanks; ++s) sum += message_at(p, epoch, p.rank, s)->num_choices[e];
     sum = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
     at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = sum;
     if (p.to_host) st_relaxed_sys(mailbox->num_recv_per_expert + e, sum);
@@ -153,7 +206,23 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    state->route_epoch = epoch;
+    at<State>(p.state, 0)->route_epoch = epoch;
     if (p.to_host) st_release_sys(&mailbox->flag, 1);  // the host cleared it before the launch
   }
+}
+
+extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __grid_constant__ Params p) {
+  __shared__ Shared shared;
+  const u32 epoch = at<State>(p.state, 0)->route_epoch + 1;
+  const bool last = blockIdx.x == gridDim.x - 1;
+  for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
+  if (threadIdx.x == 0) shared.failed = false;
+  __syncthreads();
+
+  count(p, shared);
+  meet_blocks(p, epoch, shared);
+  if (shared.failed) return;
+  if (last) send(p, epoch, shared);
+  write_positions(p, shared);
+  if (last) receive(p, epoch, shared);
 }

@@ -147,7 +147,7 @@ class _Numpy(Framework):
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
             raise _not_contiguous(what)
-        return View(array.__array_interface__["data"][0], array.shape, _known(array.dtype.name, what), HOST, array, self)
+        return View(array.__array_interface__["data"][0], array.shape, _numpy_name(array.dtype, what), HOST, array, self)
 
     def wrap(self, view: View) -> Any:
         import numpy as np
@@ -161,7 +161,7 @@ class _Cupy(Framework):
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
             raise _not_contiguous(what)
-        return View(array.data.ptr, array.shape, _known(array.dtype.name, what), array.device.id, array, self)
+        return View(array.data.ptr, array.shape, _numpy_name(array.dtype, what), array.device.id, array, self)
 
     def wrap(self, view: View) -> Any:
         import cupy
@@ -281,6 +281,16 @@ def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= extent
     return True
+
+
+_numpy_names: dict[Any, str] = {}  # NumPy's dtype -> its name, which NumPy puts together anew each time it is asked
+
+
+def _numpy_name(dtype: Any, what: str) -> str:
+    name = _numpy_names.get(dtype)
+    if name is None:
+        name = _numpy_names[dtype] = _known(dtype.name, what)
+    return name
 
 
 def _known(name: str, what: str) -> str:

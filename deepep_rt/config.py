@@ -27,6 +27,11 @@ MAX_ROW_BYTES = 96 * 1024
 _STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
 
 
+ROUTE_THREADS = 256
+MAX_ROUTE_BLOCKS = 16
+"""Blocks that share the counting of a new routing; one token a thread up to 4096 tokens."""
+
+
 def rows_per_copy(row_bytes: int) -> int:
     """Rows that travel together: a power of two up to 32, as many as fit a stage, at least one."""
     rows = 1
@@ -150,18 +155,19 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     """Constants that differ between architectures, and the shape of the thread blocks.
 
     Movers are warps that copy rows; with TMA one thread of each issues bulk copies through its own ring of stages, without it the
-    whole warp copies. The other warps of a block carry the small arrays (dispatch) or add rows up (combine).
+    whole warp copies. The other warps of a block carry the small arrays (dispatch), or raise flags and add rows up (combine).
     """
     has_tma = arch_number(arch) >= 90
     stage = max(STAGE_BYTES, -(-config.row_bytes // 128) * 128)
     dispatch_movers = min(2, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 12
-    combine_movers = min(4, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
+    combine_movers = min(3, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
     dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_movers * stage)))
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_movers * stage)))
     return {
         "kHasTma": int(has_tma),
         "kStageBytes": stage,
-        "kRouteThreads": 1024,
+        "kRouteThreads": ROUTE_THREADS,
+        "kRouteBlocks": MAX_ROUTE_BLOCKS,
         "kRingThreads": 32,
         "kDispatchMovers": dispatch_movers,
         "kDispatchStages": dispatch_stages,
@@ -169,7 +175,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kDispatchSharedBytes": dispatch_movers * dispatch_stages * stage if has_tma else 0,
         "kCombineMovers": combine_movers,
         "kCombineStages": combine_stages,
-        "kCombineThreads": 32 * (combine_movers + (12 if has_tma else 8)),
+        "kCombineThreads": 32 * (combine_movers + (13 if has_tma else 8)),
         "kCombineSharedBytes": combine_movers * combine_stages * stage if has_tma else 0,
     }
 

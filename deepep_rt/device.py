@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _env, arrays, comm, driver, jit, layout, structs
 from .arrays import HOST, View
-from .config import COMBINE_DTYPES, Config, rows_per_copy
+from .config import COMBINE_DTYPES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
 from .errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
@@ -65,8 +65,9 @@ class DeviceBackend:
         self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s)
         base = self._memory.ptr
         driver.fill(base, 0, self._map.sizes["control"])
-        self._state = driver.allocate(structs.State.size({}))
-        driver.fill(self._state, 0, structs.State.size({}))
+        local_bytes = layout.local(config).num_bytes
+        self._state = driver.allocate(local_bytes)
+        driver.fill(self._state, 0, local_bytes)
         self._pool = Pool(base + self._map.offsets["pool"], self._map.sizes["pool"])
         self._handle_map = layout.handle(config)
         self._handles = Slots(self._handle_map.num_bytes, layout.num_handles(config))
@@ -101,6 +102,8 @@ class DeviceBackend:
         self._order(call)
         host_caller = inputs.x.device == HOST
         x, idx, weights, scales = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
+        row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
+        idx_bytes = idx.itemsize if idx else 0
         known = inputs.handle
         tell_host = known is None and inputs.num_worst_tokens is None
         slot = self._handles.take() if known is None else known._routing
@@ -109,12 +112,7 @@ class DeviceBackend:
         else:
             capacity = config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
         shape = layout.result(
-            config,
-            capacity,
-            row_bytes=x.row_bytes,
-            scale_bytes=scales.row_bytes if scales else 0,
-            idx_bytes=idx.itemsize if idx else 0,
-            with_topk=idx is not None,
+            config, capacity, row_bytes=row_bytes, scale_bytes=scale_bytes, idx_bytes=idx_bytes, with_topk=idx is not None
         )
         place = self._place(shape.num_bytes, call)
         if known is None:
@@ -126,7 +124,7 @@ class DeviceBackend:
             stream,
             config.num_sms,
             {
-                "row_bytes": x.row_bytes,
+                "row_bytes": row_bytes,
                 "x": x.ptr,
                 "scales": _address(scales),
                 "topk_idx": _address(idx),
@@ -134,16 +132,16 @@ class DeviceBackend:
                 "handle": slot.ptr,
                 **land,
                 "capacity": capacity,
-                "scale_bytes": scales.row_bytes if scales else 0,
-                "idx_bytes": idx.itemsize if idx else 0,
-                "rows_per_copy": rows_per_copy(x.row_bytes),
+                "scale_bytes": scale_bytes,
+                "idx_bytes": idx_bytes,
+                "rows_per_copy": rows_per_copy(row_bytes),
             },
         )
         self._launched(call, (x, idx, weights, scales, slot, inputs))
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._await_counts()
-        owner, base = self._owner(place, shape, num_rows, x.row_bytes, stream)
+        owner, base = self._owner(place, shape, num_rows, row_bytes, stream)
         like = inputs.x
 
         def make(name: str, shape_: tuple[int, ...], dtype: str) -> View:
@@ -341,9 +339,10 @@ class DeviceBackend:
 
     def _launch_route(self, stream: int, slot: Slot, idx: View | None, alignment: int, tell_host: bool) -> None:
         assert idx is not None
+        num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.config.num_sms)
         self._launcher("route")(
             stream,
-            1,
+            max(num_blocks, 1),
             {
                 "num_tokens": idx.shape[0],
                 "topk_idx": idx.ptr,

@@ -8,7 +8,7 @@ from .structs import CStruct
 
 _COMMON = """
     u64 peers[kNumRanks];   // symmetric base of each rank, as addressed from here
-    u64 state;              // State: epochs and counters of this rank
+    u64 state;              // local memory: State, RouteBlocks
     u64 page;               // pinned host memory: Report and Mailbox
     u64 timeout_ns;
     i32 rank;

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from . import structs
-from .config import Config, rows_per_copy
+from .config import MAX_ROUTE_BLOCKS, Config, rows_per_copy
 
 ALIGNMENT = 256
 """Regions and result arrays start on this boundary (rows on a 128-byte one cross NVLink 10 % faster)."""
@@ -53,6 +53,12 @@ def control(config: Config) -> Map:
             ("ring", 64),
         ]
     )
+
+
+def local(config: Config) -> Map:
+    """Epochs and counters, in plain memory of each rank."""
+    constants = config.constants()
+    return arrange([("state", structs.State.size({})), ("route_blocks", MAX_ROUTE_BLOCKS * structs.RouteBlock.size(constants))])
 
 
 def route_stride(config: Config) -> int:
@@ -130,6 +136,7 @@ def constants(config: Config) -> dict[str, int]:
     page = host_page(config)
     return {
         **control(config).constants("Control"),
+        **local(config).constants("Local"),
         **handle(config).constants("Handle"),
         **page.constants("Page"),
         "kRouteStride": route_stride(config),

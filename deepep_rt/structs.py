@@ -80,6 +80,15 @@ RouteMessage = CStruct(
     """,
 )
 
+RouteBlock = CStruct(
+    "RouteBlock",
+    """
+    i32 num_rows[kNumRanks];          // rows of one block's tokens for each rank
+    i32 num_choices[kNumExperts];     // how often they chose each expert
+    u32 flag;                         // epoch; written last
+    """,
+)
+
 Landing = CStruct(
     "Landing",
     """
@@ -129,7 +138,7 @@ Mailbox = CStruct(
     """,
 )
 
-SHARED = (RouteMessage, Landing, State, Report, Mailbox)
+SHARED = (RouteMessage, RouteBlock, Landing, State, Report, Mailbox)
 
 PHASES = {
     "kPhaseRoute": (1, "the token counts of dispatch"),
@@ -138,6 +147,7 @@ PHASES = {
     "kPhaseCombineLanding": (4, "the address where combine may write"),
     "kPhaseCombineRows": (5, "the rows of combine"),
     "kPhaseRing": (6, "the NVSHMEM self test"),
+    "kPhaseRouteBlocks": (7, "the token counts of other thread blocks of this GPU"),
 }
 """What a wait on the device can wait for: its number in a Report, and its name for people."""
 
