@@ -50,41 +50,55 @@ __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// One warp moves `num_items` items through its ring of stages, half of them being filled while the others are being emptied.
-//   load(item, stage, barrier)  all lanes: expect the item's bytes on the barrier (one lane, even if there are none) and start loading
-//   store(item, stage)          one lane: start storing
-//   written(count)              one lane: so many of the first items are written at their targets; not called unless kTellWritten
+// One warp moves items through its ring of stages, half of them being filled while the others are being emptied.
+//   next()                      all lanes: the next item, or -1
+//   load(item, stage, barrier)  all lanes: expect the item's bytes on the barrier (one lane) and start loading; false: there are none
+//   store(turn, item, stage)    one lane: start storing; `turn` counts the items that this warp moves
+//   written(count, all)         one lane: so many of its first items are written at their targets, and whether they are all
 // A stage can be refilled once it has been read; that its bytes are written is known later, and nobody waits for it before kUnwritten
 // more items are on their way.
-template <int kStages, bool kTellWritten, class Load, class Store, class Written>
-__device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, int num_items, Load load, Store store, Written written) {
+template <int kStages, class Next, class Load, class Store, class Written>
+__device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next next, Load load, Store store, Written written) {
   constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 4;
-  static_assert(kStages >= 2);
-  const bool leader = lane_idx() == 0;
-  if (leader) {
+  static_assert(kStages >= 2 && kStages <= 32);
+  const int lane = lane_idx();
+  if (lane == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(barriers + i);
     barrier_init_fence();
   }
   __syncwarp();
-  auto start = [&](int item) { load(item, stages + (item % kStages) * kStageBytes, barriers + item % kStages); };
-  for (int item = 0; item < kFilling && item < num_items; ++item) start(item);
-  for (int item = 0; item < num_items; ++item) {
-    if (leader) {
-      barrier_wait(barriers + item % kStages, (item / kStages) % 2);
-      store(item, stages + (item % kStages) * kStageBytes);
+  int held = -1;  // lane s: the item in stage s
+  int started = 0;
+  bool more = true;
+  auto start = [&] {
+    const int stage = started % kStages;
+    int item;
+    do {
+      item = next();
+    } while (item >= 0 && !load(item, stages + stage * kStageBytes, barriers + stage));
+    if (lane == stage) held = item;
+    more = item >= 0;
+    if (more) ++started;
+  };
+  while (more && started < kFilling) start();
+  for (int turn = 0; turn < started; ++turn) {
+    const int stage = turn % kStages, item = __shfl_sync(~0u, held, stage);
+    if (lane == 0) {
+      barrier_wait(barriers + stage, (turn / kStages) % 2);
+      store(turn, item, stages + stage * kStageBytes);
       bulk_commit();
-      if (kTellWritten && item >= kUnwritten) {
+      if (turn >= kUnwritten) {
         bulk_wait_written<kUnwritten>();
-        written(item + 1 - kUnwritten);
+        written(turn + 1 - kUnwritten, false);
       }
       bulk_wait_read<kEmptying>();
     }
     __syncwarp();
-    if (item + kFilling < num_items) start(item + kFilling);  // into the stage of item - kEmptying
+    if (more) start();  // into the stage of item turn - kEmptying
   }
-  if (leader) {
+  if (lane == 0) {
     bulk_wait_written<0>();
-    if (kTellWritten) written(num_items);
+    written(started, true);
   }
   __syncwarp();
 }

@@ -12,7 +12,8 @@
 //
 // Protocol: (1) landings as in landing.cuh; (2) combine_flags[sender][chunk] = epoch, released after the chunk. Flags need no cleaning: a
 // peer raises epoch k + 1 only after it read this rank's landing k + 1, hence after this rank's kernel k saw all of its flags. Staging may
-// be reused for the same reason. The last block to finish resets State::combine_blocks and advances State::combine_epoch.
+// be reused for the same reason. The last block to finish resets State::combine_blocks, combine_items and
+// combine_tokens, and advances State::combine_epoch.
 //
 // Bytes: each row once over the link; at the source every staged row is read once and every token written once.
 #include "bulk.cuh"
@@ -68,8 +69,8 @@ struct Chunk {
   i64 first;  // row among those for that rank
 };
 
-__device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j, int num_workers) {
-  const Item it = item_at(j, num_workers, p.rank);
+__device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j) {
+  const Item it = item_at(j, p.rank);
   return {it.rank, it.chunk, rows_in_chunk(routes.num_rows[it.rank], it.chunk, kChunkRows), static_cast<i64>(it.chunk) * kChunkRows};
 }
 
@@ -86,51 +87,73 @@ __device__ __forceinline__ void carry_weights(const Params& p, const Routes& rou
 
 // The caller has released the chunk.
 __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 epoch) {
-  if (c.num_rows > 0) st_relaxed_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
+  st_relaxed_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
 }
 
-__device__ __forceinline__ int num_chunks_of(const Routes& routes, int worker, int num_workers) {
-  return num_items_of(worker, num_workers, (routes.max_rows + kChunkRows - 1) / kChunkRows);
+__device__ inline Queue queue_of(const Params& p, const Routes& routes, int num_workers) {
+  const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows;
+  return make_queue(&at<State>(p.state, 0)->combine_items, max_chunks * kNumRanks, num_workers, kCombineTake);
 }
 
-// `written`: how many of its chunks this mover has written, for the teller.
-__device__ inline void push_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, u32* written) {
+// What a mover tells the teller: how many of its chunks are written, and which ones.
+struct Progress {
+  static constexpr int kRing = 32;
+  u32 written;
+  u32 told;  // the teller's answer: so many places of the ring are free again
+  u32 done;  // no more will come
+  i32 items[kRing];
+};
+
+__device__ inline void push_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, Progress& progress) {
   const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
-  auto chunk = [&](int item) { return chunk_at(p, routes, worker + item * num_workers, num_workers); };
+  auto ahead = [](int) {};
+  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), worker, num_workers, ahead);
   auto load = [&](int item, char* stage, u64* barrier) {
-    const Chunk c = chunk(item);
+    const Chunk c = chunk_at(p, routes, item);
+    if (c.num_rows == 0) return false;
     carry_weights(p, routes, c);
     __syncwarp();  // lane 0 tells of what all lanes wrote
-    if (lane_idx() != 0) return;
-    barrier_expect(barrier, c.num_rows * kRowBytes);
-    if (c.num_rows > 0) bulk_load(stage, source_of(p, routes, c), c.num_rows * kRowBytes, barrier);
+    if (lane_idx() == 0) {
+      barrier_expect(barrier, c.num_rows * kRowBytes);
+      bulk_load(stage, source_of(p, routes, c), c.num_rows * kRowBytes, barrier);
+    }
+    return true;
   };
-  auto store = [&](int item, char* stage) {
-    const Chunk c = chunk(item);
-    if (c.num_rows > 0) bulk_store(at<char>(routes.to_x[c.rank], c.first * kRowBytes), stage, c.num_rows * kRowBytes);
+  auto store = [&](int turn, int item, char* stage) {
+    const Chunk c = chunk_at(p, routes, item);
+    bulk_store(at<char>(routes.to_x[c.rank], c.first * kRowBytes), stage, c.num_rows * kRowBytes);
+    while (turn - static_cast<int>(ld_acquire_block(&progress.told)) >= Progress::kRing) continue;  // the teller waits for nothing
+    progress.items[turn % Progress::kRing] = item;
   };
-  bulk_pipeline<kCombineStages, true>(stages, barriers, num_chunks_of(routes, worker, num_workers), load, store,
-                                      [&](int count) { st_release_block(written, count); });
+  auto written = [&](int count, bool all) {
+    st_release_block(&progress.written, count);
+    if (all) st_release_block(&progress.done, 1);
+  };
+  bulk_pipeline<kCombineStages>(stages, barriers, [&] { return taker.next(); }, load, store, written);
 }
 
 // Lane m follows mover m. No limit here: movers wait for nothing but their SM's copy engine.
-__device__ inline void tell(const Params& p, const Routes& routes, u32 epoch, const u32* written) {
-  const int lane = lane_idx(), worker = blockIdx.x * kCombineMovers + lane, num_workers = gridDim.x * kCombineMovers;
-  const int num_items = lane < kCombineMovers ? num_chunks_of(routes, worker, num_workers) : 0;
-  int told = 0;
-  while (__any_sync(~0u, told < num_items)) {
-    const int now = lane < kCombineMovers ? ld_acquire_block(written + lane) : 0;
+__device__ inline void tell(const Params& p, const Routes& routes, u32 epoch, Progress* progress) {
+  const bool follows = lane_idx() < kCombineMovers;
+  Progress& mine = progress[follows ? lane_idx() : 0];
+  u32 told = 0;
+  for (bool done = false; !done;) {
+    done = __all_sync(~0u, !follows || ld_acquire_block(&mine.done));  // asked first: then `written` is final
+    const u32 now = follows ? ld_acquire_block(&mine.written) : 0;
     if (!__any_sync(~0u, now > told)) continue;
     fence_release_sys();
-    for (; told < now; ++told) raise_flag(p, chunk_at(p, routes, worker + told * num_workers, num_workers), epoch);
+    for (; told < now; ++told) raise_flag(p, chunk_at(p, routes, mine.items[told % Progress::kRing]), epoch);
+    if (follows) st_release_block(&mine.told, told);
   }
 }
 
 __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 epoch) {
   const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
-  const int num_items = num_chunks_of(routes, worker, num_workers);
-  for (int item = 0; item < num_items; ++item) {
-    const Chunk c = chunk_at(p, routes, worker + item * num_workers, num_workers);
+  auto ahead = [](int) {};
+  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), worker, num_workers, ahead);
+  for (int item = taker.next(); item >= 0; item = taker.next()) {
+    const Chunk c = chunk_at(p, routes, item);
+    if (c.num_rows == 0) continue;
     carry_weights(p, routes, c);
     warp_copy(at<char>(routes.to_x[c.rank], c.first * kRowBytes), source_of(p, routes, c), static_cast<i64>(c.num_rows) * kRowBytes);
     __syncwarp();
@@ -171,17 +194,20 @@ __device__ inline void add_token(const Params& p, const u64 (&rows)[kNumRanks], 
 }
 
 __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epoch) {
-  const int lane = lane_idx(), num_workers = gridDim.x * kAdders;
+  const int lane = lane_idx(), worker = (warp_idx() - kFirstAdder) * gridDim.x + blockIdx.x, num_workers = gridDim.x * kAdders;
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
-  for (int token = (warp_idx() - kFirstAdder) * gridDim.x + blockIdx.x; token < p.num_tokens; token += num_workers) {
-    int position = -1;
+  int position = -1, next_position = -1;  // of the row from rank `lane`; -1: it sends none
+  auto ahead = [&](int token) {
+    position = next_position;
+    const bool exists = lane < kNumRanks && token < p.num_tokens;
+    next_position = exists ? at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane] : -1;
+  };
+  Taker<decltype(ahead)> taker({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, worker, num_workers, ahead);
+  for (int token = taker.next(); token >= 0; token = taker.next()) {
     bool ok = true;
-    if (lane < kNumRanks) {
-      position = at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane];
-      if (position >= 0)
-        ok = wait_epoch(make_waiter(p), flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
-    }
+    if (position >= 0)
+      ok = wait_epoch(make_waiter(p), flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
     const bool all_ok = __all_sync(~0u, ok);
     __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
     if (!all_ok) return;
@@ -205,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   __shared__ u64 barriers[kCombineMovers * kCombineStages];
-  __shared__ u32 written[kCombineMovers];
+  __shared__ Progress progress[kCombineMovers];
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
@@ -213,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
     publish(p, kControlCombineLanding, epoch, lane, {p.land_x, 0, 0, p.land_topk_weights, 0, 0, epoch});
   }
-  if (threadIdx.x < kCombineMovers) written[threadIdx.x] = 0;
+  if (threadIdx.x < kCombineMovers) progress[threadIdx.x].written = progress[threadIdx.x].told = progress[threadIdx.x].done = 0;
   if (warp == 0) read_routes(p, epoch, routes);
   __syncthreads();
 
@@ -221,17 +247,17 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
     if (warp >= kFirstAdder) {
       add_tokens(p, routes, epoch);
     } else if (warp == kTeller) {
-      tell(p, routes, epoch, written);
+      tell(p, routes, epoch, progress);
     } else if constexpr (kHasTma) {
-      push_bulk(p, routes, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages, written + warp);
+      push_bulk(p, routes, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages, progress[warp]);
     } else {
       push_by_warp(p, routes, epoch);
     }
   }
   __syncthreads();
 
-  if (threadIdx.x == 0 && add_acq_rel_sys(&state->combine_blocks, 1) == gridDim.x - 1) {
-    state->combine_blocks = 0;
+  if (threadIdx.x == 0 && is_last_block(&state->combine_blocks)) {
+    state->combine_blocks = state->combine_items = state->combine_tokens = 0;
     state->combine_epoch = epoch;
   }
 }

@@ -9,7 +9,7 @@
 // reused); (2) rows are pushed; (3) the last block of a rank to finish raises one flag at each peer, which releases the writes of all
 // blocks, and waits for the flags of all peers. A flag of epoch k + 1 comes after the peer read this rank's landing k + 1, hence after this
 // rank's kernel k has seen flag k: one flag for each source is enough.
-// The last block also resets State::dispatch_blocks and advances State::dispatch_epoch.
+// The last block also resets State::dispatch_blocks and State::dispatch_items, and advances State::dispatch_epoch.
 //
 // Bytes: each row once from local memory for each rank it goes to (later reads hit L2), once over the link. Floor: the sum of the remote
 // rows over the copy ceiling.
@@ -58,55 +58,64 @@ __device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
   }
 }
 
-// sm_90: stages of rows_per_copy rows. Lanes look tokens up a batch of items ahead, so that no list read stands in the way of a copy.
+// Rows in the order of send_list, by takes of a few copies of rows_per_copy rows.
+__device__ inline Queue queue_of(const Params& p, const Routes& routes, int num_workers) {
+  const int max_chunks = (routes.max_rows + p.rows_per_copy - 1) / p.rows_per_copy;
+  return make_queue(&at<State>(p.state, 0)->dispatch_items, max_chunks * kNumRanks, num_workers, min(kDispatchTake, 32 / p.rows_per_copy));
+}
+
+// sm_90. Lanes look tokens up a take ahead, so that no list read stands in the way of a copy.
 __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers) {
-  const int lane = lane_idx(), rows_per_copy = p.rows_per_copy, items_per_batch = 32 / rows_per_copy;
+  const int lane = lane_idx(), rows_per_copy = p.rows_per_copy;
   const int worker = blockIdx.x * kDispatchMovers + warp_idx(), num_workers = gridDim.x * kDispatchMovers;
-  const int max_chunks = (routes.max_rows + rows_per_copy - 1) / rows_per_copy;
-  const int num_items = num_items_of(worker, num_workers, max_chunks);
+  const Queue queue = queue_of(p, routes, num_workers);
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
 
-  auto token_of = [&](int item, int row) {  // -1: no such row
-    if (item >= num_items) return -1;
-    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
-    const int position = it.chunk * rows_per_copy + row;
-    return position < routes.num_rows[it.rank] ? send_list[it.rank * kNumMaxTokens + position] : -1;
+  // Lane l holds row l % rows_per_copy of copy l / rows_per_copy of a take; -1: there is no such row.
+  const int my_copy = lane / rows_per_copy, my_row = lane % rows_per_copy;
+  int token = -1, next_token = -1;
+  auto ahead = [&](int first) {
+    token = next_token;
+    next_token = -1;
+    if (my_copy >= queue.per_take || first + my_copy >= queue.num_items) return;
+    const Item it = item_at(first + my_copy, p.rank);
+    const int position = it.chunk * rows_per_copy + my_row;
+    if (position < routes.num_rows[it.rank]) next_token = send_list[it.rank * kNumMaxTokens + position];
   };
-  // Lane l holds row l % rows_per_copy of item l / rows_per_copy of a batch.
-  const int my_item = lane / rows_per_copy, my_row = lane % rows_per_copy;
-  int token = -1, next_token = token_of(my_item, my_row);
+  Taker<decltype(ahead)> taker(queue, worker, num_workers, ahead);
 
   auto load = [&](int item, char* stage, u64* barrier) {
-    const int in_batch = item % items_per_batch;
-    if (in_batch == 0) {
-      token = next_token;
-      next_token = token_of(item + items_per_batch + my_item, my_row);
-    }
-    const bool mine = my_item == in_batch && token >= 0;
+    const bool mine = my_copy == item % queue.per_take && token >= 0;
     const int num_rows = __popc(__ballot_sync(~0u, mine));
+    if (num_rows == 0) return false;
     if (lane == 0) barrier_expect(barrier, num_rows * p.row_bytes);
     __syncwarp();
     if (mine) bulk_load(stage + my_row * p.row_bytes, at<char>(p.x, static_cast<u64>(token) * p.row_bytes), p.row_bytes, barrier);
+    return true;
   };
-  auto store = [&](int item, char* stage) {
-    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
+  auto store = [&](int, int item, char* stage) {
+    const Item it = item_at(item, p.rank);
     const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, rows_per_copy);
     const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
-    if (num_rows > 0) bulk_store(at<char>(routes.landing[it.rank].x, row * p.row_bytes), stage, num_rows * p.row_bytes);
+    bulk_store(at<char>(routes.landing[it.rank].x, row * p.row_bytes), stage, num_rows * p.row_bytes);
   };
-  bulk_pipeline<kDispatchStages, false>(stages, barriers, num_items, load, store, [](int) {});
+  bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return taker.next(); }, load, store, [](int, bool) {});
 }
 
+// Without TMA a copy is one row.
 __device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) {
   const int worker = blockIdx.x * kDispatchMovers + warp_idx(), num_workers = gridDim.x * kDispatchMovers;
-  const int num_items = num_items_of(worker, num_workers, routes.max_rows);
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
-  for (int item = 0; item < num_items; ++item) {
-    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
-    if (it.chunk >= routes.num_rows[it.rank]) continue;
-    const u64 token = send_list[it.rank * kNumMaxTokens + it.chunk];
-    const u64 row = routes.first[it.rank] + it.chunk;
-    warp_copy(at<char>(routes.landing[it.rank].x, row * p.row_bytes), at<char>(p.x, token * p.row_bytes), p.row_bytes);
+  auto ahead = [](int) {};
+  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), worker, num_workers, ahead);
+  for (int item = taker.next(); item >= 0; item = taker.next()) {
+    const Item it = item_at(item, p.rank);
+    const int end = min((it.chunk + 1) * p.rows_per_copy, routes.num_rows[it.rank]);
+    for (int position = it.chunk * p.rows_per_copy; position < end; ++position) {
+      const u64 token = send_list[it.rank * kNumMaxTokens + position];
+      const u64 row = routes.first[it.rank] + position;
+      warp_copy(at<char>(routes.landing[it.rank].x, row * p.row_bytes), at<char>(p.x, token * p.row_bytes), p.row_bytes);
+    }
   }
 }
 
@@ -141,10 +150,9 @@ __device__ inline void carry_topk(const Params& p, const Landing& landing, int t
 
 __device__ inline void carry_side_arrays(const Params& p, const Routes& routes) {
   const int worker = blockIdx.x * kCarriers + warp_idx() - kDispatchMovers, num_workers = gridDim.x * kCarriers;
-  const int max_chunks = (routes.max_listed + kCarryRows - 1) / kCarryRows;
-  const int num_items = num_items_of(worker, num_workers, max_chunks);
-  for (int item = 0; item < num_items; ++item) {
-    const Item it = item_at(worker + item * num_workers, num_workers, p.rank);
+  const int num_items = (routes.max_listed + kCarryRows - 1) / kCarryRows * kNumRanks;
+  for (int item = worker; item < num_items; item += num_workers) {
+    const Item it = item_at(item, p.rank);
     const Landing& landing = routes.landing[it.rank];
     const int position = it.chunk * kCarryRows + lane_idx();
     const int token =
@@ -218,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   __syncthreads();
 
   if (warp != 0) return;
-  bool last = lane == 0 && add_acq_rel_sys(&state->dispatch_blocks, 1) == gridDim.x - 1;
+  bool last = lane == 0 && is_last_block(&state->dispatch_blocks);
   last = __shfl_sync(~0u, last, 0);
   if (!last) return;
   if (!routes.failed && lane < kNumRanks) {
@@ -227,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   }
   __syncwarp();
   if (lane == 0) {
-    state->dispatch_blocks = 0;
+    state->dispatch_blocks = state->dispatch_items = 0;
     state->dispatch_epoch = epoch;
   }
 }

@@ -68,6 +68,12 @@ __device__ __forceinline__ u32 add_acq_rel_sys(u32* p, u32 v) {
   return old;
 }
 
+__device__ __forceinline__ u32 add_relaxed_gpu(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
 __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* p, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");

@@ -1,4 +1,5 @@
-// How the rows for all ranks are shared out. Item j is chunk j / kNumRanks for some rank; worker w does the items w, w + num_workers, ...
+// How the rows for all ranks are shared out: item j is chunk j / kNumRanks for some rank, and neighbours are for different ranks, so that
+// every link is busy all the time, whatever the number of workers.
 #pragma once
 #include "memory.cuh"
 
@@ -7,19 +8,63 @@ struct Item {
   int chunk;
 };
 
-// Neighbours work for different ranks, and a worker's next item is for the next rank (a short cycle would leave some workers with nothing
-// but their own rank's rows, and each link to a few): every link is busy all the time, whatever the number of workers.
-__device__ __forceinline__ Item item_at(int j, int num_workers, int my_rank) {
-  const int chunk = j / kNumRanks, round = chunk * kNumRanks / num_workers;
-  const int to_next_rank = (num_workers * (kNumRanks - 1) + 1) % kNumRanks;  // 1 - num_workers, modulo the number of ranks
-  return {(j + round % kNumRanks * to_next_rank + my_rank) % kNumRanks, chunk};
+__device__ __forceinline__ Item item_at(int j, int my_rank) {
+  const int chunk = j / kNumRanks;
+  return {(j + chunk + my_rank) % kNumRanks, chunk};
 }
 
-// Items of worker `worker` of `num_workers`, when the rank with the most rows has `max_chunks` chunks.
-__device__ __forceinline__ int num_items_of(int worker, int num_workers, int max_chunks) {
-  const int total = max_chunks * kNumRanks;
-  return total > worker ? (total - worker + num_workers - 1) / num_workers : 0;
+// SMs differ: with equal shares for all, one is done in 300 us where another takes 550. So workers take items as they go, a few at a time.
+struct Queue {
+  u32* taken;  // items taken after everybody's first ones; 0 before the kernel, and the last block resets it
+  int num_items;
+  int per_take;
+};
+
+// `most` items a time, but fewer where workers would only get a few times that.
+__device__ __forceinline__ Queue make_queue(u32* taken, int num_items, int num_workers, int most) {
+  const int fair = num_items / (8 * num_workers);
+  return {taken, num_items, fair < 1 ? 1 : fair < most ? fair : most};
 }
+
+// One warp's way through a queue. It knows what it takes next while it works on what it has taken, and the take after that is on its way:
+// `ahead(first)` is told the first item of each take one take in advance, to look up what it has to know about it (there may be no such
+// item).
+template <class Ahead>
+struct Taker {
+  Queue queue;
+  Ahead ahead;
+  int first_free;
+  int next_first;
+  u32 on_its_way;  // in lane 0
+  int item = 0, end = 0;
+
+  __device__ Taker(const Queue& queue, int worker, int num_workers, Ahead ahead)
+      : queue(queue), ahead(ahead), first_free(num_workers * queue.per_take), next_first(worker * queue.per_take) {
+    fetch();
+    ahead(next_first);
+  }
+
+  __device__ __forceinline__ void fetch() {
+    if (lane_idx() == 0) on_its_way = add_relaxed_gpu(queue.taken, queue.per_take);
+  }
+
+  // All lanes together; -1 when nothing is left.
+  __device__ __forceinline__ int next() {
+    if (item == end) {
+      if (next_first >= queue.num_items) return -1;
+      item = next_first;
+      end = min(item + queue.per_take, queue.num_items);
+      next_first = first_free + __shfl_sync(~0u, on_its_way, 0);
+      fetch();
+      ahead(next_first);
+    }
+    return item++;
+  }
+};
+
+// Whether this block is the last of the grid to come here. One thread of each block asks, after all of the block; what any block did
+// before is then ordered before what this thread does, and sends to peers, afterwards.
+__device__ __forceinline__ bool is_last_block(u32* num_blocks) { return add_acq_rel_sys(num_blocks, 1) == gridDim.x - 1; }
 
 // Rows of a chunk that starts at row chunk * chunk_rows of num_rows.
 __device__ __forceinline__ int rows_in_chunk(int num_rows, int chunk, int chunk_rows) {

@@ -16,6 +16,30 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
+def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -> list[int]:
+    """Gather a number from all ranks, but do not wait longer than `timeout_s` for one that does not come.
+
+    Raises:
+        EPTimeoutError: if not all came.
+    """
+    import numpy as np
+
+    values = np.zeros(comm.Get_size(), np.int64)
+    request = comm.Iallgather(np.array([value], np.int64), values)
+    deadline = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise EPTimeoutError(
+                f"rank {comm.Get_rank()} waited {timeout_s:g} s in {phase}, and not all {comm.Get_size()} ranks came: {hint}. "
+                f"Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if they are only slow",
+                rank=comm.Get_rank(),
+                peer=-1,
+                phase=phase,
+            )
+        time.sleep(1e-4)
+    return values.tolist()
+
+
 def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str) -> str:
     """Compare the settings of all ranks, and choose one backend for all of them.
 
@@ -25,7 +49,9 @@ def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str) -> s
     Raises:
         EPConfigError: on every rank, if a setting differs; names it, and who has which value.
         EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU.
+        EPTimeoutError: if a rank does not come at all.
     """
+    meet(comm, 0, config.timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time")
     mine = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
     missing = None if backend == "host" else _why_no_gpu()
     settings, reasons = zip(*comm.allgather((mine, missing)), strict=True)
@@ -139,7 +165,8 @@ class SymmetricMemory:
         import nvshmem.bindings as nvshmem
 
         self._nvshmem, self._runtime = nvshmem, runtime(comm)
-        self._meet(num_bytes, timeout_s)
+        if self._runtime.comm is not None:
+            self._check_same_size(num_bytes, timeout_s)
         self.ptr = nvshmem.malloc(num_bytes)
         if not all(comm.allgather(bool(self.ptr))):
             raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank; see Buffer.size_hint")
@@ -157,25 +184,9 @@ class SymmetricMemory:
         """Collective, like the allocation."""
         self._nvshmem.free(self.ptr)
 
-    def _meet(self, num_bytes: int, timeout_s: float) -> None:
-        """Find out whether all ranks of the runtime are about to allocate the same, before NVSHMEM would wait for them without a limit."""
-        import numpy as np
-
-        world = self._runtime.comm
-        if world is None:
-            return
-        sizes = np.zeros(world.Get_size(), np.int64)
-        request = world.Iallgather(np.array([num_bytes], np.int64), sizes)
-        deadline = time.monotonic() + timeout_s
-        while not request.Test():
-            if time.monotonic() > deadline:
-                message = (
-                    f"not all {world.Get_size()} ranks of the NVSHMEM runtime came to make a Buffer within {timeout_s:g} s; "
-                    f"ranks outside of this Buffer's communicator have to make one of the same size at the same time"
-                )
-                raise EPTimeoutError(message, rank=world.Get_rank(), peer=-1, phase="the allocation of symmetric memory")
-            time.sleep(1e-4)
-        if len(set(sizes.tolist())) != 1:
-            raise EPConfigError(
-                f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(set(sizes.tolist()))}"
-            )
+    def _check_same_size(self, num_bytes: int, timeout_s: float) -> None:
+        """NVSHMEM would wait without a limit for ranks that do not come."""
+        hint = "ranks outside of this Buffer's communicator have to make one of the same size at the same time"
+        sizes = set(meet(self._runtime.comm, num_bytes, timeout_s, "the allocation of symmetric memory", hint))
+        if len(sizes) != 1:
+            raise EPConfigError(f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)}")

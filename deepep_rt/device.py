@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections import deque
@@ -14,10 +13,11 @@ import numpy as np
 from . import _env, arrays, comm, driver, jit, layout, structs
 from .arrays import HOST, View
 from .config import COMBINE_DTYPES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
-from .errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError
+from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
+from .page import HostPage
 from .pool import Block, Pool, Slot, Slots
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
 
@@ -71,7 +71,7 @@ class DeviceBackend:
         self._pool = Pool(base + self._map.offsets["pool"], self._map.sizes["pool"])
         self._handle_map = layout.handle(config)
         self._handles = Slots(self._handle_map.num_bytes, layout.num_handles(config))
-        self._open_page()
+        self._page = HostPage(config)
         self._arch = jit.current_arch()
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
         for kernel in ("route", "dispatch"):
@@ -117,7 +117,7 @@ class DeviceBackend:
         place = self._place(shape.num_bytes, call)
         if known is None:
             if tell_host:
-                self._mailbox_flag.value = 0
+                self._page.expect_counts()
             self._launch_route(stream, slot, idx, inputs.expert_alignment, tell_host)
         land = {f"land_{name}": place.offset + offset for name, offset in shape.offsets.items()}
         self._launcher("dispatch")(
@@ -264,7 +264,7 @@ class DeviceBackend:
         self._memory.free()
         self._handles.destroy()
         driver.free(self._state)
-        driver.free_pinned(self._page)
+        self._page.free()
         self._comm.Free()
 
     # --- construction ------------------------------------------------------------------------------------------------------------
@@ -301,24 +301,6 @@ class DeviceBackend:
                 f"{short[0][1] / 1e9:.2f} GB free; lower num_max_tokens_per_rank or num_slots"
             )
 
-    def _open_page(self) -> None:
-        page = layout.host_page(self.config)
-        self._page = driver.allocate_pinned(page.num_bytes)
-        ctypes.memset(self._page, 0, page.num_bytes)
-        mapped: Any = (ctypes.c_char * page.num_bytes).from_address(self._page)
-        memory = np.frombuffer(mapped, np.uint8)
-
-        def part(name: str, struct: structs.CStruct) -> Any:
-            dtype = struct.dtype(self.config.constants())
-            start = page.offsets[name]
-            flag = ctypes.c_uint32.from_address(self._page + start + structs.offset(dtype, "flag"))
-            return memory[start : start + dtype.itemsize].view(dtype)[0:1], flag
-
-        self._report, self._report_flag = part("report", structs.Report)
-        self._mailbox, self._mailbox_flag = part("mailbox", structs.Mailbox)
-        offset = structs.offset(self._report.dtype, "bad_flag")
-        self._bad_flag = ctypes.c_uint32.from_address(self._page + page.offsets["report"] + offset)
-
     def _launcher(self, name: str, dtype: str | None = None) -> Launcher:
         found = self._launchers.get((name, dtype))
         if found is None:
@@ -328,7 +310,7 @@ class DeviceBackend:
             fixed = {
                 "peers": self._memory.peers,
                 "state": self._state,
-                "page": self._page,
+                "page": self._page.ptr,
                 "timeout_ns": int(self.config.timeout_s * 1e9),
                 "rank": self._comm.Get_rank(),
             }
@@ -399,18 +381,19 @@ class DeviceBackend:
     def _await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host until the routing is known: the one synchronisation of the library."""
         deadline = time.monotonic() + self.config.timeout_s + _HOST_GRACE_S
-        while not self._mailbox_flag.value:
+        while (counts := self._page.counts()) is None:
             self._check()
             if time.monotonic() > deadline:
+                rank = self._comm.Get_rank()
                 self._broken = EPTimeoutError(
                     "the routing kernel did not run: the GPU is busy with other work, or stuck",
-                    rank=self._comm.Get_rank(),
-                    peer=self._comm.Get_rank(),
+                    rank=rank,
+                    peer=rank,
                     phase=structs.phase_name(1),
                 )
                 raise self._broken
         self._check()
-        return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
+        return counts
 
     def _counts_of(self, slot: Slot, like: View, stream: int) -> dict[str, View]:
         offsets, config = self._handle_map.offsets, self.config
@@ -492,30 +475,11 @@ class DeviceBackend:
         """Raise what the device reported."""
         if self._broken is not None:
             raise self._broken
-        if self._report_flag.value:
-            report = self._report[0]
-            rank, peer, phase = int(report["rank"]), int(report["peer"]), structs.phase_name(int(report["phase"]))
-            expected, seen = int(report["expected"]), int(report["seen"])
-            self._broken = EPTimeoutError(
-                f"rank {rank} waited {self.config.timeout_s:g} s for rank {peer}: {phase}, call {expected} of its kind "
-                f"(rank {peer} was at {seen}). "
-                f"Did rank {peer} make the same calls, or die? Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. "
-                f"The buffer cannot be used any more",
-                rank=rank,
-                peer=peer,
-                phase=phase,
-                expected=expected,
-                seen=seen,
-                call_idx=expected,
-            )
-            raise self._broken
-        if self._bad_flag.value:
-            self._bad_flag.value = 0
-            report = self._report[0]
-            raise EPInputError(
-                f"topk_idx[{int(report['bad_token'])}] holds expert {int(report['bad_expert'])}; expected -1 or 0 to "
-                f"{self.config.num_experts - 1}. It was skipped"
-            )
+        try:
+            self._page.check()
+        except EPTimeoutError as error:
+            self._broken = error
+            raise
 
 
 def _address(view: View | None) -> int:

@@ -108,8 +108,13 @@ State = CStruct(
     u32 route_epoch;       // calls of each kernel that have finished here
     u32 dispatch_epoch;
     u32 combine_epoch;
-    u32 dispatch_blocks;   // blocks of the running kernel that have finished; the last one resets it
+    u32 dispatch_blocks;   // of the running kernel: blocks that have finished, and items that are taken; the last block resets them
+    u32 dispatch_items;
     u32 combine_blocks;
+    u32 combine_items;
+    u32 combine_tokens;
+    u32 ceiling_blocks;
+    u32 ceiling_items;
     u32 abort;             // set by the first wait that timed out; later waits give up at once
     """,
 )

@@ -100,6 +100,16 @@ def lost_between_counts_and_rows(comm: MPI.Intracomm) -> None:
         buffer.dispatch(x, idx)
 
 
+def never_made(comm: MPI.Intracomm) -> None:
+    """The culprit makes no Buffer."""
+    if comm.Get_rank() == comm.Get_size() - 1:
+        return
+    start = time.monotonic()
+    with raises(EPTimeoutError, "the making of a Buffer", "0.6 s", "timeout_s"):
+        make_buffer(comm, num_experts=4 * comm.Get_size(), timeout_s=TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S + 5
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](MPI.COMM_WORLD)
     print(f"rank {MPI.COMM_WORLD.Get_rank()} passed", flush=True)

@@ -1,0 +1,85 @@
+"""The page of pinned memory in which kernels leave word for the host: time-outs, bad input, and the counts of a routing."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from . import driver, layout, structs
+from .config import Config
+from .errors import EPInputError, EPTimeoutError
+
+
+class HostPage:
+    """A Buffer's page.
+
+    Args:
+        config: The Buffer's sizes.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._map = layout.host_page(config)
+        self.ptr = driver.allocate_pinned(self._map.num_bytes)
+        ctypes.memset(self.ptr, 0, self._map.num_bytes)
+        self._report = self._part("report", structs.Report)
+        self._mailbox = self._part("mailbox", structs.Mailbox)
+        self._timed_out = self._flag("report", self._report, "flag")
+        self._bad_input = self._flag("report", self._report, "bad_flag")
+        self._counted = self._flag("mailbox", self._mailbox, "flag")
+
+    def free(self) -> None:
+        driver.free_pinned(self.ptr)
+
+    def expect_counts(self) -> None:
+        """Before the launch of a routing that shall tell its counts."""
+        self._counted.value = 0
+
+    def counts(self) -> tuple[int, list[int]] | None:
+        """Rows that the routing brings, in all and for each local expert; None until they are known."""
+        if not self._counted.value:
+            return None
+        return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
+
+    def check(self) -> None:
+        """Raise what a kernel reported.
+
+        Raises:
+            EPTimeoutError: a wait on the device ran out of time.
+            EPInputError: a token chose an expert that does not exist.
+        """
+        if self._timed_out.value:
+            raise self._timeout()
+        if self._bad_input.value:
+            self._bad_input.value = 0
+            token, expert = int(self._report["bad_token"][0]), int(self._report["bad_expert"][0])
+            raise EPInputError(
+                f"topk_idx[{token}] holds expert {expert}; expected -1 or 0 to {self._config.num_experts - 1}. It was skipped"
+            )
+
+    def _timeout(self) -> EPTimeoutError:
+        report = self._report[0]
+        rank, peer, phase = int(report["rank"]), int(report["peer"]), structs.phase_name(int(report["phase"]))
+        expected, seen = int(report["expected"]), int(report["seen"])
+        return EPTimeoutError(
+            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {expected} of its kind "
+            f"(rank {peer} was at {seen}). "
+            f"Did rank {peer} make the same calls, or die? Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. "
+            f"The buffer cannot be used any more",
+            rank=rank,
+            peer=peer,
+            phase=phase,
+            expected=expected,
+            seen=seen,
+            call_idx=expected,
+        )
+
+    def _part(self, name: str, struct: structs.CStruct) -> Any:
+        dtype = struct.dtype(self._config.constants())
+        memory: Any = (ctypes.c_char * dtype.itemsize).from_address(self.ptr + self._map.offsets[name])
+        return np.frombuffer(memory, dtype)
+
+    def _flag(self, name: str, part: Any, member: str) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(self.ptr + self._map.offsets[name] + structs.offset(part.dtype, member))
