@@ -117,7 +117,7 @@ def test_the_docstring_of_size_hint_is_true() -> None:
 
 @pytest.mark.parametrize("struct", structs.SHARED, ids=lambda struct: struct.name)
 def test_structs(struct: structs.CStruct) -> None:
-    constants = {"kNumRanks": 3, "kNumLocalExperts": 5}
+    constants = {"kNumRanks": 3, "kNumLocalExperts": 5, "kNumExperts": 15}
     kind = struct.dtype(constants)
     assert kind.names == struct.names
     for name in kind.names:
