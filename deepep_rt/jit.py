@@ -133,7 +133,7 @@ def source_dir() -> Path:
 
 
 def prelude(kernel: Kernel, constants: Constants, folder: Path | None = None) -> str:
-    """What is put before a kernel's source: the types, the constants that it uses, the shared structs and its Params."""
+    """What is put before a kernel's source: the types, the constants and shared structs that it uses, and its Params."""
     used = used_constants(kernel, constants, folder)
     lines = [f"constexpr {'int' if -(2**31) <= value < 2**31 else 'long long'} {name} = {value};" for name, value in used.items()]
     return "\n".join(
@@ -143,7 +143,8 @@ def prelude(kernel: Kernel, constants: Constants, folder: Path | None = None) ->
             structs.PRELUDE_TYPES,
             *lines,
             "",
-            *(struct.text(constants) for struct in (*structs.SHARED, kernel.struct)),
+            *(struct.text(constants) for struct in _shared_structs(kernel, folder)),
+            kernel.struct.text(constants),
         ]
     )
 
@@ -157,9 +158,16 @@ def unit(kernel: Kernel, constants: Constants, folder: Path | None = None) -> st
 
 def used_constants(kernel: Kernel, constants: Constants, folder: Path | None = None) -> dict[str, int]:
     """The constants whose names occur in the kernel's source, its headers or a struct; others do not change its key."""
-    texts = [*_sources(kernel, folder).values(), *(struct.members for struct in structs.SHARED), kernel.params]
+    shared = _shared_structs(kernel, folder)
+    texts = [*_sources(kernel, folder).values(), *(struct.members for struct in shared), kernel.params]
     words = set(re.findall(r"\bk[A-Z]\w*", "\n".join(texts)))
     return {name: value for name, value in constants.items() if name in words}
+
+
+def _shared_structs(kernel: Kernel, folder: Path | None) -> list[structs.CStruct]:
+    """The structures whose names occur in the kernel's source or its headers."""
+    words = set(re.findall(r"\w+", "\n".join(_sources(kernel, folder).values())))
+    return [struct for struct in structs.SHARED if struct.name in words]
 
 
 def _sources(kernel: Kernel, folder: Path | None) -> dict[str, str]:
