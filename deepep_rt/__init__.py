@@ -15,7 +15,15 @@ from .errors import (
     EPTimeoutError,
     EPUnavailableError,
 )
-from .results import CombineResult, DispatchHandle, DispatchResult, Event
+from .results import (
+    CombineResult,
+    DispatchHandle,
+    DispatchResult,
+    Event,
+    LowLatencyCombineResult,
+    LowLatencyDispatchResult,
+    LowLatencyHandle,
+)
 
 __version__ = "0.1.0"
 
@@ -34,4 +42,7 @@ __all__ = [
     "EPTimeoutError",
     "EPUnavailableError",
     "Event",
+    "LowLatencyCombineResult",
+    "LowLatencyDispatchResult",
+    "LowLatencyHandle",
 ]

@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any
 from . import layout
 from .config import MAX_RANKS_PER_NODE, ROW_ALIGNMENT, Config
 from .errors import EPConfigError, EPDestroyedError, EPInputError
-from .inputs import Site, combine_inputs, dispatch_inputs
-from .results import CombineResult, DispatchHandle, DispatchResult
+from .inputs import Site, combine_inputs, dispatch_inputs, low_latency_combine_inputs, low_latency_dispatch_inputs
+from .results import (
+    CombineResult,
+    DispatchHandle,
+    DispatchResult,
+    LowLatencyCombineResult,
+    LowLatencyDispatchResult,
+    LowLatencyHandle,
+)
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -42,6 +49,8 @@ class Buffer:
         backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there is a GPU.
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
         num_sms: SMs that a dispatch or combine occupies.
+        low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it).
+        low_latency_sms: SMs that a low-latency call occupies at most.
         check_inputs: Report expert numbers out of range from the device (the host backend always does); default `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when the caller holds so many results that the pool is full: "copy" the result to
             memory of its own, or raise "error".
@@ -73,6 +82,8 @@ class Buffer:
         backend: str = "auto",
         timeout_s: float | None = None,
         num_sms: int = 24,
+        low_latency: bool = False,
+        low_latency_sms: int = 64,
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:
@@ -90,6 +101,8 @@ class Buffer:
             dtype=dtype,
             num_slots=num_slots,
             num_sms=num_sms,
+            low_latency=low_latency,
+            low_latency_sms=low_latency_sms,
             **{name: value for name, value in optional.items() if value is not None},
         )
         from . import comm as _comm  # MPI is needed from here on, not before
@@ -120,18 +133,20 @@ class Buffer:
         num_experts: int,
         dtype: str = "bfloat16",
         num_slots: int = 2,
+        low_latency: bool = False,
     ) -> dict[str, int]:
         """Bytes of GPU memory that such a Buffer takes on each rank; nothing is allocated.
 
         Returns:
-            Bytes by region ("control", "landing", "pool", "handles") and their sum under "total".
+            Bytes by region ("control", "landing", "pool", "low_latency", "handles") and their sum under "total".
 
         Example:
             >>> hint = Buffer.size_hint(8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
             >>> print(f"{hint['total'] / 1e9:.2f} GB")
             1.44 GB
         """
-        return layout.size_hint(Config(num_ranks, num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, num_slots))
+        sizes = (num_ranks, num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, num_slots)
+        return layout.size_hint(Config(*sizes, low_latency=low_latency))
 
     @property
     def backend(self) -> str:
@@ -229,6 +244,135 @@ class Buffer:
             inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
             return backend.combine(self._site, inputs, call)
 
+    def low_latency_dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        *,
+        topk_weights: Any = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        cumulative_local_expert_recv_stats: Any = None,
+        wait_recv_cost_stats: Any = None,
+        stream: Any = None,
+    ) -> LowLatencyDispatchResult:
+        """Send a few tokens to their experts as fast as possible; what arrives lies expert by expert. For decoding.
+
+        The host never waits, so the call can be captured in a CUDA graph (keep the result as long as the graph).
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16.
+            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips.
+            topk_weights: `[num_tokens, num_topk]` float32, or None. Given here, `low_latency_combine` is a message round shorter.
+            use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_90 and newer).
+            round_scale: Make the scales powers of two.
+            use_ue8m0: Deliver such scales as their 8-bit exponents.
+            async_finish: As in `dispatch`.
+            return_recv_hook: Only send; calling the result's `hook` receives, on the same stream. No SM is held in between. Hooks are
+                called in the order of their calls, and at most `num_slots` may be open.
+            cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the tokens that arrive are added to it.
+            wait_recv_cost_stats: `[num_ranks]` int64; the nanoseconds until each source's last row had come are added to it.
+            stream: As in `dispatch`.
+
+        Returns:
+            `recv_x`, `recv_x_scales`, `num_recv_tokens_per_expert`, `handle`, `event`, `hook`.
+
+        Raises:
+            EPInputError: if an argument is wrong, or the buffer was made without `low_latency=True`; nothing was launched.
+            EPUnavailableError: if `use_fp8` is asked of an sm_80 GPU.
+            EPTimeoutError: if a peer did not answer in an earlier call.
+
+        Example:
+            >>> sent = buffer.low_latency_dispatch(x, topk_idx, topk_weights=topk_weights)
+            >>> y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
+            >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
+        """
+        backend = self._low_latency()
+        with backend.context:
+            call = backend.begin(x, async_finish, None, stream)
+            inputs = low_latency_dispatch_inputs(
+                self._site,
+                call.stream,
+                x,
+                topk_idx,
+                topk_weights,
+                use_fp8,
+                round_scale,
+                use_ue8m0,
+                cumulative_local_expert_recv_stats,
+                wait_recv_cost_stats,
+            )
+            return backend.low_latency_dispatch(self._site, inputs, call, return_recv_hook)
+
+    def low_latency_combine(
+        self,
+        y: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: LowLatencyHandle,
+        *,
+        allow_multiple_reduction: bool = True,
+        zero_copy: bool = False,
+        out: Any = None,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        stream: Any = None,
+    ) -> LowLatencyCombineResult:
+        """Bring the experts' outputs back: each token gets the sum of its experts' rows, times its weights, added up in float32.
+
+        Args:
+            y: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`; in any memory.
+            topk_idx: As given to `low_latency_dispatch`.
+            topk_weights: `[num_tokens, num_topk]` float32; the same as in `low_latency_dispatch`, if they were given there.
+            handle: The handle of that call.
+            allow_multiple_reduction: An expert rank adds up (and rounds to bfloat16) its own experts' rows of a token and sends one.
+                False: it sends one row for each expert, and all are added up at the token's rank.
+            zero_copy: `y` is what `get_low_latency_combine_buffer` returned. Rows are read where they lie in any case.
+            out: `[num_tokens, hidden]` bfloat16 to write the result to; default: memory of the buffer.
+            async_finish: As in `dispatch`.
+            return_recv_hook: As in `low_latency_dispatch`.
+            stream: As in `dispatch`.
+
+        Returns:
+            `x` `[num_tokens, hidden]` bfloat16 (zero for tokens that went nowhere), `event`, `hook`.
+
+        Raises:
+            EPInputError: if an argument is wrong; nothing was launched.
+            EPTimeoutError: if a peer did not answer in an earlier call.
+
+        Example:
+            >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
+        """
+        backend = self._low_latency()
+        with backend.context:
+            call = backend.begin(y, async_finish, None, stream)
+            inputs = low_latency_combine_inputs(
+                self._site, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out
+            )
+            if zero_copy and inputs.y.ptr != backend.low_latency_combine_view(handle._framework).ptr:
+                raise EPInputError("zero_copy=True, but y is not what get_low_latency_combine_buffer returned")
+            return backend.low_latency_combine(self._site, inputs, call, return_recv_hook)
+
+    def get_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Any:
+        """Memory for the experts to write their outputs to, for `low_latency_combine(zero_copy=True)`.
+
+        Args:
+            handle: The handle of a `low_latency_dispatch`.
+
+        Returns:
+            `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the framework of that call. There is one
+            for each Buffer.
+
+        Example:
+            >>> y = buffer.get_low_latency_combine_buffer(sent.handle)
+        """
+        backend = self._low_latency()
+        with backend.context:
+            return backend.low_latency_combine_view(handle._framework).to_framework()
+
     def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int = 2048, iterations: int = 5) -> float:
         """Measure what the links carry: every rank pushes rows to all others at once, with nothing to look up and nobody to wait for.
 
@@ -276,6 +420,11 @@ class Buffer:
         if self._backend is None:
             raise EPDestroyedError("this Buffer was destroyed; make a new one")
         return self._backend
+
+    def _low_latency(self) -> HostBackend | DeviceBackend:
+        if not self.config.low_latency:
+            raise EPInputError("this Buffer has no memory for low-latency calls; make it with low_latency=True")
+        return self._live()
 
     def __enter__(self) -> Buffer:
         return self

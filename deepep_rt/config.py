@@ -27,6 +27,9 @@ MAX_ROW_BYTES = 96 * 1024
 _STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
 
 
+FP8_GROUP = 128
+"""Channels that share a scale where this library converts to FP8."""
+
 ROUTE_THREADS = 256
 MAX_ROUTE_BLOCKS = 16
 """Blocks that share the counting of a new routing; one token a thread up to 4096 tokens."""
@@ -54,6 +57,8 @@ class Config:
         num_slots: Worst-case dispatch results that fit at once; results are trimmed to what arrived, so more real ones fit.
         num_sms: Thread blocks of the dispatch and combine kernels (each takes one SM).
         timeout_s: Seconds after which a silent peer raises EPTimeoutError.
+        low_latency: Whether memory is set aside for the low-latency calls.
+        low_latency_sms: Thread blocks of the low-latency kernels, at most one for an SM.
         check_inputs: Whether expert numbers out of range are reported from the device.
 
     Raises:
@@ -69,6 +74,8 @@ class Config:
     num_slots: int = 2
     num_sms: int = 24
     timeout_s: float = dataclasses.field(default_factory=_env.timeout_s)
+    low_latency: bool = False
+    low_latency_sms: int = 64
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
 
     def __post_init__(self) -> None:
@@ -82,6 +89,7 @@ class Config:
             ("num_experts", 1, 1 << 13),
             ("num_slots", 1, 1 << 10),
             ("num_sms", 1, 1 << 10),
+            ("low_latency_sms", 1, 1 << 10),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

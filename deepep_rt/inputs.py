@@ -9,9 +9,9 @@ from typing import Any
 
 from . import arrays
 from .arrays import HOST, View
-from .config import COMBINE_DTYPES, ROW_ALIGNMENT, Config
+from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, Config
 from .errors import EPInputError
-from .results import DispatchHandle
+from .results import DispatchHandle, LowLatencyHandle
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,32 @@ class CombineInputs:
     handle: DispatchHandle
     topk_weights: View | None
     biases: tuple[View, ...]
+
+
+@dataclass(frozen=True)
+class LowLatencyDispatchInputs:
+    """Checked arguments of low_latency_dispatch."""
+
+    x: View
+    topk_idx: View
+    topk_weights: View | None
+    use_fp8: bool
+    round_scale: bool  # scales are powers of two
+    use_ue8m0: bool  # and travel as their exponents
+    recv_stats: View | None
+    wait_stats: View | None
+
+
+@dataclass(frozen=True)
+class LowLatencyCombineInputs:
+    """Checked arguments of low_latency_combine."""
+
+    y: View
+    topk_idx: View
+    topk_weights: View
+    handle: LowLatencyHandle
+    reduce_early: bool  # an expert rank adds up its own experts' rows of a token before it sends
+    out: View | None
 
 
 def dispatch_inputs(
@@ -133,6 +159,84 @@ def combine_inputs(site: Site, stream: int | None, x: Any, handle: DispatchHandl
         _check_shape(view, f"bias[{i}]", (handle.num_tokens, config.hidden), (rows.dtype,))
         _check_row(site, view, f"bias[{i}]")
     return CombineInputs(rows, handle, weights, biases)
+
+
+def low_latency_dispatch_inputs(
+    site: Site,
+    stream: int | None,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    recv_stats: Any,
+    wait_stats: Any,
+) -> LowLatencyDispatchInputs:
+    """Check the arguments of `Buffer.low_latency_dispatch`, whose docstring names the rules."""
+    config = site.config
+    rows = _look(site, x, "x", stream)
+    if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
+        raise EPInputError(f"x is {rows.dtype} {list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]")
+    _check_row(site, rows, "x")
+    num_tokens = rows.shape[0]
+    if num_tokens > config.num_max_tokens_per_rank:
+        raise EPInputError(f"x has {num_tokens} tokens, more than num_max_tokens_per_rank={config.num_max_tokens_per_rank}")
+    if use_fp8 and config.hidden % FP8_GROUP:
+        raise EPInputError(f"hidden is {config.hidden}, no multiple of {FP8_GROUP}, the channels of a scale; pass use_fp8=False")
+    if use_ue8m0 and not use_fp8:
+        raise EPInputError("use_ue8m0 is a format of FP8 scales; pass use_fp8=True beside it")
+    idx = _look(site, topk_idx, "topk_idx", stream)
+    _check_shape(idx, "topk_idx", (num_tokens, config.num_topk), ("int32", "int64"))
+    weights = _optional(site, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), "float32")
+    recv = _optional(
+        site, recv_stats, "cumulative_local_expert_recv_stats", stream, (config.num_local_experts,), "int32", in_place=True
+    )
+    waits = _optional(site, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), "int64", in_place=True)
+    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale or use_ue8m0, use_ue8m0, recv, waits)
+
+
+def low_latency_combine_inputs(
+    site: Site,
+    stream: int | None,
+    y: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    handle: Any,
+    allow_multiple_reduction: bool,
+    out: Any,
+) -> LowLatencyCombineInputs:
+    """Check the arguments of `Buffer.low_latency_combine`, whose docstring names the rules."""
+    config = site.config
+    if not isinstance(handle, LowLatencyHandle):
+        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of a LowLatencyDispatchResult")
+    if handle._buffer != site.serial:
+        raise EPInputError("handle comes from another Buffer; use the one whose low_latency_dispatch returned it")
+    rows = _look(site, y, "y", stream)
+    _check_shape(rows, "y", (config.num_local_experts, config.num_max_recv_tokens, config.hidden), ("bfloat16",))
+    if rows.device != HOST and rows.ptr % ROW_ALIGNMENT:
+        raise EPInputError(f"y starts at an address that is not a multiple of {ROW_ALIGNMENT} bytes; pass a copy")
+    idx = _look(site, topk_idx, "topk_idx", stream)
+    _check_shape(idx, "topk_idx", (handle.num_tokens, config.num_topk), ("int32", "int64"))
+    weights = _look(site, topk_weights, "topk_weights", stream)
+    _check_shape(weights, "topk_weights", (handle.num_tokens, config.num_topk), ("float32",))
+    into = _optional(site, out, "out", stream, (handle.num_tokens, config.hidden), "bfloat16", in_place=True)
+    return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
+
+
+def _optional(
+    site: Site, array: Any, what: str, stream: int | None, shape: tuple[int, ...], dtype: str, in_place: bool = False
+) -> View | None:
+    """An argument that may be missing; `in_place` ones are written to, and so have to be where the work is done."""
+    if array is None:
+        return None
+    view = _look(site, array, what, stream)
+    _check_shape(view, what, shape, (dtype,))
+    if in_place and view.device != site.device:
+        raise EPInputError(
+            f"{what} is in host memory, but this buffer works on GPU {site.device} and writes to it; move it there"
+        )
+    return view
 
 
 def _is_whole(value: Any, least: int, most: int) -> bool:

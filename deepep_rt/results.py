@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .arrays import View
+from .arrays import Framework, View
 
 
 @dataclass(frozen=True)
@@ -133,3 +133,62 @@ class CombineResult(_Arrays):
     def topk_weights(self) -> Any:
         """`[num_tokens, num_topk]` float32; None unless `topk_weights` was given."""
         return self._array("topk_weights")
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyHandle:
+    """What `low_latency_combine` has to know about a `low_latency_dispatch`."""
+
+    num_tokens: int
+    """Tokens that this rank dispatched."""
+    _buffer: int = field(repr=False)  # serial number of the Buffer
+    _routing: Any = field(repr=False)  # the backend's own tables
+    _has_weights: bool = field(repr=False)  # topk_weights travelled with the rows
+    _framework: Framework = field(repr=False)  # the caller's
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyDispatchResult(_Arrays):
+    """What arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
+
+    handle: LowLatencyHandle
+    event: Event
+    hook: Callable[[], None] | None
+    """With `return_recv_hook=True`: call it to receive; the arrays hold nothing before. Otherwise None."""
+    _views: dict[str, View | None] = field(repr=False)
+
+    @cached_property
+    def recv_x(self) -> Any:
+        """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn.
+
+        The first `num_recv_tokens_per_expert[e]` rows of expert e are filled, the others are undefined.
+        """
+        return self._array("x")
+
+    @cached_property
+    def recv_x_scales(self) -> Any:
+        """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]`: float32, or uint8 exponents (UE8M0).
+
+        A channel is its FP8 value times the scale of its 128 channels. None without FP8.
+        """
+        return self._array("scales")
+
+    @cached_property
+    def num_recv_tokens_per_expert(self) -> Any:
+        """Rows of each local expert, `[num_local_experts]` int32, on the device."""
+        return self._array("num_recv_per_expert")
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyCombineResult(_Arrays):
+    """The experts' outputs, weighted and added up, back at the tokens' own rank."""
+
+    event: Event
+    hook: Callable[[], None] | None
+    """With `return_recv_hook=True`: call it to receive; `x` holds nothing before. Otherwise None."""
+    _views: dict[str, View | None] = field(repr=False)
+
+    @cached_property
+    def x(self) -> Any:
+        """`[num_tokens, hidden]` bfloat16."""
+        return self._array("x")
