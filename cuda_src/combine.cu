@@ -181,14 +181,14 @@ __device__ inline void add_token(const Params& p, const u64 (&rows)[kNumRanks], 
     for (int i = 0; i < kAtOnce; ++i) {
       const int v = first + i * 32;
       if (v >= kRowVecs) break;
-      float sum[kPerVec] = {};
+      float sum[kPerVec<kElement>] = {};
 #pragma unroll
       for (int r = 0; r < kNumRanks; ++r) {
-        if (rows[r]) add_to(sum, held[i][r]);
+        if (rows[r]) add_to<kElement>(sum, held[i][r]);
       }
-      if (p.bias_0) add_to(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
-      if (p.bias_1) add_to(sum, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
-      st_vec(at<Vec16>(p.out, offset) + v, rounded(sum));
+      if (p.bias_0) add_to<kElement>(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
+      if (p.bias_1) add_to<kElement>(sum, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
+      st_vec(at<Vec16>(p.out, offset) + v, rounded<kElement>(sum));
     }
   }
 }

@@ -68,6 +68,10 @@ __device__ __forceinline__ u32 add_acq_rel_sys(u32* p, u32 v) {
   return old;
 }
 
+__device__ __forceinline__ void max_relaxed_gpu(u64* p, u64 v) {
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
 __device__ __forceinline__ u32 add_relaxed_gpu(u32* p, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");

@@ -40,14 +40,6 @@ __device__ inline void read_experts(const Params& p, int token, i32 (&experts)[k
   }
 }
 
-__device__ inline void report_bad_expert(const Params& p, int token, int k) {
-  const i64 i = static_cast<i64>(token) * kNumTopk + k;
-  Report* report = at<Report>(p.page, kPageReport);
-  st_relaxed_sys(&report->bad_token, token);
-  st_relaxed_sys(&report->bad_expert, p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i]);
-  st_release_sys(&report->bad_flag, 1);
-}
-
 // The ranks that a token goes to, as a bit mask; its choices are counted.
 __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   i32 experts[kNumTopk];
@@ -63,7 +55,8 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
       ranks |= 1u << (static_cast<u32>(experts[k]) / kNumLocalExperts);
       atomicAdd(choices + experts[k], 1);
     } else if (p.check && experts[k] == -2) {
-      report_bad_expert(p, token, k);
+      const i64 i = static_cast<i64>(token) * kNumTopk + k;
+      report_bad_expert(p, token, p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i]);
     }
   }
   return ranks;

@@ -1,5 +1,6 @@
-// The one bounded wait. A peer that never comes ends in a report for the host, not in a hang: the first wait that runs out of time writes
-// it to pinned host memory and raises State::abort; every other wait, in this kernel and in later ones, then gives up at once.
+// What kernels tell the host when something is wrong, and the one bounded wait. A peer that never comes ends in a report for the host, not
+// in a hang: the first wait that runs out of time writes it to pinned host memory and raises State::abort; every other wait, in this kernel
+// and in later ones, then gives up at once.
 #pragma once
 #include "memory.cuh"
 
@@ -32,11 +33,12 @@ __device__ inline void give_up(const Waiter& w, u32 phase, int peer, u32 expecte
 }
 
 // Waits until *flag reaches `expected` (epochs wrap around). False: the time is up, or was up elsewhere, and nothing that the flag
-// announces may be used.
-__device__ inline bool wait_epoch(const Waiter& w, const u32* flag, u32 expected, u32 phase, int peer) {
+// announces may be used. `found`: what *flag held in the end.
+__device__ inline bool wait_epoch(const Waiter& w, const u32* flag, u32 expected, u32 phase, int peer, u32* found = nullptr) {
   u64 start = 0;
   for (u32 spins = 1;; ++spins) {
     const u32 seen = ld_acquire_sys(flag);
+    if (found) *found = seen;
     if (static_cast<i32>(seen - expected) >= 0) return true;
     if (spins % 64) continue;
     if (ld_relaxed_gpu(&w.state->abort)) return false;
@@ -48,4 +50,11 @@ __device__ inline bool wait_epoch(const Waiter& w, const u32* flag, u32 expected
       return false;
     }
   }
+}
+
+__device__ inline void report_bad_expert(const Params& p, int token, i64 expert) {
+  Report* report = at<Report>(p.page, kPageReport);
+  st_relaxed_sys(&report->bad_token, token);
+  st_relaxed_sys(&report->bad_expert, expert);
+  st_release_sys(&report->bad_flag, 1);
 }

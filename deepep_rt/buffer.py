@@ -27,7 +27,7 @@ from .results import (
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-    from .device import DeviceBackend
+    from .device_low_latency import DeviceLowLatencyBackend
     from .host import HostBackend
 
 _serials = itertools.count(1)
@@ -107,20 +107,20 @@ class Buffer:
         )
         from . import comm as _comm  # MPI is needed from here on, not before
 
-        self._backend: HostBackend | DeviceBackend | None = None
+        self._backend: HostBackend | DeviceLowLatencyBackend | None = None
         backend = _comm.agree(comm, self.config, backend, on_exhausted)
         if backend == "host":
-            from .host import HostBackend
+            from .host_low_latency import HostLowLatencyBackend
 
-            self._backend = HostBackend(comm, self.config)
+            self._backend = HostLowLatencyBackend(comm, self.config)
         else:
             if self.config.num_ranks > MAX_RANKS_PER_NODE:
                 raise EPConfigError(
                     f"{self.config.num_ranks} ranks; the CUDA backend serves 1 to {MAX_RANKS_PER_NODE}, all on one host"
                 )
-            from .device import DeviceBackend
+            from .device_low_latency import DeviceLowLatencyBackend
 
-            self._backend = DeviceBackend(comm, self.config, copy_when_full=on_exhausted == "copy")
+            self._backend = DeviceLowLatencyBackend(comm, self.config, copy_when_full=on_exhausted == "copy")
         self._site = Site(next(_serials), self.config, self._backend.device)
 
     @staticmethod
@@ -416,12 +416,12 @@ class Buffer:
             with backend.context:
                 backend.destroy()
 
-    def _live(self) -> HostBackend | DeviceBackend:
+    def _live(self) -> HostBackend | DeviceLowLatencyBackend:
         if self._backend is None:
             raise EPDestroyedError("this Buffer was destroyed; make a new one")
         return self._backend
 
-    def _low_latency(self) -> HostBackend | DeviceBackend:
+    def _low_latency(self) -> HostBackend | DeviceLowLatencyBackend:
         if not self.config.low_latency:
             raise EPInputError("this Buffer has no memory for low-latency calls; make it with low_latency=True")
         return self._live()

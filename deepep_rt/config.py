@@ -27,6 +27,9 @@ MAX_ROW_BYTES = 96 * 1024
 _STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
 
 
+MAX_TABLE_BYTES = 160 * 1024
+"""Shared memory that a low-latency dispatch may take for expert numbers; sm_80 has 163 KB for a block."""
+
 FP8_GROUP = 128
 """Channels that share a scale where this library converts to FP8."""
 
@@ -109,6 +112,11 @@ class Config:
             raise EPConfigError(
                 f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; at most {MAX_ROW_BYTES} fit"
             )
+        if self.low_latency and self.low_latency_table_bytes > MAX_TABLE_BYTES:
+            raise EPConfigError(
+                f"low-latency calls take num_max_tokens_per_rank * num_topk up to {MAX_TABLE_BYTES // 2}, got "
+                f"{self.num_max_tokens_per_rank} * {self.num_topk}; make a Buffer of its own for them, with fewer tokens"
+            )
         if not self.timeout_s > 0:
             raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
 
@@ -125,6 +133,11 @@ class Config:
     def scale_bytes(self) -> int:
         """Bytes kept for the scales of a row: one float32 for 128 channels."""
         return -(-self.hidden // 128) * 4
+
+    @property
+    def low_latency_table_bytes(self) -> int:
+        """Shared memory of a low-latency dispatch: the expert numbers of all tokens, as int16."""
+        return self.num_max_tokens_per_rank * self.num_topk * 2
 
     @property
     def num_max_recv_tokens(self) -> int:
@@ -144,6 +157,8 @@ class Config:
             "kNumExperts": self.num_experts,
             "kNumLocalExperts": self.num_local_experts,
             "kNumMaxTokens": self.num_max_tokens_per_rank,
+            "kHidden": self.hidden,
+            "kNumSides": self.num_slots,
         }
 
 
@@ -173,6 +188,9 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_movers * stage)))
     return {
         "kHasTma": int(has_tma),
+        "kHasFp8": int(arch_number(arch) >= 89),
+        "kLlThreads": 512,
+        "kLlTableBytes": config.low_latency_table_bytes,
         "kStageBytes": stage,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,

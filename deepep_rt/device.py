@@ -64,7 +64,9 @@ class DeviceBackend:
         self._last_call = driver.CudaEvent(self._stream)  # an event: the stream itself may be gone when the next call comes
         self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s)
         base = self._memory.ptr
-        driver.fill(base, 0, self._map.sizes["control"])
+        for region in ("control", "low_latency"):  # flags start at zero
+            if self._map.sizes[region]:
+                driver.fill(base + self._map.offsets[region], 0, self._map.sizes[region])
         local_bytes = layout.local(config).num_bytes
         self._state = driver.allocate(local_bytes)
         driver.fill(self._state, 0, local_bytes)

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from .arrays import DTYPES, HOST, Framework, View, host_bytes
 from .config import Config
 from .errors import EPInputError
-from .inputs import Call, CombineInputs, DispatchInputs, Site
+from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, Site
 from .layout import align_up
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
@@ -29,16 +29,24 @@ _NOTICE_TAG, _ROWS_TAG = 1, 2
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 _ALIGNMENT = 64  # JAX adopts host memory only when it is aligned like this
 
-_KINDS = ("dispatch", "dispatch with a handle", "combine")
+_KINDS = (
+    "dispatch",
+    "dispatch with a handle",
+    "combine",
+    "low_latency_dispatch",
+    "low_latency_combine",
+    "low_latency_combine with allow_multiple_reduction=False",
+)
 _DTYPE_NAMES = (None, *DTYPES)  # numbered alike on all ranks; None: the array was not given
 
 # What all ranks must say alike in a notice.
 _AGREED = ("kind", "x", "topk_idx", "topk_weights", "x_scales", "bytes of a row of x_scales", "handle (number of its dispatch)")
-# What each rank says for itself. The problem is 0 (none), 1 (expert number: token, value) or 2 (size: destination, bytes).
+# What each rank says for itself. The problem is 0 (none), 1 (expert number: token, value), 2 (size: destination, bytes) or
+# 3 (low latency only, choices of one expert: expert, choices).
 _CAPACITY = len(_AGREED)
 _PROBLEM = slice(_CAPACITY + 1, _CAPACITY + 4)
 _NOTICE_HEAD = _CAPACITY + 4  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
-_BAD_EXPERT, _TOO_LARGE = 1, 2
+_BAD_EXPERT, _TOO_LARGE, _TOO_OFTEN = 1, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +73,7 @@ class HostBackend:
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._num_routings = 0  # the same on all ranks: they succeed or fail together
+        self._calling: str | None = None  # the low-latency call, of `_KINDS`, that a dispatch or combine here is a part of
 
     context = contextlib.nullcontext()
     """There is no device to make current."""
@@ -236,12 +245,14 @@ class HostBackend:
         """First row and number of rows from each rank."""
         return list(zip(routing.first_row.tolist(), routing.num_received.tolist(), strict=True))
 
-    def _notices(self, kind: str, x: View, inputs: DispatchInputs | CombineInputs, serial: int) -> np.ndarray:
+    def _notices(
+        self, kind: str, x: View, inputs: DispatchInputs | CombineInputs | LowLatencyCombineInputs, serial: int
+    ) -> np.ndarray:
         """What this rank says about the call, `[num_ranks, ...]` int64: one row for each addressee."""
         idx, scales = getattr(inputs, "topk_idx", None), getattr(inputs, "scales", None)
         dtypes = [_DTYPE_NAMES.index(view.dtype if view else None) for view in (x, idx, inputs.topk_weights, scales)]
         notices = np.zeros((self._num_ranks, _NOTICE_HEAD + self._num_ranks + self._config.num_local_experts), np.int64)
-        notices[:, : len(_AGREED)] = [_KINDS.index(kind), *dtypes, scales.row_bytes if scales else 0, serial]
+        notices[:, : len(_AGREED)] = [_KINDS.index(self._calling or kind), *dtypes, scales.row_bytes if scales else 0, serial]
         return notices
 
     def _find_problem(self, notices: np.ndarray, inputs: DispatchInputs, tokens: Sequence[np.ndarray]) -> None:
@@ -254,6 +265,12 @@ class HostBackend:
         wrong = np.argwhere((idx < -1) | (idx >= self._config.num_experts))
         if len(wrong):
             notices[:, _PROBLEM] = _BAD_EXPERT, wrong[0, 0], idx[tuple(wrong[0])]
+        elif self._calling is not None:
+            counts = np.bincount(idx[idx >= 0], minlength=1)
+            if (
+                counts.max() > self._config.num_max_tokens_per_rank
+            ):  # tokens that choose an expert twice; it has room for one each
+                notices[:, _PROBLEM] = _TOO_OFTEN, counts.argmax(), counts.max()
 
     def _note_size(self, notices: np.ndarray, num_bytes: int, peer: int) -> None:
         if num_bytes > _MAX_PART_BYTES:
@@ -285,6 +302,9 @@ class HostBackend:
         if problem == _BAD_EXPERT:
             last = self._config.num_experts - 1
             return f"{whose}topk_idx: token {where} chooses expert {what}; expected 0 to {last}, or -1 for none"
+        if problem == _TOO_OFTEN:
+            room = self._config.num_max_tokens_per_rank
+            return f"{whose}topk_idx: expert {where} is chosen {what} times; it has room for {room} (num_max_tokens_per_rank)"
         return f"{whose}x: {what} bytes go to rank {where}; the host backend sends at most {_MAX_PART_BYTES}; split the batch"
 
 
@@ -295,11 +315,12 @@ class _Result:
         self.shape, self.dtype = shape, dtype
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * DTYPES[dtype].itemsize
         num_bytes = shape[0] * row_bytes
-        memory = np.empty(align_up(num_bytes, _ALIGNMENT) + 2 * _ALIGNMENT, np.uint8)
+        make = np.zeros if fill == 0 else np.empty  # zeros that nobody looks at take no memory
+        memory = make(align_up(num_bytes, _ALIGNMENT) + 2 * _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         self.ptr = memory.ctypes.data + start
         self.rows = memory[start : start + num_bytes].reshape(shape[0], row_bytes)
-        if fill is not None:
+        if fill:
             self.rows[...] = fill
 
     @staticmethod

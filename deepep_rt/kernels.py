@@ -93,6 +93,48 @@ TABLE: dict[str, Kernel] = {
             per_dtype=True,
         ),
         Kernel(
+            "ll_dispatch",
+            _COMMON
+            + """
+    i32 phases;             // 1: send, 2: receive, 3: both
+    i32 num_tokens;
+    u64 x;                  // [num_tokens, kHidden] bfloat16
+    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
+    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
+    u64 handle;             // out
+    u64 recv_x;             // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden]
+    u64 recv_scales;        // [..., kHidden / 128] float32, or u8 (use_ue8m0)
+    u64 recv_stats;         // [kNumLocalExperts] int32, or 0: added to
+    u64 wait_stats;         // [kNumRanks] int64, or 0: added to
+    i32 idx_bytes;
+    i32 use_fp8;
+    i32 round_scale;
+    i32 use_ue8m0;
+    i32 check;              // report expert numbers out of range
+""",
+            threads="kLlThreads",
+            shared="kLlTableBytes",
+        ),
+        Kernel(
+            "ll_combine",
+            _COMMON
+            + """
+    i32 phases;
+    i32 num_tokens;
+    u64 y;                  // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden] bfloat16
+    u64 topk_idx;
+    u64 topk_weights;
+    u64 handle;
+    u64 out;                // [num_tokens, kHidden] bfloat16
+    i32 idx_bytes;
+    i32 reduce_early;       // one row for each rank, added up there
+    i32 has_weights;        // the weights came with the dispatch
+    i32 send_warps;         // warps that share an entry,
+    i32 receive_warps;      // and a token: powers of two up to the warps of a block
+""",
+            threads="kLlThreads",
+        ),
+        Kernel(
             "ceiling",
             _COMMON
             + """

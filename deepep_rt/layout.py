@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from . import structs
-from .config import MAX_ROUTE_BLOCKS, Config, rows_per_copy
+from .config import FP8_GROUP, MAX_ROUTE_BLOCKS, Config, rows_per_copy
 
 ALIGNMENT = 256
 """Regions and result arrays start on this boundary (rows on a 128-byte one cross NVLink 10 % faster)."""
@@ -58,7 +58,68 @@ def control(config: Config) -> Map:
 def local(config: Config) -> Map:
     """Epochs and counters, in plain memory of each rank."""
     constants = config.constants()
-    return arrange([("state", structs.State.size({})), ("route_blocks", MAX_ROUTE_BLOCKS * structs.RouteBlock.size(constants))])
+    return arrange(
+        [
+            ("state", structs.State.size({})),
+            ("route_blocks", MAX_ROUTE_BLOCKS * structs.RouteBlock.size(constants)),
+            ("waits", config.num_ranks * 8),  # nanoseconds that low-latency receivers waited for each source
+        ]
+    )
+
+
+def low_latency(config: Config) -> Map:
+    """Inboxes of the low-latency calls, in symmetric memory; `num_slots` sides, by the epoch. All zero before the first call."""
+    sides, ranks, tokens, topk = config.num_slots, config.num_ranks, config.num_max_tokens_per_rank, config.num_topk
+    rows = max(ranks, topk) * tokens  # from each rank, or for each choice
+    return arrange(
+        [
+            ("dispatch_acks", ranks * 4),
+            ("combine_acks", ranks * 4),
+            ("headers", sides * ranks * low_latency_header_stride(config)),
+            ("weight_flags", sides * ranks * 4),
+            ("weights", sides * ranks * tokens * topk * 4),
+            ("row_flags", sides * rows * 4),
+            ("messages", sides * ranks * tokens * low_latency_message_stride(config)),
+            ("rows", sides * rows * low_latency_row_bytes(config)),
+        ]
+    )
+
+
+def low_latency_header_stride(config: Config) -> int:
+    return align_up(structs.LlHeader.size(config.constants()), 128)
+
+
+def low_latency_head_bytes(config: Config) -> int:
+    """Where the row starts in a message."""
+    return align_up(structs.LlMessage.size(config.constants()), 128)
+
+
+def low_latency_row_bytes(config: Config) -> int:
+    """Bytes of a bfloat16 row."""
+    return config.hidden * 2
+
+
+def low_latency_message_stride(config: Config) -> int:
+    """A message carries a bfloat16 row, or an FP8 one with its scales, which is shorter."""
+    return align_up(low_latency_head_bytes(config) + max(low_latency_row_bytes(config), config.hidden + config.scale_bytes), 128)
+
+
+def low_latency_handle(config: Config) -> Map:
+    """What a low-latency dispatch leaves behind for its combine; local memory of each rank."""
+    return arrange(
+        [
+            ("num_entries", 4),
+            ("num_recv_per_expert", config.num_local_experts * 4),
+            ("entries", config.num_max_recv_tokens * structs.LlEntry.size(config.constants())),
+        ]
+    )
+
+
+def low_latency_result(config: Config, *, use_fp8: bool, use_ue8m0: bool) -> Map:
+    """What a low-latency dispatch fills: worst case, expert by expert."""
+    rows = config.num_experts * config.num_max_tokens_per_rank  # local experts * ranks * tokens
+    scale_bytes = 0 if not use_fp8 else config.hidden // FP8_GROUP * (1 if use_ue8m0 else 4)
+    return arrange([("x", rows * config.hidden * (1 if use_fp8 else 2)), ("scales", rows * scale_bytes)])
 
 
 def route_stride(config: Config) -> int:
@@ -121,6 +182,7 @@ def symmetric(config: Config) -> Map:
             # combine's staging, and where a dispatch lands whose result is copied out because the pool is full
             ("landing", max(worst, staging(config, config.row_bytes).num_bytes)),
             ("pool", config.num_slots * worst),
+            ("low_latency", low_latency(config).num_bytes if config.low_latency else 0),
         ]
     )
 
@@ -134,11 +196,17 @@ def host_page(config: Config) -> Map:
 def constants(config: Config) -> dict[str, int]:
     """Every offset that the kernels use."""
     page = host_page(config)
+    in_box = symmetric(config).offsets["low_latency"]
     return {
         **control(config).constants("Control"),
         **local(config).constants("Local"),
         **handle(config).constants("Handle"),
         **page.constants("Page"),
+        **{name: in_box + offset for name, offset in low_latency(config).constants("Ll").items()},
+        **low_latency_handle(config).constants("LlHandle"),
+        "kLlHeaderStride": low_latency_header_stride(config),
+        "kLlHeadBytes": low_latency_head_bytes(config),
+        "kLlMessageStride": low_latency_message_stride(config),
         "kRouteStride": route_stride(config),
         "kMaxCombineChunks": control(config).sizes["combine_flags"] // (4 * config.num_ranks),
         **{name: number for name, (number, _) in structs.PHASES.items()},

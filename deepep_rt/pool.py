@@ -98,6 +98,11 @@ class Slots:
         self._memory = [driver.allocate(num_bytes) for _ in range(count)]
         self._free = list(self._memory)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the next `take` allocates."""
+        return not self._free
+
     def take(self) -> Slot:
         if not self._free:
             self._memory.append(driver.allocate(self._num_bytes))

@@ -115,7 +115,45 @@ State = CStruct(
     u32 combine_tokens;
     u32 ceiling_blocks;
     u32 ceiling_items;
+    u32 ll_dispatch_sent;      // low latency: calls whose sending or receiving part has finished here
+    u32 ll_dispatch_received;
+    u32 ll_combine_sent;
+    u32 ll_combine_received;
+    u32 ll_dispatch_blocks;    // of the running low-latency kernel, as above
+    u32 ll_dispatch_items;
+    u32 ll_dispatch_entries;
+    u32 ll_combine_blocks;
+    u32 ll_combine_items;
     u32 abort;             // set by the first wait that timed out; later waits give up at once
+    """,
+)
+
+LlHeader = CStruct(
+    "LlHeader",
+    """
+    i32 num_tokens;                      // of the sender
+    i32 num_choices[kNumLocalExperts];   // how often they chose each expert of the receiver
+    u32 flag;                            // epoch; written last
+    """,
+)
+
+LlMessage = CStruct(
+    "LlMessage",
+    """
+    u32 flag;                    // 2 * epoch, or 2 * epoch + 1: this token does not come here; written last
+    i32 expert[kNumTopk];        // its choices: local number of the receiver's experts, -1 for those of others
+    i32 position[kNumTopk];      // among the sender's choices of that expert
+    f32 weight[kNumTopk];
+    """,
+)
+
+LlEntry = CStruct(
+    "LlEntry",
+    """
+    i32 source;
+    i32 token;
+    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies; -1: elsewhere
+    f32 weight[kNumTopk];
     """,
 )
 
@@ -143,7 +181,7 @@ Mailbox = CStruct(
     """,
 )
 
-SHARED = (RouteMessage, RouteBlock, Landing, State, Report, Mailbox)
+SHARED = (RouteMessage, RouteBlock, Landing, State, LlHeader, LlMessage, LlEntry, Report, Mailbox)
 
 PHASES = {
     "kPhaseRoute": (1, "the token counts of dispatch"),
@@ -153,6 +191,12 @@ PHASES = {
     "kPhaseCombineRows": (5, "the rows of combine"),
     "kPhaseRing": (6, "the NVSHMEM self test"),
     "kPhaseRouteBlocks": (7, "the token counts of other thread blocks of this GPU"),
+    "kPhaseLlDispatchRoom": (8, "room for the rows of a low-latency dispatch"),
+    "kPhaseLlCounts": (9, "the token counts of a low-latency dispatch"),
+    "kPhaseLlRows": (10, "the rows of a low-latency dispatch"),
+    "kPhaseLlCombineRoom": (11, "room for the rows of a low-latency combine"),
+    "kPhaseLlWeights": (12, "the weights of a low-latency combine"),
+    "kPhaseLlCombineRows": (13, "the rows of a low-latency combine"),
 }
 """What a wait on the device can wait for: its number in a Report, and its name for people."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-PROGRAMS = ["dispatch", "combine", "rounds", "bad_calls", "buffers", "frameworks"]
+PROGRAMS = ["dispatch", "combine", "rounds", "bad_calls", "buffers", "frameworks", "low_latency"]
 LATE = ["late_dispatch", "late_cached_dispatch", "late_combine", "never", "lost_between_counts_and_rows", "never_made"]
 LIMIT_S = 120
 

@@ -1,0 +1,50 @@
+// Conversion to FP8 (e4m3): 16 channels in each lane, 8 neighbouring lanes share the scale of their 128 channels.
+#pragma once
+#include "number.cuh"
+
+constexpr int kFp8Group = 128;
+constexpr float kFp8Max = 448.f, kLeastAmax = 1e-4f;
+
+struct Fp8Scale {
+  float scale;  // a channel is its FP8 value times this
+  float inverse;
+};
+
+// All 8 lanes get the same. `rounded_up`: to a power of two.
+__device__ __forceinline__ Fp8Scale scale_of(float amax, bool rounded_up) {
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+  amax = fmaxf(amax, kLeastAmax);
+  if (!rounded_up) return {__fdiv_rn(amax, kFp8Max), __fdiv_rn(kFp8Max, amax)};
+  const u32 bits = __float_as_uint(__fdiv_rn(amax, kFp8Max));
+  const u32 exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
+  return {__uint_as_float(exponent << 23), exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 0.f};
+}
+
+// Two values to two FP8 bytes, the first one in the lower byte.
+__device__ __forceinline__ u32 to_fp8x2(float low, float high) {
+  unsigned short pair = 0;
+  if constexpr (kHasFp8) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// 16 bfloat16 channels to 16 bytes.
+__device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[2], bool rounded_up, float& scale) {
+  float values[2][8];
+  to_floats<kBfloat16>(held[0], values[0]);
+  to_floats<kBfloat16>(held[1], values[1]);
+  float amax = 0.f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i / 8][i % 8]));
+  const Fp8Scale s = scale_of(amax, rounded_up);
+  scale = s.scale;
+  Vec16 v;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* four = &values[i / 2][i % 2 * 4];
+    const u32 low = to_fp8x2(__fmul_rn(four[0], s.inverse), __fmul_rn(four[1], s.inverse));
+    const u32 high = to_fp8x2(__fmul_rn(four[2], s.inverse), __fmul_rn(four[3], s.inverse));
+    v.word[i] = low | high << 16;
+  }
+  return v;
+}

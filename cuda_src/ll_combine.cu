@@ -1,0 +1,228 @@
+// ll_combine: the experts' outputs back to the ranks of their tokens, weighted and added up. Launched for sending, for receiving, or both.
+//
+// Sending. What arrived in ll_dispatch is sent back entry by entry: a group of p.send_warps warps adds up the outputs of this rank's
+// experts for the token, times their weights, and writes one bfloat16 row to the token's rank (p.reduce_early; otherwise one unweighted row
+// for each expert), then raises its flag. Unless the weights came with the dispatch, block 0 of every rank first sends its tokens' weights
+// around.
+//
+// Receiving. Each warp takes a part of a token's row (p.receive_warps share it), waits for the flags of the token's rows, and adds them up
+// in float32: in rank order (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every
+// product is rounded before it is added: the result is the same in each run, and on the host backend.
+//
+// Reuse of the inbox, kNumSides sides by the epoch, and the counters: as in ll_dispatch. Weights of a side are read by the sending part,
+// which comes before the receiving part that acknowledges it.
+// No block waits for another one of its grid: entries are taken by whoever runs.
+//
+// Bytes: each entry's rows read once, one row over the link for each entry, rows of a token read once.
+#include "number.cuh"
+#include "wait.cuh"
+#include "work.cuh"
+
+constexpr int kWarps = kLlThreads / 32, kRowVecs = kHidden / 8;
+constexpr int kSend = 1, kReceive = 2;
+constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;
+constexpr int kAtOnce = 4;
+
+// `which`: the sending rank, or the choice.
+__device__ __forceinline__ u64 place_of(u32 epoch, int which, int token) {
+  return static_cast<u64>(epoch % kNumSides * kRowsOfToken + which) * kNumMaxTokens + token;
+}
+
+__device__ __forceinline__ Vec16* row_at(const Params& p, u32 epoch, int receiver, int which, int token) {
+  return at<Vec16>(p.peers[receiver], kLlRows) + place_of(epoch, which, token) * kRowVecs;
+}
+
+__device__ __forceinline__ u32* flag_at(const Params& p, u32 epoch, int receiver, int which, int token) {
+  return at<u32>(p.peers[receiver], kLlRowFlags) + place_of(epoch, which, token);
+}
+
+__device__ __forceinline__ float* weights_at(const Params& p, u32 epoch, int receiver, int source) {
+  return at<float>(p.peers[receiver], kLlWeights) + static_cast<u64>(epoch % kNumSides * kNumRanks + source) * kNumMaxTokens * kNumTopk;
+}
+
+__device__ __forceinline__ u32* weight_flag_at(const Params& p, u32 epoch, int receiver, int source) {
+  return at<u32>(p.peers[receiver], kLlWeightFlags) + epoch % kNumSides * kNumRanks + source;
+}
+
+// Some warps of a block that work on one item together.
+struct Group {
+  int num_warps;  // a power of two
+  int idx;        // of the group in the block
+  int thread;     // in the group
+
+  __device__ explicit Group(int num_warps) : num_warps(num_warps), idx(warp_idx() / num_warps), thread(threadIdx.x % (num_warps * 32)) {}
+
+  __device__ __forceinline__ void sync() const {
+    __syncwarp();
+    if (num_warps > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + idx), "r"(num_warps * 32) : "memory");
+  }
+};
+
+__device__ inline void send_weights(const Params& p, u32 epoch) {
+  const int warp = warp_idx(), lane = lane_idx();
+  if (warp >= kNumRanks) return;
+  float* to = weights_at(p, epoch, warp, p.rank);
+  for (int i = lane; i < p.num_tokens * kNumTopk; i += 32) to[i] = at<const float>(p.topk_weights, 0)[i];
+  __syncwarp();
+  if (lane == 0) st_release_sys(weight_flag_at(p, epoch, warp, p.rank), epoch);
+}
+
+// The sum of the rows of y that lanes 0 .. kNumTopk-1 name (`row`, -1 for none), times their weights.
+__device__ inline void send_sum(const Params& p, const Group& group, Vec16* to, int row, float weight) {
+  const u32 valid = __ballot_sync(~0u, row >= 0);
+  for (int first = group.thread; first - lane_idx() < kRowVecs; first += group.num_warps * 32 * kAtOnce) {
+    float sum[kAtOnce][8] = {};
+    for (u32 left = valid; left; left &= left - 1) {
+      const int k = __ffs(left) - 1;
+      const Vec16* from = at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs;
+      const float w = __shfl_sync(~0u, weight, k);
+      Vec16 held[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * group.num_warps * 32;
+        if (i < kRowVecs) held[j] = ld_streaming(from + i);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * group.num_warps * 32 < kRowVecs) add_scaled_to<kBfloat16>(sum[j], held[j], w);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = first + j * group.num_warps * 32;
+      if (i < kRowVecs) st_vec(to + i, rounded<kBfloat16>(sum[j]));
+    }
+  }
+}
+
+__device__ inline void send_entry(const Params& p, u32 epoch, const Group& group, const LlEntry* entry) {
+  const int lane = lane_idx(), source = entry->source, token = entry->token;
+  const int row = lane < kNumTopk ? entry->row[lane] : -1;
+  if (p.reduce_early) {
+    float weight = lane < kNumTopk ? entry->weight[lane] : 0.f;
+    bool ok = true;
+    if (!p.has_weights) {
+      if (lane == 0) ok = wait_epoch(make_waiter(p), weight_flag_at(p, epoch, p.rank, source), epoch, kPhaseLlWeights, source);
+      ok = __shfl_sync(~0u, ok, 0);
+      __syncwarp();  // all lanes may read what lane 0 acquired
+      if (ok && lane < kNumTopk) weight = ld_relaxed_sys(weights_at(p, epoch, p.rank, source) + token * kNumTopk + lane);
+    }
+    send_sum(p, group, row_at(p, epoch, source, p.rank, token), row, weight);
+    group.sync();
+    if (ok && group.thread == 0) st_release_sys(flag_at(p, epoch, source, p.rank, token), epoch);
+    return;
+  }
+  for (int k = 0; k < kNumTopk; ++k) {
+    const i64 from = __shfl_sync(~0u, row, k);
+    if (from < 0) continue;
+    Vec16* to = row_at(p, epoch, source, k, token);
+    for (int i = group.thread; i < kRowVecs; i += group.num_warps * 32) {
+      st_vec(to + i, ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i));
+    }
+  }
+  group.sync();
+  if (group.thread < kNumTopk && row >= 0) st_release_sys(flag_at(p, epoch, source, group.thread, token), epoch);
+}
+
+// Groups never leave early: their warps meet at barriers. After a time-out flags stay down.
+__device__ inline void send(const Params& p, u32 epoch) {
+  __shared__ i32 items[2][kWarps];  // the item of each group, by turns
+  __shared__ bool failed;
+  u32* taken = &at<State>(p.state, 0)->ll_combine_items;
+  if (threadIdx.x == 0) failed = false;
+  __syncthreads();
+  if (threadIdx.x < kNumRanks) {
+    const u32* acks = at<const u32>(p.peers[p.rank], kLlCombineAcks);
+    if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlCombineRoom, threadIdx.x)) failed = true;
+  }
+  __syncthreads();
+  if (failed) return;
+  if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, epoch);
+  const Group group(p.send_warps);
+  const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
+  const LlEntry* entries = at<const LlEntry>(p.handle, kLlHandleEntries);
+  if (group.thread == 0) items[0][group.idx] = add_relaxed_gpu(taken, 1);
+  group.sync();
+  for (int turn = 0;; ++turn) {
+    const int item = items[turn % 2][group.idx];
+    if (item >= num_entries) break;
+    u32 next = 0;
+    if (group.thread == 0) next = add_relaxed_gpu(taken, 1);
+    if (group.thread == 0) items[(turn + 1) % 2][group.idx] = next;
+    send_entry(p, epoch, group, entries + item);
+    group.sync();
+  }
+}
+
+// One warp's part of a token.
+__device__ inline void receive_token(const Params& p, u32 epoch, const Group& group, int token) {
+  const int lane = lane_idx();
+  const i64 place = static_cast<i64>(token) * kNumTopk + lane;
+  i64 expert = -1;
+  if (lane < kNumTopk) expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[place] : at<const i32>(p.topk_idx, 0)[place];
+  const bool valid = expert >= 0 && expert < kNumExperts;
+  const int holder = valid ? static_cast<int>(expert) / kNumLocalExperts : 0;
+  const u32 ranks = __reduce_or_sync(~0u, valid ? 1u << holder : 0), choices = __ballot_sync(~0u, valid);
+  const u32 rows = p.reduce_early ? ranks : choices;
+  const int sender = p.reduce_early ? lane : holder;
+  bool ok = true;
+  if (rows >> lane & 1) ok = wait_epoch(make_waiter(p), flag_at(p, epoch, p.rank, lane, token), epoch, kPhaseLlCombineRows, sender);
+  const bool all_ok = __all_sync(~0u, ok);
+  __syncwarp();
+  if (!all_ok) return;
+  const float weight = !p.reduce_early && valid ? at<const float>(p.topk_weights, 0)[place] : 1.f;
+  Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
+  for (int first = group.thread; first - lane < kRowVecs; first += group.num_warps * 32 * kAtOnce) {
+    float sum[kAtOnce][8] = {};
+    for (u32 left = rows; left; left &= left - 1) {
+      const int which = __ffs(left) - 1;
+      const Vec16* from = row_at(p, epoch, p.rank, which, token);
+      const float w = __shfl_sync(~0u, weight, which);
+      Vec16 held[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * group.num_warps * 32;
+        if (i < kRowVecs) held[j] = ld_streaming(from + i);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * group.num_warps * 32 < kRowVecs) add_scaled_to<kBfloat16>(sum[j], held[j], w);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = first + j * group.num_warps * 32;
+      if (i < kRowVecs) st_vec(out + i, rounded<kBfloat16>(sum[j]));
+    }
+  }
+}
+
+__device__ inline void receive(const Params& p, u32 epoch) {
+  const Group group(p.receive_warps);
+  const int num_groups = kWarps / group.num_warps;
+  for (int token = blockIdx.x + group.idx * gridDim.x; token < p.num_tokens; token += num_groups * gridDim.x) {
+    receive_token(p, epoch, group, token);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
+  State* state = at<State>(p.state, 0);
+  const u32 sent = state->ll_combine_sent + 1, received = state->ll_combine_received + 1;
+  if (p.phases & kSend) send(p, sent);
+  __syncthreads();
+  if (p.phases & kReceive) receive(p, received);
+  __syncthreads();
+
+  if (warp_idx() != 0) return;
+  const bool is_last = lane_idx() == 0 && is_last_block(&state->ll_combine_blocks);
+  if (!__shfl_sync(~0u, is_last, 0)) return;
+  __syncwarp();
+  if (p.phases & kReceive && lane_idx() < kNumRanks) st_release_sys(at<u32>(p.peers[lane_idx()], kLlCombineAcks) + p.rank, received);
+  if (lane_idx() != 0) return;
+  state->ll_combine_blocks = 0;
+  if (p.phases & kSend) {
+    state->ll_combine_items = 0;
+    state->ll_combine_sent = sent;
+  }
+  if (p.phases & kReceive) state->ll_combine_received = received;
+}

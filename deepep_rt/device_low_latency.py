@@ -1,0 +1,192 @@
+"""The low-latency calls of the CUDA backend: one launch for a call, or one for its sending and one for its receiving part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import driver, layout
+from .arrays import HOST, Framework, View
+from .config import FP8_GROUP, Config, arch_number
+from .device import DeviceBackend
+from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
+from .hooks import Hook, HookOrder
+from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
+from .pool import Slot, Slots
+from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_SEND, _RECEIVE = 1, 2  # the phases of a launch
+_WARPS = 16  # of a block
+
+
+class DeviceLowLatencyBackend(DeviceBackend):
+    """The CUDA backend with both kinds of calls; the arguments are those of `DeviceBackend`."""
+
+    def __init__(self, communicator: Intracomm, config: Config, *, copy_when_full: bool) -> None:
+        super().__init__(communicator, config, copy_when_full=copy_when_full)
+        self._ll_handle_map = layout.low_latency_handle(config)
+        self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
+        self._ll_results: dict[int, Slots] = {}  # by size: memory of results is kept, and handed out again
+        self._ll_combine_buffer: Slot | None = None
+        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
+        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
+        if config.low_latency:
+            for kernel in ("ll_dispatch", "ll_combine"):
+                self._launcher(kernel)
+
+    def destroy(self) -> None:
+        super().destroy()
+        if self._broken is None:
+            for slots in (self._ll_handles, *self._ll_results.values()):
+                slots.destroy()
+
+    def low_latency_dispatch(
+        self, site: Site, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool
+    ) -> LowLatencyDispatchResult:
+        config, stream = self.config, call.stream
+        assert stream is not None
+        if inputs.use_fp8 and arch_number(self._arch) < 89:
+            raise EPUnavailableError(f"{self._arch} cannot convert to FP8; pass use_fp8=False, rows then travel as bfloat16")
+        self._dispatch_hooks.start(with_hook)
+        self._order(call)
+        x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
+        shape = layout.low_latency_result(config, use_fp8=inputs.use_fp8, use_ue8m0=inputs.use_ue8m0)
+        memory, slot = self._result_memory(shape.num_bytes, stream), self._ll_handles.take()
+        values = {
+            "num_tokens": x.shape[0],
+            "x": x.ptr,
+            "topk_idx": idx.ptr,
+            "topk_weights": weights.ptr if weights else 0,
+            "handle": slot.ptr,
+            "recv_x": memory.ptr + shape.offsets["x"],
+            "recv_scales": memory.ptr + shape.offsets["scales"],
+            "recv_stats": inputs.recv_stats.ptr if inputs.recv_stats else 0,
+            "wait_stats": inputs.wait_stats.ptr if inputs.wait_stats else 0,
+            "idx_bytes": idx.itemsize,
+            "use_fp8": inputs.use_fp8,
+            "round_scale": inputs.round_scale,
+            "use_ue8m0": inputs.use_ue8m0,
+            "check": config.check_inputs,
+        }
+        num_blocks = min(config.low_latency_sms, max(x.shape[0], 8))
+        receive = self._launch("ll_dispatch", num_blocks, values, call, (x, idx, weights, slot, memory, inputs), with_hook)
+        like = inputs.x
+        rows = (config.num_local_experts, config.num_max_recv_tokens)
+        counts = self._ll_handle_map.offsets["num_recv_per_expert"]
+
+        def make(ptr: int, tail: tuple[int, ...], dtype: str, owner: Any) -> View:
+            return self._result(ptr, tail, dtype, owner, like, stream)
+
+        views: dict[str, View | None] = {
+            "x": make(values["recv_x"], (*rows, config.hidden), "float8_e4m3fn" if inputs.use_fp8 else "bfloat16", memory),
+            "scales": None,
+            "num_recv_per_expert": make(slot.ptr + counts, (config.num_local_experts,), "int32", slot),
+        }
+        if inputs.use_fp8:
+            kind = "uint8" if inputs.use_ue8m0 else "float32"
+            views["scales"] = make(values["recv_scales"], (*rows, config.hidden // FP8_GROUP), kind, memory)
+        views, hook = self._deliver(views, like.device == HOST, stream, receive, self._dispatch_hooks)
+        handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, like.framework)
+        return LowLatencyDispatchResult(handle, self._event(call), hook, views)
+
+    def low_latency_combine(
+        self, site: Site, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool
+    ) -> LowLatencyCombineResult:
+        config, stream, handle = self.config, call.stream, inputs.handle
+        assert stream is not None
+        slot, dispatch_hook = handle._routing
+        if dispatch_hook is not None and not dispatch_hook.called:
+            raise EPInputError("the dispatch of this handle has not been received; call its hook first")
+        self._combine_hooks.start(with_hook)
+        self._order(call)
+        y, idx, weights = self._on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
+        num_tokens = handle.num_tokens
+        if inputs.out is not None:
+            owner, out = inputs.out.owner, inputs.out.ptr
+        else:
+            owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, stream)
+            out = owner.ptr
+        num_blocks = min(config.low_latency_sms, max(2 * num_tokens, 16))
+        all_warps = num_blocks * _WARPS
+        values = {
+            "num_tokens": num_tokens,
+            "y": y.ptr,
+            "topk_idx": idx.ptr,
+            "topk_weights": weights.ptr,
+            "handle": slot.ptr,
+            "out": out,
+            "idx_bytes": idx.itemsize,
+            "reduce_early": inputs.reduce_early,
+            "has_weights": handle._has_weights,
+            "send_warps": _share(all_warps, num_tokens * min(config.num_ranks, config.num_topk)),
+            "receive_warps": _share(all_warps, num_tokens),
+        }
+        receive = self._launch("ll_combine", num_blocks, values, call, (y, idx, weights, handle, owner, inputs), with_hook)
+        like = inputs.y
+        view = inputs.out or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, like, stream)
+        host_caller = like.device == HOST and inputs.out is None
+        views, hook = self._deliver({"x": view}, host_caller, stream, receive, self._combine_hooks)
+        return LowLatencyCombineResult(self._event(call), hook, views)
+
+    def low_latency_combine_view(self, framework: Framework) -> View:
+        config = self.config
+        shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
+        if self._ll_combine_buffer is None:
+            num_bytes = layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
+            self._ll_combine_buffer = self._result_memory(num_bytes, self._stream)
+        return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
+
+    def _launch(
+        self, kernel: str, num_blocks: int, values: Mapping[str, Any], call: Call, arguments: Any, with_hook: bool
+    ) -> Callable[[], None] | None:
+        """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream."""
+        stream = call.stream
+        assert stream is not None
+        launch = self._launcher(kernel)
+        launch(stream, num_blocks, {**values, "phases": _SEND if with_hook else _SEND | _RECEIVE})
+        self._launched(call, arguments)
+        if not with_hook:
+            return None
+
+        def receive() -> None:
+            with self.context:
+                self._order(call)
+                launch(stream, num_blocks, {**values, "phases": _RECEIVE})
+                self._launched(call, arguments)
+
+        return receive
+
+    def _deliver(
+        self, views: dict[str, View | None], host_caller: bool, stream: int, receive: Callable[[], None] | None, order: HookOrder
+    ) -> tuple[dict[str, View | None], Hook | None]:
+        """Results for the caller, now or from its hook; a caller with arrays in host memory gets copies."""
+        if receive is None:
+            return self._to_caller(views, host_caller, stream), None
+
+        def receive_and_copy() -> None:
+            receive()
+            views.update(self._to_caller(views, host_caller, stream))
+
+        return views, order.hook(receive_and_copy)
+
+    def _result_memory(self, num_bytes: int, stream: int) -> Slot:
+        slots = self._ll_results.get(num_bytes)
+        if slots is None:
+            slots = self._ll_results[num_bytes] = Slots(num_bytes, 0)
+        if slots.is_empty and driver.is_capturing(stream):
+            raise EPOutOfMemoryError(
+                f"a result needs {num_bytes / 1e6:.0f} MB, and nothing can be allocated while a CUDA graph is captured; make the same "
+                f"calls once before, holding as many results as in the graph"
+            )
+        return slots.take()
+
+
+def _share(num_warps: int, num_items: int) -> int:
+    """Warps that share an item when all items are worked on at once: a power of two up to a block's warps."""
+    warps = 1
+    while warps < _WARPS and 2 * warps * num_items <= num_warps:
+        warps *= 2
+    return warps

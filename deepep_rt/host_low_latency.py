@@ -1,0 +1,239 @@
+"""The low-latency calls of the host backend, put together from its dispatch and combine.
+
+Rows travel as in dispatch, once to each rank, and are then laid out expert by expert. On the way back an expert rank adds its rows of a
+token up and combine does the rest; or every row goes home by itself. Everything travels in the call; a hook only shows what came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from . import fp8
+from .arrays import Framework, View, host_bytes
+from .config import FP8_GROUP, Config
+from .errors import EPInputError
+from .hooks import Hook, HookOrder
+from .host import _ROWS_TAG, HostBackend, _from_float32, _Result, _Routing, _rows, _to_float32
+from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
+from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+
+
+@dataclass(frozen=True, eq=False)
+class _ExpertRouting:
+    """A routing, and where the rows that arrived lie. An entry is a choice of a local expert by a token that arrived."""
+
+    rows: DispatchHandle  # the routing of the rows
+    topk_idx: np.ndarray  # [num_tokens, num_topk] of this rank, int64
+    row: np.ndarray  # [entries] the row that arrived, ascending
+    choice: np.ndarray  # [entries] which of its token's choices, ascending in a row
+    slot: np.ndarray  # [entries] where it lies in `[experts * capacity, hidden]`
+    counts: np.ndarray  # [num_local_experts] entries of each expert
+    weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
+    hook: Hook | None
+
+    @staticmethod
+    def of(
+        rows: DispatchHandle,
+        topk_idx: np.ndarray,
+        recv_idx: np.ndarray,
+        weights: np.ndarray | None,
+        hook: Hook | None,
+        config: Config,
+    ) -> _ExpertRouting:
+        """Lay out entries by expert; those of an expert keep the order of rows, which is that of source ranks and tokens."""
+        row, choice = np.nonzero(recv_idx >= 0)
+        expert = recv_idx[row, choice].astype(np.int64)
+        counts = np.bincount(expert, minlength=config.num_local_experts)
+        by_expert = np.argsort(expert, kind="stable")
+        first = np.cumsum(counts) - counts
+        position = np.empty_like(expert)
+        position[by_expert] = np.arange(len(expert)) - first[expert[by_expert]]
+        return _ExpertRouting(rows, topk_idx, row, choice, expert * config.num_max_recv_tokens + position, counts, weights, hook)
+
+
+class HostLowLatencyBackend(HostBackend):
+    """The host backend with the low-latency calls."""
+
+    def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
+        super().__init__(comm, config)
+        self._combine_memory: _Result | None = None
+        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
+        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
+
+    def low_latency_combine_view(self, framework: Framework) -> View:
+        """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""
+        if self._combine_memory is None:
+            config = self._config
+            shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
+            self._combine_memory = _Result(shape, "bfloat16", fill=0)
+        return self._combine_memory.view(framework)
+
+    def low_latency_dispatch(
+        self, site: Site, inputs: LowLatencyDispatchInputs, call: Call, return_recv_hook: bool
+    ) -> LowLatencyDispatchResult:
+        self._dispatch_hooks.start(return_recv_hook)
+        config, x, framework = self._config, inputs.x, inputs.x.framework
+        scales = None
+        if inputs.use_fp8:
+            x, scales = _to_fp8(x, inputs)
+        start = time.perf_counter_ns()
+        with self._part_of("low_latency_dispatch"):
+            sent = self.dispatch(site, DispatchInputs(x, inputs.topk_idx, inputs.topk_weights, scales, None, None, 1), call)
+        waited = time.perf_counter_ns() - start
+
+        shape = (config.num_local_experts, config.num_max_recv_tokens)
+        made = {
+            name: _Result((*shape, view.shape[1]), view.dtype, fill=0)
+            for name, view in (("x", x), ("scales", scales))
+            if view is not None
+        }
+        num_recv = _Result(shape[:1], "int32", fill=0)
+
+        def receive() -> None:
+            for name, result in made.items():
+                view = sent._views[name]
+                assert view is not None
+                result.rows.reshape(shape[0] * shape[1], view.row_bytes)[routing.slot] = _rows(view)[routing.row]
+            num_recv.rows.view(np.int32)[:, 0] = routing.counts
+            if inputs.recv_stats is not None:
+                stats = host_bytes(inputs.recv_stats).view(np.int32)
+                stats += routing.counts.astype(np.int32)
+            if inputs.wait_stats is not None:
+                # Messages come in one exchange, so each source is charged with all of it.
+                stats = host_bytes(inputs.wait_stats).view(np.int64)
+                stats[np.arange(self._num_ranks) != self._rank] += waited
+
+        recv_idx, weights = sent._views["topk_idx"], sent._views["topk_weights"]
+        assert recv_idx is not None
+        hook = self._dispatch_hooks.hook(receive) if return_recv_hook else None
+        routing = _ExpertRouting.of(
+            sent.handle,
+            _values(inputs.topk_idx).astype(np.int64),
+            _values(recv_idx),
+            None if weights is None else _values(weights),
+            hook,
+            config,
+        )
+        if hook is None:
+            receive()
+        views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
+        views.update({name: result.view(framework) for name, result in made.items()})
+        handle = LowLatencyHandle(x.shape[0], site.serial, routing, weights is not None, framework)
+        return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _views=views)
+
+    def low_latency_combine(
+        self, site: Site, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool
+    ) -> LowLatencyCombineResult:
+        routing: _ExpertRouting = inputs.handle._routing
+        if routing.hook is not None and not routing.hook.called:
+            raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")
+        if not np.array_equal(_values(inputs.topk_idx), routing.topk_idx):
+            raise EPInputError("topk_idx differs from the one that low_latency_dispatch was given; pass the same")
+        self._combine_hooks.start(return_recv_hook)
+        total = self._reduce_early(site, inputs, call) if inputs.reduce_early else self._reduce_at_home(inputs)
+        out = inputs.out
+        if out is None:
+            out = _Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
+
+        def receive() -> None:
+            _rows(out)[...] = total
+
+        hook = self._combine_hooks.hook(receive) if return_recv_hook else None
+        if hook is None:
+            receive()
+        return LowLatencyCombineResult(event=Event(), hook=hook, _views={"x": out})
+
+    def _reduce_early(self, site: Site, inputs: LowLatencyCombineInputs, call: Call) -> np.ndarray:
+        """Add up the rows of a token that are here, send the sum as bfloat16, and add up the sums at home."""
+        routing: _ExpertRouting = inputs.handle._routing
+        with self._part_of("low_latency_combine"):
+            weights = routing.weights
+            if weights is None:
+                sent = self.dispatch(site, DispatchInputs(inputs.topk_weights, None, None, None, routing.rows, None, 1), call)
+                arrived = sent._views["x"]
+                assert arrived is not None
+                weights = _values(arrived)
+            sums = _Result((routing.rows.num_recv_rows, self._config.hidden), "bfloat16")
+            _weighted_sum(self._expert_rows(inputs)[routing.slot], routing.row, routing.choice, weights, sums.rows)
+            given = CombineInputs(sums.view(inputs.y.framework), routing.rows, None, ())
+            total = self.combine(site, given, call)._views["x"]
+            assert total is not None
+            return _rows(total)
+
+    def _reduce_at_home(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
+        """Send the row of each choice, and add them up at home."""
+        routing: _ExpertRouting = inputs.handle._routing
+        tokens: _Routing = routing.rows._routing
+        config, y = self._config, self._expert_rows(inputs)
+        self._mail.start_call()
+        ends = np.searchsorted(routing.row, np.cumsum(tokens.num_received))  # entries come in the order of their source ranks
+        outgoing = [[y[slots]] for slots in np.split(routing.slot, ends[:-1])]
+        with self._part_of("low_latency_combine with allow_multiple_reduction=False"):
+            notices = self._notices("combine", inputs.y, inputs, tokens.serial)
+            sizes = [part[0].nbytes for part in outgoing]
+            self._note_size(notices, max(sizes), int(np.argmax(sizes)))
+            self._agree(notices, "kPhaseLlCombineRoom")
+
+        token, choice = np.nonzero(routing.topk_idx >= 0)
+        peer = routing.topk_idx[token, choice] // config.num_local_experts
+        by_peer = [np.flatnonzero(peer == rank) for rank in range(self._num_ranks)]
+        arrived = [np.empty((len(entries), y.shape[1]), np.uint8) for entries in by_peer]
+        arrived[self._rank] = outgoing[self._rank][0]
+        self._mail.exchange(outgoing, [[rows] for rows in arrived], _ROWS_TAG, "kPhaseLlCombineRows")
+
+        rows = np.empty((len(token), y.shape[1]), np.uint8)
+        for entries, part in zip(by_peer, arrived, strict=True):
+            rows[entries] = part
+        total = np.empty((inputs.handle.num_tokens, y.shape[1]), np.uint8)
+        _weighted_sum(rows, token, choice, _values(inputs.topk_weights), total)
+        return total
+
+    def _expert_rows(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
+        """`y` as `[experts * capacity, row_bytes]` uint8."""
+        return host_bytes(inputs.y).reshape(inputs.y.shape[0] * inputs.y.shape[1], -1)
+
+    @contextmanager
+    def _part_of(self, kind: str) -> Iterator[None]:
+        """What dispatch and combine do meanwhile is a part of this call, and the other ranks are told so."""
+        self._calling = kind
+        try:
+            yield
+        finally:
+            self._calling = None
+
+
+def _weighted_sum(rows: np.ndarray, target: np.ndarray, choice: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+    """Add bfloat16 `rows[i]` times `weights[target[i], choice[i]]` to `out[target[i]]`, in the order of choices, in float32.
+
+    Products and sums are rounded separately, and the end result to bfloat16; targets without rows become zero.
+    """
+    total = np.zeros((out.shape[0], out.shape[1] // 2), np.float32)
+    with np.errstate(all="ignore"):  # inf - inf and the like are the caller's numbers, not our mistakes
+        for k in range(weights.shape[1]):
+            at = np.flatnonzero(choice == k)
+            here = target[at]  # each at most once
+            total[here] += weights[here, k][:, None] * _to_float32(rows[at], "bfloat16")
+        _from_float32(total, "bfloat16", out)
+
+
+def _to_fp8(x: View, inputs: LowLatencyDispatchInputs) -> tuple[View, View]:
+    """Rows as FP8, and their scales."""
+    codes, factors = fp8.to_fp8(_to_float32(_rows(x), "bfloat16"), inputs.round_scale)
+    if inputs.use_ue8m0:
+        factors = fp8.exponents(factors)
+    rows = _Result(x.shape, "float8_e4m3fn")
+    rows.rows[...] = codes
+    scales = _Result((x.shape[0], x.shape[1] // FP8_GROUP), factors.dtype.name)
+    scales.rows.view(factors.dtype)[...] = factors
+    return rows.view(x.framework), scales.view(x.framework)
+
+
+def _values(view: View) -> np.ndarray:
+    """A matrix of a type that NumPy knows, without a copy."""
+    return _rows(view).view(view.dtype)

@@ -1,0 +1,186 @@
+"""What the low-latency calls must give, worked out from the inputs of all ranks by plain loops over tokens.
+
+As in `oracle`, nothing here comes from `deepep_rt`; FP8 is that of `ml_dtypes`. The order of all sums is documented, so results are
+compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from oracle import RankInputs
+
+GROUP = 128
+
+
+@dataclass
+class Arrived:
+    """What low_latency_dispatch must give one rank, for each local expert.
+
+    Attributes:
+        x: `[rows, hidden]` for each expert, bfloat16 or float8_e4m3fn.
+        scales: `[rows, hidden // 128]` for each expert, or None.
+        entries: (source rank, source token, choice) of each row of each expert.
+    """
+
+    x: list[np.ndarray]
+    scales: list[np.ndarray] | None
+    entries: list[list[tuple[int, int, int]]]
+
+
+def to_fp8(x: np.ndarray, round_scale: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The FP8 form of bfloat16 rows, and their float32 scales."""
+    codes = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.zeros((x.shape[0], x.shape[1] // GROUP), np.float32)
+    with np.errstate(all="ignore"):
+        for row in range(x.shape[0]):
+            for group in range(x.shape[1] // GROUP):
+                channels = slice(group * GROUP, (group + 1) * GROUP)
+                values = x[row, channels].astype(np.float32)
+                sizes = [np.abs(v) for v in values if not np.isnan(v)]
+                amax = max([*sizes, np.float32(1e-4)])
+                scale, inverse = amax / np.float32(448), np.float32(448) / amax
+                if round_scale:
+                    scale = _next_power_of_two(scale)
+                    inverse = np.float32(1) / scale
+                scaled = values * inverse
+                rounded = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+                rounded[np.isnan(scaled)] = 0x7F
+                codes[row, channels] = rounded.view(ml_dtypes.float8_e4m3fn)
+                scales[row, group] = scale
+    return codes, scales
+
+
+def _next_power_of_two(value: np.float32) -> np.float32:
+    if np.isinf(value):
+        return value
+    mantissa, exponent = math.frexp(value)  # value = mantissa * 2**exponent, mantissa from 0.5 up to 1
+    return np.float32(2.0 ** (exponent - 1 if mantissa == 0.5 else exponent))
+
+
+def expected_dispatch(
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    num_experts: int,
+    *,
+    fp8: bool = False,
+    round_scale: bool = False,
+    ue8m0: bool = False,
+) -> Arrived:
+    """What rank `rank` must receive when each rank r gives `all_inputs[r]` (x in bfloat16) to low_latency_dispatch."""
+    each = num_experts // len(all_inputs)
+    entries: list[list[tuple[int, int, int]]] = [[] for _ in range(each)]
+    for source, inputs in enumerate(all_inputs):
+        for token in range(len(inputs.topk_idx)):
+            for k, expert in enumerate(inputs.topk_idx[token]):
+                if rank * each <= expert < (rank + 1) * each:
+                    entries[expert - rank * each].append((source, token, k))
+    rows = [inputs.x for inputs in all_inputs]
+    if not fp8:
+        return Arrived([_gather(rows, found) for found in entries], None, entries)
+    converted = [to_fp8(x, round_scale or ue8m0) for x in rows]
+    scales = [scale for _, scale in converted]
+    if ue8m0:
+        scales = [scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8) for scale in scales]
+    return Arrived(
+        [_gather([x for x, _ in converted], found) for found in entries], [_gather(scales, found) for found in entries], entries
+    )
+
+
+def _gather(arrays: Sequence[np.ndarray], entries: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    made = np.zeros((len(entries), arrays[0].shape[1]), arrays[0].dtype)
+    for row, (source, token, _) in enumerate(entries):
+        made[row] = arrays[source][token]
+    return made
+
+
+def expected_combine(
+    rank: int, all_inputs: Sequence[RankInputs], all_y: Sequence[np.ndarray], num_experts: int, *, reduce_early: bool
+) -> np.ndarray:
+    """What rank `rank` must get back, `[num_tokens, hidden]` bfloat16.
+
+    Args:
+        rank: The rank whose tokens are wanted.
+        all_inputs: What all ranks dispatched, with weights.
+        all_y: For each rank, `[num_local_experts, rows, hidden]` bfloat16, what it gives to low_latency_combine.
+        num_experts: Experts over all ranks.
+        reduce_early: `allow_multiple_reduction`.
+    """
+    mine, num_ranks = all_inputs[rank], len(all_inputs)
+    each = num_experts // num_ranks
+    place: dict[tuple[int, int], tuple[int, int, int]] = {}  # (token, choice) -> expert rank, local expert, row
+    for peer in range(num_ranks):
+        for expert, entries in enumerate(_entries_of(peer, all_inputs, each)):
+            for row, (source, token, k) in enumerate(entries):
+                if source == rank:
+                    place[token, k] = peer, expert, row
+    hidden = all_y[rank].shape[2]
+    out = np.zeros((len(mine.topk_idx), hidden), ml_dtypes.bfloat16)
+    with np.errstate(all="ignore"):
+        for token in range(len(mine.topk_idx)):
+            sums: dict[int, np.ndarray] = {}
+            for k in range(mine.topk_idx.shape[1]):
+                if (token, k) not in place:
+                    continue
+                peer, expert, row = place[token, k]
+                term = mine.topk_weights[token, k] * all_y[peer][expert, row].astype(np.float32)
+                where = peer if reduce_early else 0
+                sums[where] = sums.get(where, np.zeros(hidden, np.float32)) + term
+            if reduce_early:
+                total = np.zeros(hidden, np.float32)
+                for peer in sorted(sums):
+                    total = total + _bfloat16(sums[peer]).astype(np.float32)
+                out[token] = _bfloat16(total)
+            elif sums:
+                out[token] = _bfloat16(sums[0])
+    return out
+
+
+def _entries_of(peer: int, all_inputs: Sequence[RankInputs], each: int) -> list[list[tuple[int, int, int]]]:
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(each)]
+    for source, inputs in enumerate(all_inputs):
+        for token, choices in enumerate(inputs.topk_idx):
+            for k, expert in enumerate(choices):
+                if expert // each == peer and expert >= 0:
+                    found[expert % each].append((source, token, k))
+    return found
+
+
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    """Rounded; NaN is the one that a GPU's conversion gives."""
+    made = values.astype(ml_dtypes.bfloat16)
+    made.view(np.uint16)[np.isnan(values)] = 0x7FFF
+    return made
+
+
+def outputs(seed: int, rank: int, shape: tuple[int, int, int], *, special: bool = False) -> np.ndarray:
+    """What the experts of one rank are taken to have computed; `special` sprinkles -0.0, infinities and NaN over it."""
+    rng = np.random.default_rng([seed, rank, 9])
+    y = rng.standard_normal(shape, np.float32)
+    if special:
+        y[rng.random(shape) < 0.3] = -0.0
+        for value in (np.inf, -np.inf, np.nan, 1e38, -1e38):
+            y[rng.random(shape) < 0.01] = value
+    return y.astype(ml_dtypes.bfloat16)
+
+
+def check_dispatch(result: object, expected: Arrived) -> None:
+    """Compare a `LowLatencyDispatchResult` of NumPy arrays with `expected`, bit for bit, where it is defined."""
+    counts = np.asarray(result.num_recv_tokens_per_expert)
+    assert counts.dtype == np.int32, counts.dtype
+    assert counts.tolist() == [len(found) for found in expected.entries], counts
+    assert (result.recv_x_scales is None) == (expected.scales is None)
+    for name, got, wanted in (("recv_x", result.recv_x, expected.x), ("recv_x_scales", result.recv_x_scales, expected.scales)):
+        for expert, rows in enumerate(wanted or []):
+            assert got.dtype == rows.dtype, (name, got.dtype, rows.dtype)
+            same = got[expert, : len(rows)].view(np.uint8) == rows.view(np.uint8)
+            if not same.all():
+                row = int(np.argwhere(~same)[0][0])
+                source = expected.entries[expert][row]
+                raise AssertionError(
+                    f"{name}[{expert}, {row}], which is (source, token, choice) {source}: {got[expert, row]} != {rows[row]}"
+                )
