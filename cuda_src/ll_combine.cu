@@ -129,39 +129,45 @@ __device__ inline void send(const Params& p, u32 epoch) {
   __shared__ i32 items[2][kWarps];  // the item of each group, by turns
   __shared__ bool failed;
   u32* taken = &at<State>(p.state, 0)->ll_combine_items;
+  const Group group(p.send_warps);
+  u32 next = 0;
+  if (group.thread == 0) next = add_relaxed_gpu(taken, 1);  // comes while others are waited for
+  const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
+  const LlEntry* entries = at<const LlEntry>(p.handle, kLlHandleEntries);
   if (threadIdx.x == 0) failed = false;
   __syncthreads();
   if (threadIdx.x < kNumRanks) {
     const u32* acks = at<const u32>(p.peers[p.rank], kLlCombineAcks);
     if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlCombineRoom, threadIdx.x)) failed = true;
   }
+  if (group.thread == 0) items[0][group.idx] = next;
   __syncthreads();
   if (failed) return;
   if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, epoch);
-  const Group group(p.send_warps);
-  const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
-  const LlEntry* entries = at<const LlEntry>(p.handle, kLlHandleEntries);
-  if (group.thread == 0) items[0][group.idx] = add_relaxed_gpu(taken, 1);
-  group.sync();
   for (int turn = 0;; ++turn) {
     const int item = items[turn % 2][group.idx];
     if (item >= num_entries) break;
-    u32 next = 0;
     if (group.thread == 0) next = add_relaxed_gpu(taken, 1);
-    if (group.thread == 0) items[(turn + 1) % 2][group.idx] = next;
     send_entry(p, epoch, group, entries + item);
+    if (group.thread == 0) items[(turn + 1) % 2][group.idx] = next;
     group.sync();
   }
 }
 
+// What a lane knows of a token's choice `lane`: its expert, -1 for none.
+__device__ __forceinline__ int choice_of(const Params& p, int token) {
+  if (token >= p.num_tokens || lane_idx() >= kNumTopk) return -1;
+  const i64 i = static_cast<i64>(token) * kNumTopk + lane_idx();
+  const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
+  return expert >= 0 && expert < kNumExperts ? static_cast<int>(expert) : -1;
+}
+
 // One warp's part of a token.
-__device__ inline void receive_token(const Params& p, u32 epoch, const Group& group, int token) {
+__device__ inline void receive_token(const Params& p, u32 epoch, const Group& group, int token, int expert) {
   const int lane = lane_idx();
   const i64 place = static_cast<i64>(token) * kNumTopk + lane;
-  i64 expert = -1;
-  if (lane < kNumTopk) expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[place] : at<const i32>(p.topk_idx, 0)[place];
-  const bool valid = expert >= 0 && expert < kNumExperts;
-  const int holder = valid ? static_cast<int>(expert) / kNumLocalExperts : 0;
+  const bool valid = expert >= 0;
+  const int holder = valid ? expert / kNumLocalExperts : 0;
   const u32 ranks = __reduce_or_sync(~0u, valid ? 1u << holder : 0), choices = __ballot_sync(~0u, valid);
   const u32 rows = p.reduce_early ? ranks : choices;
   const int sender = p.reduce_early ? lane : holder;
@@ -197,24 +203,32 @@ __device__ inline void receive_token(const Params& p, u32 epoch, const Group& gr
   }
 }
 
-__device__ inline void receive(const Params& p, u32 epoch) {
-  const Group group(p.receive_warps);
-  const int num_groups = kWarps / group.num_warps;
-  for (int token = blockIdx.x + group.idx * gridDim.x; token < p.num_tokens; token += num_groups * gridDim.x) {
-    receive_token(p, epoch, group, token);
-  }
-}
+// Which tokens a warp receives.
+struct Share {
+  Group group;
+  int first, step;
+
+  __device__ explicit Share(const Params& p)
+      : group(p.receive_warps), first(blockIdx.x + group.idx * gridDim.x), step(kWarps / group.num_warps * gridDim.x) {}
+};
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
   State* state = at<State>(p.state, 0);
   const u32 sent = state->ll_combine_sent + 1, received = state->ll_combine_received + 1;
+  const Share share(p);
+  int expert = choice_of(p, share.first);  // comes while rows are sent
   if (p.phases & kSend) send(p, sent);
   __syncthreads();
-  if (p.phases & kReceive) receive(p, received);
+  if (p.phases & kReceive) {
+    for (int token = share.first; token < p.num_tokens; token += share.step) {
+      receive_token(p, received, share.group, token, expert);
+      expert = choice_of(p, token + share.step);
+    }
+  }
   __syncthreads();
 
   if (warp_idx() != 0) return;
-  const bool is_last = lane_idx() == 0 && is_last_block(&state->ll_combine_blocks);
+  const bool is_last = lane_idx() == 0 && is_last_block_here(&state->ll_combine_blocks);
   if (!__shfl_sync(~0u, is_last, 0)) return;
   __syncwarp();
   if (p.phases & kReceive && lane_idx() < kNumRanks) st_release_sys(at<u32>(p.peers[lane_idx()], kLlCombineAcks) + p.rank, received);

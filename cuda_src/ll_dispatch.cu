@@ -1,14 +1,14 @@
 // ll_dispatch: a low-latency dispatch. A token travels once to each rank that holds some of its experts, and is laid out there expert by
 // expert. Launched for sending, for receiving, or for both (p.phases).
 //
-// Sending. Block 0 first tells every rank how many tokens this rank has and how often they choose each of its experts (a header). Blocks
-// take tokens as they go. All warps but one read a token's row, convert it to FP8 if asked to, and write it to each receiver's inbox; the
-// last warp works out the token's position among this rank's choices of each expert, and writes it in front of the row. Then it raises the
-// flag of the message, or tells the rank that this token does not come.
+// Sending. Blocks take items as they go. The first item is the header: it tells every rank how many tokens this rank has and how often they
+// choose each of its experts. The others are tokens: all warps but one read the row, convert it to FP8 if asked to, and write it to each
+// receiver's inbox; the last warp works out the token's position among this rank's choices of each expert, and writes it in front of the
+// row. Then it raises the flag of the message, or tells the rank that this token does not come.
 //
-// Receiving. With the headers of all sources every block knows where a source's rows begin in each expert: the order (source, token,
-// choice) needs no counting of what has arrived. Each warp waits for a message, and copies its row to its experts and what combine has to
-// know to the handle.
+// Receiving. With the headers of all sources every warp knows where a source's rows begin in each expert: the order (source, token, choice)
+// needs no counting of what has arrived. Each warp waits for a message, and copies its row to its experts and what combine has to know to
+// the handle.
 //
 // Reuse of the inbox, kNumSides sides by the epoch: the last receiving block acknowledges the call to every rank, and a sender waits for
 // the acknowledgement of kNumSides calls ago, so the two parts may be far apart. Flags hold the epoch and need no cleaning. Counters of the
@@ -27,9 +27,8 @@ constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
 constexpr int kScalesPerRow = kHidden / kFp8Group;
 
 struct Shared {
-  i32 per_expert[kNumExperts];  // sending: choices of each expert; receiving: [source][local expert], rows of the sources before it
-  i32 token[2];                 // the token at hand, by turns
-  i32 num_tokens[kNumRanks];    // of each source
+  i32 choices[kNumExperts];  // how often each expert is chosen
+  i32 item[2];               // the item at hand, by turns
   bool failed;
 };
 
@@ -52,19 +51,20 @@ __device__ inline void read_table(const Params& p, short* table) {
 }
 
 __device__ inline void send_headers(const Params& p, u32 epoch, const short* table, Shared& shared) {
+  for (int e = threadIdx.x; e < kNumExperts; e += kLlThreads) shared.choices[e] = 0;
+  __syncthreads();
   for (int i = threadIdx.x; i < p.num_tokens * kNumTopk; i += kLlThreads) {
-    if (table[i] >= 0) atomicAdd(shared.per_expert + table[i], 1);
+    if (table[i] >= 0) atomicAdd(shared.choices + table[i], 1);
   }
   __syncthreads();
   const int warp = warp_idx(), lane = lane_idx();
   if (warp >= kNumRanks) return;
   LlHeader* header = header_at(p, epoch, warp, p.rank);
   for (int e = lane; e < kNumLocalExperts; e += 32) {
-    st_relaxed_sys(header->num_choices + e, shared.per_expert[warp * kNumLocalExperts + e]);
+    st_relaxed_sys(header->num_choices + e, shared.choices[warp * kNumLocalExperts + e]);
   }
-  if (lane == 0) st_relaxed_sys(&header->num_tokens, p.num_tokens);
   __syncwarp();
-  if (lane == 0) st_release_sys(&header->flag, epoch);
+  if (lane == 0) st_release_sys(&header->flag, static_cast<u64>(p.num_tokens) << 32 | epoch);
 }
 
 // A bit for each rank that the token goes to. `expert`: in lane k, the token's choice k.
@@ -136,101 +136,92 @@ __device__ inline void send_head(const Params& p, u32 epoch, int token, int expe
 
 __device__ inline void send(const Params& p, u32 epoch, short* table, Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
-  State* state = at<State>(p.state, 0);
+  u32* taken = &at<State>(p.state, 0)->ll_dispatch_items;
+  u32 next = 0;
+  if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);  // comes while the table is read
   read_table(p, table);
-  for (int e = threadIdx.x; e < kNumExperts; e += kLlThreads) shared.per_expert[e] = 0;
   if (threadIdx.x < kNumRanks) {
     const u32* acks = at<const u32>(p.peers[p.rank], kLlDispatchAcks);
     if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlDispatchRoom, threadIdx.x)) shared.failed = true;
   }
+  if (threadIdx.x == 0) shared.item[0] = next;
   __syncthreads();
   if (shared.failed) return;
-  if (blockIdx.x == 0) send_headers(p, epoch, table, shared);
-  if (threadIdx.x == 0) shared.token[0] = add_relaxed_gpu(&state->ll_dispatch_items, 1);
-  __syncthreads();
   for (int turn = 0;; ++turn) {
-    const int token = shared.token[turn % 2];
-    if (token >= p.num_tokens) break;
-    u32 next = 0;
-    if (threadIdx.x == 0) next = add_relaxed_gpu(&state->ll_dispatch_items, 1);
-    const int expert = lane < kNumTopk ? table[token * kNumTopk + lane] : -1;
-    const u32 ranks = ranks_of(expert);
-    if (warp == kMetaWarp) {
-      send_head(p, epoch, token, expert, ranks, table);
+    const int item = shared.item[turn % 2], token = item - 1;
+    if (item > p.num_tokens) break;
+    if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);
+    int expert = -1;
+    u32 ranks = 0;
+    if (item == 0) {
+      send_headers(p, epoch, table, shared);
     } else {
-      send_row(p, epoch, token, ranks);
+      if (lane < kNumTopk) expert = table[token * kNumTopk + lane];
+      ranks = ranks_of(expert);
+      if (warp == kMetaWarp) {
+        send_head(p, epoch, token, expert, ranks, table);
+      } else {
+        send_row(p, epoch, token, ranks);
+      }
     }
-    if (threadIdx.x == 0) shared.token[(turn + 1) % 2] = next;
+    if (threadIdx.x == 0) shared.item[(turn + 1) % 2] = next;
     __syncthreads();  // the flags release what all threads wrote
-    if (warp == kMetaWarp && lane < kNumRanks) {
+    if (item > 0 && warp == kMetaWarp && lane < kNumRanks) {
       LlMessage* message = reinterpret_cast<LlMessage*>(message_at(p, epoch, lane, p.rank, token));
       st_release_sys(&message->flag, 2 * epoch + !(ranks >> lane & 1));
     }
   }
 }
 
-// A warp copies a row to as many rows of `to` as `places` has bits. `place`: in lane k, the row for choice k.
-__device__ inline void spread_row(const char* from, u64 to, int num_vecs, u32 places, int place) {
+// Rows of the sources before `source` for local expert `expert`.
+__device__ __forceinline__ int rows_before(const Params& p, u32 epoch, int source, int expert) {
+  int sum = 0;
+#pragma unroll
+  for (int s = 0; s < kNumRanks - 1; ++s) {
+    if (s < source) sum += header_at(p, epoch, p.rank, s)->num_choices[expert];
+  }
+  return sum;
+}
+
+// One warp. Loads are started before it is known where their values go: nearly all of the time is spent waiting for memory.
+template <int kVecs>
+__device__ inline void receive_row(const Params& p, u32 epoch, int source, int token, const char* from) {
   constexpr int kAtOnce = 14;
-  const Vec16* source = reinterpret_cast<const Vec16*>(from);
-  for (int first = 0; first < num_vecs; first += 32 * kAtOnce) {
-    Vec16 held[kAtOnce];
+  const int lane = lane_idx();
+  const LlMessage* message = reinterpret_cast<const LlMessage*>(from);
+  const Vec16* row = reinterpret_cast<const Vec16*>(from + kLlHeadBytes);
+  u32 idx = 0;
+  if (lane == 0) idx = add_relaxed_gpu(&at<State>(p.state, 0)->ll_dispatch_entries, 1);
+  const int expert = lane < kNumTopk ? message->expert[lane] : -1;
+  const int position = lane < kNumTopk ? message->position[lane] : 0;
+  const float weight = lane < kNumTopk ? message->weight[lane] : 0.f;
+  Vec16 held[kAtOnce];
+  auto load = [&](int first) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int i = first + j * 32 + lane_idx();
-      if (i < num_vecs) held[j] = ld_streaming(source + i);
+      if (first + j * 32 + lane < kVecs) held[j] = ld_streaming(row + first + j * 32 + lane);
     }
+  };
+  load(0);
+  const int row_of_expert = expert >= 0 ? rows_before(p, epoch, source, expert) + position : kCapacity;
+  const int place = row_of_expert < kCapacity ? expert * kCapacity + row_of_expert : -1;  // no room: tokens chose it twice
+  const u32 places = __ballot_sync(~0u, place >= 0);
+  auto store = [&](int first) {
     for (u32 left = places; left; left &= left - 1) {
-      const u64 row = __shfl_sync(~0u, place, __ffs(left) - 1);
+      Vec16* to = at<Vec16>(p.recv_x, 0) + static_cast<u64>(__shfl_sync(~0u, place, __ffs(left) - 1)) * kVecs;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const int i = first + j * 32 + lane_idx();
-        if (i < num_vecs) st_vec(at<Vec16>(to, 0) + row * num_vecs + i, held[j]);
+        if (first + j * 32 + lane < kVecs) st_vec(to + first + j * 32 + lane, held[j]);
       }
     }
+  };
+  store(0);
+  for (int first = 32 * kAtOnce; first < kVecs; first += 32 * kAtOnce) {
+    load(first);
+    store(first);
   }
-}
-
-__device__ inline void await_headers(const Params& p, u32 epoch, Shared& shared) {
-  if (threadIdx.x < kNumRanks) {
-    const LlHeader* header = header_at(p, epoch, p.rank, threadIdx.x);
-    if (!wait_epoch(make_waiter(p), &header->flag, epoch, kPhaseLlCounts, threadIdx.x)) shared.failed = true;
-    shared.num_tokens[threadIdx.x] = header->num_tokens;
-  }
-  __syncthreads();
-  if (shared.failed) return;
-  for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
-    int sum = 0;
-    for (int s = 0; s < kNumRanks; ++s) {
-      shared.per_expert[s * kNumLocalExperts + e] = sum;
-      sum += header_at(p, epoch, p.rank, s)->num_choices[e];
-    }
-    if (blockIdx.x == 0) {
-      at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
-      if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
-    }
-  }
-  __syncthreads();
-}
-
-__device__ inline void receive_message(const Params& p, u32 epoch, int source, int token, const Shared& shared, u64 start) {
-  const int lane = lane_idx();
-  const char* from = message_at(p, epoch, p.rank, source, token);
-  const LlMessage* message = reinterpret_cast<const LlMessage*>(from);
-  u32 found = 0;
-  bool ok = true;
-  if (lane == 0) ok = wait_epoch(make_waiter(p), &message->flag, 2 * epoch, kPhaseLlRows, source, &found);
-  if (p.wait_stats && lane == 0) max_relaxed_gpu(at<u64>(p.state, kLocalWaits) + source, nanoseconds() - start);
-  found = __shfl_sync(~0u, found, 0);
-  if (!__shfl_sync(~0u, ok, 0) || found & 1) return;
-  __syncwarp();  // all lanes may read what lane 0 acquired
-  const int expert = lane < kNumTopk ? message->expert[lane] : -1;
-  const int place = expert >= 0 ? expert * kCapacity + shared.per_expert[source * kNumLocalExperts + expert] + message->position[lane] : -1;
-  const u32 places = __ballot_sync(~0u, place >= 0);
-  const char* row = from + kLlHeadBytes;
   if (p.use_fp8) {
-    spread_row(row, p.recv_x, kHidden / 16, places, place);
-    const float* scales = reinterpret_cast<const float*>(row + kHidden);
+    const float* scales = reinterpret_cast<const float*>(from + kLlHeadBytes + kHidden);
     for (int first = 0; first < kScalesPerRow; first += 32) {
       const int i = first + lane;
       const float scale = i < kScalesPerRow ? ld_relaxed_sys(scales + i) : 0.f;
@@ -244,27 +235,54 @@ __device__ inline void receive_message(const Params& p, u32 epoch, int source, i
         }
       }
     }
-  } else {
-    spread_row(row, p.recv_x, kHidden / 8, places, place);
   }
-  u32 idx = 0;
-  if (lane == 0) idx = add_relaxed_gpu(&at<State>(p.state, 0)->ll_dispatch_entries, 1);
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + __shfl_sync(~0u, idx, 0);
   if (lane == 0) entry->source = source, entry->token = token;
-  if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = message->weight[lane];
+  if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = weight;
 }
 
-__device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
+__device__ inline void receive_message(const Params& p, u32 epoch, int source, int token, u64 start) {
+  const char* from = message_at(p, epoch, p.rank, source, token);
+  u32 found = 0;
+  bool ok = true;
+  if (lane_idx() == 0) {
+    ok = wait_epoch(make_waiter(p), &reinterpret_cast<const LlMessage*>(from)->flag, 2 * epoch, kPhaseLlRows, source, &found);
+    if (p.wait_stats) max_relaxed_gpu(at<u64>(p.state, kLocalWaits) + source, nanoseconds() - start);
+  }
+  found = __shfl_sync(~0u, found, 0);
+  if (!__shfl_sync(~0u, ok, 0) || found & 1) return;
+  __syncwarp();  // all lanes may read what lane 0 acquired
+  if (p.use_fp8) {
+    receive_row<kHidden / 16>(p, epoch, source, token, from);
+  } else {
+    receive_row<kHidden / 8>(p, epoch, source, token, from);
+  }
+}
+
+__device__ inline void count(const Params& p, u32 epoch) {
+  for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
+    const int sum = rows_before(p, epoch, kNumRanks, e) + header_at(p, epoch, p.rank, kNumRanks - 1)->num_choices[e];
+    at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
+    if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
+  }
+}
+
+__device__ inline void receive(const Params& p, u32 epoch) {
   const u64 start = nanoseconds();
-  await_headers(p, epoch, shared);
-  if (shared.failed) return;
-  int most = 0;
-  for (int s = 0; s < kNumRanks; ++s) most = max(most, shared.num_tokens[s]);
+  const int lane = lane_idx();
+  u64 header = 0;  // lane s: of source s
+  bool ok = true;
+  if (lane < kNumRanks) {
+    ok = wait_epoch(make_waiter(p), &header_at(p, epoch, p.rank, lane)->flag, epoch, kPhaseLlCounts, lane, &header);
+  }
+  if (!__all_sync(~0u, ok)) return;
+  __syncwarp();
+  const int num_tokens = header >> 32, most = __reduce_max_sync(~0u, num_tokens);
   for (int item = blockIdx.x + warp_idx() * gridDim.x; item < most * kNumRanks; item += kWarps * gridDim.x) {
     const int source = (item + p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token >= shared.num_tokens[source]) continue;
-    receive_message(p, epoch, source, token, shared, start);
+    if (token < __shfl_sync(~0u, num_tokens, source)) receive_message(p, epoch, source, token, start);
   }
+  if (blockIdx.x == 0) count(p, epoch);
 }
 
 // The last block of the grid ends the call. One warp.
@@ -302,11 +320,11 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
 
   if (p.phases & kSend) send(p, sent, table, shared);
   __syncthreads();
-  if (p.phases & kReceive && !shared.failed) receive(p, received, shared);
+  if (p.phases & kReceive && !shared.failed) receive(p, received);
   __syncthreads();
 
   if (warp_idx() != 0) return;
-  const bool last = lane_idx() == 0 && is_last_block(&state->ll_dispatch_blocks);
+  const bool last = lane_idx() == 0 && is_last_block_here(&state->ll_dispatch_blocks);
   if (!__shfl_sync(~0u, last, 0)) return;
   __syncwarp();
   finish(p, sent, received);

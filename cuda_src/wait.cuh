@@ -32,13 +32,15 @@ __device__ inline void give_up(const Waiter& w, u32 phase, int peer, u32 expecte
   st_release_sys(&w.report->flag, 1);
 }
 
-// Waits until *flag reaches `expected` (epochs wrap around). False: the time is up, or was up elsewhere, and nothing that the flag
-// announces may be used. `found`: what *flag held in the end.
-__device__ inline bool wait_epoch(const Waiter& w, const u32* flag, u32 expected, u32 phase, int peer, u32* found = nullptr) {
+// Waits until the low half of *flag reaches `expected` (epochs wrap around). False: the time is up, or was up elsewhere, and nothing that
+// the flag announces may be used. `found`: what *flag held in the end; a u64 carries a number in its upper half.
+template <class Flag>
+__device__ inline bool wait_epoch(const Waiter& w, const Flag* flag, u32 expected, u32 phase, int peer, Flag* found = nullptr) {
   u64 start = 0;
   for (u32 spins = 1;; ++spins) {
-    const u32 seen = ld_acquire_sys(flag);
-    if (found) *found = seen;
+    const Flag word = ld_acquire_sys(flag);
+    const u32 seen = static_cast<u32>(word);
+    if (found) *found = word;
     if (static_cast<i32>(seen - expected) >= 0) return true;
     if (spins % 64) continue;
     if (ld_relaxed_gpu(&w.state->abort)) return false;

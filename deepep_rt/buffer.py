@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
     from .device_low_latency import DeviceLowLatencyBackend
-    from .host import HostBackend
+    from .host_low_latency import HostLowLatencyBackend
 
 _serials = itertools.count(1)
 
@@ -107,7 +107,7 @@ class Buffer:
         )
         from . import comm as _comm  # MPI is needed from here on, not before
 
-        self._backend: HostBackend | DeviceLowLatencyBackend | None = None
+        self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
         backend = _comm.agree(comm, self.config, backend, on_exhausted)
         if backend == "host":
             from .host_low_latency import HostLowLatencyBackend
@@ -416,12 +416,12 @@ class Buffer:
             with backend.context:
                 backend.destroy()
 
-    def _live(self) -> HostBackend | DeviceLowLatencyBackend:
+    def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
         if self._backend is None:
             raise EPDestroyedError("this Buffer was destroyed; make a new one")
         return self._backend
 
-    def _low_latency(self) -> HostBackend | DeviceLowLatencyBackend:
+    def _low_latency(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
         if not self.config.low_latency:
             raise EPInputError("this Buffer has no memory for low-latency calls; make it with low_latency=True")
         return self._live()

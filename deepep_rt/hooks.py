@@ -36,8 +36,7 @@ class HookOrder:
     """
 
     def __init__(self, limit: int, what: str) -> None:
-        self.what = what
-        self._limit = limit
+        self.what, self._limit = what, limit
         self._open: deque[Hook] = deque()
 
     def start(self, has_hook: bool) -> None:
@@ -46,8 +45,7 @@ class HookOrder:
             raise EPInputError(f"{self.what} without return_recv_hook, but {len(self._open)} hooks are open; call them first")
         if has_hook and len(self._open) >= self._limit:
             raise EPInputError(
-                f"{self.what} already has {len(self._open)} open hooks, as many as num_slots={self._limit} allows; "
-                f"call the oldest one first, or make the buffer with more num_slots"
+                f"{self.what}: {len(self._open)} open hooks are all that num_slots={self._limit} allows; call the oldest first"
             )
 
     def hook(self, receive: Callable[[], None]) -> Hook:

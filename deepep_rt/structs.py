@@ -131,9 +131,8 @@ State = CStruct(
 LlHeader = CStruct(
     "LlHeader",
     """
-    i32 num_tokens;                      // of the sender
+    u64 flag;                            // epoch in the lower half, the sender's number of tokens in the upper one; written last
     i32 num_choices[kNumLocalExperts];   // how often they chose each expert of the receiver
-    u32 flag;                            // epoch; written last
     """,
 )
 

@@ -21,6 +21,8 @@ HOST_ONLY = {
     "check_bad_expert_number",  # on GPUs: test_device.test_bad_input_leaves_the_buffer_usable
     "check_ranks_that_disagree",
     "check_huge_messages_are_refused",
+    "check_low_latency_bad_expert_number",
+    "check_low_latency_ranks_that_disagree",
 }
 
 
@@ -30,11 +32,12 @@ def _checks():
         import buffers
         import combine
         import dispatch
+        import low_latency
         import rounds
     except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
         return []
     found = []
-    for module in (dispatch, combine, buffers, rounds, bad_calls):
+    for module in (dispatch, combine, buffers, rounds, bad_calls, low_latency):
         checks = [
             f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
         ]
