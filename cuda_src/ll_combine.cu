@@ -10,7 +10,7 @@
 // product is rounded before it is added: the result is the same in each run, and on the host backend.
 //
 // Reuse of the inbox, kNumSides sides by the epoch, and the counters: as in ll_dispatch. Weights of a side are read by the sending part,
-// which comes before the receiving part that acknowledges it.
+// which comes before the receiving part and its acknowledgement.
 // No block waits for another one of its grid: entries are taken by whoever runs.
 //
 // Bytes: each entry's rows read once, one row over the link for each entry, rows of a token read once.
@@ -213,8 +213,12 @@ struct Share {
 };
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
+  overlap_kernels();
   State* state = at<State>(p.state, 0);
   const u32 sent = state->ll_combine_sent + 1, received = state->ll_combine_received + 1;
+  if (blockIdx.x == 0 && threadIdx.x < kNumRanks) {
+    st_relaxed_sys(at<u32>(p.peers[threadIdx.x], kLlCombineAcks) + p.rank, received - 1);  // earlier kernels have ended: no fence
+  }
   const Share share(p);
   int expert = choice_of(p, share.first);  // comes while rows are sent
   if (p.phases & kSend) send(p, sent);
@@ -228,11 +232,7 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __g
   __syncthreads();
 
   if (warp_idx() != 0) return;
-  const bool is_last = lane_idx() == 0 && is_last_block_here(&state->ll_combine_blocks);
-  if (!__shfl_sync(~0u, is_last, 0)) return;
-  __syncwarp();
-  if (p.phases & kReceive && lane_idx() < kNumRanks) st_release_sys(at<u32>(p.peers[lane_idx()], kLlCombineAcks) + p.rank, received);
-  if (lane_idx() != 0) return;
+  if (lane_idx() != 0 || !is_last_block_here(&state->ll_combine_blocks)) return;
   state->ll_combine_blocks = 0;
   if (p.phases & kSend) {
     state->ll_combine_items = 0;

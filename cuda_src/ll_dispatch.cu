@@ -3,16 +3,18 @@
 //
 // Sending. Blocks take items as they go. The first item is the header: it tells every rank how many tokens this rank has and how often they
 // choose each of its experts. The others are tokens: all warps but one read the row, convert it to FP8 if asked to, and write it to each
-// receiver's inbox; the last warp works out the token's position among this rank's choices of each expert, and writes it in front of the
-// row. Then it raises the flag of the message, or tells the rank that this token does not come.
+// receiver's inbox, and a flag follows it. The last warp works out the token's places among this rank's choices of each expert, and tells
+// every rank which of its experts the token chooses.
 //
 // Receiving. With the headers of all sources every warp knows where a source's rows begin in each expert: the order (source, token, choice)
-// needs no counting of what has arrived. Each warp waits for a message, and copies its row to its experts and what combine has to know to
-// the handle.
+// needs no counting of what has arrived. Each warp takes a token of a source, learns where its row belongs, waits for the row, and copies
+// it to its experts and what combine has to know to the handle.
 //
-// Reuse of the inbox, kNumSides sides by the epoch: the last receiving block acknowledges the call to every rank, and a sender waits for
-// the acknowledgement of kNumSides calls ago, so the two parts may be far apart. Flags hold the epoch and need no cleaning. Counters of the
-// running kernel (ll_dispatch_blocks, _items, _entries) are reset by its last block, which also advances ll_dispatch_sent and _received.
+// Headers and choices travel as words that carry the epoch, and so need neither a fence nor a flag; only rows do.
+//
+// Reuse of the inbox, kNumSides sides by the epoch: when a kernel starts, it acknowledges to every rank what this rank has received before,
+// and a sender waits for the acknowledgement of kNumSides calls ago, so the two parts of a call may be far apart. Counters of the running
+// kernel (ll_dispatch_blocks, _items, _entries) are reset by its last block, which also advances ll_dispatch_sent and _received.
 // No block waits for another one of its grid: tokens are taken by whoever runs, so all rows are sent even if only one block gets an SM.
 //
 // Bytes: a row, (FP8: half of it and 4 / 128,) once over the link for each rank; at the receiver written, read, and written once for each
@@ -21,10 +23,12 @@
 #include "wait.cuh"
 #include "work.cuh"
 
-constexpr int kWarps = kLlThreads / 32, kMetaWarp = kWarps - 1, kRowThreads = 32 * kMetaWarp;
+constexpr int kWarps = kLlThreads / 32, kChoiceWarp = kWarps - 1, kRowThreads = 32 * kChoiceWarp;
 constexpr int kSend = 1, kReceive = 2;
 constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
 constexpr int kScalesPerRow = kHidden / kFp8Group;
+constexpr int kPlaceBits = 17;  // of a choice; the expert is in the bits above
+static_assert(kNumMaxTokens * kNumTopk <= 1 << kPlaceBits && kNumLocalExperts < 1 << (31 - kPlaceBits));
 
 struct Shared {
   i32 choices[kNumExperts];  // how often each expert is chosen
@@ -36,35 +40,32 @@ __device__ __forceinline__ LlHeader* header_at(const Params& p, u32 epoch, int r
   return at<LlHeader>(p.peers[receiver], kLlHeaders + static_cast<u64>(epoch % kNumSides * kNumRanks + sender) * kLlHeaderStride);
 }
 
-__device__ __forceinline__ char* message_at(const Params& p, u32 epoch, int receiver, int sender, int token) {
+__device__ __forceinline__ LlMessage* message_at(const Params& p, u32 epoch, int receiver, int sender, int token) {
   const u64 place = static_cast<u64>(epoch % kNumSides * kNumRanks + sender) * kNumMaxTokens + token;
-  return at<char>(p.peers[receiver], kLlMessages + place * kLlMessageStride);
+  return at<LlMessage>(p.peers[receiver], kLlMessages + place * kLlMessageStride);
 }
 
-// The experts of all tokens, -1 for none.
-__device__ inline void read_table(const Params& p, short* table) {
+// The experts of all tokens, -1 for none, and how often each is chosen.
+__device__ inline void read_table(const Params& p, short* table, i32* choices) {
   for (int i = threadIdx.x; i < p.num_tokens * kNumTopk; i += kLlThreads) {
     const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
-    table[i] = expert >= 0 && expert < kNumExperts ? static_cast<short>(expert) : -1;
+    const bool exists = expert >= 0 && expert < kNumExperts;
+    table[i] = exists ? static_cast<short>(expert) : -1;
+    if (exists) atomicAdd(choices + expert, 1);
     if (p.check && (expert < -1 || expert >= kNumExperts)) report_bad_expert(p, i / kNumTopk, expert);
   }
 }
 
-__device__ inline void send_headers(const Params& p, u32 epoch, const short* table, Shared& shared) {
-  for (int e = threadIdx.x; e < kNumExperts; e += kLlThreads) shared.choices[e] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.num_tokens * kNumTopk; i += kLlThreads) {
-    if (table[i] >= 0) atomicAdd(shared.choices + table[i], 1);
-  }
-  __syncthreads();
+__device__ __forceinline__ u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(value) << 32 | epoch; }
+
+__device__ inline void send_headers(const Params& p, u32 epoch, const i32* choices) {
   const int warp = warp_idx(), lane = lane_idx();
   if (warp >= kNumRanks) return;
   LlHeader* header = header_at(p, epoch, warp, p.rank);
+  if (lane == 0) st_relaxed_sys(&header->num_tokens, word_of(p.num_tokens, epoch));
   for (int e = lane; e < kNumLocalExperts; e += 32) {
-    st_relaxed_sys(header->num_choices + e, shared.choices[warp * kNumLocalExperts + e]);
+    st_relaxed_sys(header->num_choices + e, word_of(choices[warp * kNumLocalExperts + e], epoch));
   }
-  __syncwarp();
-  if (lane == 0) st_release_sys(&header->flag, static_cast<u64>(p.num_tokens) << 32 | epoch);
 }
 
 // A bit for each rank that the token goes to. `expert`: in lane k, the token's choice k.
@@ -73,7 +74,8 @@ __device__ __forceinline__ u32 ranks_of(int expert) { return __reduce_or_sync(~0
 __device__ inline void send_row(const Params& p, u32 epoch, int token, u32 ranks) {
   char* to[kNumRanks];
 #pragma unroll
-  for (int r = 0; r < kNumRanks; ++r) to[r] = ranks >> r & 1 ? message_at(p, epoch, r, p.rank, token) + kLlHeadBytes : nullptr;
+  for (int r = 0; r < kNumRanks; ++r)
+    to[r] = ranks >> r & 1 ? reinterpret_cast<char*>(message_at(p, epoch, r, p.rank, token)) + kLlHeadBytes : nullptr;
   const Vec16* row = at<const Vec16>(p.x, static_cast<u64>(token) * kHidden * 2);
   if (kHasFp8 && p.use_fp8) {
     constexpr int kPieces = kHidden / 16;
@@ -105,8 +107,8 @@ __device__ inline void send_row(const Params& p, u32 epoch, int token, u32 ranks
   }
 }
 
-// One warp. Positions are counted over the table, which all blocks have, so no block needs another's counts.
-__device__ inline void send_head(const Params& p, u32 epoch, int token, int expert, u32 ranks, const short* table) {
+// One warp. Places are counted over the table, which all blocks have, so no block needs another's counts.
+__device__ inline void send_choices(const Params& p, u32 epoch, int token, int expert, u32 ranks, const short* table) {
   const int lane = lane_idx();
   int choices[kNumTopk], before[kNumTopk] = {};
 #pragma unroll
@@ -116,21 +118,21 @@ __device__ inline void send_head(const Params& p, u32 epoch, int token, int expe
 #pragma unroll
     for (int k = 0; k < kNumTopk; ++k) before[k] += other == choices[k];
   }
-  int position = __popc(__match_any_sync(~0u, expert) & ((1u << lane) - 1));  // a token may choose an expert twice
+  int place = __popc(__match_any_sync(~0u, expert) & ((1u << lane) - 1));  // a token may choose an expert twice
 #pragma unroll
   for (int k = 0; k < kNumTopk; ++k) {
     const int sum = __reduce_add_sync(~0u, before[k]);
-    if (lane == k) position += sum;
+    if (lane == k) place += sum;
   }
   if (lane >= kNumTopk) return;
+  const int holder = expert >= 0 ? expert / kNumLocalExperts : -1;
   const float weight = p.topk_weights ? at<const float>(p.topk_weights, 0)[token * kNumTopk + lane] : 0.f;
 #pragma unroll
   for (int r = 0; r < kNumRanks; ++r) {
-    if (!(ranks >> r & 1)) continue;
-    LlMessage* message = reinterpret_cast<LlMessage*>(message_at(p, epoch, r, p.rank, token));
-    message->expert[lane] = expert >= 0 && expert / kNumLocalExperts == r ? expert - r * kNumLocalExperts : -1;
-    message->position[lane] = position;
-    message->weight[lane] = weight;
+    LlMessage* message = message_at(p, epoch, r, p.rank, token);
+    const u32 choice = holder == r ? (expert - r * kNumLocalExperts + 1) << kPlaceBits | place : 0;
+    st_relaxed_sys(message->choice + lane, word_of(choice, epoch));
+    if (ranks >> r & 1) message->weight[lane] = weight;
   }
 }
 
@@ -139,7 +141,7 @@ __device__ inline void send(const Params& p, u32 epoch, short* table, Shared& sh
   u32* taken = &at<State>(p.state, 0)->ll_dispatch_items;
   u32 next = 0;
   if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);  // comes while the table is read
-  read_table(p, table);
+  read_table(p, table, shared.choices);
   if (threadIdx.x < kNumRanks) {
     const u32* acks = at<const u32>(p.peers[p.rank], kLlDispatchAcks);
     if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlDispatchRoom, threadIdx.x)) shared.failed = true;
@@ -151,117 +153,121 @@ __device__ inline void send(const Params& p, u32 epoch, short* table, Shared& sh
     const int item = shared.item[turn % 2], token = item - 1;
     if (item > p.num_tokens) break;
     if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);
-    int expert = -1;
     u32 ranks = 0;
     if (item == 0) {
-      send_headers(p, epoch, table, shared);
+      send_headers(p, epoch, shared.choices);
     } else {
-      if (lane < kNumTopk) expert = table[token * kNumTopk + lane];
+      const int expert = lane < kNumTopk ? table[token * kNumTopk + lane] : -1;
       ranks = ranks_of(expert);
-      if (warp == kMetaWarp) {
-        send_head(p, epoch, token, expert, ranks, table);
+      if (warp == kChoiceWarp) {
+        send_choices(p, epoch, token, expert, ranks, table);
       } else {
         send_row(p, epoch, token, ranks);
       }
     }
     if (threadIdx.x == 0) shared.item[(turn + 1) % 2] = next;
     __syncthreads();  // the flags release what all threads wrote
-    if (item > 0 && warp == kMetaWarp && lane < kNumRanks) {
-      LlMessage* message = reinterpret_cast<LlMessage*>(message_at(p, epoch, lane, p.rank, token));
-      st_release_sys(&message->flag, 2 * epoch + !(ranks >> lane & 1));
-    }
+    if (warp == kChoiceWarp && ranks >> lane & 1) st_release_sys(&message_at(p, epoch, lane, p.rank, token)->flag, epoch);
   }
 }
 
-// Rows of the sources before `source` for local expert `expert`.
-__device__ __forceinline__ int rows_before(const Params& p, u32 epoch, int source, int expert) {
+// The numbers in the upper halves of `count` words, at `words` and every kLlHeaderStride after it; they are loaded all at once, and only
+// waited for where they have not come.
+template <int kMost>
+__device__ __forceinline__ int sum_of(const Params& p, u32 epoch, const u64* words, int count) {
+  u64 held[kMost > 0 ? kMost : 1];
+  auto word = [&](int s) { return at<const u64>(reinterpret_cast<u64>(words), static_cast<u64>(s) * kLlHeaderStride); };
+#pragma unroll
+  for (int s = 0; s < kMost; ++s) held[s] = s < count ? ld_relaxed_sys(word(s)) : word_of(0, epoch);
   int sum = 0;
 #pragma unroll
-  for (int s = 0; s < kNumRanks - 1; ++s) {
-    if (s < source) sum += header_at(p, epoch, p.rank, s)->num_choices[expert];
+  for (int s = 0; s < kMost; ++s) {
+    if (static_cast<u32>(held[s]) != epoch) wait_epoch(make_waiter(p), word(s), epoch, kPhaseLlCounts, s, &held[s]);
+    sum += held[s] >> 32;
   }
   return sum;
 }
 
-// One warp. Loads are started before it is known where their values go: nearly all of the time is spent waiting for memory.
+// Loads are started before it is known where their values go: nearly all of the time is spent waiting for memory.
 template <int kVecs>
-__device__ inline void receive_row(const Params& p, u32 epoch, int source, int token, const char* from) {
+__device__ inline void receive_row(const Params& p, const LlMessage* message, int source, int token, int place) {
   constexpr int kAtOnce = 14;
   const int lane = lane_idx();
-  const LlMessage* message = reinterpret_cast<const LlMessage*>(from);
-  const Vec16* row = reinterpret_cast<const Vec16*>(from + kLlHeadBytes);
+  const char* body = reinterpret_cast<const char*>(message) + kLlHeadBytes;
+  const Vec16* row = reinterpret_cast<const Vec16*>(body);
+  const float* scales = reinterpret_cast<const float*>(body + kHidden);
+  const u32 places = __ballot_sync(~0u, place >= 0);
+  auto row_of = [&](u32 left) { return static_cast<u64>(__shfl_sync(~0u, place, __ffs(left) - 1)); };
   u32 idx = 0;
   if (lane == 0) idx = add_relaxed_gpu(&at<State>(p.state, 0)->ll_dispatch_entries, 1);
-  const int expert = lane < kNumTopk ? message->expert[lane] : -1;
-  const int position = lane < kNumTopk ? message->position[lane] : 0;
   const float weight = lane < kNumTopk ? message->weight[lane] : 0.f;
-  Vec16 held[kAtOnce];
-  auto load = [&](int first) {
+  float scale = p.use_fp8 && lane < kScalesPerRow ? ld_relaxed_sys(scales + lane) : 0.f;
+  for (int first = lane; first - lane < kVecs; first += 32 * kAtOnce) {
+    Vec16 held[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (first + j * 32 + lane < kVecs) held[j] = ld_streaming(row + first + j * 32 + lane);
+      if (first + j * 32 < kVecs) held[j] = ld_streaming(row + first + j * 32);
     }
-  };
-  load(0);
-  const int row_of_expert = expert >= 0 ? rows_before(p, epoch, source, expert) + position : kCapacity;
-  const int place = row_of_expert < kCapacity ? expert * kCapacity + row_of_expert : -1;  // no room: tokens chose it twice
-  const u32 places = __ballot_sync(~0u, place >= 0);
-  auto store = [&](int first) {
     for (u32 left = places; left; left &= left - 1) {
-      Vec16* to = at<Vec16>(p.recv_x, 0) + static_cast<u64>(__shfl_sync(~0u, place, __ffs(left) - 1)) * kVecs;
+      Vec16* to = at<Vec16>(p.recv_x, 0) + row_of(left) * kVecs;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j * 32 + lane < kVecs) st_vec(to + first + j * 32 + lane, held[j]);
+        if (first + j * 32 < kVecs) st_vec(to + first + j * 32, held[j]);
       }
     }
-  };
-  store(0);
-  for (int first = 32 * kAtOnce; first < kVecs; first += 32 * kAtOnce) {
-    load(first);
-    store(first);
   }
-  if (p.use_fp8) {
-    const float* scales = reinterpret_cast<const float*>(from + kLlHeadBytes + kHidden);
-    for (int first = 0; first < kScalesPerRow; first += 32) {
-      const int i = first + lane;
-      const float scale = i < kScalesPerRow ? ld_relaxed_sys(scales + i) : 0.f;
-      for (u32 left = places; left; left &= left - 1) {
-        const u64 to = static_cast<u64>(__shfl_sync(~0u, place, __ffs(left) - 1)) * kScalesPerRow + i;
-        if (i >= kScalesPerRow) continue;
-        if (p.use_ue8m0) {
-          at<u8>(p.recv_scales, 0)[to] = __float_as_uint(scale) >> 23;
-        } else {
-          at<float>(p.recv_scales, 0)[to] = scale;
-        }
+  for (int first = 0; p.use_fp8 && first < kScalesPerRow; first += 32) {
+    const int i = first + lane;
+    const float next_scale = i + 32 < kScalesPerRow ? ld_relaxed_sys(scales + i + 32) : 0.f;
+    for (u32 left = places; left; left &= left - 1) {
+      const u64 to = row_of(left) * kScalesPerRow + i;
+      if (i >= kScalesPerRow) continue;
+      if (p.use_ue8m0) {
+        at<u8>(p.recv_scales, 0)[to] = __float_as_uint(scale) >> 23;
+      } else {
+        at<float>(p.recv_scales, 0)[to] = scale;
       }
     }
+    scale = next_scale;
   }
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + __shfl_sync(~0u, idx, 0);
   if (lane == 0) entry->source = source, entry->token = token;
   if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = weight;
 }
 
-__device__ inline void receive_message(const Params& p, u32 epoch, int source, int token, u64 start) {
-  const char* from = message_at(p, epoch, p.rank, source, token);
-  u32 found = 0;
-  bool ok = true;
-  if (lane_idx() == 0) {
-    ok = wait_epoch(make_waiter(p), &reinterpret_cast<const LlMessage*>(from)->flag, 2 * epoch, kPhaseLlRows, source, &found);
+// One warp.
+__device__ inline void receive_token(const Params& p, u32 epoch, int source, int token, u64 start) {
+  const int lane = lane_idx();
+  const Waiter waiter = make_waiter(p);
+  const LlMessage* message = message_at(p, epoch, p.rank, source, token);
+  u64 choice = 0;
+  bool ok = lane >= kNumTopk || wait_epoch(waiter, message->choice + lane, epoch, kPhaseLlRows, source, &choice);
+  if (!__all_sync(~0u, ok)) return;
+  const u32 chosen = choice >> 32;  // 0: not here
+  if (!__any_sync(~0u, chosen)) return;
+  int place = -1;
+  if (chosen) {
+    const int expert = (chosen >> kPlaceBits) - 1;
+    place = chosen & ((1u << kPlaceBits) - 1);
+    place += sum_of<kNumRanks - 1>(p, epoch, header_at(p, epoch, p.rank, 0)->num_choices + expert, source);
+    place = place < kCapacity ? expert * kCapacity + place : -1;  // no room, if tokens choose an expert twice
+  }
+  if (lane == 0) {
+    ok = wait_epoch(waiter, &message->flag, epoch, kPhaseLlRows, source);
     if (p.wait_stats) max_relaxed_gpu(at<u64>(p.state, kLocalWaits) + source, nanoseconds() - start);
   }
-  found = __shfl_sync(~0u, found, 0);
-  if (!__shfl_sync(~0u, ok, 0) || found & 1) return;
+  if (!__all_sync(~0u, ok)) return;
   __syncwarp();  // all lanes may read what lane 0 acquired
   if (p.use_fp8) {
-    receive_row<kHidden / 16>(p, epoch, source, token, from);
+    receive_row<kHidden / 16>(p, message, source, token, place);
   } else {
-    receive_row<kHidden / 8>(p, epoch, source, token, from);
+    receive_row<kHidden / 8>(p, message, source, token, place);
   }
 }
 
 __device__ inline void count(const Params& p, u32 epoch) {
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
-    const int sum = rows_before(p, epoch, kNumRanks, e) + header_at(p, epoch, p.rank, kNumRanks - 1)->num_choices[e];
+    const int sum = sum_of<kNumRanks>(p, epoch, header_at(p, epoch, p.rank, 0)->num_choices + e, kNumRanks);
     at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
   }
@@ -273,14 +279,13 @@ __device__ inline void receive(const Params& p, u32 epoch) {
   u64 header = 0;  // lane s: of source s
   bool ok = true;
   if (lane < kNumRanks) {
-    ok = wait_epoch(make_waiter(p), &header_at(p, epoch, p.rank, lane)->flag, epoch, kPhaseLlCounts, lane, &header);
+    ok = wait_epoch(make_waiter(p), &header_at(p, epoch, p.rank, lane)->num_tokens, epoch, kPhaseLlCounts, lane, &header);
   }
   if (!__all_sync(~0u, ok)) return;
-  __syncwarp();
   const int num_tokens = header >> 32, most = __reduce_max_sync(~0u, num_tokens);
   for (int item = blockIdx.x + warp_idx() * gridDim.x; item < most * kNumRanks; item += kWarps * gridDim.x) {
     const int source = (item + p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token < __shfl_sync(~0u, num_tokens, source)) receive_message(p, epoch, source, token, start);
+    if (token < __shfl_sync(~0u, num_tokens, source)) receive_token(p, epoch, source, token, start);
   }
   if (blockIdx.x == 0) count(p, epoch);
 }
@@ -289,13 +294,10 @@ __device__ inline void receive(const Params& p, u32 epoch) {
 __device__ inline void finish(const Params& p, u32 sent, u32 received) {
   State* state = at<State>(p.state, 0);
   const int lane = lane_idx();
-  if (p.phases & kReceive && lane < kNumRanks) {
-    st_release_sys(at<u32>(p.peers[lane], kLlDispatchAcks) + p.rank, received);
-    if (p.wait_stats) {
-      u64* waited = at<u64>(p.state, kLocalWaits) + lane;
-      at<u64>(p.wait_stats, 0)[lane] += *waited;
-      *waited = 0;
-    }
+  if (p.phases & kReceive && p.wait_stats && lane < kNumRanks) {
+    u64* waited = at<u64>(p.state, kLocalWaits) + lane;
+    at<u64>(p.wait_stats, 0)[lane] += *waited;
+    *waited = 0;
   }
   if (lane != 0) return;
   state->ll_dispatch_blocks = 0;
@@ -313,8 +315,13 @@ __device__ inline void finish(const Params& p, u32 sent, u32 received) {
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __grid_constant__ Params p) {
   extern __shared__ short table[];
   __shared__ Shared shared;
+  overlap_kernels();
   State* state = at<State>(p.state, 0);
   const u32 sent = state->ll_dispatch_sent + 1, received = state->ll_dispatch_received + 1;
+  if (blockIdx.x == 0 && threadIdx.x < kNumRanks) {
+    st_relaxed_sys(at<u32>(p.peers[threadIdx.x], kLlDispatchAcks) + p.rank, received - 1);  // earlier kernels have ended: no fence
+  }
+  for (int e = threadIdx.x; e < kNumExperts; e += kLlThreads) shared.choices[e] = 0;
   if (threadIdx.x == 0) shared.failed = false;
   __syncthreads();
 

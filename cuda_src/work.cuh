@@ -78,3 +78,12 @@ __device__ __forceinline__ int rows_in_chunk(int num_rows, int chunk, int chunk_
 __device__ __forceinline__ int clamp_rows(i64 room, int num_rows) {
   return room < 0 ? 0 : room < num_rows ? static_cast<int>(room) : num_rows;
 }
+
+// First of all in a kernel that is launched while the one before it in its stream still ends (Kernel.overlaps): from here on that one has
+// ended and its writes can be seen; and the next one may be launched.
+__device__ __forceinline__ void overlap_kernels() {
+  if constexpr (kHasOverlap) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+}

@@ -188,6 +188,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_movers * stage)))
     return {
         "kHasTma": int(has_tma),
+        "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
         "kHasFp8": int(arch_number(arch) >= 89),
         "kLlThreads": 512,
         "kLlTableBytes": config.low_latency_table_bytes,

@@ -88,7 +88,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if inputs.use_fp8:
             kind = "uint8" if inputs.use_ue8m0 else "float32"
             views["scales"] = make(values["recv_scales"], (*rows, config.hidden // FP8_GROUP), kind, memory)
-        views, hook = self._deliver(views, like.device == HOST, stream, receive, self._dispatch_hooks)
+        views, hook = self._deliver(views, like, stream, receive, self._dispatch_hooks)
         handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, like.framework)
         return LowLatencyDispatchResult(handle, self._event(call), hook, views)
 
@@ -99,7 +99,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         assert stream is not None
         slot, dispatch_hook = handle._routing
         if dispatch_hook is not None and not dispatch_hook.called:
-            raise EPInputError("the dispatch of this handle has not been received; call its hook first")
+            raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")
         self._combine_hooks.start(with_hook)
         self._order(call)
         y, idx, weights = self._on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
@@ -127,8 +127,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         receive = self._launch("ll_combine", num_blocks, values, call, (y, idx, weights, handle, owner, inputs), with_hook)
         like = inputs.y
         view = inputs.out or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, like, stream)
-        host_caller = like.device == HOST and inputs.out is None
-        views, hook = self._deliver({"x": view}, host_caller, stream, receive, self._combine_hooks)
+        views, hook = self._deliver({"x": view}, like, stream, receive, self._combine_hooks, inputs.out)
         return LowLatencyCombineResult(self._event(call), hook, views)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
@@ -160,15 +159,26 @@ class DeviceLowLatencyBackend(DeviceBackend):
         return receive
 
     def _deliver(
-        self, views: dict[str, View | None], host_caller: bool, stream: int, receive: Callable[[], None] | None, order: HookOrder
+        self,
+        views: dict[str, View | None],
+        like: View,
+        stream: int,
+        receive: Callable[[], None] | None,
+        order: HookOrder,
+        given: View | None = None,
     ) -> tuple[dict[str, View | None], Hook | None]:
-        """Results for the caller, now or from its hook; a caller with arrays in host memory gets copies."""
+        """Results for the caller, now or from its hook. A caller with arrays in host memory gets copies, except of what it gave."""
+
+        def copy() -> dict[str, View | None]:
+            made = {name: view for name, view in views.items() if view is not given}
+            return {**views, **self._to_caller(made, like.device == HOST, stream)}
+
         if receive is None:
-            return self._to_caller(views, host_caller, stream), None
+            return copy(), None
 
         def receive_and_copy() -> None:
             receive()
-            views.update(self._to_caller(views, host_caller, stream))
+            views.update(copy())
 
         return views, order.hook(receive_and_copy)
 

@@ -25,6 +25,7 @@ class Kernel:
     shared: str | None = None
     needs_nvshmem: bool = False
     per_dtype: bool = False  # compiled once for each element type that combine adds up
+    overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
     max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
 
     @property
@@ -114,6 +115,7 @@ TABLE: dict[str, Kernel] = {
 """,
             threads="kLlThreads",
             shared="kLlTableBytes",
+            overlaps=True,
         ),
         Kernel(
             "ll_combine",
@@ -133,6 +135,7 @@ TABLE: dict[str, Kernel] = {
     i32 receive_warps;      // and a token: powers of two up to the warps of a block
 """,
             threads="kLlThreads",
+            overlaps=True,
         ),
         Kernel(
             "ceiling",

@@ -46,6 +46,11 @@ class Launcher:
         self._config = config = driver.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX, config.sharedMemBytes, config.numAttrs = function.threads, function.shared_bytes, 0
+        if kernel.overlaps and constants["kHasOverlap"]:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
 
     def __call__(self, stream: int, num_blocks: int, values: Mapping[str, int]) -> None:
         """Launch `num_blocks` blocks on `stream`; `values` has every member that is not fixed."""

@@ -131,18 +131,17 @@ State = CStruct(
 LlHeader = CStruct(
     "LlHeader",
     """
-    u64 flag;                            // epoch in the lower half, the sender's number of tokens in the upper one; written last
-    i32 num_choices[kNumLocalExperts];   // how often they chose each expert of the receiver
+    u64 num_tokens;                      // of the sender; each word has the epoch in its lower half, so that none needs a flag
+    u64 num_choices[kNumLocalExperts];   // how often its tokens chose each expert of the receiver
     """,
 )
 
 LlMessage = CStruct(
     "LlMessage",
     """
-    u32 flag;                    // 2 * epoch, or 2 * epoch + 1: this token does not come here; written last
-    i32 expert[kNumTopk];        // its choices: local number of the receiver's experts, -1 for those of others
-    i32 position[kNumTopk];      // among the sender's choices of that expert
+    u64 choice[kNumTopk];        // epoch; in the upper half 0, or the receiver's expert + 1 and the place among the sender's choices of it
     f32 weight[kNumTopk];
+    u32 flag;                    // epoch: the weights and the row have come
     """,
 )
 
