@@ -7,19 +7,16 @@ Routing: `unknown` counts on the GPU and tells the host, `known` repeats a handl
 
 import argparse
 import json
-import platform
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import report
 import timing
+from machine import Machine
 from mpi4py import MPI
 
-import deepep_rt
 from deepep_rt import Buffer
 
 comm = MPI.COMM_WORLD
@@ -74,46 +71,24 @@ class Bench:
 
     def __init__(self, args):
         self.args = args
-        self.on_gpu = args.backend == "cuda"
+        self.machine = Machine(comm, args.backend)
         self.rng = np.random.default_rng([args.seed, comm.rank])
-        if self.on_gpu:
-            import cupy
-
-            cupy.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cupy.cuda.runtime.getDeviceCount()).use()
-            self.clock = timing.CudaClock()
-        else:
-            self.clock = timing.WallClock()
-
-    def upload(self, array):
-        """To the GPU. CuPy keeps bfloat16 arrays but copies none, so the bytes go over as integers."""
-        if not self.on_gpu:
-            return array
-        import cupy
-
-        raw = cupy.asarray(array.view(f"u{array.dtype.itemsize}"))
-        return cupy.ndarray(array.shape, array.dtype, raw.data)
-
-    def bf16(self, num_rows):
-        """Random rows: one block of them over and over, as making them takes longer than measuring."""
-        block = self.rng.standard_normal((min(max(num_rows, 1), 512), self.args.hidden), dtype=np.float32).astype(
-            ml_dtypes.bfloat16
-        )
-        return self.upload(np.resize(block, (num_rows, self.args.hidden)))
+        self.clock = timing.CudaClock() if self.machine.on_gpu else timing.WallClock()
 
     def make_inputs(self, buffer, num_tokens):
         """Random tokens and routing; each routing is dispatched once, for its handle and its counts."""
         args, rng = self.args, self.rng
         chosen = rng.random((num_tokens, args.experts), dtype=np.float32).argpartition(args.topk, axis=1)[:, : args.topk]
         inputs = Inputs(
-            bf16=self.bf16(num_tokens),
-            fp8=self.upload(rng.integers(0, 256, (num_tokens, args.hidden), dtype=np.uint8)),
-            scales=self.upload(rng.random((num_tokens, args.hidden // 128), dtype=np.float32)),
-            topk_idx=self.upload(np.ascontiguousarray(chosen, np.int64)),
-            topk_weights=self.upload(rng.random((num_tokens, args.topk), dtype=np.float32)),
+            bf16=self.machine.bf16(self.rng, num_tokens, args.hidden),
+            fp8=self.machine.upload(rng.integers(0, 256, (num_tokens, args.hidden), dtype=np.uint8)),
+            scales=self.machine.upload(rng.random((num_tokens, args.hidden // 128), dtype=np.float32)),
+            topk_idx=self.machine.upload(np.ascontiguousarray(chosen, np.int64)),
+            topk_weights=self.machine.upload(rng.random((num_tokens, args.topk), dtype=np.float32)),
         )
         sent = buffer.dispatch(inputs.bf16, inputs.topk_idx, inputs.topk_weights)
         inputs.handle = sent.handle
-        inputs.experts_out = self.bf16(sent.handle.num_recv_rows)
+        inputs.experts_out = self.machine.bf16(self.rng, sent.handle.num_recv_rows, args.hidden)
         remote = int((sent.recv_src_idx[:, 0] != comm.rank).sum())
         inputs.num_rows, inputs.num_remote_rows = (comm.allreduce(n) / comm.size for n in (sent.handle.num_recv_rows, remote))
         return inputs
@@ -159,25 +134,6 @@ class Bench:
                     rows.append(report.Row(work, num_tokens, sms, 1e6 * seconds, *speeds, host))
         return ceiling, rows
 
-    def machine(self):
-        if not self.on_gpu:
-            return f"{platform.machine()} host, no GPU"
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-
-    def drivers(self):
-        if not self.on_gpu:
-            return {}
-        import cupy
-        from cuda.bindings import nvrtc
-
-        loaded = Path("/proc/driver/nvidia/version")
-        found = re.search(r"\d+\.\d+[.\d]*", loaded.read_text()) if loaded.exists() else None
-        runtime = cupy.cuda.runtime
-        versions = {"CUDA runtime (CuPy's)": runtime.runtimeGetVersion(), "CUDA of the driver": runtime.driverGetVersion()}
-        return {"driver": found and found[0], **versions, "NVRTC": ".".join(map(str, nvrtc.nvrtcVersion()[1:]))}
-
 
 def main():
     args = parse_args()
@@ -189,16 +145,11 @@ def main():
     if comm.rank:
         return
     rows.sort(key=lambda row: (row.tokens, row.work, row.sms))
-    machine = bench.machine()
-    title = f"{comm.size} x {machine}, hidden {args.hidden}, top-{args.topk} of {args.experts}, random routing"
+    title = f"{comm.size} x {bench.machine.name()}, hidden {args.hidden}, top-{args.topk} of {args.experts}, random routing"
     report.print_table(rows, max(ceilings.values()), title)
     if args.json:
         settings = {
-            "machine": machine,
-            "num_ranks": comm.size,
-            "deepep_rt": deepep_rt.__version__,
-            "mpi": " ".join(MPI.Get_library_version().splitlines()[0].strip("\0").split()),
-            "drivers": bench.drivers(),
+            **bench.machine.described(),
             "boundary": timing.BOUNDARY[args.backend],
             "settings": {name: value for name, value in vars(args).items() if name not in ("json", "compare", "commit")},
         }

@@ -40,6 +40,20 @@ class WallClock:
         return (time.perf_counter() - start) / num_calls
 
 
+def own_stream():
+    """A stream to work on: `with` it, it is CuPy's current one."""
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def host_seconds(call, *arguments):
+    """Seconds of the host in one call."""
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
 def measure(buffer, comm, clock, call, args):
     """Seconds of one call on the slowest rank; `call` gets the number of the call, to choose among its inputs."""
     for i in range(args.warmup):
@@ -60,8 +74,6 @@ def measure_host(buffer, comm, call, args):
     comm.Barrier()
     spent = []
     for i in range(args.calls):
-        start = time.perf_counter()
-        call(i)
-        spent.append(time.perf_counter() - start)
+        spent.append(host_seconds(call, i))
     buffer.synchronize()
     return comm.allreduce(statistics.median(spent), MPI.MAX)

@@ -62,7 +62,7 @@ def compile_(
     config = Config(
         num_ranks=ranks, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=topk, num_experts=experts, dtype=dtype
     )
-    jobs = [(kernel, element, target) for target in _targets(arch) for kernel, element in _variants(dtype, combine_dtype)]
+    jobs = [(kernel, element, target) for target in _targets(arch) for kernel, element in _variants(config, combine_dtype)]
     rows = []
     with _progress() as progress:
         task = progress.add_task("", total=len(jobs))
@@ -96,13 +96,14 @@ def _targets(archs: list[str] | None) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def _variants(dtype: str, combine_dtypes: list[str] | None) -> list[tuple[Kernel, str | None]]:
-    """Every kernel; those that add up, once for each element type."""
+def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Kernel, str | None]]:
+    """Every kernel that a Buffer of these sizes can need; those that add up, once for each element type."""
     # FP8 rows are only dispatched: combine_dtypes stays empty for them
-    elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == dtype]
+    elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
     if wrong := set(elements) - set(COMBINE_DTYPES):
         raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
-    return [(kernel, element) for kernel in TABLE.values() for element in (elements if kernel.per_dtype else [None])]
+    kernels = [kernel for kernel in TABLE.values() if config.fits_low_latency or not kernel.low_latency]
+    return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
 
 
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Config:
             raise EPConfigError(
                 f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; at most {MAX_ROW_BYTES} fit"
             )
-        if self.low_latency and self.low_latency_table_bytes > MAX_TABLE_BYTES:
+        if self.low_latency and not self.fits_low_latency:
             raise EPConfigError(
                 f"low-latency calls take num_max_tokens_per_rank * num_topk up to {MAX_TABLE_BYTES // 2}, got "
                 f"{self.num_max_tokens_per_rank} * {self.num_topk}; make a Buffer of its own for them, with fewer tokens"
@@ -138,6 +138,11 @@ class Config:
     def low_latency_table_bytes(self) -> int:
         """Shared memory of a low-latency dispatch: the expert numbers of all tokens, as int16."""
         return self.num_max_tokens_per_rank * self.num_topk * 2
+
+    @property
+    def fits_low_latency(self) -> bool:
+        """Whether low-latency calls can take so many tokens."""
+        return self.low_latency_table_bytes <= MAX_TABLE_BYTES
 
     @property
     def num_max_recv_tokens(self) -> int:

@@ -12,6 +12,7 @@ from .device import DeviceBackend
 from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from .hooks import Hook, HookOrder
 from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
+from .kernels import TABLE
 from .pool import Slot, Slots
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
@@ -34,8 +35,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
         self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
         if config.low_latency:
-            for kernel in ("ll_dispatch", "ll_combine"):
-                self._launcher(kernel)
+            for kernel in TABLE.values():
+                if kernel.low_latency:
+                    self._launcher(kernel.name)
 
     def destroy(self) -> None:
         super().destroy()

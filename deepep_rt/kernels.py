@@ -25,6 +25,7 @@ class Kernel:
     shared: str | None = None
     needs_nvshmem: bool = False
     per_dtype: bool = False  # compiled once for each element type that combine adds up
+    low_latency: bool = False  # needs a Buffer with room for low-latency calls
     overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
     max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
 
@@ -115,6 +116,7 @@ TABLE: dict[str, Kernel] = {
 """,
             threads="kLlThreads",
             shared="kLlTableBytes",
+            low_latency=True,
             overlaps=True,
         ),
         Kernel(
@@ -135,6 +137,7 @@ TABLE: dict[str, Kernel] = {
     i32 receive_warps;      // and a token: powers of two up to the warps of a block
 """,
             threads="kLlThreads",
+            low_latency=True,
             overlaps=True,
         ),
         Kernel(

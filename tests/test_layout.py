@@ -142,3 +142,10 @@ def test_phases() -> None:
     assert len(set(numbers)) == len(numbers)
     assert structs.phase_name(1) == "the token counts of dispatch"
     assert structs.phase_name(99) == "phase 99"
+
+
+def test_low_latency_memory() -> None:
+    """A decoding set-up: under 100 MB for communication; nothing where it is not asked for."""
+    sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=256)
+    assert 50e6 < Buffer.size_hint(8, **sizes, low_latency=True)["low_latency"] < 100e6
+    assert Buffer.size_hint(8, **sizes)["low_latency"] == 0

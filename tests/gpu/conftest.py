@@ -13,6 +13,14 @@ def comm():
 
 
 @pytest.fixture(autouse=True)
+def _device(request):
+    if "comm" in request.fixturenames:
+        import torch
+
+        torch.cuda.set_device(request.getfixturevalue("comm").Get_rank() % torch.cuda.device_count())
+
+
+@pytest.fixture(autouse=True)
 def _together(request):
     """Ranks start and end each test together, so that a failure on one does not shift the others."""
     if "comm" in request.fixturenames:

@@ -12,56 +12,9 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, driver  # noqa: E402
+from helpers import cpu, make, poison, routing, rows, same  # noqa: E402
 
-TIMEOUT_S = 20.0
-
-
-@pytest.fixture(autouse=True)
-def _device(comm):
-    torch.cuda.set_device(comm.Get_rank() % torch.cuda.device_count())
-
-
-def make(comm, backend="cuda", **sizes):
-    defaults = dict(num_max_tokens_per_rank=512, hidden=7168, num_topk=8, num_experts=32 * comm.Get_size(), timeout_s=TIMEOUT_S)
-    return Buffer(comm, backend=backend, **{**defaults, **sizes})
-
-
-def routing(comm, seed, num_tokens, num_topk, num_experts, *, dtype=torch.int64, skip=0.1, one_rank=False):
-    rng = np.random.default_rng([seed, comm.Get_rank()])
-    each = num_experts // comm.Get_size()
-    pool = each if one_rank else num_experts
-    idx = np.argsort(rng.random((num_tokens, pool)), axis=1)[:, :num_topk] if num_tokens else np.zeros((0, num_topk), np.int64)
-    idx = np.where(rng.random(idx.shape) < skip, -1, idx)
-    weights = rng.random(idx.shape, np.float32)
-    return torch.from_numpy(np.ascontiguousarray(idx)).to("cuda", dtype), torch.from_numpy(weights).cuda()
-
-
-def rows(comm, seed, *shape, dtype=torch.bfloat16):
-    generator = torch.Generator("cuda").manual_seed(1000 * seed + comm.Get_rank())
-    if dtype == torch.uint8:
-        return torch.randint(0, 256, shape, dtype=dtype, device="cuda", generator=generator)
-    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
-
-
-def poison(buffer):
-    """Every byte where rows may land gets a value that no test expects."""
-    backend = buffer._backend
-    torch.cuda.synchronize()
-    backend._comm.Barrier()
-    driver.fill(backend._pool.base, 0xA5, backend._map.sizes["pool"])
-    driver.fill(backend._memory.ptr + backend._map.offsets["landing"], 0xA5, backend._map.sizes["landing"])
-    torch.cuda.synchronize()
-    backend._comm.Barrier()
-
-
-def same(a, b):
-    if a is None or b is None:
-        assert a is b
-        return
-    a, b = a.cpu().contiguous(), b.cpu().contiguous()
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+from deepep_rt import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError  # noqa: E402
 
 
 def same_dispatch(got, want, num_rows=None):
@@ -70,10 +23,6 @@ def same_dispatch(got, want, num_rows=None):
         same(a if a is None else a[:num_rows], b if b is None else b[:num_rows])
     same(got.num_recv_tokens, want.num_recv_tokens)
     same(got.num_recv_tokens_per_expert, want.num_recv_tokens_per_expert)
-
-
-def cpu(*tensors):
-    return [None if t is None else t.cpu() for t in tensors]
 
 
 def round_trip(

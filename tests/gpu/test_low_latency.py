@@ -1,0 +1,228 @@
+"""Low-latency calls on GPUs: every size against the host backend to the last bit, hooks, CUDA graphs, busy neighbours, time-outs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+from helpers import cpu, make, routing, rows, same  # noqa: E402
+
+from deepep_rt import EPTimeoutError, EPUnavailableError, jit  # noqa: E402
+from deepep_rt.config import arch_number  # noqa: E402
+
+SHARED_GPUS = bool(os.environ.get("DEEPEP_RT_SHARE_GPUS"))
+FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
+
+
+def formats():
+    return FORMATS if arch_number(jit.current_arch()) >= 89 else FORMATS[:1]
+
+
+def make_both(comm, **sizes):
+    sizes = {"num_max_tokens_per_rank": 128, "num_experts": 8 * comm.Get_size(), "low_latency": True, **sizes}
+    return make(comm, **sizes), make(comm, "host", **sizes)
+
+
+def filled(array, counts):
+    """The rows of each expert that are defined, as bytes."""
+    array = array.cpu()
+    return torch.cat([array[e, :n].contiguous().view(torch.uint8).flatten() for e, n in enumerate(counts.tolist())])
+
+
+def same_sent(got, want):
+    counts = want.num_recv_tokens_per_expert
+    same(got.num_recv_tokens_per_expert, counts)
+    for name in ("recv_x", "recv_x_scales"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert torch.equal(filled(a, counts), filled(b, counts))
+
+
+def outputs(comm, buffer, seed):
+    """What the experts are taken to have computed."""
+    c = buffer.config
+    return rows(comm, seed, c.num_local_experts, c.num_max_recv_tokens, c.hidden)
+
+
+def round_trip(
+    comm, gpu, host, seed, num_tokens, *, early_weights=True, reduce=True, idx_dtype=torch.int64, one_rank=False, **options
+):
+    config = gpu.config
+    idx, weights = routing(comm, seed, num_tokens, config.num_topk, config.num_experts, dtype=idx_dtype, one_rank=one_rank)
+    x, y = rows(comm, seed, num_tokens, config.hidden), outputs(comm, gpu, seed + 1)
+    cx, cy, ci, cw = cpu(x, y, idx, weights)
+    got = gpu.low_latency_dispatch(x, idx, topk_weights=weights if early_weights else None, **options)
+    want = host.low_latency_dispatch(cx, ci, topk_weights=cw if early_weights else None, **options)
+    same_sent(got, want)
+    back = gpu.low_latency_combine(y, idx, weights, got.handle, allow_multiple_reduction=reduce)
+    reference = host.low_latency_combine(cy, ci, cw, want.handle, allow_multiple_reduction=reduce)
+    same(back.x, reference.x)
+
+
+@pytest.mark.parametrize(("hidden", "num_topk"), [(7168, 8), (5120, 9), (4096, 1), (2880, 4), (512, 32)])
+def test_sizes(comm, hidden, num_topk):
+    experts = max(3, -(-num_topk // comm.Get_size())) * comm.Get_size()
+    gpu, host = make_both(comm, hidden=hidden, num_topk=num_topk, num_experts=experts)
+    with gpu, host:
+        for seed, options in enumerate(formats() if hidden % 128 == 0 else FORMATS[:1]):
+            options = {"use_fp8": True, **options}
+            round_trip(comm, gpu, host, 10 * seed, 128, **options)
+            round_trip(comm, gpu, host, 10 * seed + 2, 3 * comm.Get_rank(), reduce=False, idx_dtype=torch.int32, **options)
+            round_trip(comm, gpu, host, 10 * seed + 4, 1, early_weights=False, **options)
+            if num_topk <= 8:
+                round_trip(comm, gpu, host, 10 * seed + 6, 40, one_rank=True, early_weights=False, **options)
+
+
+def test_100_rounds(comm):
+    """Back to back, with delays on one rank now and then and throughput calls between: an inbox that is reused too early would show."""
+    gpu, host = make_both(comm, hidden=512)
+    with gpu, host:
+        rng = np.random.default_rng(5)  # the same on all ranks
+        for i in range(100):
+            if i % 4 == 0 and comm.Get_rank() == int(rng.integers(comm.Get_size())):
+                torch.cuda._sleep(int(10e6))
+            options = formats()[i % len(formats())]
+            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 129))
+            round_trip(
+                comm, gpu, host, 5 * i, tokens, early_weights=i % 2 == 0, reduce=i % 3 != 0, **{"use_fp8": True, **options}
+            )
+            if i % 10 == 0:
+                idx, weights = routing(comm, i, 50, 8, gpu.config.num_experts)
+                x = rows(comm, i, 50, 512)
+                same(gpu.dispatch(x, idx, weights).recv_x, host.dispatch(*cpu(x, idx, weights)).recv_x)
+
+
+def test_two_micro_batches(comm):
+    """Both are sent before one is received; ranks are late by turns."""
+    gpu, host = make_both(comm, hidden=1024)
+    with gpu, host:
+        for i in range(20):
+            if comm.Get_rank() == i % comm.Get_size():
+                torch.cuda._sleep(int(10e6))
+            batches = []
+            for half in range(2):
+                idx, weights = routing(comm, 100 + 2 * i + half, 60, 8, gpu.config.num_experts)
+                x = rows(comm, 200 + 2 * i + half, 60, 1024)
+                sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False, return_recv_hook=True)
+                batches.append((x, idx, weights, sent))
+            sums = []
+            for _, idx, weights, sent in batches:
+                sent.hook()
+                y = sent.recv_x * 2
+                sums.append(gpu.low_latency_combine(y, idx, weights, sent.handle, return_recv_hook=True))
+            for (x, idx, weights, _), back in zip(batches, sums, strict=True):
+                back.hook()
+                cx, ci, cw = cpu(x, idx, weights)
+                want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
+                same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
+
+
+def test_graph(comm):
+    """Dispatch, experts and combine captured once and replayed with changing inputs, 10,000 times where ranks have GPUs of their own."""
+    gpu, host = make_both(comm, hidden=1024)
+    replays, every = (200, 50) if SHARED_GPUS else (10_000, 500)
+    with gpu, host:
+        x = rows(comm, 1, 64, 1024)
+        idx, weights = routing(comm, 1, 64, 8, gpu.config.num_experts)
+        use_fp8 = len(formats()) > 1
+
+        def step():
+            sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=use_fp8)
+            y = sent.recv_x.to(torch.bfloat16)
+            return sent, gpu.low_latency_combine(y, idx, weights, sent.handle)
+
+        held = step()
+        torch.cuda.synchronize()
+        comm.Barrier()
+        del held
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sent, back = step()
+        for i in range(replays):
+            if i % every == 0:
+                new_idx, new_weights = routing(comm, i, 64, 8, gpu.config.num_experts)
+                idx.copy_(new_idx), weights.copy_(new_weights)
+            x.mul_(-1) if i % every else x.copy_(rows(comm, i, 64, 1024))
+            graph.replay()
+            if (i + 1) % every == 0:
+                cx, ci, cw = cpu(x, idx, weights)
+                want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=use_fp8)
+                same_sent(sent, want)
+                same(back.x, host.low_latency_combine(want.recv_x.to(torch.bfloat16), ci, cw, want.handle).x)
+
+
+def test_beside_other_work(comm):
+    """A long matrix product on another stream takes every SM; nothing dead-locks."""
+    gpu, host = make_both(comm, hidden=1024)
+    with gpu, host:
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        side = torch.cuda.Stream()
+        for i in range(10):
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    a @ a
+            round_trip(comm, gpu, host, 300 + i, 100, early_weights=i % 2 == 0, use_fp8=len(formats()) > 1)
+        side.synchronize()
+
+
+def test_streams(comm):
+    gpu, host = make_both(comm, hidden=1024)
+    with gpu, host:
+        idx, weights = routing(comm, 50, 60, 8, gpu.config.num_experts)
+        for seed in range(51, 57):
+            torch.cuda._sleep(int(10e6))
+            x = rows(comm, seed, 60, 1024)  # filled after the sleep
+            sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False, async_finish=True)
+            del x
+            sent.event.wait()
+            back = gpu.low_latency_combine(sent.recv_x * 2, idx, weights, sent.handle, async_finish=True)
+            back.event.wait()
+            cx, ci, cw = cpu(rows(comm, seed, 60, 1024), idx, weights)
+            want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
+            same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
+
+
+def test_gpus_without_fp8_say_so(comm):
+    if len(formats()) > 1:
+        return
+    gpu, host = make_both(comm, hidden=512)
+    with gpu, host:
+        idx, _ = routing(comm, 1, 4, 8, gpu.config.num_experts)
+        with pytest.raises(EPUnavailableError, match="use_fp8=False"):
+            gpu.low_latency_dispatch(rows(comm, 1, 4, 512), idx)
+        round_trip(comm, gpu, host, 2, 4, use_fp8=False)
+
+
+def test_late_rank(comm):
+    """The last rank stays away: the others say who is missing."""
+    if comm.Get_size() == 1:
+        return
+    late = comm.Get_size() - 1
+    for call in ("dispatch", "combine"):
+        gpu = make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True, timeout_s=2.0)
+        idx, weights = routing(comm, 95, 40, 8, gpu.config.num_experts, skip=0)
+        x = rows(comm, 95, 40, 512)
+        sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+        torch.cuda.synchronize()
+        comm.Barrier()
+        if comm.Get_rank() != late:
+            start = time.monotonic()
+            if call == "dispatch":
+                gpu.low_latency_dispatch(x, idx, use_fp8=False)
+            else:
+                gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle)
+            with pytest.raises(EPTimeoutError, match=f"low-latency {call}") as caught:
+                gpu.synchronize()
+            assert (caught.value.rank, caught.value.peer) == (comm.Get_rank(), late)
+            assert time.monotonic() - start < 4
+        gpu._backend.abandon()
+        gpu.destroy()
+        comm.Barrier()
