@@ -117,7 +117,8 @@ def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     rows = terminal.json("compile", "--arch", "sm_90", status=1)
     assert "dispatch.cu(7): error: nonsense" in terminal.err
     assert {row["kernel"]: row["status"] for row in rows} == {
-        "route": "compiled", "dispatch": "failed", "combine": "compiled", "ceiling": "compiled"
+        "route": "compiled", "dispatch": "failed", "combine": "compiled", "ceiling": "compiled",
+        "ll_dispatch": "compiled", "ll_combine": "compiled",
     }  # fmt: skip
 
 
@@ -147,10 +148,10 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     assert terminal.json("cache", "list") == []
     terminal("compile", "--arch", "sm_90")
     listed = terminal.json("cache", "list")
-    assert sorted(entry["kernel"] for entry in listed) == ["ceiling", "combine", "dispatch", "route"]
+    assert sorted(entry["kernel"] for entry in listed) == ["ceiling", "combine", "dispatch", "ll_combine", "ll_dispatch", "route"]
     table = terminal("cache", "list")
     assert all(entry["key"][:12] in table and entry["created"] in table for entry in listed)
-    assert "4 kernels" in table
+    assert "6 kernels" in table
 
     key = listed[0]["key"]
     text = terminal("cache", "show", key[:12])
@@ -158,7 +159,7 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     assert all(name in text for name in ("kNumRanks", "registers", "nvrtc", "compile_seconds"))
     assert terminal.json("cache", "show", key) == listed[0]
 
-    assert "removed 4 kernels" in terminal("cache", "clear")
+    assert "removed 6 kernels" in terminal("cache", "clear")
     assert "removed 0 kernels" in terminal("cache", "clear")
     assert terminal.json("cache", "list") == []
 
@@ -169,7 +170,7 @@ def test_show_asks_for_one_key(terminal: Terminal) -> None:
     terminal("cache", "show", "xyz", status=1)
     assert "no kernel has a key that begins with 'xyz'" in terminal.err
     terminal("cache", "show", "", status=1)
-    assert "4 kernels have keys that begin with ''" in terminal.err
+    assert "6 kernels have keys that begin with ''" in terminal.err
 
 
 @pytest.mark.usefixtures("quick")

@@ -71,9 +71,9 @@ def test_landing_holds_a_result_and_the_staging(config: Config) -> None:
 @given(configs())
 def test_size_hint_is_the_sum(config: Config) -> None:
     hint = layout.size_hint(config)
-    assert set(hint) == {"control", "landing", "pool", "handles", "total"}
+    assert set(hint) == {"control", "landing", "pool", "low_latency", "handles", "total"}
     assert hint["total"] == sum(size for name, size in hint.items() if name != "total")
-    in_heap = hint["control"] + hint["landing"] + hint["pool"]
+    in_heap = hint["control"] + hint["landing"] + hint["pool"] + hint["low_latency"]
     assert layout.symmetric(config).num_bytes == pytest.approx(in_heap, abs=3 * layout.ALIGNMENT)
     public = Buffer.size_hint(
         config.num_ranks,
@@ -117,7 +117,7 @@ def test_the_docstring_of_size_hint_is_true() -> None:
 
 @pytest.mark.parametrize("struct", structs.SHARED, ids=lambda struct: struct.name)
 def test_structs(struct: structs.CStruct) -> None:
-    constants = {"kNumRanks": 3, "kNumLocalExperts": 5, "kNumExperts": 15}
+    constants = {"kNumRanks": 3, "kNumLocalExperts": 5, "kNumExperts": 15, "kNumTopk": 7}
     kind = struct.dtype(constants)
     assert kind.names == struct.names
     for name in kind.names:
