@@ -1,4 +1,4 @@
-"""The example runs on the host backend and checks itself."""
+"""The examples run on the host backend and check themselves."""
 
 import subprocess
 import sys
@@ -9,15 +9,29 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def run(num_ranks, example, *options):
+    """What the example prints on the host backend, by lines."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", str(num_ranks), sys.executable, f"examples/{example}"]
+    words += ["--backend", "host", *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_dispatch_combine(num_ranks):
-    mpirun = Path(sys.executable).with_name("mpirun")
-    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", str(num_ranks), sys.executable, "examples/dispatch_combine.py"]
-    sizes = ["--backend", "host", "--tokens", "40", "--hidden", "256"]
-    done = subprocess.run([*words, *sizes], capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    lines = run(num_ranks, "dispatch_combine.py", "--tokens", "40", "--hidden", "256")
     assert lines[-1] == "OK"
     assert [line.split()[0] for line in lines[1:-1]] == ["dispatch", "combine"]
     assert all("GB/s" in line for line in lines[:-1])
     assert ("% of the copy ceiling" in lines[1]) == (num_ranks > 1)
+
+
+@pytest.mark.parametrize(("num_ranks", "options", "kind"), [(1, [], "FP8"), (4, [], "FP8"), (4, ["--bf16"], "bfloat16")])
+def test_low_latency_decode(num_ranks, options, kind):
+    lines = run(num_ranks, "low_latency_decode.py", *options)
+    assert lines[-1] == "OK"
+    assert f"{kind} dispatch" in lines[0]
+    assert [line.split()[0] for line in lines[1:-1]] == ["one_batch", "two_micro_batches"]
+    assert all(" us a step" in line for line in lines[1:-1])
