@@ -7,10 +7,10 @@
 #include "work.cuh"
 
 __device__ inline void push(const Params& p, char* stages, u64* barriers) {
-  const int worker = blockIdx.x * kDispatchMovers + warp_idx(), num_workers = gridDim.x * kDispatchMovers;
+  const int num_workers = gridDim.x * kDispatchMovers;
   const Queue queue = make_queue(&at<State>(p.state, 0)->ceiling_items, kNumRanks * p.num_rows, num_workers, kDispatchTake);
   auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue, worker, num_workers, ahead);
+  Taker<decltype(ahead)> taker(queue, ahead);
   auto source = [&](const Item& it) { return at<char>(p.src, (static_cast<u64>(it.rank) * p.num_rows + it.chunk) * p.row_bytes); };
   auto target = [&](const Item& it) {
     return at<char>(p.peers[it.rank] + p.land_x, (static_cast<u64>(p.rank) * p.num_rows + it.chunk) * p.row_bytes);

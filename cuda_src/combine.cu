@@ -22,7 +22,7 @@
 #include "work.cuh"
 
 constexpr int kTeller = kHasTma ? kCombineMovers : -1;  // its warp
-constexpr int kFirstAdder = kHasTma ? kTeller + 1 : kCombineMovers, kAdders = kCombineThreads / 32 - kFirstAdder;
+constexpr int kFirstAdder = kHasTma ? kTeller + 1 : kCombineMovers;
 constexpr int kRowVecs = kRowBytes / 16;
 
 struct Routes {
@@ -54,7 +54,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
     routes.num_rows[lane] = count;
     routes.staged_row[lane] = staged_row;
   }
-  const bool all_ok = __all_sync(~0u, ok);
+  const bool all_ok = __all_sync(~0u, ok) && !was_aborted(p);
   const int max_rows = __reduce_max_sync(~0u, count);
   if (lane == 0) {
     routes.max_rows = max_rows;
@@ -105,9 +105,9 @@ struct Progress {
 };
 
 __device__ inline void push_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, Progress& progress) {
-  const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
+  const int num_workers = gridDim.x * kCombineMovers;
   auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), worker, num_workers, ahead);
+  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), ahead);
   auto load = [&](int item, char* stage, u64* barrier) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) return false;
@@ -148,9 +148,9 @@ __device__ inline void tell(const Params& p, const Routes& routes, u32 epoch, Pr
 }
 
 __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 epoch) {
-  const int worker = blockIdx.x * kCombineMovers + warp_idx(), num_workers = gridDim.x * kCombineMovers;
+  const int num_workers = gridDim.x * kCombineMovers;
   auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), worker, num_workers, ahead);
+  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), ahead);
   for (int item = taker.next(); item >= 0; item = taker.next()) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
@@ -194,7 +194,7 @@ __device__ inline void add_token(const Params& p, const u64 (&rows)[kNumRanks], 
 }
 
 __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epoch) {
-  const int lane = lane_idx(), worker = (warp_idx() - kFirstAdder) * gridDim.x + blockIdx.x, num_workers = gridDim.x * kAdders;
+  const int lane = lane_idx();
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
   int position = -1, next_position = -1;  // of the row from rank `lane`; -1: it sends none
@@ -203,7 +203,7 @@ __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epo
     const bool exists = lane < kNumRanks && token < p.num_tokens;
     next_position = exists ? at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane] : -1;
   };
-  Taker<decltype(ahead)> taker({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, worker, num_workers, ahead);
+  Taker<decltype(ahead)> taker({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, ahead);
   for (int token = taker.next(); token >= 0; token = taker.next()) {
     bool ok = true;
     if (position >= 0)

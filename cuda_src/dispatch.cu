@@ -46,7 +46,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
     routes.num_rows[lane] = fits;
     routes.num_listed[lane] = listed;
   }
-  const bool all_ok = __all_sync(~0u, ok);
+  const bool all_ok = __all_sync(~0u, ok) && !was_aborted(p);
   const int max_rows = __reduce_max_sync(~0u, fits), max_listed = __reduce_max_sync(~0u, listed);
   if (lane == 0) {
     i64 arriving = 0;
@@ -67,7 +67,7 @@ __device__ inline Queue queue_of(const Params& p, const Routes& routes, int num_
 // sm_90. Lanes look tokens up a take ahead, so that no list read stands in the way of a copy.
 __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers) {
   const int lane = lane_idx(), rows_per_copy = p.rows_per_copy;
-  const int worker = blockIdx.x * kDispatchMovers + warp_idx(), num_workers = gridDim.x * kDispatchMovers;
+  const int num_workers = gridDim.x * kDispatchMovers;
   const Queue queue = queue_of(p, routes, num_workers);
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
 
@@ -82,7 +82,7 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
     const int position = it.chunk * rows_per_copy + my_row;
     if (position < routes.num_rows[it.rank]) next_token = send_list[it.rank * kNumMaxTokens + position];
   };
-  Taker<decltype(ahead)> taker(queue, worker, num_workers, ahead);
+  Taker<decltype(ahead)> taker(queue, ahead);
 
   auto load = [&](int item, char* stage, u64* barrier) {
     const bool mine = my_copy == item % queue.per_take && token >= 0;
@@ -104,10 +104,10 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
 
 // Without TMA a copy is one row.
 __device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) {
-  const int worker = blockIdx.x * kDispatchMovers + warp_idx(), num_workers = gridDim.x * kDispatchMovers;
+  const int num_workers = gridDim.x * kDispatchMovers;
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
   auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), worker, num_workers, ahead);
+  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), ahead);
   for (int item = taker.next(); item >= 0; item = taker.next()) {
     const Item it = item_at(item, p.rank);
     const int end = min((it.chunk + 1) * p.rows_per_copy, routes.num_rows[it.rank]);
@@ -229,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   bool last = lane == 0 && is_last_block(&state->dispatch_blocks);
   last = __shfl_sync(~0u, last, 0);
   if (!last) return;
+  __syncwarp();  // all lanes send what lane 0 acquired
   if (!routes.failed && lane < kNumRanks) {
     st_release_sys(at<u32>(p.peers[lane], kControlDispatchFlags) + p.rank, epoch);
     wait_epoch(make_waiter(p), at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);

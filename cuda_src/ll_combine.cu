@@ -56,6 +56,17 @@ struct Group {
     __syncwarp();
     if (num_warps > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + idx), "r"(num_warps * 32) : "memory");
   }
+
+  // The same; whether all threads say yes.
+  __device__ __forceinline__ bool all(bool yes) const {
+    if (num_warps == 1) return __all_sync(~0u, yes);
+    u32 result;
+    asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(result)
+                 : "r"(1 + idx), "r"(num_warps * 32), "r"(static_cast<u32>(yes))
+                 : "memory");
+    return result;
+  }
 };
 
 __device__ inline void send_weights(const Params& p, u32 epoch) {
@@ -97,7 +108,7 @@ __device__ inline void send_sum(const Params& p, const Group& group, Vec16* to, 
 
 __device__ inline void send_entry(const Params& p, u32 epoch, const Group& group, const LlEntry* entry) {
   const int lane = lane_idx(), source = entry->source, token = entry->token;
-  const int row = lane < kNumTopk ? entry->row[lane] : -1;
+  const int row = lane < kNumTopk ? entry->row[lane] : kLlElsewhere;
   if (p.reduce_early) {
     float weight = lane < kNumTopk ? entry->weight[lane] : 0.f;
     bool ok = true;
@@ -108,20 +119,21 @@ __device__ inline void send_entry(const Params& p, u32 epoch, const Group& group
       if (ok && lane < kNumTopk) weight = ld_relaxed_sys(weights_at(p, epoch, p.rank, source) + token * kNumTopk + lane);
     }
     send_sum(p, group, row_at(p, epoch, source, p.rank, token), row, weight);
-    group.sync();
-    if (ok && group.thread == 0) st_release_sys(flag_at(p, epoch, source, p.rank, token), epoch);
+    const bool all_ok = group.all(ok);
+    __syncwarp();
+    if (all_ok && group.thread == 0) st_release_sys(flag_at(p, epoch, source, p.rank, token), epoch);
     return;
   }
   for (int k = 0; k < kNumTopk; ++k) {
     const i64 from = __shfl_sync(~0u, row, k);
-    if (from < 0) continue;
+    if (from == kLlElsewhere) continue;
     Vec16* to = row_at(p, epoch, source, k, token);
     for (int i = group.thread; i < kRowVecs; i += group.num_warps * 32) {
-      st_vec(to + i, ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i));
+      st_vec(to + i, from == kLlNoRoom ? Vec16{} : ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i));
     }
   }
   group.sync();
-  if (group.thread < kNumTopk && row >= 0) st_release_sys(flag_at(p, epoch, source, group.thread, token), epoch);
+  if (group.thread < kNumTopk && row != kLlElsewhere) st_release_sys(flag_at(p, epoch, source, group.thread, token), epoch);
 }
 
 // Groups never leave early: their warps meet at barriers. After a time-out flags stay down.
@@ -138,7 +150,8 @@ __device__ inline void send(const Params& p, u32 epoch) {
   __syncthreads();
   if (threadIdx.x < kNumRanks) {
     const u32* acks = at<const u32>(p.peers[p.rank], kLlCombineAcks);
-    if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlCombineRoom, threadIdx.x)) failed = true;
+    if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlCombineRoom, threadIdx.x) || was_aborted(p))
+      failed = true;
   }
   if (group.thread == 0) items[0][group.idx] = next;
   __syncthreads();

@@ -146,7 +146,10 @@ __device__ inline void send(const Params& p, u32 epoch, short* table, Shared& sh
     const u32* acks = at<const u32>(p.peers[p.rank], kLlDispatchAcks);
     if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlDispatchRoom, threadIdx.x)) shared.failed = true;
   }
-  if (threadIdx.x == 0) shared.item[0] = next;
+  if (threadIdx.x == 0) {
+    shared.item[0] = next;
+    if (was_aborted(p)) shared.failed = true;
+  }
   __syncthreads();
   if (shared.failed) return;
   for (int turn = 0;; ++turn) {
@@ -172,7 +175,7 @@ __device__ inline void send(const Params& p, u32 epoch, short* table, Shared& sh
 }
 
 // The numbers in the upper halves of `count` words, at `words` and every kLlHeaderStride after it; they are loaded all at once, and only
-// waited for where they have not come.
+// waited for where they have not come. -1: the time is up.
 template <int kMost>
 __device__ __forceinline__ int sum_of(const Params& p, u32 epoch, const u64* words, int count) {
   u64 held[kMost > 0 ? kMost : 1];
@@ -182,7 +185,7 @@ __device__ __forceinline__ int sum_of(const Params& p, u32 epoch, const u64* wor
   int sum = 0;
 #pragma unroll
   for (int s = 0; s < kMost; ++s) {
-    if (static_cast<u32>(held[s]) != epoch) wait_epoch(make_waiter(p), word(s), epoch, kPhaseLlCounts, s, &held[s]);
+    if (static_cast<u32>(held[s]) != epoch && !wait_epoch(make_waiter(p), word(s), epoch, kPhaseLlCounts, s, &held[s])) return -1;
     sum += held[s] >> 32;
   }
   return sum;
@@ -245,15 +248,16 @@ __device__ inline void receive_token(const Params& p, u32 epoch, int source, int
   if (!__all_sync(~0u, ok)) return;
   const u32 chosen = choice >> 32;  // 0: not here
   if (!__any_sync(~0u, chosen)) return;
-  int place = -1;
+  int place = kLlElsewhere;
   if (chosen) {
     const int expert = (chosen >> kPlaceBits) - 1;
-    place = chosen & ((1u << kPlaceBits) - 1);
-    place += sum_of<kNumRanks - 1>(p, epoch, header_at(p, epoch, p.rank, 0)->num_choices + expert, source);
-    place = place < kCapacity ? expert * kCapacity + place : -1;  // no room, if tokens choose an expert twice
+    const int before = sum_of<kNumRanks - 1>(p, epoch, header_at(p, epoch, p.rank, 0)->num_choices + expert, source);
+    ok = before >= 0;
+    place = before + (chosen & ((1u << kPlaceBits) - 1));
+    place = place < kCapacity ? expert * kCapacity + place : kLlNoRoom;
   }
   if (lane == 0) {
-    ok = wait_epoch(waiter, &message->flag, epoch, kPhaseLlRows, source);
+    ok &= wait_epoch(waiter, &message->flag, epoch, kPhaseLlRows, source);
     if (p.wait_stats) max_relaxed_gpu(at<u64>(p.state, kLocalWaits) + source, nanoseconds() - start);
   }
   if (!__all_sync(~0u, ok)) return;
@@ -268,7 +272,7 @@ __device__ inline void receive_token(const Params& p, u32 epoch, int source, int
 __device__ inline void count(const Params& p, u32 epoch) {
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
     const int sum = sum_of<kNumRanks>(p, epoch, header_at(p, epoch, p.rank, 0)->num_choices + e, kNumRanks);
-    at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
+    at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = min(sum, kCapacity);
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
   }
 }

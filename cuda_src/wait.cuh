@@ -21,6 +21,9 @@ __device__ __forceinline__ u64 nanoseconds() {
   return t;
 }
 
+// After a time-out, here or in an earlier kernel, nothing is sent any more: peers would take it for good.
+__device__ __forceinline__ bool was_aborted(const Params& p) { return ld_relaxed_gpu(&at<State>(p.state, 0)->abort) != 0; }
+
 // Raises State::abort, and reports, unless somebody did before.
 __device__ inline void give_up(const Waiter& w, u32 phase, int peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(&w.state->abort, 1) != 0) return;

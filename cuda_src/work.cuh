@@ -15,7 +15,7 @@ __device__ __forceinline__ Item item_at(int j, int my_rank) {
 
 // SMs differ: with equal shares for all, one is done in 300 us where another takes 550. So workers take items as they go, a few at a time.
 struct Queue {
-  u32* taken;  // items taken after everybody's first ones; 0 before the kernel, and the last block resets it
+  u32* taken;  // items taken so far; 0 before the kernel, and the last block resets it
   int num_items;
   int per_take;
 };
@@ -28,18 +28,18 @@ __device__ __forceinline__ Queue make_queue(u32* taken, int num_items, int num_w
 
 // One warp's way through a queue. It knows what it takes next while it works on what it has taken, and the take after that is on its way:
 // `ahead(first)` is told the first item of each take one take in advance, to look up what it has to know about it (there may be no such
-// item).
+// item). Even the first take comes from the counter: items are never bound to a block that may not run before others have ended.
 template <class Ahead>
 struct Taker {
   Queue queue;
   Ahead ahead;
-  int first_free;
   int next_first;
   u32 on_its_way;  // in lane 0
   int item = 0, end = 0;
 
-  __device__ Taker(const Queue& queue, int worker, int num_workers, Ahead ahead)
-      : queue(queue), ahead(ahead), first_free(num_workers * queue.per_take), next_first(worker * queue.per_take) {
+  __device__ Taker(const Queue& queue, Ahead ahead) : queue(queue), ahead(ahead) {
+    fetch();
+    next_first = __shfl_sync(~0u, on_its_way, 0);
     fetch();
     ahead(next_first);
   }
@@ -54,7 +54,7 @@ struct Taker {
       if (next_first >= queue.num_items) return -1;
       item = next_first;
       end = min(item + queue.per_take, queue.num_items);
-      next_first = first_free + __shfl_sync(~0u, on_its_way, 0);
+      next_first = __shfl_sync(~0u, on_its_way, 0);
       fetch();
       ahead(next_first);
     }

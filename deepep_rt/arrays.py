@@ -91,7 +91,10 @@ class View:
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         if self.stream is not None and stream not in (None, -1, self.stream):
-            _let_wait(consumer=stream, producer=self.stream)
+            consumer = 0 if stream == 1 else stream  # DLPack writes the legacy default stream as 1
+            _let_wait(consumer, self.stream)
+            if hasattr(self.owner, "used_on"):
+                self.owner.used_on(consumer)
         return self.capsule()
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -105,13 +108,25 @@ class View:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False)}
 
 
-def _let_wait(*, consumer: int | None, producer: int) -> None:
+def _let_wait(consumer: int, producer: int) -> None:
     from cuda.bindings import driver
 
     event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)[1]
     driver.cuEventRecord(event, producer)
-    driver.cuStreamWaitEvent(0 if consumer == 1 else consumer, event, 0)  # DLPack writes the legacy default stream as 1
+    driver.cuStreamWaitEvent(consumer, event, 0)
     driver.cuEventDestroy(event)
+
+
+class StreamHandle(int):
+    """A stream's handle that keeps the stream: libraries destroy streams that nobody holds, and their handles must not be used then."""
+
+    owner: Any
+
+    @classmethod
+    def of(cls, handle: int, owner: Any) -> StreamHandle:
+        made = cls(handle)
+        made.owner = owner
+        return made
 
 
 class Framework:
@@ -173,7 +188,8 @@ class _Cupy(Framework):
     def current_stream(self, device: int) -> int | None:
         import cupy
 
-        return cupy.cuda.get_current_stream(device).ptr
+        stream = cupy.cuda.get_current_stream(device)
+        return StreamHandle.of(stream.ptr, stream)
 
 
 class _Torch(Framework):

@@ -138,7 +138,8 @@ class Buffer:
         """Bytes of GPU memory that such a Buffer takes on each rank; nothing is allocated.
 
         Returns:
-            Bytes by region ("control", "landing", "pool", "low_latency", "handles") and their sum under "total".
+            Bytes by region ("control", "landing", "pool", "low_latency" for communication; "handles"; "low_latency_results", one of them:
+            as many are allocated as are held at once) and their sum under "total".
 
         Example:
             >>> hint = Buffer.size_hint(8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)

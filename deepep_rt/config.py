@@ -27,8 +27,7 @@ MAX_ROW_BYTES = 96 * 1024
 _STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
 
 
-MAX_TABLE_BYTES = 160 * 1024
-"""Shared memory that a low-latency dispatch may take for expert numbers; sm_80 has 163 KB for a block."""
+_LOW_LATENCY_SHARED_BYTES = 160 * 1024  # what a block of low-latency dispatch may take; sm_80 has 163 KB
 
 FP8_GROUP = 128
 """Channels that share a scale where this library converts to FP8."""
@@ -114,8 +113,9 @@ class Config:
             )
         if self.low_latency and not self.fits_low_latency:
             raise EPConfigError(
-                f"low-latency calls take num_max_tokens_per_rank * num_topk up to {MAX_TABLE_BYTES // 2}, got "
-                f"{self.num_max_tokens_per_rank} * {self.num_topk}; make a Buffer of its own for them, with fewer tokens"
+                f"low-latency calls take up to {(_LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts) // (2 * self.num_topk)} tokens with "
+                f"num_topk={self.num_topk} and num_experts={self.num_experts}, got {self.num_max_tokens_per_rank}; "
+                f"make a Buffer of its own for them, with fewer tokens"
             )
         if not self.timeout_s > 0:
             raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
@@ -142,7 +142,7 @@ class Config:
     @property
     def fits_low_latency(self) -> bool:
         """Whether low-latency calls can take so many tokens."""
-        return self.low_latency_table_bytes <= MAX_TABLE_BYTES
+        return self.low_latency_table_bytes + 4 * self.num_experts <= _LOW_LATENCY_SHARED_BYTES
 
     @property
     def num_max_recv_tokens(self) -> int:

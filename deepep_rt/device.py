@@ -54,7 +54,11 @@ class DeviceBackend:
     def __init__(self, communicator: Intracomm, config: Config, *, copy_when_full: bool) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self._broken: EPTimeoutError | None = None
+        self._destroyed = False
         self._last_stream: int | None = None
+        self._captured: tuple[int, driver.CudaEvent] | None = (
+            None  # the last call in a graph capture: its number, and where it ends
+        )
         self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
         self.device = self._choose_device()
         self.context = driver.CurrentContext()
@@ -108,7 +112,7 @@ class DeviceBackend:
         idx_bytes = idx.itemsize if idx else 0
         known = inputs.handle
         tell_host = known is None and inputs.num_worst_tokens is None
-        slot = self._handles.take() if known is None else known._routing
+        slot = self._handles.take(stream, call.caller_stream) if known is None else known._routing
         if known is not None:
             capacity = known.num_recv_rows
         else:
@@ -143,7 +147,7 @@ class DeviceBackend:
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._await_counts()
-        owner, base = self._owner(place, shape, num_rows, row_bytes, stream)
+        owner, base = self._owner(place, shape, num_rows, row_bytes, call)
         like = inputs.x
 
         def make(name: str, shape_: tuple[int, ...], dtype: str) -> View:
@@ -175,7 +179,7 @@ class DeviceBackend:
         owner: Block | driver.StreamMemory | None = self._pool.allocate(shape.num_bytes, stream, call.caller_stream)
         if owner is None:
             self._refuse_when_fixed(stream)
-            owner = driver.StreamMemory(shape.num_bytes, stream)
+            owner = self._own_memory(shape.num_bytes, call)
         out, out_weights = owner.ptr + shape.offsets["x"], owner.ptr + shape.offsets["topk_weights"]
         self._launcher("combine", x.dtype)(
             stream,
@@ -257,6 +261,7 @@ class DeviceBackend:
         self._broken = self._broken or EPTimeoutError("the buffer was left by an exception", rank=-1, peer=-1, phase="")
 
     def destroy(self) -> None:
+        self._destroyed = True
         if self._broken is not None:
             return  # peers may still write to this memory, or never come to free theirs
         self._last_call.synchronize()
@@ -342,7 +347,10 @@ class DeviceBackend:
         """Order a call after earlier ones on other streams, and after what the caller asked for."""
         stream = call.stream
         assert stream is not None
-        if stream != self._last_stream and not driver.is_capturing(stream):
+        if (capture := driver.capture_id(stream)) is not None:
+            if self._captured is not None and self._captured[0] == capture:
+                driver.wait_event(stream, self._captured[1].handle)
+        elif stream != self._last_stream:
             driver.wait_event(stream, self._last_call.handle)
         if call.previous_event is not None:
             if event := driver.event_handle(call.previous_event):
@@ -370,15 +378,24 @@ class DeviceBackend:
                 f"captured; drop earlier results, or make the Buffer with a larger num_slots"
             )
 
-    def _owner(self, place: _Place, shape: layout.Map, num_rows: int, row_bytes: int, stream: int) -> tuple[Any, int]:
+    def _owner(self, place: _Place, shape: layout.Map, num_rows: int, row_bytes: int, call: Call) -> tuple[Any, int]:
         """What keeps the result's memory, and its address: the block, cut to what arrived, or a copy of it."""
         used = shape.offsets["x"] + num_rows * row_bytes
         if place.block is not None:
             place.block.trim(used)
             return place.block, place.block.ptr
-        copy = driver.StreamMemory(used, stream)
-        driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, stream)
+        assert call.stream is not None
+        copy = self._own_memory(used, call)
+        driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, call.stream)
         return copy, copy.ptr
+
+    def _own_memory(self, num_bytes: int, call: Call) -> driver.StreamMemory:
+        """Memory outside of the pool."""
+        assert call.stream is not None
+        memory = driver.StreamMemory(num_bytes, call.stream)
+        if call.caller_stream is not None:
+            memory.used_on(call.caller_stream)
+        return memory
 
     def _await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host until the routing is known: the one synchronisation of the library."""
@@ -440,11 +457,12 @@ class DeviceBackend:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
         give their memory away.
         """
+        assert call.stream is not None
+        if (capture := driver.capture_id(call.stream)) is not None:
+            self._captured = capture, driver.CudaEvent(call.stream)
+            return  # replays of a graph are ordered by whoever replays it
         while self._alive and self._alive[0][0].done():
             self._alive.popleft()
-        assert call.stream is not None
-        if driver.is_capturing(call.stream):
-            return  # replays of a graph are ordered by whoever replays it
         self._last_stream = call.stream
         self._last_call.record(call.stream)
         if call.stream != call.caller_stream:
@@ -454,18 +472,20 @@ class DeviceBackend:
         stream = call.stream
         assert stream is not None
 
+        def waiting(other: Any) -> int:
+            return call.caller_stream or 0 if other is None else driver.stream_handle(other)
+
         if call.async_finish:
             event = driver.CudaEvent(stream)
 
             def wait(other: Any = None) -> None:
-                target = call.caller_stream or 0 if other is None else driver.stream_handle(other)
-                driver.wait_event(target, event.handle)
+                driver.wait_event(waiting(other), event.handle)
 
             return Event(event.handle, wait, lambda: self._synchronize(stream), event)
 
         def follow(other: Any = None) -> None:
-            if other is not None:
-                driver.wait_stream(driver.stream_handle(other), stream)
+            if waiting(other) != stream:
+                driver.wait_stream(waiting(other), stream)
 
         return Event(None, follow, lambda: self._synchronize(stream))
 

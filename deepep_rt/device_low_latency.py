@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import driver, layout
+from . import layout
 from .arrays import HOST, Framework, View
 from .config import FP8_GROUP, Config, arch_number
 from .device import DeviceBackend
-from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
+from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 from .hooks import Hook, HookOrder
 from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .kernels import TABLE
 from .pool import Slot, Slots
-from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -56,7 +56,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._order(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         shape = layout.low_latency_result(config, use_fp8=inputs.use_fp8, use_ue8m0=inputs.use_ue8m0)
-        memory, slot = self._result_memory(shape.num_bytes, stream), self._ll_handles.take()
+        memory = self._result_memory(shape.num_bytes, call)
+        slot = self._ll_handles.take(stream, call.caller_stream)
         values = {
             "num_tokens": x.shape[0],
             "x": x.ptr,
@@ -90,9 +91,10 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if inputs.use_fp8:
             kind = "uint8" if inputs.use_ue8m0 else "float32"
             views["scales"] = make(values["recv_scales"], (*rows, config.hidden // FP8_GROUP), kind, memory)
-        views, hook = self._deliver(views, like, stream, receive, self._dispatch_hooks)
+        event = self._event(call)
+        views, hook = self._deliver(views, like, stream, receive, self._dispatch_hooks, event)
         handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, like.framework)
-        return LowLatencyDispatchResult(handle, self._event(call), hook, views)
+        return LowLatencyDispatchResult(handle, event, hook, views)
 
     def low_latency_combine(
         self, site: Site, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool
@@ -109,7 +111,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if inputs.out is not None:
             owner, out = inputs.out.owner, inputs.out.ptr
         else:
-            owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, stream)
+            owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, call)
             out = owner.ptr
         num_blocks = min(config.low_latency_sms, max(2 * num_tokens, 16))
         all_warps = num_blocks * _WARPS
@@ -129,15 +131,16 @@ class DeviceLowLatencyBackend(DeviceBackend):
         receive = self._launch("ll_combine", num_blocks, values, call, (y, idx, weights, handle, owner, inputs), with_hook)
         like = inputs.y
         view = inputs.out or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, like, stream)
-        views, hook = self._deliver({"x": view}, like, stream, receive, self._combine_hooks, inputs.out)
-        return LowLatencyCombineResult(self._event(call), hook, views)
+        event = self._event(call)
+        views, hook = self._deliver({"x": view}, like, stream, receive, self._combine_hooks, event, inputs.out)
+        return LowLatencyCombineResult(event, hook, views)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         config = self.config
         shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
         if self._ll_combine_buffer is None:
             num_bytes = layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
-            self._ll_combine_buffer = self._result_memory(num_bytes, self._stream)
+            self._ll_combine_buffer = Slots(num_bytes, 1).take(self._stream)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
@@ -153,10 +156,12 @@ class DeviceLowLatencyBackend(DeviceBackend):
             return None
 
         def receive() -> None:
-            with self.context:
-                self._order(call)
-                launch(stream, num_blocks, {**values, "phases": _RECEIVE})
-                self._launched(call, arguments)
+            if self._destroyed:
+                raise EPDestroyedError("the Buffer of this hook was destroyed")
+            self._check()
+            self._order(call)
+            launch(stream, num_blocks, {**values, "phases": _RECEIVE})
+            self._launched(call, arguments)
 
         return receive
 
@@ -167,6 +172,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         stream: int,
         receive: Callable[[], None] | None,
         order: HookOrder,
+        event: Event,
         given: View | None = None,
     ) -> tuple[dict[str, View | None], Hook | None]:
         """Results for the caller, now or from its hook. A caller with arrays in host memory gets copies, except of what it gave."""
@@ -179,21 +185,18 @@ class DeviceLowLatencyBackend(DeviceBackend):
             return copy(), None
 
         def receive_and_copy() -> None:
-            receive()
-            views.update(copy())
+            with self.context:
+                receive()
+                views.update(copy())
+                if event._owner is not None:  # from now on it stands for the whole call
+                    event._owner.record(stream)
 
         return views, order.hook(receive_and_copy)
 
-    def _result_memory(self, num_bytes: int, stream: int) -> Slot:
-        slots = self._ll_results.get(num_bytes)
-        if slots is None:
-            slots = self._ll_results[num_bytes] = Slots(num_bytes, 0)
-        if slots.is_empty and driver.is_capturing(stream):
-            raise EPOutOfMemoryError(
-                f"a result needs {num_bytes / 1e6:.0f} MB, and nothing can be allocated while a CUDA graph is captured; make the same "
-                f"calls once before, holding as many results as in the graph"
-            )
-        return slots.take()
+    def _result_memory(self, num_bytes: int, call: Call) -> Slot:
+        if num_bytes not in self._ll_results:
+            self._ll_results[num_bytes] = Slots(num_bytes, 0)
+        return self._ll_results[num_bytes].take(call.stream, call.caller_stream)
 
 
 def _share(num_warps: int, num_items: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from cuda.bindings import driver
 
+from .arrays import StreamHandle
 from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
@@ -71,7 +73,7 @@ def stream_handle(stream: Any) -> int:
     """The integer behind a stream of any library: an integer, or an object of PyTorch, CuPy or cuda.core."""
     for name in ("cuda_stream", "ptr", "handle"):
         if hasattr(stream, name):
-            return int(getattr(stream, name))
+            return StreamHandle.of(int(getattr(stream, name)), stream)
     return _integer(stream, "stream")
 
 
@@ -128,6 +130,11 @@ def is_capturing(stream: int) -> bool:
     return ok(driver.cuStreamIsCapturing(stream)) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
+def capture_id(stream: int) -> int | None:
+    """The number of the graph capture that the stream is part of, if any."""
+    return int(ok(driver.cuStreamGetCaptureInfo(stream))[1]) if is_capturing(stream) else None
+
+
 def synchronize(stream: int) -> None:
     ok(driver.cuStreamSynchronize(stream))
 
@@ -142,7 +149,12 @@ def elapsed_ms(begin: CudaEvent, end: CudaEvent) -> float:
 
 
 def allocate(num_bytes: int) -> int:
-    return int(ok(driver.cuMemAlloc(max(num_bytes, 1))))
+    """Device memory, also in the middle of a graph capture (of which it is no part)."""
+    before = ok(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        return int(ok(driver.cuMemAlloc(max(num_bytes, 1))))
+    finally:
+        ok(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
 def free(ptr: int) -> None:
@@ -169,12 +181,46 @@ def copy_async(to: int, source: int, num_bytes: int, stream: int) -> None:
         ok(driver.cuMemcpyAsync(to, source, num_bytes, stream))
 
 
+class Readers:
+    """The streams whose work may still use memory that came back."""
+
+    def __init__(self) -> None:
+        self._streams: set[int] = set()
+        self._events: list[tuple[int, CudaEvent]] = []
+
+    def add(self, streams: Collection[int]) -> None:
+        """Memory came back that these streams have used. Where one stream does everything, this costs nothing."""
+        if len(streams) == 1:
+            self._streams.update(streams)
+        else:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
+            self._events += [(stream, CudaEvent(stream)) for stream in streams if not is_capturing(stream)]
+
+    def let_finish_before(self, stream: int) -> None:
+        """Order later work on `stream` after them. Captured work is left to whoever replays the graph."""
+        others = self._streams - {stream}
+        if not (others or self._events) or is_capturing(stream):
+            return
+        for other, event in self._events:
+            if other != stream:
+                wait_event(stream, event.handle)
+        for other in others:
+            if not is_capturing(other):
+                wait_stream(stream, other)
+        self._events.clear()
+        self._streams = {stream}  # it stands for all of them now
+
+
 class StreamMemory:
-    """Memory from the driver's stream-ordered pool; it goes back, in the order of its stream, with the last reference."""
+    """Memory from the driver's stream-ordered pool; it goes back with the last reference, after what the streams that use it hold then."""
 
     def __init__(self, num_bytes: int, stream: int) -> None:
         self.ptr, self.stream = int(ok(driver.cuMemAllocAsync(max(num_bytes, 1), stream))), stream
+        self._readers = Readers()
+
+    def used_on(self, stream: int) -> None:
+        self._readers.add([stream])
 
     def __del__(self, _free: Any = driver.cuMemFreeAsync) -> None:
-        if hasattr(self, "ptr"):
+        if hasattr(self, "_readers"):
+            self._readers.let_finish_before(self.stream)
             _free(self.ptr, self.stream)

@@ -204,6 +204,8 @@ def constants(config: Config) -> dict[str, int]:
         **page.constants("Page"),
         **{name: in_box + offset for name, offset in low_latency(config).constants("Ll").items()},
         **low_latency_handle(config).constants("LlHandle"),
+        "kLlElsewhere": -1,
+        "kLlNoRoom": -2,
         "kLlHeaderStride": low_latency_header_stride(config),
         "kLlHeadBytes": low_latency_head_bytes(config),
         "kLlMessageStride": low_latency_message_stride(config),
@@ -217,6 +219,9 @@ def size_hint(config: Config) -> dict[str, int]:
     """Bytes of GPU memory that a Buffer takes on each rank, by region, and their sum as `total`."""
     parts = dict(symmetric(config).sizes)
     parts["handles"] = num_handles(config) * handle(config).num_bytes
+    if config.low_latency:  # as many as are held at once; this is one of each
+        parts["handles"] += num_handles(config) * low_latency_handle(config).num_bytes
+        parts["low_latency_results"] = low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
     parts["total"] = sum(parts.values())
     return parts
 

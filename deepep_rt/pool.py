@@ -1,11 +1,12 @@
-"""Memory of results: blocks that live as long as the arrays made of them, and come back in stream order.
+"""Memory of results: pieces that live as long as the arrays made of them, and come back in stream order.
 
-A block may be handed out again as soon as its arrays have died on the host, although kernels that read it may still be queued: the next
-user's work is ordered after them, because it is launched on the same stream, or because the stream waits for the event that was recorded
-when the block came back (blocks that were lent to another stream than the one that filled them).
+A piece may be handed out again as soon as its arrays have died on the host, although kernels that use it may still be queued: work of the
+next user is ordered after what the streams that used it (the call's, the caller's, a DLPack consumer's) hold by then.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable
 
 from . import driver
 from .layout import align_up
@@ -14,23 +15,27 @@ from .layout import align_up
 class Block:
     """A piece of a pool; it goes back with its last reference."""
 
-    def __init__(self, pool: Pool, offset: int, num_bytes: int, consumer: int | None) -> None:
+    def __init__(self, pool: Pool, offset: int, num_bytes: int, users: Iterable[int]) -> None:
         self.offset, self.num_bytes = offset, num_bytes
-        self._pool, self._consumer = pool, consumer
+        self._pool, self._users = pool, set(users)
 
     @property
     def ptr(self) -> int:
         return self._pool.base + self.offset
 
+    def used_on(self, stream: int) -> None:
+        """Another stream works with it."""
+        self._users.add(stream)
+
     def trim(self, num_bytes: int) -> None:
         """Give the tail back: nothing was, or will be, written there."""
         num_bytes = align_up(num_bytes)
         if num_bytes < self.num_bytes:
-            self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, None)
+            self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, ())
             self.num_bytes = num_bytes
 
     def __del__(self) -> None:
-        self._pool.release(self.offset, self.num_bytes, self._consumer)
+        self._pool.release(self.offset, self.num_bytes, self._users)
 
 
 class Pool:
@@ -44,29 +49,28 @@ class Pool:
     def __init__(self, base: int, num_bytes: int) -> None:
         self.base = base
         self._free = [(0, num_bytes)]  # (offset, bytes), by offset, never adjacent
-        self._pending: list[driver.CudaEvent] = []  # what other streams still do with blocks that came back
+        self._readers = driver.Readers()
 
-    def allocate(self, num_bytes: int, stream: int, consumer: int | None) -> Block | None:
-        """A block for work on `stream`, or None if there is no room.
+    def allocate(self, num_bytes: int, *streams: int | None) -> Block | None:
+        """A block, or None if there is no room.
 
         Args:
             num_bytes: Its size.
-            stream: The stream that fills it.
-            consumer: Another stream that will read it, if any.
+            streams: The stream that fills it, then those that will read it (None: nobody else).
         """
         num_bytes = align_up(max(num_bytes, 1))
         for i, (offset, size) in enumerate(self._free):
             if size >= num_bytes:
                 self._free[i : i + 1] = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
-                self._await_readers(stream)
-                return Block(self, offset, num_bytes, consumer if consumer != stream else None)
+                users = _known(streams)
+                self._readers.let_finish_before(users[0])
+                return Block(self, offset, num_bytes, users)
         return None
 
-    def release(self, offset: int, num_bytes: int, consumer: int | None) -> None:
+    def release(self, offset: int, num_bytes: int, users: Collection[int]) -> None:
         if not num_bytes:
             return
-        if consumer is not None:
-            self._pending.append(driver.CudaEvent(consumer))
+        self._readers.add(users)
         merged: list[tuple[int, int]] = []
         for extent in sorted([*self._free, (offset, num_bytes)]):
             if merged and sum(merged[-1]) == extent[0]:
@@ -78,11 +82,6 @@ class Pool:
     @property
     def free_bytes(self) -> int:
         return sum(size for _, size in self._free)
-
-    def _await_readers(self, stream: int) -> None:
-        for event in self._pending:
-            driver.wait_event(stream, event.handle)
-        self._pending.clear()
 
 
 class Slots:
@@ -97,19 +96,19 @@ class Slots:
         self._num_bytes = num_bytes
         self._memory = [driver.allocate(num_bytes) for _ in range(count)]
         self._free = list(self._memory)
+        self._readers = driver.Readers()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the next `take` allocates."""
-        return not self._free
-
-    def take(self) -> Slot:
+    def take(self, *streams: int | None) -> Slot:
+        """A slot for work on the first of `streams`; the others (None: nobody) will use it too."""
         if not self._free:
             self._memory.append(driver.allocate(self._num_bytes))
             self._free.append(self._memory[-1])
-        return Slot(self, self._free.pop())
+        users = _known(streams)
+        self._readers.let_finish_before(users[0])
+        return Slot(self, self._free.pop(), users)
 
-    def give_back(self, ptr: int) -> None:
+    def give_back(self, ptr: int, users: Collection[int]) -> None:
+        self._readers.add(users)
         self._free.append(ptr)
 
     def destroy(self) -> None:
@@ -120,8 +119,16 @@ class Slots:
 class Slot:
     """One of the Slots; it goes back with its last reference."""
 
-    def __init__(self, slots: Slots, ptr: int) -> None:
-        self.ptr, self._slots = ptr, slots
+    def __init__(self, slots: Slots, ptr: int, users: Iterable[int]) -> None:
+        self.ptr, self._slots, self._users = ptr, slots, set(users)
+
+    def used_on(self, stream: int) -> None:
+        """Another stream works with it."""
+        self._users.add(stream)
 
     def __del__(self) -> None:
-        self._slots.give_back(self.ptr)
+        self._slots.give_back(self.ptr, self._users)
+
+
+def _known(streams: Iterable[int | None]) -> list[int]:
+    return [stream for stream in streams if stream is not None]

@@ -150,7 +150,7 @@ LlEntry = CStruct(
     """
     i32 source;
     i32 token;
-    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies; -1: elsewhere
+    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies; kLlElsewhere, kLlNoRoom
     f32 weight[kNumTopk];
     """,
 )

@@ -69,15 +69,15 @@ def round_trip(
 
 @pytest.mark.parametrize(("hidden", "num_topk"), [(7168, 8), (5120, 9), (4096, 1), (2880, 4), (512, 32)])
 def test_sizes(comm, hidden, num_topk):
-    experts = max(3, -(-num_topk // comm.Get_size())) * comm.Get_size()
-    gpu, host = make_both(comm, hidden=hidden, num_topk=num_topk, num_experts=experts)
+    each = max(4, -(-num_topk // comm.Get_size()))
+    gpu, host = make_both(comm, hidden=hidden, num_topk=num_topk, num_experts=each * comm.Get_size())
     with gpu, host:
         for seed, options in enumerate(formats() if hidden % 128 == 0 else FORMATS[:1]):
             options = {"use_fp8": True, **options}
             round_trip(comm, gpu, host, 10 * seed, 128, **options)
             round_trip(comm, gpu, host, 10 * seed + 2, 3 * comm.Get_rank(), reduce=False, idx_dtype=torch.int32, **options)
             round_trip(comm, gpu, host, 10 * seed + 4, 1, early_weights=False, **options)
-            if num_topk <= 8:
+            if num_topk <= each:
                 round_trip(comm, gpu, host, 10 * seed + 6, 40, one_rank=True, early_weights=False, **options)
 
 
@@ -173,6 +173,32 @@ def test_beside_other_work(comm):
         side.synchronize()
 
 
+def test_memory_comes_back_in_stream_order(comm):
+    """A result dies while its reader is still queued on one stream; the next call, on another stream, must not write over it."""
+    gpu, host = make_both(comm, hidden=1024)
+    with gpu, host:
+        idx, weights = routing(comm, 40, 60, 8, gpu.config.num_experts)
+        x = rows(comm, 41, 60, 1024)
+        cx, ci, cw = cpu(x, idx, weights)
+        want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
+        reference = host.low_latency_combine(want.recv_x, ci, cw, want.handle).x
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        torch.cuda.synchronize()
+        kept = []
+        for i in range(12):
+            with torch.cuda.stream(streams[i % 2]):
+                sent = gpu.low_latency_dispatch(x * (i + 1), idx, topk_weights=weights, use_fp8=False)
+                out = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x
+                torch.cuda._sleep(int(20e6))  # the reader comes late
+                kept.append(out.clone())
+                del sent, out
+        torch.cuda.synchronize()
+        for i, out in enumerate(kept):
+            scale = i + 1
+            if scale & scale - 1 == 0:  # powers of two: exact
+                same(out, (reference.float() * scale).bfloat16())
+
+
 def test_streams(comm):
     gpu, host = make_both(comm, hidden=1024)
     with gpu, host:
@@ -185,6 +211,13 @@ def test_streams(comm):
             sent.event.wait()
             back = gpu.low_latency_combine(sent.recv_x * 2, idx, weights, sent.handle, async_finish=True)
             back.event.wait()
+            if seed % 2:  # in two halves: the event stands for both
+                again = gpu.low_latency_combine(
+                    sent.recv_x * 2, idx, weights, sent.handle, async_finish=True, return_recv_hook=True
+                )
+                again.hook()
+                again.event.wait()
+                same(again.x, back.x)
             cx, ci, cw = cpu(rows(comm, seed, 60, 1024), idx, weights)
             want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
             same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
