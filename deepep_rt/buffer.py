@@ -50,7 +50,7 @@ class Buffer:
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
         num_sms: SMs that a dispatch or combine occupies.
         low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it).
-        low_latency_sms: SMs that a low-latency call occupies at most.
+        low_latency_sms: SMs that a low-latency call occupies at most; calls of fewer tokens take fewer.
         check_inputs: Report expert numbers out of range from the device (the host backend always does); default `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when the caller holds so many results that the pool is full: "copy" the result to
             memory of its own, or raise "error".
@@ -83,7 +83,7 @@ class Buffer:
         timeout_s: float | None = None,
         num_sms: int = 24,
         low_latency: bool = False,
-        low_latency_sms: int = 64,
+        low_latency_sms: int = 128,
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:

@@ -77,7 +77,7 @@ class Config:
     num_sms: int = 24
     timeout_s: float = dataclasses.field(default_factory=_env.timeout_s)
     low_latency: bool = False
-    low_latency_sms: int = 64
+    low_latency_sms: int = 128
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
 
     def __post_init__(self) -> None:

@@ -185,6 +185,7 @@ class Readers:
     """The streams whose work may still use memory that came back."""
 
     def __init__(self) -> None:
+        self._context = CurrentContext()  # memory comes back at any time, whatever another library has made current
         self._streams: set[int] = set()
         self._events: list[tuple[int, CudaEvent]] = []
 
@@ -193,19 +194,23 @@ class Readers:
         if len(streams) == 1:
             self._streams.update(streams)
         else:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
-            self._events += [(stream, CudaEvent(stream)) for stream in streams if not is_capturing(stream)]
+            with self._context:
+                self._events += [(stream, CudaEvent(stream)) for stream in streams if not is_capturing(stream)]
 
     def let_finish_before(self, stream: int) -> None:
         """Order later work on `stream` after them. Captured work is left to whoever replays the graph."""
         others = self._streams - {stream}
-        if not (others or self._events) or is_capturing(stream):
+        if not (others or self._events):
             return
-        for other, event in self._events:
-            if other != stream:
-                wait_event(stream, event.handle)
-        for other in others:
-            if not is_capturing(other):
-                wait_stream(stream, other)
+        with self._context:
+            if is_capturing(stream):
+                return
+            for other, event in self._events:
+                if other != stream:
+                    wait_event(stream, event.handle)
+            for other in others:
+                if not is_capturing(other):
+                    wait_stream(stream, other)
         self._events.clear()
         self._streams = {stream}  # it stands for all of them now
 

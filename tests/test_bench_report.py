@@ -30,13 +30,32 @@ def report():
 def run(tmp_path_factory):
     """A run at tiny sizes, but for 4096 tokens, which the reference has figures for: (what it printed, its result file)."""
     file = tmp_path_factory.mktemp("bench") / "result.json"
-    mpirun = Path(sys.executable).with_name("mpirun")
-    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, "bench/throughput.py", "--backend", "host"]
     sizes = ["--quick", "--tokens", "16,4096", "--hidden", "128", "--experts", "16", "--sms", "24,64"]
-    words += [*sizes, "--json", str(file), "--compare", str(PEERS)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    return launch("throughput.py", *sizes, "--json", str(file), "--compare", str(PEERS)), file
+
+
+def launch(program, *options):
+    """Run a benchmark on 2 ranks without GPUs; what it printed."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, f"bench/{program}", "--backend", "host"]
+    done = subprocess.run([*words, *options], capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, file
+    return done.stdout
+
+
+def test_low_latency(tmp_path):
+    file = tmp_path / "result.json"
+    sizes = ["--tokens", "1,8", "--hidden", "128", "--experts", "16"]
+    printed = launch("low_latency.py", *sizes, "--json", str(file), "--compare", str(PEERS))
+    assert "27.7" in printed, "DeepEP V1 with one token"
+    assert "V2" not in printed, "it has no such figures"
+    result = json.loads(file.read_text())
+    assert [row["tokens"] for row in result["rows"]] == [1, 8]
+    for row in result["rows"]:
+        assert row["call_us"] > row["host_dispatch_us"] > 0
+        assert row["graph_both_us"] is None, "no graphs without a GPU"
+    for name in ("date", "commit", "versions", "boundary", "machine", "settings", "low_latency_sms"):
+        assert result[name], name
 
 
 def test_result_file(run):

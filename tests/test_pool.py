@@ -1,0 +1,127 @@
+"""`pool`: blocks and slots come back in stream order, whichever streams used them. The driver is a list of what it was asked to do."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from deepep_rt import driver
+from deepep_rt.pool import Pool, Slots
+
+
+class FakeDriver:
+    """Events are numbered; a wait is (stream, the stream whose work it waits for, how much of that work)."""
+
+    def __init__(self) -> None:
+        self.queued: dict[int, int] = {}
+        self.waits: list[tuple[int, int, int]] = []
+        self.capturing: set[int] = set()
+        self.num_events = 0
+        self.freed: list[int] = []
+
+    def work(self, stream: int) -> None:
+        self.queued[stream] = self.queued.get(stream, 0) + 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+
+    class Event:
+        def __init__(self, stream: int) -> None:
+            fake.num_events += 1
+            self.handle = (stream, fake.queued.get(stream, 0))
+
+    class Context:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(driver, "CudaEvent", Event)
+    monkeypatch.setattr(driver, "CurrentContext", Context)
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in fake.capturing)
+    monkeypatch.setattr(driver, "wait_event", lambda stream, handle: fake.waits.append((stream, *handle)))
+    monkeypatch.setattr(driver, "allocate", lambda num_bytes: 1000 + num_bytes)
+    return fake
+
+
+def test_blocks_are_cut_trimmed_and_merged(fake: FakeDriver) -> None:
+    pool = Pool(4096, 10 * 256)
+    first, second = pool.allocate(300, 1), pool.allocate(1, 1)
+    assert (first.ptr, first.num_bytes, second.offset) == (4096, 512, 512)
+    assert pool.free_bytes == 7 * 256
+    first.trim(10)
+    assert pool.free_bytes == 8 * 256
+    assert pool.allocate(8 * 256, 1) is None, "free, but not in one piece"
+    del first, second
+    assert pool.free_bytes == 10 * 256
+    assert pool.allocate(10 * 256, 1).offset == 0
+
+
+def test_one_stream_needs_no_events(fake: FakeDriver) -> None:
+    pool, slots = Pool(0, 1024), Slots(64, 1)
+    for _ in range(5):
+        held = pool.allocate(1024, 7), slots.take(7, 7)
+        fake.work(7)
+        del held
+    assert (fake.num_events, fake.waits) == (0, [])
+
+
+@pytest.mark.parametrize("kind", ["pool", "slots"])
+def test_the_next_user_waits_for_readers_on_other_streams(fake: FakeDriver, kind: str) -> None:
+    pool, slots = Pool(0, 1024), Slots(64, 1)
+
+    def take(*streams: int | None):
+        return pool.allocate(1024, *streams) if kind == "pool" else slots.take(*streams)
+
+    held = take(1, 1)
+    fake.work(1)
+    del held  # a reader is still queued on stream 1
+    held = take(2, None)
+    assert fake.waits == [(2, 1, 1)]
+    fake.work(2)
+    del held
+    take(3)
+    assert fake.waits[1:] == [(3, 2, 1)], "stream 2 stands for stream 1 too"
+
+
+def test_what_is_queued_after_the_death_is_not_waited_for(fake: FakeDriver) -> None:
+    """A communication stream must not be tied to later work of its caller's stream."""
+    pool = Pool(0, 1024)
+    held = pool.allocate(1024, 9, 1)
+    fake.work(1)
+    del held
+    fake.work(1)  # long, and unrelated
+    pool.allocate(1024, 9, 1)
+    assert fake.waits == [(9, 1, 1)]
+
+
+def test_readers_that_dlpack_told_of(fake: FakeDriver) -> None:
+    slots = Slots(64, 1)
+    held = slots.take(9)
+    held.used_on(4)
+    fake.work(4)
+    del held
+    slots.take(9)
+    assert (9, 4, 1) in fake.waits
+
+
+def test_captures_are_left_alone(fake: FakeDriver) -> None:
+    pool = Pool(0, 1024)
+    held = pool.allocate(1024, 1)
+    del held
+    fake.capturing.add(2)
+    held = pool.allocate(1024, 2, 1)  # no eager event in a captured stream
+    del held  # and no captured event for others to wait for
+    assert fake.waits == []
+    fake.capturing.clear()
+    pool.allocate(1024, 3)
+    assert {wait[:2] for wait in fake.waits} == {(3, 1)}
+
+
+def test_slots_grow_and_come_back(fake: FakeDriver) -> None:
+    slots = Slots(64, 1)
+    held = [slots.take(1) for _ in range(3)]
+    del held[1:]
+    assert slots.take(1) is not None
+    assert len(slots._memory) == 3
