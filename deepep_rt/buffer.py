@@ -266,7 +266,7 @@ class Buffer:
 
         Args:
             x: `[num_tokens, hidden]` bfloat16.
-            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips.
+            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers, a token's all different; -1 skips.
             topk_weights: `[num_tokens, num_topk]` float32, or None. Given here, `low_latency_combine` is a message round shorter.
             use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_89 and newer).
             round_scale: Make the scales powers of two.

@@ -32,6 +32,7 @@ _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # what a block of low-latency dispatch m
 FP8_GROUP = 128
 """Channels that share a scale where this library converts to FP8."""
 
+LOW_LATENCY_THREADS = 512
 ROUTE_THREADS = 256
 MAX_ROUTE_BLOCKS = 16
 """Blocks that share the counting of a new routing; one token a thread up to 4096 tokens."""
@@ -195,7 +196,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kHasTma": int(has_tma),
         "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
         "kHasFp8": int(arch_number(arch) >= 89),
-        "kLlThreads": 512,
+        "kLlThreads": LOW_LATENCY_THREADS,
         "kLlTableBytes": config.low_latency_table_bytes,
         "kStageBytes": stage,
         "kRouteThreads": ROUTE_THREADS,

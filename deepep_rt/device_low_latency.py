@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import layout
 from .arrays import HOST, Framework, View
-from .config import FP8_GROUP, Config, arch_number
+from .config import FP8_GROUP, LOW_LATENCY_THREADS, Config, arch_number
 from .device import DeviceBackend
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 from .hooks import Hook, HookOrder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _SEND, _RECEIVE = 1, 2  # the phases of a launch
-_WARPS = 16  # of a block
+_WARPS = LOW_LATENCY_THREADS // 32  # of a block
 
 
 class DeviceLowLatencyBackend(DeviceBackend):
