@@ -9,8 +9,7 @@
 __device__ inline void push(const Params& p, char* stages, u64* barriers) {
   const int num_workers = gridDim.x * kDispatchMovers;
   const Queue queue = make_queue(&at<State>(p.state, 0)->ceiling_items, kNumRanks * p.num_rows, num_workers, kDispatchTake);
-  auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue, ahead);
+  Taker taker(queue, [](int) {});
   auto source = [&](const Item& it) { return at<char>(p.src, (static_cast<u64>(it.rank) * p.num_rows + it.chunk) * p.row_bytes); };
   auto target = [&](const Item& it) {
     return at<char>(p.peers[it.rank] + p.land_x, (static_cast<u64>(p.rank) * p.num_rows + it.chunk) * p.row_bytes);

@@ -106,8 +106,7 @@ struct Progress {
 
 __device__ inline void push_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, Progress& progress) {
   const int num_workers = gridDim.x * kCombineMovers;
-  auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), ahead);
+  Taker taker(queue_of(p, routes, num_workers), [](int) {});
   auto load = [&](int item, char* stage, u64* barrier) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) return false;
@@ -149,8 +148,7 @@ __device__ inline void tell(const Params& p, const Routes& routes, u32 epoch, Pr
 
 __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 epoch) {
   const int num_workers = gridDim.x * kCombineMovers;
-  auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), ahead);
+  Taker taker(queue_of(p, routes, num_workers), [](int) {});
   for (int item = taker.next(); item >= 0; item = taker.next()) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
@@ -203,7 +201,7 @@ __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epo
     const bool exists = lane < kNumRanks && token < p.num_tokens;
     next_position = exists ? at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane] : -1;
   };
-  Taker<decltype(ahead)> taker({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, ahead);
+  Taker taker({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, ahead);
   for (int token = taker.next(); token >= 0; token = taker.next()) {
     bool ok = true;
     if (position >= 0)

@@ -82,7 +82,7 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
     const int position = it.chunk * rows_per_copy + my_row;
     if (position < routes.num_rows[it.rank]) next_token = send_list[it.rank * kNumMaxTokens + position];
   };
-  Taker<decltype(ahead)> taker(queue, ahead);
+  Taker taker(queue, ahead);
 
   auto load = [&](int item, char* stage, u64* barrier) {
     const bool mine = my_copy == item % queue.per_take && token >= 0;
@@ -106,8 +106,7 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
 __device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) {
   const int num_workers = gridDim.x * kDispatchMovers;
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
-  auto ahead = [](int) {};
-  Taker<decltype(ahead)> taker(queue_of(p, routes, num_workers), ahead);
+  Taker taker(queue_of(p, routes, num_workers), [](int) {});
   for (int item = taker.next(); item >= 0; item = taker.next()) {
     const Item it = item_at(item, p.rank);
     const int end = min((it.chunk + 1) * p.rows_per_copy, routes.num_rows[it.rank]);

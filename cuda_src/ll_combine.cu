@@ -19,7 +19,6 @@
 #include "work.cuh"
 
 constexpr int kWarps = kLlThreads / 32, kRowVecs = kHidden / 8;
-constexpr int kSend = 1, kReceive = 2;
 constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;
 constexpr int kAtOnce = 4;
 
@@ -78,30 +77,30 @@ __device__ inline void send_weights(const Params& p, u32 epoch) {
   if (lane == 0) st_release_sys(weight_flag_at(p, epoch, warp, p.rank), epoch);
 }
 
-// The sum of the rows of y that lanes 0 .. kNumTopk-1 name (`row`, -1 for none), times their weights.
-__device__ inline void send_sum(const Params& p, const Group& group, Vec16* to, int row, float weight) {
-  const u32 valid = __ballot_sync(~0u, row >= 0);
-  for (int first = group.thread; first - lane_idx() < kRowVecs; first += group.num_warps * 32 * kAtOnce) {
+// Writes the sum of some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight.
+// Called by all warps of a group; each does its part of the columns.
+template <class From>
+__device__ __forceinline__ void write_sum(const Group& group, Vec16* to, u32 which, float weight, From from) {
+  const int step = group.num_warps * 32;
+  for (int first = group.thread; first - lane_idx() < kRowVecs; first += step * kAtOnce) {
     float sum[kAtOnce][8] = {};
-    for (u32 left = valid; left; left &= left - 1) {
-      const int k = __ffs(left) - 1;
-      const Vec16* from = at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs;
-      const float w = __shfl_sync(~0u, weight, k);
+    for (u32 left = which; left; left &= left - 1) {
+      const int i = __ffs(left) - 1;
+      const Vec16* row = from(i);
+      const float w = __shfl_sync(~0u, weight, i);
       Vec16 held[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const int i = first + j * group.num_warps * 32;
-        if (i < kRowVecs) held[j] = ld_streaming(from + i);
+        if (first + j * step < kRowVecs) held[j] = ld_streaming(row + first + j * step);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j * group.num_warps * 32 < kRowVecs) add_scaled_to<kBfloat16>(sum[j], held[j], w);
+        if (first + j * step < kRowVecs) add_scaled_to<kBfloat16>(sum[j], held[j], w);
       }
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int i = first + j * group.num_warps * 32;
-      if (i < kRowVecs) st_vec(to + i, rounded<kBfloat16>(sum[j]));
+      if (first + j * step < kRowVecs) st_vec(to + first + j * step, rounded<kBfloat16>(sum[j]));
     }
   }
 }
@@ -118,7 +117,9 @@ __device__ inline void send_entry(const Params& p, u32 epoch, const Group& group
       __syncwarp();  // all lanes may read what lane 0 acquired
       if (ok && lane < kNumTopk) weight = ld_relaxed_sys(weights_at(p, epoch, p.rank, source) + token * kNumTopk + lane);
     }
-    send_sum(p, group, row_at(p, epoch, source, p.rank, token), row, weight);
+    const u32 here = __ballot_sync(~0u, row >= 0);
+    auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
+    write_sum(group, row_at(p, epoch, source, p.rank, token), here, weight, from);
     const bool all_ok = group.all(ok);
     __syncwarp();
     if (all_ok && group.thread == 0) st_release_sys(flag_at(p, epoch, source, p.rank, token), epoch);
@@ -191,29 +192,7 @@ __device__ inline void receive_token(const Params& p, u32 epoch, const Group& gr
   if (!all_ok) return;
   const float weight = !p.reduce_early && valid ? at<const float>(p.topk_weights, 0)[place] : 1.f;
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
-  for (int first = group.thread; first - lane < kRowVecs; first += group.num_warps * 32 * kAtOnce) {
-    float sum[kAtOnce][8] = {};
-    for (u32 left = rows; left; left &= left - 1) {
-      const int which = __ffs(left) - 1;
-      const Vec16* from = row_at(p, epoch, p.rank, which, token);
-      const float w = __shfl_sync(~0u, weight, which);
-      Vec16 held[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int i = first + j * group.num_warps * 32;
-        if (i < kRowVecs) held[j] = ld_streaming(from + i);
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j * group.num_warps * 32 < kRowVecs) add_scaled_to<kBfloat16>(sum[j], held[j], w);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = first + j * group.num_warps * 32;
-      if (i < kRowVecs) st_vec(out + i, rounded<kBfloat16>(sum[j]));
-    }
-  }
+  write_sum(group, out, rows, weight, [&](int which) { return row_at(p, epoch, p.rank, which, token); });
 }
 
 // Which tokens a warp receives.
@@ -234,9 +213,9 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __g
   }
   const Share share(p);
   int expert = choice_of(p, share.first);  // comes while rows are sent
-  if (p.phases & kSend) send(p, sent);
+  if (p.phases & kLlSend) send(p, sent);
   __syncthreads();
-  if (p.phases & kReceive) {
+  if (p.phases & kLlReceive) {
     for (int token = share.first; token < p.num_tokens; token += share.step) {
       receive_token(p, received, share.group, token, expert);
       expert = choice_of(p, token + share.step);
@@ -244,12 +223,11 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __g
   }
   __syncthreads();
 
-  if (warp_idx() != 0) return;
-  if (lane_idx() != 0 || !is_last_block_here(&state->ll_combine_blocks)) return;
+  if (threadIdx.x != 0 || !is_last_block_here(&state->ll_combine_blocks)) return;
   state->ll_combine_blocks = 0;
-  if (p.phases & kSend) {
+  if (p.phases & kLlSend) {
     state->ll_combine_items = 0;
     state->ll_combine_sent = sent;
   }
-  if (p.phases & kReceive) state->ll_combine_received = received;
+  if (p.phases & kLlReceive) state->ll_combine_received = received;
 }

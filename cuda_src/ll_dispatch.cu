@@ -24,7 +24,6 @@
 #include "work.cuh"
 
 constexpr int kWarps = kLlThreads / 32, kChoiceWarp = kWarps - 1, kRowThreads = 32 * kChoiceWarp;
-constexpr int kSend = 1, kReceive = 2;
 constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
 constexpr int kScalesPerRow = kHidden / kFp8Group;
 constexpr int kPlaceBits = 17;  // of a choice; the expert is in the bits above
@@ -298,18 +297,18 @@ __device__ inline void receive(const Params& p, u32 epoch) {
 __device__ inline void finish(const Params& p, u32 sent, u32 received) {
   State* state = at<State>(p.state, 0);
   const int lane = lane_idx();
-  if (p.phases & kReceive && p.wait_stats && lane < kNumRanks) {
+  if (p.phases & kLlReceive && p.wait_stats && lane < kNumRanks) {
     u64* waited = at<u64>(p.state, kLocalWaits) + lane;
     at<u64>(p.wait_stats, 0)[lane] += *waited;
     *waited = 0;
   }
   if (lane != 0) return;
   state->ll_dispatch_blocks = 0;
-  if (p.phases & kSend) {
+  if (p.phases & kLlSend) {
     state->ll_dispatch_items = 0;
     state->ll_dispatch_sent = sent;
   }
-  if (p.phases & kReceive) {
+  if (p.phases & kLlReceive) {
     *at<i32>(p.handle, kLlHandleNumEntries) = state->ll_dispatch_entries;
     state->ll_dispatch_entries = 0;
     state->ll_dispatch_received = received;
@@ -329,9 +328,9 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
   if (threadIdx.x == 0) shared.failed = false;
   __syncthreads();
 
-  if (p.phases & kSend) send(p, sent, table, shared);
+  if (p.phases & kLlSend) send(p, sent, table, shared);
   __syncthreads();
-  if (p.phases & kReceive && !shared.failed) receive(p, received);
+  if (p.phases & kLlReceive && !shared.failed) receive(p, received);
   __syncthreads();
 
   if (warp_idx() != 0) return;

@@ -180,6 +180,11 @@ def arch_number(arch: str) -> int:
     return int(match[1])
 
 
+def has_fp8(arch: str) -> bool:
+    """Whether a target can convert to FP8."""
+    return arch_number(arch) >= 89
+
+
 def tuning(config: Config, arch: str) -> dict[str, int]:
     """Constants that differ between architectures, and the shape of the thread blocks.
 
@@ -195,7 +200,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     return {
         "kHasTma": int(has_tma),
         "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
-        "kHasFp8": int(arch_number(arch) >= 89),
+        "kHasFp8": int(has_fp8(arch)),
         "kLlThreads": LOW_LATENCY_THREADS,
         "kLlTableBytes": config.low_latency_table_bytes,
         "kStageBytes": stage,

@@ -18,7 +18,7 @@ from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
 from .page import HostPage
-from .pool import Block, Pool, Slot, Slots
+from .pool import Block, Pool, Slot, Slots, StreamMemory
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ class DeviceBackend:
         self._broken: EPTimeoutError | None = None
         self._destroyed = False
         self._last_stream: int | None = None
-        self._captured: tuple[int, driver.CudaEvent] | None = (
-            None  # the last call in a graph capture: its number, and where it ends
-        )
+        # The last call of a graph capture: the capture's number, and where the call ends.
+        self._captured: tuple[int, driver.CudaEvent] | None = None
         self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
         self.device = self._choose_device()
         self.context = driver.CurrentContext()
@@ -176,7 +175,7 @@ class DeviceBackend:
         shape = layout.arrange(
             [("topk_weights", num_tokens * config.num_topk * 4 if weights else 0), ("x", num_tokens * x.row_bytes)]
         )
-        owner: Block | driver.StreamMemory | None = self._pool.allocate(shape.num_bytes, stream, call.caller_stream)
+        owner: Block | StreamMemory | None = self._pool.allocate(shape.num_bytes, stream, call.caller_stream)
         if owner is None:
             self._refuse_when_fixed(stream)
             owner = self._own_memory(shape.num_bytes, call)
@@ -239,7 +238,7 @@ class DeviceBackend:
         `epoch` is the same on all ranks and grows from call to call.
         """
         slot = self._memory.ptr + layout.control(self.config).offsets["ring"]
-        out = driver.StreamMemory(8, self._stream)
+        out = StreamMemory(8, self._stream)
         pes = self._memory.pes
         peer = pes[(self._comm.Get_rank() + 1) % len(pes)]
         self._launcher("nvshmem_ring")(
@@ -389,10 +388,10 @@ class DeviceBackend:
         driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, call.stream)
         return copy, copy.ptr
 
-    def _own_memory(self, num_bytes: int, call: Call) -> driver.StreamMemory:
+    def _own_memory(self, num_bytes: int, call: Call) -> StreamMemory:
         """Memory outside of the pool."""
         assert call.stream is not None
-        memory = driver.StreamMemory(num_bytes, call.stream)
+        memory = StreamMemory(num_bytes, call.stream)
         if call.caller_stream is not None:
             memory.used_on(call.caller_stream)
         return memory
@@ -431,7 +430,7 @@ class DeviceBackend:
         staged = []
         for view in views:
             if view is not None and view.device == HOST:
-                memory = driver.StreamMemory(view.nbytes, stream)
+                memory = StreamMemory(view.nbytes, stream)
                 driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
                 view = replace(view, ptr=memory.ptr, device=self.device, owner=(memory, view.owner))
             staged.append(view)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import layout
 from .arrays import HOST, Framework, View
-from .config import FP8_GROUP, LOW_LATENCY_THREADS, Config, arch_number
+from .config import FP8_GROUP, LOW_LATENCY_THREADS, Config, has_fp8
 from .device import DeviceBackend
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 from .hooks import Hook, HookOrder
@@ -15,11 +15,11 @@ from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Sit
 from .kernels import TABLE
 from .pool import Slot, Slots
 from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+from .structs import LL_RECEIVE, LL_SEND
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_SEND, _RECEIVE = 1, 2  # the phases of a launch
 _WARPS = LOW_LATENCY_THREADS // 32  # of a block
 
 
@@ -50,13 +50,13 @@ class DeviceLowLatencyBackend(DeviceBackend):
     ) -> LowLatencyDispatchResult:
         config, stream = self.config, call.stream
         assert stream is not None
-        if inputs.use_fp8 and arch_number(self._arch) < 89:
+        if inputs.use_fp8 and not has_fp8(self._arch):
             raise EPUnavailableError(f"{self._arch} cannot convert to FP8; pass use_fp8=False, rows then travel as bfloat16")
         self._dispatch_hooks.start(with_hook)
         self._order(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         shape = layout.low_latency_result(config, use_fp8=inputs.use_fp8, use_ue8m0=inputs.use_ue8m0)
-        memory = self._result_memory(shape.num_bytes, call)
+        memory = self._result_memory(shape.num_bytes, stream, call.caller_stream)
         slot = self._ll_handles.take(stream, call.caller_stream)
         values = {
             "num_tokens": x.shape[0],
@@ -111,7 +111,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if inputs.out is not None:
             owner, out = inputs.out.owner, inputs.out.ptr
         else:
-            owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, call)
+            owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, stream, call.caller_stream)
             out = owner.ptr
         num_blocks = min(config.low_latency_sms, max(2 * num_tokens, 16))
         all_warps = num_blocks * _WARPS
@@ -140,7 +140,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
         if self._ll_combine_buffer is None:
             num_bytes = layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
-            self._ll_combine_buffer = Slots(num_bytes, 1).take(self._stream)
+            self._ll_combine_buffer = self._result_memory(num_bytes, self._stream)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
@@ -150,7 +150,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         stream = call.stream
         assert stream is not None
         launch = self._launcher(kernel)
-        launch(stream, num_blocks, {**values, "phases": _SEND if with_hook else _SEND | _RECEIVE})
+        launch(stream, num_blocks, {**values, "phases": LL_SEND if with_hook else LL_SEND | LL_RECEIVE})
         self._launched(call, arguments)
         if not with_hook:
             return None
@@ -160,7 +160,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 raise EPDestroyedError("the Buffer of this hook was destroyed")
             self._check()
             self._order(call)
-            launch(stream, num_blocks, {**values, "phases": _RECEIVE})
+            launch(stream, num_blocks, {**values, "phases": LL_RECEIVE})
             self._launched(call, arguments)
 
         return receive
@@ -193,10 +193,10 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
         return views, order.hook(receive_and_copy)
 
-    def _result_memory(self, num_bytes: int, call: Call) -> Slot:
+    def _result_memory(self, num_bytes: int, *streams: int | None) -> Slot:
         if num_bytes not in self._ll_results:
             self._ll_results[num_bytes] = Slots(num_bytes, 0)
-        return self._ll_results[num_bytes].take(call.stream, call.caller_stream)
+        return self._ll_results[num_bytes].take(*streams)
 
 
 def _share(num_warps: int, num_items: int) -> int:

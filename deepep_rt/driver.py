@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from cuda.bindings import driver
@@ -181,51 +180,10 @@ def copy_async(to: int, source: int, num_bytes: int, stream: int) -> None:
         ok(driver.cuMemcpyAsync(to, source, num_bytes, stream))
 
 
-class Readers:
-    """The streams whose work may still use memory that came back."""
-
-    def __init__(self) -> None:
-        self._context = CurrentContext()  # memory comes back at any time, whatever another library has made current
-        self._streams: set[int] = set()
-        self._events: list[tuple[int, CudaEvent]] = []
-
-    def add(self, streams: Collection[int]) -> None:
-        """Memory came back that these streams have used. Where one stream does everything, this costs nothing."""
-        if len(streams) == 1:
-            self._streams.update(streams)
-        else:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
-            with self._context:
-                self._events += [(stream, CudaEvent(stream)) for stream in streams if not is_capturing(stream)]
-
-    def let_finish_before(self, stream: int) -> None:
-        """Order later work on `stream` after them. Captured work is left to whoever replays the graph."""
-        others = self._streams - {stream}
-        if not (others or self._events):
-            return
-        with self._context:
-            if is_capturing(stream):
-                return
-            for other, event in self._events:
-                if other != stream:
-                    wait_event(stream, event.handle)
-            for other in others:
-                if not is_capturing(other):
-                    wait_stream(stream, other)
-        self._events.clear()
-        self._streams = {stream}  # it stands for all of them now
+def allocate_async(num_bytes: int, stream: int) -> int:
+    """Memory from the driver's stream-ordered pool."""
+    return int(ok(driver.cuMemAllocAsync(max(num_bytes, 1), stream)))
 
 
-class StreamMemory:
-    """Memory from the driver's stream-ordered pool; it goes back with the last reference, after what the streams that use it hold then."""
-
-    def __init__(self, num_bytes: int, stream: int) -> None:
-        self.ptr, self.stream = int(ok(driver.cuMemAllocAsync(max(num_bytes, 1), stream))), stream
-        self._readers = Readers()
-
-    def used_on(self, stream: int) -> None:
-        self._readers.add([stream])
-
-    def __del__(self, _free: Any = driver.cuMemFreeAsync) -> None:
-        if hasattr(self, "_readers"):
-            self._readers.let_finish_before(self.stream)
-            _free(self.ptr, self.stream)
+def free_async(ptr: int, stream: int) -> None:
+    driver.cuMemFreeAsync(ptr, stream)

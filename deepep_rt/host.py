@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import DTYPES, HOST, Framework, View, host_bytes
+from .arrays import DTYPES, HOST, View
 from .config import Config
 from .errors import EPInputError
+from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, Site
-from .layout import align_up
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
 
-_NOTICE_TAG, _ROWS_TAG = 1, 2
+_NOTICE_TAG, ROWS_TAG = 1, 2
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
-_ALIGNMENT = 64  # JAX adopts host memory only when it is aligned like this
 
 _KINDS = (
     "dispatch",
@@ -50,7 +49,7 @@ _BAD_EXPERT, _TOO_LARGE, _TOO_OFTEN = 1, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
-class _Routing:
+class Routing:
     """Where this rank's tokens go and where its rows come from; rows that did not fit are in neither."""
 
     serial: int
@@ -89,7 +88,7 @@ class HostBackend:
             handle = self._route(site, inputs)
         else:
             handle = inputs.handle
-            routing: _Routing = handle._routing
+            routing: Routing = handle._routing
             notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
             self._find_problem(notices, inputs, routing.sent_tokens)
             self._agree(notices, "kPhaseDispatchLanding")
@@ -98,28 +97,28 @@ class HostBackend:
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
         self._mail.start_call()
         handle, x, config = inputs.handle, inputs.x, self._config
-        routing: _Routing = handle._routing
+        routing: Routing = handle._routing
         notices = self._notices("combine", x, inputs, routing.serial)
         self._note_size(notices, int(routing.num_received.max()) * x.row_bytes, int(routing.num_received.argmax()))
         self._agree(notices, "kPhaseCombineLanding")
 
-        given = [_rows(view) for view in (x, inputs.topk_weights) if view is not None]
+        given = [rows_of(view) for view in (x, inputs.topk_weights) if view is not None]
         outgoing = [[part[first : first + count] for part in given] for first, count in self._spans(routing)]
         incoming = [[np.empty((len(tokens), p.shape[1]), np.uint8) for p in given] for tokens in routing.sent_tokens]
         incoming[self._rank] = outgoing[self._rank]
-        self._mail.exchange(outgoing, incoming, _ROWS_TAG, "kPhaseCombineRows")
+        self._mail.exchange(outgoing, incoming, ROWS_TAG, "kPhaseCombineRows")
 
         total = np.zeros((handle.num_tokens, config.hidden), np.float32)
-        weights = None if inputs.topk_weights is None else _Result((handle.num_tokens, config.num_topk), "float32", fill=0)
+        weights = None if inputs.topk_weights is None else Result((handle.num_tokens, config.num_topk), "float32", fill=0)
         with np.errstate(all="ignore"):  # inf - inf and the like are the caller's numbers, not our mistakes
             for tokens, parts in zip(routing.sent_tokens, incoming, strict=True):  # rank order: the same bits every time
-                total[tokens] += _to_float32(parts[0], x.dtype)
+                total[tokens] += to_float32(parts[0], x.dtype)
                 if weights is not None:
                     weights.rows.view(np.float32)[tokens] += parts[1].view(np.float32)
             for bias in inputs.biases:
-                total += _to_float32(_rows(bias), x.dtype)
-            out = _Result(total.shape, x.dtype)
-            _from_float32(total, x.dtype, out.rows)
+                total += to_float32(rows_of(bias), x.dtype)
+            out = Result(total.shape, x.dtype)
+            from_float32(total, x.dtype, out.rows)
         views = {"x": out.view(x.framework), "topk_weights": None if weights is None else weights.view(x.framework)}
         return CombineResult(event=Event(), _views=views)
 
@@ -152,7 +151,7 @@ class HostBackend:
         config, rank = self._config, self._rank
         num_tokens = inputs.x.shape[0]
         assert inputs.topk_idx is not None  # or there would be a handle
-        idx = _rows(inputs.topk_idx).view(inputs.topk_idx.dtype)
+        idx = rows_of(inputs.topk_idx).view(inputs.topk_idx.dtype)
         chosen = np.zeros((num_tokens, self._num_ranks), bool)
         token, choice = np.nonzero((idx >= 0) & (idx < config.num_experts))
         chosen[token, idx[token, choice] // config.num_local_experts] = True
@@ -172,7 +171,7 @@ class HostBackend:
         first_row = np.cumsum(num_rows, axis=0) - num_rows
         fitting = np.clip(room - first_row, 0, num_rows)
         self._num_routings += 1
-        routing = _Routing(
+        routing = Routing(
             serial=self._num_routings,
             sent_tokens=tuple(t[:n] for t, n in zip(tokens, fitting[rank], strict=True)),
             num_received=fitting[:, rank],
@@ -184,21 +183,21 @@ class HostBackend:
         num_recv_rows = int(num_rows[:, rank].sum()) if worst is None else worst
         framework = inputs.x.framework
         views = {
-            "num_recv": _Result.of(num_rows[:, rank].sum(keepdims=True)).view(framework),
-            "num_recv_per_expert": _Result.of(per_expert).view(framework),
-            "src_idx": _Result((num_recv_rows, 2), "int32", fill=255).view(framework),  # filled when the rows arrive
+            "num_recv": Result.of(num_rows[:, rank].sum(keepdims=True)).view(framework),
+            "num_recv_per_expert": Result.of(per_expert).view(framework),
+            "src_idx": Result((num_recv_rows, 2), "int32", fill=255).view(framework),  # filled when the rows arrive
         }
         told = per_expert.tolist() if worst is None else None
         return DispatchHandle(num_tokens, num_recv_rows, told, site.serial, routing, views)
 
     def _send_rows(self, handle: DispatchHandle, inputs: DispatchInputs) -> DispatchResult:
         """Send rows, and what belongs to them, along a routing that all ranks agree on."""
-        routing: _Routing = handle._routing
+        routing: Routing = handle._routing
         framework, num_recv_rows = inputs.x.framework, handle.num_recv_rows
         asked = {"x": inputs.x, "scales": inputs.scales, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
         given = {name: view for name, view in asked.items() if view is not None}
-        sources = [_rows(view) for view in given.values()]
-        results = {name: _Result((num_recv_rows, *view.shape[1:]), view.dtype) for name, view in given.items()}
+        sources = [rows_of(view) for view in given.values()]
+        results = {name: Result((num_recv_rows, *view.shape[1:]), view.dtype) for name, view in given.items()}
         outgoing = [[np.take(rows, tokens, axis=0) for rows in sources] for tokens in routing.sent_tokens]
         spans = self._spans(routing)
         incoming: list[list[np.ndarray]] = [
@@ -212,7 +211,7 @@ class HostBackend:
                 incoming[peer].append(arrived[peer])
         for mine, theirs in zip(outgoing[self._rank], incoming[self._rank], strict=True):
             theirs.reshape(-1)[:] = mine.reshape(-1)
-        self._mail.exchange(outgoing, incoming, _ROWS_TAG, "kPhaseDispatchRows")
+        self._mail.exchange(outgoing, incoming, ROWS_TAG, "kPhaseDispatchRows")
         if inputs.handle is None:
             for peer, (first, count) in enumerate(spans):
                 src_idx[first : first + count, 0] = peer
@@ -225,10 +224,10 @@ class HostBackend:
         views: dict[str, View | None] = dict.fromkeys(asked)
         views.update({name: result.view(framework) for name, result in results.items()})
         for name, view in handle._views.items():  # copies: the handle's own stay as they are whatever the caller does
-            views[name] = _Result.of(view.owner.view(np.int32).reshape(view.shape)).view(framework)
+            views[name] = Result.of(view.owner.view(np.int32).reshape(view.shape)).view(framework)
         return DispatchResult(handle=handle, event=Event(), _views=views)
 
-    def _keep_local(self, results: dict[str, _Result], num_arrived: int) -> None:
+    def _keep_local(self, results: dict[str, Result], num_arrived: int) -> None:
         """Turn expert numbers into local ones, and blank the entries of other ranks and of padding."""
         if "topk_idx" not in results:
             return
@@ -241,7 +240,7 @@ class HostBackend:
         if "topk_weights" in results:
             results["topk_weights"].rows.view(np.float32)[elsewhere] = 0
 
-    def _spans(self, routing: _Routing) -> list[tuple[int, int]]:
+    def _spans(self, routing: Routing) -> list[tuple[int, int]]:
         """First row and number of rows from each rank."""
         return list(zip(routing.first_row.tolist(), routing.num_received.tolist(), strict=True))
 
@@ -261,15 +260,13 @@ class HostBackend:
         self._note_size(notices, max(sizes) * inputs.x.row_bytes, int(np.argmax(sizes)))
         if inputs.topk_idx is None:
             return
-        idx = _rows(inputs.topk_idx).view(inputs.topk_idx.dtype)
+        idx = rows_of(inputs.topk_idx).view(inputs.topk_idx.dtype)
         wrong = np.argwhere((idx < -1) | (idx >= self._config.num_experts))
         if len(wrong):
             notices[:, _PROBLEM] = _BAD_EXPERT, wrong[0, 0], idx[tuple(wrong[0])]
         elif self._calling is not None:
             counts = np.bincount(idx[idx >= 0], minlength=1)
-            if (
-                counts.max() > self._config.num_max_tokens_per_rank
-            ):  # tokens that choose an expert twice; it has room for one each
+            if counts.max() > self._config.num_max_tokens_per_rank:  # tokens chose it twice; it has room for one row of each
                 notices[:, _PROBLEM] = _TOO_OFTEN, counts.argmax(), counts.max()
 
     def _note_size(self, notices: np.ndarray, num_bytes: int, peer: int) -> None:
@@ -306,50 +303,3 @@ class HostBackend:
             room = self._config.num_max_tokens_per_rank
             return f"{whose}topk_idx: expert {where} is chosen {what} times; it has room for {room} (num_max_tokens_per_rank)"
         return f"{whose}x: {what} bytes go to rank {where}; the host backend sends at most {_MAX_PART_BYTES}; split the batch"
-
-
-class _Result:
-    """Aligned memory for a result: rows of bytes, and a View of them."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str, fill: int | None = None) -> None:
-        self.shape, self.dtype = shape, dtype
-        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * DTYPES[dtype].itemsize
-        num_bytes = shape[0] * row_bytes
-        make = np.zeros if fill == 0 else np.empty  # zeros that nobody looks at take no memory
-        memory = make(align_up(num_bytes, _ALIGNMENT) + 2 * _ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
-        self.ptr = memory.ctypes.data + start
-        self.rows = memory[start : start + num_bytes].reshape(shape[0], row_bytes)
-        if fill:
-            self.rows[...] = fill
-
-    @staticmethod
-    def of(values: np.ndarray) -> _Result:
-        """A copy of whole numbers as int32."""
-        made = _Result(values.shape, "int32")
-        made.rows.view(np.int32).reshape(values.shape)[...] = values
-        return made
-
-    def view(self, framework: Framework) -> View:
-        return View(self.ptr, tuple(self.shape), self.dtype, HOST, self.rows, framework)
-
-
-def _rows(view: View) -> np.ndarray:
-    """The memory of a View as `[rows, row_bytes]` uint8, without a copy."""
-    return host_bytes(view).reshape(view.shape[0], view.row_bytes)
-
-
-def _to_float32(rows: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "bfloat16":  # NumPy does not know it: a bfloat16 is the upper half of a float32
-        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return rows.view(dtype).astype(np.float32, copy=False)
-
-
-def _from_float32(values: np.ndarray, dtype: str, rows: np.ndarray) -> None:
-    """Round to nearest, ties to even, into `rows`."""
-    if dtype != "bfloat16":
-        rows.view(dtype)[...] = values
-        return
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    rows.view(np.uint16)[...] = np.where(np.isnan(values), 0x7FFF, rounded)  # the one NaN that a GPU's conversion gives

@@ -19,7 +19,8 @@ from .arrays import Framework, View, host_bytes
 from .config import FP8_GROUP, Config
 from .errors import EPInputError
 from .hooks import Hook, HookOrder
-from .host import _ROWS_TAG, HostBackend, _from_float32, _Result, _Routing, _rows, _to_float32
+from .host import ROWS_TAG, HostBackend, Routing
+from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
@@ -62,7 +63,7 @@ class HostLowLatencyBackend(HostBackend):
 
     def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
         super().__init__(comm, config)
-        self._combine_memory: _Result | None = None
+        self._combine_memory: Result | None = None
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
         self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
 
@@ -71,7 +72,7 @@ class HostLowLatencyBackend(HostBackend):
         if self._combine_memory is None:
             config = self._config
             shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
-            self._combine_memory = _Result(shape, "bfloat16", fill=0)
+            self._combine_memory = Result(shape, "bfloat16", fill=0)
         return self._combine_memory.view(framework)
 
     def low_latency_dispatch(
@@ -89,17 +90,17 @@ class HostLowLatencyBackend(HostBackend):
 
         shape = (config.num_local_experts, config.num_max_recv_tokens)
         made = {
-            name: _Result((*shape, view.shape[1]), view.dtype, fill=0)
+            name: Result((*shape, view.shape[1]), view.dtype, fill=0)
             for name, view in (("x", x), ("scales", scales))
             if view is not None
         }
-        num_recv = _Result(shape[:1], "int32", fill=0)
+        num_recv = Result(shape[:1], "int32", fill=0)
 
         def receive() -> None:
             for name, result in made.items():
                 view = sent._views[name]
                 assert view is not None
-                result.rows.reshape(shape[0] * shape[1], view.row_bytes)[routing.slot] = _rows(view)[routing.row]
+                result.rows.reshape(shape[0] * shape[1], view.row_bytes)[routing.slot] = rows_of(view)[routing.row]
             num_recv.rows.view(np.int32)[:, 0] = routing.counts
             if inputs.recv_stats is not None:
                 stats = host_bytes(inputs.recv_stats).view(np.int32)
@@ -139,10 +140,10 @@ class HostLowLatencyBackend(HostBackend):
         total = self._reduce_early(site, inputs, call) if inputs.reduce_early else self._reduce_at_home(inputs)
         out = inputs.out
         if out is None:
-            out = _Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
+            out = Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
 
         def receive() -> None:
-            _rows(out)[...] = total
+            rows_of(out)[...] = total
 
         hook = self._combine_hooks.hook(receive) if return_recv_hook else None
         if hook is None:
@@ -159,17 +160,17 @@ class HostLowLatencyBackend(HostBackend):
                 arrived = sent._views["x"]
                 assert arrived is not None
                 weights = _values(arrived)
-            sums = _Result((routing.rows.num_recv_rows, self._config.hidden), "bfloat16")
+            sums = Result((routing.rows.num_recv_rows, self._config.hidden), "bfloat16")
             _weighted_sum(self._expert_rows(inputs)[routing.slot], routing.row, routing.choice, weights, sums.rows)
             given = CombineInputs(sums.view(inputs.y.framework), routing.rows, None, ())
             total = self.combine(site, given, call)._views["x"]
             assert total is not None
-            return _rows(total)
+            return rows_of(total)
 
     def _reduce_at_home(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
         """Send the row of each choice, and add them up at home."""
         routing: _ExpertRouting = inputs.handle._routing
-        tokens: _Routing = routing.rows._routing
+        tokens: Routing = routing.rows._routing
         config, y = self._config, self._expert_rows(inputs)
         self._mail.start_call()
         ends = np.searchsorted(routing.row, np.cumsum(tokens.num_received))  # entries come in the order of their source ranks
@@ -185,7 +186,7 @@ class HostLowLatencyBackend(HostBackend):
         by_peer = [np.flatnonzero(peer == rank) for rank in range(self._num_ranks)]
         arrived = [np.empty((len(entries), y.shape[1]), np.uint8) for entries in by_peer]
         arrived[self._rank] = outgoing[self._rank][0]
-        self._mail.exchange(outgoing, [[rows] for rows in arrived], _ROWS_TAG, "kPhaseLlCombineRows")
+        self._mail.exchange(outgoing, [[rows] for rows in arrived], ROWS_TAG, "kPhaseLlCombineRows")
 
         rows = np.empty((len(token), y.shape[1]), np.uint8)
         for entries, part in zip(by_peer, arrived, strict=True):
@@ -218,22 +219,22 @@ def _weighted_sum(rows: np.ndarray, target: np.ndarray, choice: np.ndarray, weig
         for k in range(weights.shape[1]):
             at = np.flatnonzero(choice == k)
             here = target[at]  # each at most once
-            total[here] += weights[here, k][:, None] * _to_float32(rows[at], "bfloat16")
-        _from_float32(total, "bfloat16", out)
+            total[here] += weights[here, k][:, None] * to_float32(rows[at], "bfloat16")
+        from_float32(total, "bfloat16", out)
 
 
 def _to_fp8(x: View, inputs: LowLatencyDispatchInputs) -> tuple[View, View]:
     """Rows as FP8, and their scales."""
-    codes, factors = fp8.to_fp8(_to_float32(_rows(x), "bfloat16"), inputs.round_scale)
+    codes, factors = fp8.to_fp8(to_float32(rows_of(x), "bfloat16"), inputs.round_scale)
     if inputs.use_ue8m0:
         factors = fp8.exponents(factors)
-    rows = _Result(x.shape, "float8_e4m3fn")
+    rows = Result(x.shape, "float8_e4m3fn")
     rows.rows[...] = codes
-    scales = _Result((x.shape[0], x.shape[1] // FP8_GROUP), factors.dtype.name)
+    scales = Result((x.shape[0], x.shape[1] // FP8_GROUP), factors.dtype.name)
     scales.rows.view(factors.dtype)[...] = factors
     return rows.view(x.framework), scales.view(x.framework)
 
 
 def _values(view: View) -> np.ndarray:
     """A matrix of a type that NumPy knows, without a copy."""
-    return _rows(view).view(view.dtype)
+    return rows_of(view).view(view.dtype)

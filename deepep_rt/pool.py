@@ -7,9 +7,44 @@ next user is ordered after what the streams that used it (the call's, the caller
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from . import driver
 from .layout import align_up
+
+
+class Readers:
+    """The streams whose work may still use memory that came back."""
+
+    def __init__(self) -> None:
+        self._context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
+        self._streams: set[int] = set()
+        self._events: list[tuple[int, driver.CudaEvent]] = []
+
+    def add(self, streams: Collection[int]) -> None:
+        """Memory came back that these streams have used. Where one stream does everything, this costs nothing."""
+        if len(streams) == 1:
+            self._streams.update(streams)
+        else:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
+            with self._context:
+                self._events += [(stream, driver.CudaEvent(stream)) for stream in streams if not driver.is_capturing(stream)]
+
+    def let_finish_before(self, stream: int) -> None:
+        """Order later work on `stream` after them. Captured work is left to whoever replays the graph."""
+        others = self._streams - {stream}
+        if not (others or self._events):
+            return
+        with self._context:
+            if driver.is_capturing(stream):
+                return
+            for other, event in self._events:
+                if other != stream:
+                    driver.wait_event(stream, event.handle)
+            for other in others:
+                if not driver.is_capturing(other):
+                    driver.wait_stream(stream, other)
+        self._events.clear()
+        self._streams = {stream}  # it stands for all of them now
 
 
 class Block:
@@ -49,7 +84,7 @@ class Pool:
     def __init__(self, base: int, num_bytes: int) -> None:
         self.base = base
         self._free = [(0, num_bytes)]  # (offset, bytes), by offset, never adjacent
-        self._readers = driver.Readers()
+        self._readers = Readers()
 
     def allocate(self, num_bytes: int, *streams: int | None) -> Block | None:
         """A block, or None if there is no room.
@@ -96,7 +131,7 @@ class Slots:
         self._num_bytes = num_bytes
         self._memory = [driver.allocate(num_bytes) for _ in range(count)]
         self._free = list(self._memory)
-        self._readers = driver.Readers()
+        self._readers = Readers()
 
     def take(self, *streams: int | None) -> Slot:
         """A slot for work on the first of `streams`; the others (None: nobody) will use it too."""
@@ -128,6 +163,23 @@ class Slot:
 
     def __del__(self) -> None:
         self._slots.give_back(self.ptr, self._users)
+
+
+class StreamMemory:
+    """Memory from the driver's stream-ordered pool; it goes back with the last reference, after what the streams that use it hold then."""
+
+    def __init__(self, num_bytes: int, stream: int) -> None:
+        self.ptr, self.stream = driver.allocate_async(num_bytes, stream), stream
+        self._readers = Readers()
+
+    def used_on(self, stream: int) -> None:
+        """Another stream works with it."""
+        self._readers.add([stream])
+
+    def __del__(self, _free: Any = driver.free_async) -> None:
+        if hasattr(self, "_readers"):
+            self._readers.let_finish_before(self.stream)
+            _free(self.ptr, self.stream)
 
 
 def _known(streams: Iterable[int | None]) -> list[int]:

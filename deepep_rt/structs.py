@@ -150,7 +150,7 @@ LlEntry = CStruct(
     """
     i32 source;
     i32 token;
-    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies; kLlElsewhere, kLlNoRoom
+    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies, or kLlElsewhere, kLlNoRoom
     f32 weight[kNumTopk];
     """,
 )
@@ -180,6 +180,12 @@ Mailbox = CStruct(
 )
 
 SHARED = (RouteMessage, RouteBlock, Landing, State, LlHeader, LlMessage, LlEntry, Report, Mailbox)
+
+LL_SEND, LL_RECEIVE = 1, 2
+"""The parts of a low-latency call that a launch does: one of them, or both added up."""
+
+LL_ELSEWHERE, LL_NO_ROOM = -1, -2
+"""In LlEntry.row: the expert lives on another rank; it got more rows than there is room for (tokens chose it twice)."""
 
 PHASES = {
     "kPhaseRoute": (1, "the token counts of dispatch"),

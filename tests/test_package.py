@@ -40,6 +40,7 @@ ORDER = [
     "inputs",
     "hooks",
     "mail",
+    "host_arrays",
     "host",
     "host_low_latency",
     "device",

@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch")
 from helpers import cpu, make, routing, rows, same  # noqa: E402
 
 from deepep_rt import EPTimeoutError, EPUnavailableError, jit  # noqa: E402
-from deepep_rt.config import arch_number  # noqa: E402
+from deepep_rt.config import has_fp8  # noqa: E402
 
 SHARED_GPUS = bool(os.environ.get("DEEPEP_RT_SHARE_GPUS"))
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
 
 
 def formats():
-    return FORMATS if arch_number(jit.current_arch()) >= 89 else FORMATS[:1]
+    return FORMATS if has_fp8(jit.current_arch()) else FORMATS[:1]
 
 
 def make_both(comm, **sizes):
