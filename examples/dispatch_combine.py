@@ -3,42 +3,15 @@
 mpirun -n 4 python examples/dispatch_combine.py
 """
 
-import argparse
 import time
-import warnings
 
 import numpy as np
+from common import array_library, comm, parse, say
 from mpi4py import MPI
 
 from deepep_rt import Buffer
 
-comm = MPI.COMM_WORLD
 rank, num_ranks = comm.rank, comm.size
-
-
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
-    parser.add_argument("--tokens", type=int, help="tokens of each rank; default 4096 on GPUs, 256 without")
-    parser.add_argument("--hidden", type=int, help="default 7168 on GPUs, 2048 without")
-    parser.add_argument("--topk", type=int, default=8, help="experts of a token")
-    parser.add_argument("--experts", type=int, default=256, help="rounded down to a multiple of the ranks")
-    args = parser.parse_args()
-    args.on_gpu = args.backend == "cuda" or (args.backend == "auto" and has_gpu())
-    args.tokens = args.tokens or (4096 if args.on_gpu else 256)
-    args.hidden = args.hidden or (7168 if args.on_gpu else 2048)
-    args.experts -= args.experts % num_ranks
-    return args
-
-
-def has_gpu():
-    try:
-        warnings.filterwarnings("ignore", message="CUDA path could not be detected")
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount() > 0
-    except Exception:  # no CuPy, no driver or no GPU; the host backend needs none of them
-        return False
 
 
 def tokens_of(source, args):
@@ -84,17 +57,15 @@ def report(name, call, buffer, rows, remote_rows, row_bytes, ceiling, num_calls=
     seconds = comm.allreduce((time.perf_counter() - start) / num_calls, MPI.MAX)
     speed, remote = (comm.allreduce(n) / num_ranks * row_bytes / seconds / 1e9 for n in (rows, remote_rows))
     share = f", {100e9 * remote / ceiling:.0f} % of the copy ceiling" if num_ranks > 1 else ""
-    if rank == 0:
-        print(f"{name:9}{seconds * 1e6:9.1f} us {speed:8.2f} GB/s, to and from other ranks {remote:.2f} GB/s{share}")
+    say(f"{name:9}{seconds * 1e6:9.1f} us {speed:8.2f} GB/s, to and from other ranks {remote:.2f} GB/s{share}")
 
 
 def main():
-    args = parse_args()
-    xp = np
-    if args.on_gpu:
-        import cupy as xp
-
-        xp.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % xp.cuda.runtime.getDeviceCount()).use()
+    sizes = {"tokens": ("tokens of each rank", 4096, 256), "hidden": ("length of a row", 7168, 2048)}
+    sizes |= {"topk": ("experts of a token", 8, 8), "experts": ("of all ranks, rounded down to a multiple of them", 256, 256)}
+    args = parse(__doc__, sizes)
+    args.experts -= args.experts % num_ranks
+    xp = array_library(args.on_gpu)
     to_host = xp.asnumpy if args.on_gpu else np.asarray
     gains = 1 + np.arange(args.experts, dtype=np.float32) / args.experts  # expert e multiplies a row by gains[e]
     local_gains = xp.asarray(gains.reshape(num_ranks, -1)[rank])
@@ -110,18 +81,15 @@ def main():
 
         check_dispatch(sent, to_host, args)
         check_combine(to_host(out), gains, args)
-
         ceiling = buffer.copy_ceiling()
-        if rank == 0:
-            print(f"{buffer.backend}: {num_ranks} ranks, {args.tokens} tokens of {args.hidden} x float16 each,", end=" ")
-            print(f"top-{args.topk} of {args.experts} experts; copy ceiling {ceiling / 1e9:.2f} GB/s to other ranks")
+        say(f"{buffer.backend}: {num_ranks} ranks, {args.tokens} tokens of {args.hidden} x float16 each,", end=" ")
+        say(f"top-{args.topk} of {args.experts} experts; copy ceiling {ceiling / 1e9:.2f} GB/s to other ranks")
         remote_rows = int((sent.recv_src_idx[:, 0] != rank).sum())
         counts = (sent.handle.num_recv_rows, remote_rows, 2 * args.hidden, ceiling)
         report("dispatch", lambda: buffer.dispatch(x, handle=sent.handle), buffer, *counts)
         report("combine", lambda: buffer.combine(y, sent.handle), buffer, *counts)
     comm.Barrier()
-    if rank == 0:
-        print("OK")
+    say("OK")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The examples run on the host backend and check themselves."""
 
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +37,17 @@ def test_low_latency_decode(num_ranks, options, kind):
     assert f"{kind} dispatch" in lines[0]
     assert [line.split()[0] for line in lines[1:-1]] == ["one_batch", "two_micro_batches"]
     assert all(" us a step" in line for line in lines[1:-1])
+
+
+@pytest.mark.parametrize("options", [[], ["--even"]])
+def test_overlap_micro_batches(options):
+    (line,) = run(2, "overlap_micro_batches.py", *options)
+    assert re.search(r": \d+ us overlapped, \d+ us one after the other, same bits$", line)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_overlap_is_drawn(tmp_path, kind):
+    picture = tmp_path / f"timeline.{kind}"
+    run(2, "overlap_micro_batches.py", "--picture", str(picture))
+    assert picture.stat().st_size > 10_000
