@@ -204,8 +204,7 @@ __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epo
   Taker taker({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, ahead);
   for (int token = taker.next(); token >= 0; token = taker.next()) {
     bool ok = true;
-    if (position >= 0)
-      ok = wait_epoch(make_waiter(p), flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
+    if (position >= 0) ok = wait_epoch(p, flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
     const bool all_ok = __all_sync(~0u, ok);
     __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
     if (!all_ok) return;

@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   __syncwarp();  // all lanes send what lane 0 acquired
   if (!routes.failed && lane < kNumRanks) {
     st_release_sys(at<u32>(p.peers[lane], kControlDispatchFlags) + p.rank, epoch);
-    wait_epoch(make_waiter(p), at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);
+    wait_epoch(p, at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);
   }
   __syncwarp();
   if (lane == 0) {

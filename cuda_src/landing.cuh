@@ -27,7 +27,7 @@ __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, i
 // Waits for a peer's publication; its offsets come back as addresses in the peer's memory.
 __device__ __forceinline__ bool await_landing(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, Landing& landing) {
   const Landing* mine = landing_of(p.peers[p.rank], inbox, epoch, peer);
-  if (!wait_epoch(make_waiter(p), &mine->flag, epoch, phase, peer)) return false;
+  if (!wait_epoch(p, &mine->flag, epoch, phase, peer)) return false;
   const u64 base = p.peers[peer];
   landing = *mine;
   landing.x += base;

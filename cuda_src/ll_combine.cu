@@ -2,45 +2,50 @@
 //
 // Sending. What arrived in ll_dispatch is sent back entry by entry: a group of p.send_warps warps adds up the outputs of this rank's
 // experts for the token, times their weights, and writes one bfloat16 row to the token's rank (p.reduce_early; otherwise one unweighted row
-// for each expert), then raises its flag. Unless the weights came with the dispatch, block 0 of every rank first sends its tokens' weights
-// around.
+// for each expert). Unless the weights came with the dispatch, block 0 of every rank first sends its tokens' weights around. What goes over
+// the network is written to memory of this rank first, and put from there.
 //
-// Receiving. Each warp takes a part of a token's row (p.receive_warps share it), waits for the flags of the token's rows, and adds them up
-// in float32: in rank order (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every
-// product is rounded before it is added: the result is the same in each run, and on the host backend.
+// Receiving. A group of p.receive_warps warps shares a token. Each thread adds up some columns of the token's rows as they come, in
+// float32: in rank order (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product
+// is rounded before it is added: the result is the same in each run, and on the host backend.
 //
-// Reuse of the inbox, kNumSides sides by the epoch, and the counters: as in ll_dispatch. Weights of a side are read by the sending part,
-// which comes before the receiving part and its acknowledgement.
+// A rank that the dispatch left out is left out here too: whoever was masked then has no rows of the other.
+// Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on. Weights of a side
+// are read by the sending part, which comes before the receiving part and its acknowledgement.
 // No block waits for another one of its grid: entries are taken by whoever runs.
+// Where time-outs mask, a group first waits for whole rows, so that it adds up all of a row or nothing.
 //
-// Bytes: each entry's rows read once, one row over the link for each entry, rows of a token read once.
-#include "number.cuh"
-#include "wait.cuh"
-#include "work.cuh"
+// Bytes: each entry's rows read once, one row over the link for each entry, rows of a token read and cleared once.
+#include "low_latency.cuh"
 
-constexpr int kWarps = kLlThreads / 32, kRowVecs = kHidden / 8;
+constexpr int kRowVecs = kHidden / 8;
 constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;
-constexpr int kAtOnce = 4;
+
+__device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlCombine); }
 
 // `which`: the sending rank, or the choice.
 __device__ __forceinline__ u64 place_of(u32 epoch, int which, int token) {
-  return static_cast<u64>(epoch % kNumSides * kRowsOfToken + which) * kNumMaxTokens + token;
+  return (static_cast<u64>(epoch % kNumSides) * kRowsOfToken + which) * kNumMaxTokens + token;
 }
 
-__device__ __forceinline__ Vec16* row_at(const Params& p, u32 epoch, int receiver, int which, int token) {
-  return at<Vec16>(p.peers[receiver], kLlRows) + place_of(epoch, which, token) * kRowVecs;
+__device__ __forceinline__ u64 row_offset(u32 epoch, int which, int token) {
+  return kLlRows + place_of(epoch, which, token) * sizeof(Vec16) * kRowVecs;
 }
 
-__device__ __forceinline__ u32* flag_at(const Params& p, u32 epoch, int receiver, int which, int token) {
-  return at<u32>(p.peers[receiver], kLlRowFlags) + place_of(epoch, which, token);
+__device__ __forceinline__ u64 flag_offset(u32 epoch, int which, int token) {
+  return kLlRowFlags + place_of(epoch, which, token) * sizeof(u64);
 }
 
-__device__ __forceinline__ float* weights_at(const Params& p, u32 epoch, int receiver, int source) {
-  return at<float>(p.peers[receiver], kLlWeights) + static_cast<u64>(epoch % kNumSides * kNumRanks + source) * kNumMaxTokens * kNumTopk;
+__device__ __forceinline__ u64 side_of(u32 epoch, int rank) { return static_cast<u64>(epoch % kNumSides) * kNumRanks + rank; }
+
+__device__ __forceinline__ u64 weights_offset(u32 epoch, int source) {
+  return kLlWeights + side_of(epoch, source) * kNumMaxTokens * kNumTopk * sizeof(u64);
 }
 
-__device__ __forceinline__ u32* weight_flag_at(const Params& p, u32 epoch, int receiver, int source) {
-  return at<u32>(p.peers[receiver], kLlWeightFlags) + epoch % kNumSides * kNumRanks + source;
+__device__ __forceinline__ u64 weight_flag_offset(u32 epoch, int source) { return kLlWeightFlags + side_of(epoch, source) * sizeof(u64); }
+
+__device__ __forceinline__ u64 staged_offset(u32 epoch, int entry) {
+  return kLlStagedRows + (static_cast<u64>(epoch % kNumSides) * kNumRanks * kNumMaxTokens + entry) * sizeof(Vec16) * kRowVecs;
 }
 
 // Some warps of a block that work on one item together.
@@ -68,19 +73,43 @@ struct Group {
   }
 };
 
-__device__ inline void send_weights(const Params& p, u32 epoch) {
-  const int warp = warp_idx(), lane = lane_idx();
-  if (warp >= kNumRanks) return;
-  float* to = weights_at(p, epoch, warp, p.rank);
-  for (int i = lane; i < p.num_tokens * kNumTopk; i += 32) to[i] = at<const float>(p.topk_weights, 0)[i];
-  __syncwarp();
-  if (lane == 0) st_release_sys(weight_flag_at(p, epoch, warp, p.rank), epoch);
+// All of block 0.
+__device__ inline void send_weights(const Params& p, const Call& call) {
+  const u32 epoch = call.sent;
+  const u64 there = weights_offset(epoch, p.rank);
+  const u64 staged = kLlStagedWeights + static_cast<u64>(epoch % kNumSides) * kNumMaxTokens * kNumTopk * sizeof(u64);
+  for (int i = threadIdx.x; i < p.num_tokens * kNumTopk; i += kLlThreads) {
+    const u64 word = word_of(__float_as_uint(at<const float>(p.topk_weights, 0)[i]), epoch);
+    for (int r = 0; r < kNumRanks; ++r) {
+      if (!call.out[r] && !is_far(p, r)) st_relaxed_sys(at<u64>(p.peers[r], there) + i, word);
+    }
+    if (kHasFar) at<u64>(p.peers[p.rank], staged)[i] = word;
+  }
+  if constexpr (!kHasFar) return;
+  __syncthreads();
+  for (int r = warp_idx(); r < kNumRanks; r += kWarps) {
+    const u64 num_bytes = static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(u64);
+    if (!call.out[r] && is_far(p, r)) put(p, r, there, staged, num_bytes, weight_flag_offset(epoch, p.rank), epoch);
+  }
+}
+
+// One warp; in lane k the weight of the token's choice k, which did not come with the row. `ok`: whether it came.
+__device__ inline float late_weight(const Params& p, u32 epoch, int source, int token, bool& ok) {
+  const int lane = lane_idx();
+  if (lane >= kNumTopk) return 0.f;
+  const u64 mine = p.peers[p.rank];
+  u64 word = 0;
+  if (is_far(p, source)) ok = wait_epoch(p, at<const u64>(mine, weight_flag_offset(epoch, source)), epoch, kPhaseLlWeights, source);
+  const u64* words = at<const u64>(mine, weights_offset(epoch, source)) + token * kNumTopk;
+  ok = ok && wait_epoch(p, words + lane, epoch, kPhaseLlWeights, source, &word);
+  return __uint_as_float(word >> 32);
 }
 
 // Writes the sum of some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight.
 // Called by all warps of a group; each does its part of the columns.
 template <class From>
 __device__ __forceinline__ void write_sum(const Group& group, Vec16* to, u32 which, float weight, From from) {
+  constexpr int kAtOnce = 4;
   const int step = group.num_warps * 32;
   for (int first = group.thread; first - lane_idx() < kRowVecs; first += step * kAtOnce) {
     float sum[kAtOnce][8] = {};
@@ -100,69 +129,59 @@ __device__ __forceinline__ void write_sum(const Group& group, Vec16* to, u32 whi
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (first + j * step < kRowVecs) st_vec(to + first + j * step, rounded<kBfloat16>(sum[j]));
+      if (first + j * step < kRowVecs) st_relaxed_sys(to + first + j * step, rounded<kBfloat16>(sum[j]));
     }
   }
 }
 
-__device__ inline void send_entry(const Params& p, u32 epoch, const Group& group, const LlEntry* entry) {
+// Called by all warps of a group. `idx`: of the entry.
+__device__ inline void send_entry(const Params& p, const Call& call, const Group& group, const LlEntry* entry, int idx) {
+  const u32 epoch = call.sent;
   const int lane = lane_idx(), source = entry->source, token = entry->token;
   const int row = lane < kNumTopk ? entry->row[lane] : kLlElsewhere;
+  const float early_weight = lane < kNumTopk ? entry->weight[lane] : 0.f;
+  if (call.out[source]) return;
+  const bool far = is_far(p, source);
+  const u64 staged = staged_offset(epoch, idx), row_bytes = sizeof(Vec16) * kRowVecs;
+  auto row_for = [&](int which) {
+    return far ? at<Vec16>(p.peers[p.rank], staged) : at<Vec16>(p.peers[source], row_offset(epoch, which, token));
+  };
   if (p.reduce_early) {
-    float weight = lane < kNumTopk ? entry->weight[lane] : 0.f;
     bool ok = true;
-    if (!p.has_weights) {
-      if (lane == 0) ok = wait_epoch(make_waiter(p), weight_flag_at(p, epoch, p.rank, source), epoch, kPhaseLlWeights, source);
-      ok = __shfl_sync(~0u, ok, 0);
-      __syncwarp();  // all lanes may read what lane 0 acquired
-      if (ok && lane < kNumTopk) weight = ld_relaxed_sys(weights_at(p, epoch, p.rank, source) + token * kNumTopk + lane);
-    }
-    const u32 here = __ballot_sync(~0u, row >= 0);
+    const float weight = p.has_weights ? early_weight : late_weight(p, epoch, source, token, ok);
+    if (!p.has_weights && !group.all(ok)) return;
     auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
-    write_sum(group, row_at(p, epoch, source, p.rank, token), here, weight, from);
-    const bool all_ok = group.all(ok);
-    __syncwarp();
-    if (all_ok && group.thread == 0) st_release_sys(flag_at(p, epoch, source, p.rank, token), epoch);
+    write_sum(group, row_for(p.rank), __ballot_sync(~0u, row >= 0), weight, from);
+    if (!far) return;
+    group.sync();
+    if (group.thread < 32) put(p, source, row_offset(epoch, p.rank, token), staged, row_bytes, flag_offset(epoch, p.rank, token), epoch);
     return;
   }
   for (int k = 0; k < kNumTopk; ++k) {
     const i64 from = __shfl_sync(~0u, row, k);
     if (from == kLlElsewhere) continue;
-    Vec16* to = row_at(p, epoch, source, k, token);
+    Vec16* to = row_for(k);
     for (int i = group.thread; i < kRowVecs; i += group.num_warps * 32) {
-      st_vec(to + i, from == kLlNoRoom ? Vec16{} : ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i));
+      st_relaxed_sys(to + i, from == kLlNoRoom ? Vec16{} : sendable(ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i)));
     }
+    if (!far) continue;
+    group.sync();
+    if (group.thread < 32) put_and_wait(p, source, row_offset(epoch, k, token), staged, row_bytes, flag_offset(epoch, k, token), epoch);
+    group.sync();
   }
-  group.sync();
-  if (group.thread < kNumTopk && row != kLlElsewhere) st_release_sys(flag_at(p, epoch, source, group.thread, token), epoch);
 }
 
-// Groups never leave early: their warps meet at barriers. After a time-out flags stay down.
-__device__ inline void send(const Params& p, u32 epoch) {
-  __shared__ i32 items[2][kWarps];  // the item of each group, by turns
-  __shared__ bool failed;
-  u32* taken = &at<State>(p.state, 0)->ll_combine_items;
-  const Group group(p.send_warps);
+// Groups never leave early: their warps meet at barriers. `items`: of each group the item at hand, by turns; `num_entries`: of the handle.
+__device__ inline void send(const Params& p, const Call& call, const Group& group, u32 (&items)[2][kWarps], int num_entries) {
+  u32* taken = &progress_of(p)->taken;
   u32 next = 0;
-  if (group.thread == 0) next = add_relaxed_gpu(taken, 1);  // comes while others are waited for
-  const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
   const LlEntry* entries = at<const LlEntry>(p.handle, kLlHandleEntries);
-  if (threadIdx.x == 0) failed = false;
-  __syncthreads();
-  if (threadIdx.x < kNumRanks) {
-    const u32* acks = at<const u32>(p.peers[p.rank], kLlCombineAcks);
-    if (!wait_epoch(make_waiter(p), acks + threadIdx.x, epoch - kNumSides, kPhaseLlCombineRoom, threadIdx.x) || was_aborted(p))
-      failed = true;
-  }
-  if (group.thread == 0) items[0][group.idx] = next;
-  __syncthreads();
-  if (failed) return;
-  if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, epoch);
+  if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
   for (int turn = 0;; ++turn) {
-    const int item = items[turn % 2][group.idx];
+    const int item = items[turn % 2][group.idx] - call.taken_before;
     if (item >= num_entries) break;
     if (group.thread == 0) next = add_relaxed_gpu(taken, 1);
-    send_entry(p, epoch, group, entries + item);
+    send_entry(p, call, group, entries + item, item);
     if (group.thread == 0) items[(turn + 1) % 2][group.idx] = next;
     group.sync();
   }
@@ -176,23 +195,98 @@ __device__ __forceinline__ int choice_of(const Params& p, int token) {
   return expert >= 0 && expert < kNumExperts ? static_cast<int>(expert) : -1;
 }
 
-// One warp's part of a token.
-__device__ inline void receive_token(const Params& p, u32 epoch, const Group& group, int token, int expert) {
-  const int lane = lane_idx();
-  const i64 place = static_cast<i64>(token) * kNumTopk + lane;
-  const bool valid = expert >= 0;
-  const int holder = valid ? expert / kNumLocalExperts : 0;
-  const u32 ranks = __reduce_or_sync(~0u, valid ? 1u << holder : 0), choices = __ballot_sync(~0u, valid);
-  const u32 rows = p.reduce_early ? ranks : choices;
-  const int sender = p.reduce_early ? lane : holder;
-  bool ok = true;
-  if (rows >> lane & 1) ok = wait_epoch(make_waiter(p), flag_at(p, epoch, p.rank, lane, token), epoch, kPhaseLlCombineRows, sender);
-  const bool all_ok = __all_sync(~0u, ok);
-  __syncwarp();
-  if (!all_ok) return;
-  const float weight = !p.reduce_early && valid ? at<const float>(p.topk_weights, 0)[place] : 1.f;
+// The rows of a token, in the order in which they are added up.
+struct Rows {
+  int count;
+  u64 row;       // in lane j: of row j, the address,
+  int sender;    // the rank that sends it,
+  float weight;  // and its weight
+
+  // One warp. `ok`: false where one came too late.
+  __device__ inline Rows(const Params& p, const Call& call, int token, int expert, bool& ok) {
+    const int lane = lane_idx();
+    const u64 mine = p.peers[p.rank];
+    int rank = first_choice_of(expert, call.out), key = rank;  // rows are added up in the order of their keys
+    if (!p.reduce_early) {
+      rank = expert >= 0 && !call.out[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
+      key = rank >= 0 ? lane : -1;
+    }
+    ok = true;
+    const u64 flag = mine + flag_offset(call.received, key < 0 ? 0 : key, token);
+    if (key >= 0 && is_far(p, rank)) ok = wait_epoch(p, at<const u64>(flag, 0), call.received, kPhaseLlCombineRows, rank);
+    if (kMasksOnTimeout && !ok) key = -1;
+    ok = __all_sync(~0u, ok);
+    __syncwarp();
+    int position = 0, from = 0;
+    for (int k = 0; k < kNumTopk; ++k) {
+      const int other = __shfl_sync(~0u, key, k);
+      position += other >= 0 && other < key;
+    }
+    for (int k = 0; k < kNumTopk; ++k) {
+      if (__shfl_sync(~0u, key >= 0 ? position : -1, k) == lane) from = k;
+    }
+    count = __popc(__ballot_sync(~0u, key >= 0));
+    const float mine_weight =
+        !p.reduce_early && key >= 0 ? at<const float>(p.topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] : 1.f;
+    row = __shfl_sync(~0u, mine + row_offset(call.received, key < 0 ? 0 : key, token), from);
+    sender = __shfl_sync(~0u, rank, from);
+    weight = __shfl_sync(~0u, mine_weight, from);
+  }
+};
+
+// Leaves only rows that have come whole.
+__device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group, Rows& rows) {
+  int kept = 0;
+  for (int j = 0; j < rows.count; ++j) {
+    const u64 row = __shfl_sync(~0u, rows.row, j);
+    const int sender = __shfl_sync(~0u, rows.sender, j);
+    const float weight = __shfl_sync(~0u, rows.weight, j);
+    bool ok = true;
+    for (int i = group.thread; ok && i < kRowVecs; i += group.num_warps * 32) {
+      ok = wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(at<const Vec16>(row, 0) + i)); });
+    }
+    if (!group.all(ok)) continue;
+    if (lane_idx() == kept) rows.row = row, rows.sender = sender, rows.weight = weight;
+    ++kept;
+  }
+  rows.count = kept;
+}
+
+// One warp's part of a token. False: the time is up.
+__device__ inline bool receive_token(const Params& p, const Call& call, const Group& group, int token, int expert) {
+  constexpr int kMost = kMasksOnTimeout ? 4 : 8, kAtOnce = kNumTopk < kMost ? kNumTopk : kMost;  // more would spill
+  bool ok;
+  Rows rows(p, call, token, expert, ok);
+  if (!ok && !kMasksOnTimeout) return false;
+  if constexpr (kMasksOnTimeout) keep_whole(p, call.received, group, rows);
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
-  write_sum(group, out, rows, weight, [&](int which) { return row_at(p, epoch, p.rank, which, token); });
+  for (int i = group.thread; i - lane_idx() < kRowVecs; i += group.num_warps * 32) {
+    const bool exists = i < kRowVecs;
+    float sum[8] = {};
+    for (int first = 0; first < rows.count; first += kAtOnce) {
+      Vec16* from[kAtOnce];
+      Vec16 held[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        from[j] = at<Vec16>(__shfl_sync(~0u, rows.row, first + j), 0) + i;
+        if (exists && first + j < rows.count) held[j] = ld_relaxed_sys(from[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int sender = __shfl_sync(~0u, rows.sender, first + j);
+        const float weight = __shfl_sync(~0u, rows.weight, first + j);
+        if (!exists || first + j >= rows.count) continue;
+        if (!has_come(held[j])) {
+          ok &=
+              wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(held[j] = ld_relaxed_sys(from[j])); });
+        }
+        st_vec(from[j], not_yet());
+        add_scaled_to<kBfloat16>(sum, held[j], weight);
+      }
+    }
+    if (exists) st_vec(out + i, rounded<kBfloat16>(sum));
+  }
+  return kMasksOnTimeout || __all_sync(~0u, ok);
 }
 
 // Which tokens a warp receives.
@@ -205,29 +299,25 @@ struct Share {
 };
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
+  __shared__ Call call;
+  __shared__ u32 items[2][kWarps];
   overlap_kernels();
-  State* state = at<State>(p.state, 0);
-  const u32 sent = state->ll_combine_sent + 1, received = state->ll_combine_received + 1;
-  if (blockIdx.x == 0 && threadIdx.x < kNumRanks) {
-    st_relaxed_sys(at<u32>(p.peers[threadIdx.x], kLlCombineAcks) + p.rank, received - 1);  // earlier kernels have ended: no fence
-  }
+  const Group senders(p.send_warps);
   const Share share(p);
-  int expert = choice_of(p, share.first);  // comes while rows are sent
-  if (p.phases & kLlSend) send(p, sent);
+  // Whatever does not depend on the call's numbers is loaded while they come.
+  const bool takes = p.phases & kLlSend && senders.thread == 0;
+  const u32 first = takes ? add_relaxed_gpu(&progress_of(p)->taken, 1) : 0;
+  int expert = choice_of(p, share.first);
+  const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
+  if (warp_idx() == 0) begin(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleOut), call);
+  if (takes) items[0][senders.idx] = first;
   __syncthreads();
-  if (p.phases & kLlReceive) {
-    for (int token = share.first; token < p.num_tokens; token += share.step) {
-      receive_token(p, received, share.group, token, expert);
-      expert = choice_of(p, token + share.step);
-    }
+  if (call.failed) return;
+  if (p.phases & kLlSend) send(p, call, senders, items, num_entries);
+  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_entries + kWarps / p.send_warps * gridDim.x);
+  if (!(p.phases & kLlReceive)) return;
+  for (int token = share.first; token < p.num_tokens; token += share.step) {
+    if (!receive_token(p, call, share.group, token, expert)) return;
+    expert = choice_of(p, token + share.step);
   }
-  __syncthreads();
-
-  if (threadIdx.x != 0 || !is_last_block_here(&state->ll_combine_blocks)) return;
-  state->ll_combine_blocks = 0;
-  if (p.phases & kLlSend) {
-    state->ll_combine_items = 0;
-    state->ll_combine_sent = sent;
-  }
-  if (p.phases & kLlReceive) state->ll_combine_received = received;
 }

@@ -44,6 +44,12 @@ __device__ __forceinline__ float ld_relaxed_sys(const float* p) {
   return v;
 }
 
+__device__ __forceinline__ u32 ld_relaxed_sys(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ u64 ld_relaxed_sys(const u64* p) {
   u64 v;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -86,8 +92,14 @@ __device__ __forceinline__ u32 add_acq_rel_gpu(u32* p, u32 v) {
   return old;
 }
 
-__device__ __forceinline__ void max_relaxed_gpu(u64* p, u64 v) {
-  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+__device__ __forceinline__ u64 max_relaxed_gpu(u64* p, u64 v) {
+  u64 old;
+  asm volatile("atom.relaxed.gpu.global.max.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+  return old;
+}
+
+__device__ __forceinline__ void add_relaxed_gpu(u64* p, u64 v) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
 __device__ __forceinline__ u32 add_relaxed_gpu(u32* p, u32 v) {
@@ -100,6 +112,28 @@ __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* p, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
   return old;
+}
+
+__device__ __forceinline__ u32 cas_acq_rel_gpu(u32* p, u32 expected, u32 v) {
+  u32 old;
+  asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(v) : "memory");
+  return old;
+}
+
+// Each of the four words is stored, and loaded, whole; nothing is said of them together.
+__device__ __forceinline__ void st_relaxed_sys(Vec16* p, const Vec16& v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
+               "r"(v.word[3])
+               : "memory");
+}
+
+__device__ __forceinline__ Vec16 ld_relaxed_sys(const Vec16* p) {
+  Vec16 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
+  return v;
 }
 
 // Rows are read once: they need no place in L1.

@@ -116,7 +116,7 @@ __device__ inline void meet_blocks(const Params& p, u32 epoch, Shared& shared) {
     __syncthreads();
     if (threadIdx.x == 0) st_release_sys(&blocks[block].flag, epoch);
   }
-  if (threadIdx.x < block && !wait_epoch(make_waiter(p), &blocks[threadIdx.x].flag, epoch, kPhaseRouteBlocks, p.rank)) shared.failed = true;
+  if (threadIdx.x < block && !wait_epoch(p, &blocks[threadIdx.x].flag, epoch, kPhaseRouteBlocks, p.rank)) shared.failed = true;
   __syncthreads();
   if (shared.failed) return;
   if (warp < kNumRanks) {
@@ -178,7 +178,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
   if (warp < kNumRanks) {
     const RouteMessage* message = message_at(p, epoch, p.rank, warp);
-    if (lane == 0 && !wait_epoch(make_waiter(p), &message->flag, epoch, kPhaseRoute, warp)) shared.failed = true;
+    if (lane == 0 && !wait_epoch(p, &message->flag, epoch, kPhaseRoute, warp)) shared.failed = true;
     __syncwarp();
     if (lane < kNumRanks) handle_rows[warp * kNumRanks + lane] = message->num_rows[lane];
   }

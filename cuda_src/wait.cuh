@@ -1,19 +1,8 @@
 // What kernels tell the host when something is wrong, and the one bounded wait. A peer that never comes ends in a report for the host, not
 // in a hang: the first wait that runs out of time writes it to pinned host memory and raises State::abort; every other wait, in this kernel
-// and in later ones, then gives up at once.
+// and in later ones, then gives up at once. Low-latency kernels can be made to mask the peer instead, and to go on (kMasksOnTimeout).
 #pragma once
-#include "memory.cuh"
-
-struct Waiter {
-  State* state;
-  Report* report;
-  u64 timeout_ns;
-  int rank;
-};
-
-__device__ __forceinline__ Waiter make_waiter(const Params& p) {
-  return {at<State>(p.state, 0), at<Report>(p.page, kPageReport), p.timeout_ns, p.rank};
-}
+#include "network.cuh"
 
 __device__ __forceinline__ u64 nanoseconds() {
   u64 t;
@@ -25,36 +14,87 @@ __device__ __forceinline__ u64 nanoseconds() {
 __device__ __forceinline__ bool was_aborted(const Params& p) { return ld_relaxed_gpu(&at<State>(p.state, 0)->abort) != 0; }
 
 // Raises State::abort, and reports, unless somebody did before.
-__device__ inline void give_up(const Waiter& w, u32 phase, int peer, u32 expected, u32 seen) {
-  if (exchange_relaxed_gpu(&w.state->abort, 1) != 0) return;
-  st_relaxed_sys(&w.report->phase, phase);
-  st_relaxed_sys(&w.report->rank, w.rank);
-  st_relaxed_sys(&w.report->peer, peer);
-  st_relaxed_sys(&w.report->expected, expected);
-  st_relaxed_sys(&w.report->seen, seen);
-  st_release_sys(&w.report->flag, 1);
+__device__ inline void give_up(const Params& p, u32 phase, int peer, u32 expected, u32 seen) {
+  if (exchange_relaxed_gpu(&at<State>(p.state, 0)->abort, 1) != 0) return;
+  Report* report = at<Report>(p.page, kPageReport);
+  st_relaxed_sys(&report->phase, phase);
+  st_relaxed_sys(&report->rank, p.rank);
+  st_relaxed_sys(&report->peer, peer);
+  st_relaxed_sys(&report->expected, expected);
+  st_relaxed_sys(&report->seen, seen);
+  st_release_sys(&report->flag, 1);
 }
 
-// Waits until the low half of *flag reaches `expected` (epochs wrap around). False: the time is up, or was up elsewhere, and nothing that
-// the flag announces may be used. `found`: what *flag held in the end; a u64 carries a number in its upper half.
-template <class Flag>
-__device__ inline bool wait_epoch(const Waiter& w, const Flag* flag, u32 expected, u32 phase, int peer, Flag* found = nullptr) {
-  u64 start = 0;
+// Whether a rank is left out of low-latency calls.
+__device__ __forceinline__ u32* masked_at(const Params& p, int rank) { return at<u32>(p.state, kLocalMasked) + rank; }
+
+// Leaves a rank out of this call, as far as it has not come, and of those that follow; the host is told.
+__device__ inline void mask_rank(const Params& p, int rank) {
+  exchange_relaxed_gpu(masked_at(p, rank), 1);
+  st_relaxed_sys(at<u32>(p.page, kPageMasked) + rank, 1u);
+}
+
+// Signs of life, where time-outs mask. A rank that waits for a dead one, whose last words reached others but not it, must not be taken for
+// dead by them: whoever waits gives a sign every now and then, and for whoever has given one is waited twice as long. Only near ranks
+// get it: NVSHMEM's functions, called from within every wait, would cost more registers than there are.
+constexpr int kSignsPerTimeout = 8;
+
+__device__ __forceinline__ u64 sign_of(const Params& p, int peer) {
+  return ld_relaxed_sys(at<const u64>(p.peers[p.rank], kLlSigns) + peer);
+}
+
+// One thread of the GPU at a time gets to give it.
+__device__ inline void give_sign(const Params& p, u64 now) {
+  u64* last = at<u64>(p.state, kLocalSigned);
+  const u64 pause = p.timeout_ns / kSignsPerTimeout, before = ld_relaxed_sys(last);
+  if (now - before < pause || max_relaxed_gpu(last, now) != before) return;
+  for (int r = 0; r < kNumRanks; ++r) {
+    if (!is_far(p, r) && ld_relaxed_gpu(masked_at(p, r)) == 0) st_relaxed_sys(at<u64>(p.peers[r], kLlSigns) + p.rank, now);
+  }
+}
+
+// Polls until has_come(seen), which may put into `seen` how far the peer is. False: the time is up, or was up elsewhere, and nothing that
+// was waited for may be used. Where time-outs mask, the peer is masked then, and all goes on without it.
+template <class HasCome>
+__device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int peer, HasCome has_come) {
+  const u32* stop = kMasksOnTimeout ? masked_at(p, peer) : &at<State>(p.state, 0)->abort;
+  u64 start = 0, sign = 0;
+  bool again = false;
   for (u32 spins = 1;; ++spins) {
-    const Flag word = ld_acquire_sys(flag);
-    const u32 seen = static_cast<u32>(word);
-    if (found) *found = word;
-    if (static_cast<i32>(seen - expected) >= 0) return true;
+    u32 seen = expected - 1;
+    if (has_come(seen)) return true;
     if (spins % 64) continue;
-    if (ld_relaxed_gpu(&w.state->abort)) return false;
+    if (ld_relaxed_gpu(stop)) return false;
     const u64 now = nanoseconds();
     if (start == 0) {
       start = now;
-    } else if (now - start > w.timeout_ns) {
-      give_up(w, phase, peer, expected, seen);
+      if (kMasksOnTimeout) sign = sign_of(p, peer);
+      continue;
+    }
+    if (kMasksOnTimeout && now - start > p.timeout_ns / kSignsPerTimeout) give_sign(p, now);
+    if (now - start <= p.timeout_ns) continue;
+    if (!kMasksOnTimeout) {
+      give_up(p, phase, peer, expected, seen);
       return false;
     }
+    if (again || sign_of(p, peer) == sign) {
+      mask_rank(p, peer);
+      return false;
+    }
+    start = now, again = true;
   }
+}
+
+// Waits until the low half of *flag reaches `expected` (epochs wrap around). `found`: what *flag held in the end; a u64 carries a number
+// in its upper half.
+template <class Flag>
+__device__ inline bool wait_epoch(const Params& p, const Flag* flag, u32 expected, u32 phase, int peer, Flag* found = nullptr) {
+  return wait_until(p, expected, phase, peer, [&](u32& seen) {
+    const Flag word = ld_acquire_sys(flag);
+    seen = static_cast<u32>(word);
+    if (found) *found = word;
+    return static_cast<i32>(seen - expected) >= 0;
+  });
 }
 
 __device__ inline void report_bad_expert(const Params& p, int token, i64 expert) {

@@ -15,6 +15,7 @@ from .errors import (
     EPTimeoutError,
     EPUnavailableError,
 )
+from .network import NetworkOptions
 from .results import (
     CombineResult,
     DispatchHandle,
@@ -45,4 +46,5 @@ __all__ = [
     "LowLatencyCombineResult",
     "LowLatencyDispatchResult",
     "LowLatencyHandle",
+    "NetworkOptions",
 ]

@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import layout
-from .config import MAX_RANKS_PER_NODE, ROW_ALIGNMENT, Config
+from .config import ROW_ALIGNMENT, Config
 from .errors import EPConfigError, EPDestroyedError, EPInputError
 from .inputs import Site, combine_inputs, dispatch_inputs, low_latency_combine_inputs, low_latency_dispatch_inputs
+from .network import NetworkOptions
 from .results import (
     CombineResult,
     DispatchHandle,
@@ -51,6 +52,10 @@ class Buffer:
         num_sms: SMs that a dispatch or combine occupies.
         low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it).
         low_latency_sms: SMs that a low-latency call occupies at most; calls of fewer tokens take fewer.
+        ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls go through NVSHMEM between such groups.
+            Default: the ranks of a host. 1 sends everything through NVSHMEM.
+        network: How NVSHMEM reaches the ranks on other hosts; takes effect when it starts, with the first Buffer of the process.
+        on_timeout: What a low-latency call does about a silent peer: "raise", or "mask" it (see `mask_rank`) and go on without it.
         check_inputs: Report expert numbers out of range from the device (the host backend always does); default `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when the caller holds so many results that the pool is full: "copy" the result to
             memory of its own, or raise "error".
@@ -84,6 +89,9 @@ class Buffer:
         num_sms: int = 24,
         low_latency: bool = False,
         low_latency_sms: int = 128,
+        ranks_per_node: int | None = None,
+        network: NetworkOptions | None = None,
+        on_timeout: str = "raise",
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:
@@ -103,24 +111,24 @@ class Buffer:
             num_sms=num_sms,
             low_latency=low_latency,
             low_latency_sms=low_latency_sms,
+            ranks_per_node=ranks_per_node,
+            on_timeout=on_timeout,
             **{name: value for name, value in optional.items() if value is not None},
         )
+        self._rank = comm.Get_rank()
         from . import comm as _comm  # MPI is needed from here on, not before
 
         self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
-        backend = _comm.agree(comm, self.config, backend, on_exhausted)
+        backend = _comm.agree(comm, self.config, backend, on_exhausted, network)
         if backend == "host":
             from .host_low_latency import HostLowLatencyBackend
 
             self._backend = HostLowLatencyBackend(comm, self.config)
         else:
-            if self.config.num_ranks > MAX_RANKS_PER_NODE:
-                raise EPConfigError(
-                    f"{self.config.num_ranks} ranks; the CUDA backend serves 1 to {MAX_RANKS_PER_NODE}, all on one host"
-                )
+            self.config = _comm.placed(comm, self.config)
             from .device_low_latency import DeviceLowLatencyBackend
 
-            self._backend = DeviceLowLatencyBackend(comm, self.config, copy_when_full=on_exhausted == "copy")
+            self._backend = DeviceLowLatencyBackend(comm, self.config, copy_when_full=on_exhausted == "copy", network=network)
         self._site = Site(next(_serials), self.config, self._backend.device)
 
     @staticmethod
@@ -134,6 +142,7 @@ class Buffer:
         dtype: str = "bfloat16",
         num_slots: int = 2,
         low_latency: bool = False,
+        ranks_per_node: int | None = None,
     ) -> dict[str, int]:
         """Bytes of GPU memory that such a Buffer takes on each rank; nothing is allocated.
 
@@ -147,7 +156,7 @@ class Buffer:
             1.44 GB
         """
         sizes = (num_ranks, num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, num_slots)
-        return layout.size_hint(Config(*sizes, low_latency=low_latency))
+        return layout.size_hint(Config(*sizes, low_latency=low_latency, ranks_per_node=ranks_per_node))
 
     @property
     def backend(self) -> str:
@@ -374,6 +383,52 @@ class Buffer:
         with backend.context:
             return backend.low_latency_combine_view(handle._framework).to_framework()
 
+    def mask_rank(self, rank: int) -> None:
+        """Leave a rank out of low-latency calls from now on: nothing is sent to it and nothing waited for from it.
+
+        Its tokens do not arrive here, its experts contribute nothing, and the results of the other ranks stay right. Waits for earlier
+        calls of this rank. Throughput calls take no notice.
+
+        Args:
+            rank: A rank of the buffer's communicator, not this one.
+
+        Raises:
+            EPInputError: if there is no such rank, or it is this one.
+
+        Example:
+            >>> buffer.mask_rank(7)
+        """
+        self._set_mask(rank, True)
+
+    def unmask_rank(self, rank: int) -> None:
+        """Let a masked rank take part again.
+
+        All ranks have made the same number of low-latency calls by then, none is running, and all of them call this (for `rank`, or on
+        that rank itself for whomever it masked) before the next one: put a barrier of your own before it and one after it.
+
+        Args:
+            rank: As in `mask_rank`.
+
+        Raises:
+            EPInputError: if there is no such rank, or it is this one.
+
+        Example:
+            >>> buffer.unmask_rank(7)
+        """
+        self._set_mask(rank, False)
+
+    def query_masked_ranks(self) -> list[int]:
+        """Ranks that low-latency calls leave out: those that `mask_rank` named, or that timed out (`on_timeout="mask"`). Waits for nothing.
+
+        Returns:
+            The ranks, ascending.
+
+        Example:
+            >>> buffer.query_masked_ranks()
+            [7]
+        """
+        return self._low_latency().masked_ranks()
+
     def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int = 2048, iterations: int = 5) -> float:
         """Measure what the links carry: every rank pushes rows to all others at once, with nothing to look up and nobody to wait for.
 
@@ -426,6 +481,13 @@ class Buffer:
         if not self.config.low_latency:
             raise EPInputError("this Buffer has no memory for low-latency calls; make it with low_latency=True")
         return self._live()
+
+    def _set_mask(self, rank: int, masked: bool) -> None:
+        backend, mine = self._low_latency(), self._rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.config.num_ranks or rank == mine:
+            raise EPInputError(f"rank is {rank!r}; expected one of 0 to {self.config.num_ranks - 1} other than this one ({mine})")
+        with backend.context:
+            backend.set_mask(rank, masked)
 
     def __enter__(self) -> Buffer:
         return self

@@ -109,10 +109,11 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:
     """Build one kernel, and describe what became of it."""
     row: dict[str, Any] = {"kernel": kernel.name, "dtype": element, "arch": arch}
-    if kernel.needs_nvshmem and not arch.startswith("sm_") and not _has_gpu():
+    constants = jit.kernel_constants(config, arch, kernel, element)
+    if kernel.links_nvshmem(constants) and not arch.startswith("sm_") and not _has_gpu():
         return {**row, "status": "skipped", "reason": "PTX is linked with NVSHMEM for one GPU, and there is none here"}
     try:
-        built = jit.build(kernel, jit.kernel_constants(config, arch, kernel, element), arch)
+        built = jit.build(kernel, constants, arch)
     except EPCompileError as error:
         return {**row, "status": "failed", "error": str(error)}
     return {**row, **built.info, "key": built.key, "status": "compiled" if built.compiled else "cached"}

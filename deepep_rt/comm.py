@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _env
-from .config import Config
+from .config import MAX_RANKS_PER_NODE, Config
 from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from .network import NetworkOptions
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+_log = logging.getLogger("deepep_rt")
 
 
 def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -> list[int]:
@@ -40,7 +44,7 @@ def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -
     return values.tolist()
 
 
-def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str) -> str:
+def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
     """Compare the settings of all ranks, and choose one backend for all of them.
 
     Returns:
@@ -53,6 +57,7 @@ def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str) -> s
     """
     meet(comm, 0, config.timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time")
     mine = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
+    mine |= (network or NetworkOptions()).common()
     missing = None if backend == "host" else _why_no_gpu()
     settings, reasons = zip(*comm.allgather((mine, missing)), strict=True)
     different = [name for name in mine if any(theirs[name] != settings[0][name] for theirs in settings)]
@@ -90,6 +95,52 @@ def _why_no_gpu() -> str | None:
     return None if count[0] else "the CUDA driver sees no GPU (CUDA_VISIBLE_DEVICES?)"
 
 
+def placed(comm: Intracomm, config: Config) -> Config:
+    """Settle which ranks reach each other over NVLink: those of a host, or the smaller groups that were asked for. Collective.
+
+    Raises:
+        EPConfigError: on every rank, if ranks are not where they have to be.
+    """
+    host = ranks_per_host(comm)
+    if config.ranks_per_node is None and host < config.num_ranks:
+        config = dataclasses.replace(config, ranks_per_node=host)
+    if host % config.node_size:
+        raise EPConfigError(f"ranks_per_node is {config.node_size}, but a host holds {host} ranks; expected a divisor of that")
+    if config.node_size > MAX_RANKS_PER_NODE:
+        raise EPConfigError(
+            f"{config.node_size} ranks are to reach each other over NVLink; expected 1 to {MAX_RANKS_PER_NODE}. Set ranks_per_node"
+        )
+    return config
+
+
+def ranks_per_host(comm: Intracomm) -> int:
+    """The number of ranks on each host. Collective.
+
+    Raises:
+        EPConfigError: on every rank, if the hosts hold different numbers of ranks, or ranks that do not follow each other.
+    """
+    hosts = sorted(set(comm.allgather(tuple(_ranks_here(comm)))))
+    size = len(hosts[0])
+    if any(len(ranks) != size or ranks[-1] - ranks[0] != size - 1 for ranks in hosts):
+        shown = "; ".join(", ".join(map(str, ranks)) for ranks in hosts[:4]) + ("; ..." if len(hosts) > 4 else "")
+        raise EPConfigError(
+            f"every host has to hold the same number of ranks, one after the other; {len(hosts)} hosts hold the ranks {shown}. "
+            f"Place ranks host by host: with 8 a host, mpirun --map-by ppr:8:node (Open MPI), mpirun -ppn 8 (MPICH) or "
+            f"srun --ntasks-per-node=8 --distribution=block (Slurm)"
+        )
+    return size
+
+
+def _ranks_here(comm: Intracomm) -> list[int]:
+    """The ranks on this host, ascending. Collective."""
+    from mpi4py import MPI
+
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    ranks = host.allgather(comm.Get_rank())
+    host.Free()
+    return sorted(ranks)
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The NVSHMEM of this process. There is one; the first Buffer starts it over its communicator, unless somebody else did before."""
@@ -97,13 +148,19 @@ class Runtime:
     comm: Any  # a duplicate of that communicator; None when somebody else started NVSHMEM
     my_pe: int
     num_pes: int
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what it was asked to start with
 
 
 _runtime: Runtime | None = None
 
 
-def runtime(comm: Intracomm) -> Runtime:
+def runtime(comm: Intracomm, environment: Mapping[str, str] | None = None) -> Runtime:
     """Find NVSHMEM running, or start it: rank 0 makes the unique ID and MPI broadcasts it. Collective over `comm`.
+
+    Args:
+        comm: The ranks.
+        environment: Variables to start NVSHMEM with, unless the user has set them. Where it runs already, those that it was not started
+            with are named in a warning.
 
     Raises:
         EPUnavailableError: if nvshmem4py is missing.
@@ -123,7 +180,11 @@ def runtime(comm: Intracomm) -> Runtime:
         if int(nvshmem.init_status()) >= int(nvshmem.Init_status.STATUS_IS_INITIALIZED):
             _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())
         else:
-            _runtime = _start(comm, nvshmem)
+            _runtime = _start(comm, nvshmem, environment or {})
+    late = [f"{name}={value}" for name, value in (environment or {}).items() if _runtime.environment.get(name) != value]
+    if late and comm.Get_rank() == 0:
+        whose = "somebody else started it" if _runtime.comm is None else "an earlier Buffer started it"
+        _log.warning("NVSHMEM runs already (%s); without effect for this Buffer: %s", whose, ", ".join(late))
     members = comm.allgather((_runtime.my_pe, _runtime.num_pes))
     pes = {pe for pe, _ in members}
     if len(pes) != len(members) or len({total for _, total in members}) != 1:
@@ -138,12 +199,13 @@ def runtime(comm: Intracomm) -> Runtime:
     return _runtime
 
 
-def _start(comm: Intracomm, nvshmem: Any) -> Runtime:
+def _start(comm: Intracomm, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
     import numpy as np
 
     rank, size = comm.Get_rank(), comm.Get_size()
-    # One host: no network transport is looked for, whatever the host has. The user's own setting wins.
-    with _env.overridden({"NVSHMEM_REMOTE_TRANSPORT": "none"}):
+    # One host: no network transport is looked for, whatever the host has. What was asked for wins, and the user's own setting over that.
+    default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(_ranks_here(comm)) == size else {}
+    with _env.overridden({**default, **environment}):
         uid = nvshmem.uniqueid()
         if rank == 0:
             nvshmem.get_uniqueid(uid.ptr)
@@ -151,7 +213,7 @@ def _start(comm: Intracomm, nvshmem: Any) -> Runtime:
         attributes = nvshmem.InitAttr()
         nvshmem.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
         nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
-    return Runtime(comm.Dup(), nvshmem.my_pe(), nvshmem.n_pes())
+    return Runtime(comm.Dup(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
 
 
 class SymmetricMemory:
@@ -159,12 +221,33 @@ class SymmetricMemory:
 
     NVSHMEM allocates over its whole runtime. A Buffer over fewer ranks therefore needs all ranks of the runtime to make one of the same
     size at the same time (each in its own group, say); where they do not, they are told so after `timeout_s`.
+
+    Args:
+        comm: The ranks of the Buffer.
+        num_bytes: Size on each rank.
+        timeout_s: How long ranks outside of `comm` may be late.
+        ranks_per_node: Consecutive ranks that must reach each other directly; default: all of `comm`. In `peers`, the address in a rank of
+            another group is 0 where there is no direct path.
+        network: What NVSHMEM is started with, if it is started here.
+
+    Raises:
+        EPUnavailableError: if NVSHMEM is missing, or ranks of a group have no direct path to each other.
+        EPOutOfMemoryError: if a rank has too little memory.
+        EPConfigError: if ranks of the runtime ask for different sizes.
+        EPTimeoutError: if a rank of the runtime does not come.
     """
 
-    def __init__(self, comm: Intracomm, num_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        comm: Intracomm,
+        num_bytes: int,
+        timeout_s: float,
+        ranks_per_node: int | None = None,
+        network: NetworkOptions | None = None,
+    ) -> None:
         import nvshmem.bindings as nvshmem
 
-        self._nvshmem, self._runtime = nvshmem, runtime(comm)
+        self._nvshmem, self._runtime = nvshmem, runtime(comm, network.environment() if network else None)
         if self._runtime.comm is not None:
             self._check_same_size(num_bytes, timeout_s)
         self.ptr = nvshmem.malloc(num_bytes)
@@ -173,11 +256,14 @@ class SymmetricMemory:
         pes = comm.allgather(self._runtime.my_pe)
         self.peers = [self.ptr if pe == self._runtime.my_pe else nvshmem.ptr(self.ptr, pe) for pe in pes]
         self.pes: Sequence[int] = pes
-        unreachable = [rank for rank, address in enumerate(self.peers) if not address]
-        if any(comm.allgather(unreachable)):
+        rank, node = comm.Get_rank(), ranks_per_node or comm.Get_size()
+        unreachable = [peer for peer, address in enumerate(self.peers) if not address and peer // node == rank // node]
+        failed = {at: peers for at, peers in enumerate(comm.allgather(unreachable)) if peers}
+        if failed:
+            at, peers = next(iter(failed.items()))
+            where = "between all GPUs of a Buffer" if node == comm.Get_size() else f"in each group of ranks_per_node={node}"
             raise EPUnavailableError(
-                f"rank {comm.Get_rank()}: no direct path between the GPUs (unreachable from here: ranks {unreachable}); "
-                f"this backend needs peer access between all GPUs of a Buffer"
+                f"no direct path from the GPU of rank {at} to those of ranks {peers}; peer access (NVLink or PCIe) is needed {where}"
             )
 
     def free(self) -> None:

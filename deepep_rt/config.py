@@ -32,7 +32,6 @@ _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # what a block of low-latency dispatch m
 FP8_GROUP = 128
 """Channels that share a scale where this library converts to FP8."""
 
-LOW_LATENCY_THREADS = 512
 ROUTE_THREADS = 256
 MAX_ROUTE_BLOCKS = 16
 """Blocks that share the counting of a new routing; one token a thread up to 4096 tokens."""
@@ -62,6 +61,9 @@ class Config:
         timeout_s: Seconds after which a silent peer raises EPTimeoutError.
         low_latency: Whether memory is set aside for the low-latency calls.
         low_latency_sms: Thread blocks of the low-latency kernels, at most one for an SM.
+        ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls reach the others through NVSHMEM.
+            None: all of them.
+        on_timeout: What a low-latency call does about a silent peer: "raise", or "mask" it and go on without it.
         check_inputs: Whether expert numbers out of range are reported from the device.
 
     Raises:
@@ -79,6 +81,8 @@ class Config:
     timeout_s: float = dataclasses.field(default_factory=_env.timeout_s)
     low_latency: bool = False
     low_latency_sms: int = 128
+    ranks_per_node: int | None = None
+    on_timeout: str = "raise"
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
 
     def __post_init__(self) -> None:
@@ -97,6 +101,11 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise EPConfigError(f"{name} is {value!r}; expected a whole number from {least} to {most}")
+        node = self.ranks_per_node
+        if node is not None and (not isinstance(node, int) or isinstance(node, bool) or node < 1 or self.num_ranks % node):
+            raise EPConfigError(f"ranks_per_node is {node!r}; expected a divisor of the number of ranks ({self.num_ranks})")
+        if self.on_timeout not in ("raise", "mask"):
+            raise EPConfigError(f"on_timeout is {self.on_timeout!r}; expected 'raise' or 'mask'")
         if self.num_experts % self.num_ranks:
             raise EPConfigError(
                 f"num_experts is {self.num_experts}, which {self.num_ranks} ranks cannot share equally; "
@@ -122,6 +131,16 @@ class Config:
             raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
 
     @property
+    def node_size(self) -> int:
+        """Consecutive ranks that reach each other over NVLink."""
+        return self.ranks_per_node or self.num_ranks
+
+    @property
+    def has_network(self) -> bool:
+        """Whether some ranks reach each other through NVSHMEM only."""
+        return self.node_size < self.num_ranks
+
+    @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
@@ -134,6 +153,11 @@ class Config:
     def scale_bytes(self) -> int:
         """Bytes kept for the scales of a row: one float32 for 128 channels."""
         return -(-self.hidden // 128) * 4
+
+    @property
+    def low_latency_threads(self) -> int:
+        """Threads of a block. NVSHMEM's functions take up to 158 registers, so fewer threads have to share an SM's."""
+        return 256 if self.has_network else 512
 
     @property
     def low_latency_table_bytes(self) -> int:
@@ -165,6 +189,8 @@ class Config:
             "kNumMaxTokens": self.num_max_tokens_per_rank,
             "kHidden": self.hidden,
             "kNumSides": self.num_slots,
+            "kRanksPerNode": self.node_size,
+            "kLlBitmapWords": -(-self.num_max_tokens_per_rank // 32),
         }
 
 
@@ -201,7 +227,9 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kHasTma": int(has_tma),
         "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
         "kHasFp8": int(has_fp8(arch)),
-        "kLlThreads": LOW_LATENCY_THREADS,
+        "kLlThreads": config.low_latency_threads,
+        # Of a row, what a thread has on its way at once; registers decide.
+        "kLlPieces": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 4,
         "kLlTableBytes": config.low_latency_table_bytes,
         "kStageBytes": stage,
         "kRouteThreads": ROUTE_THREADS,

@@ -12,11 +12,12 @@ import numpy as np
 
 from . import _env, arrays, comm, driver, jit, layout, structs
 from .arrays import HOST, View
-from .config import COMBINE_DTYPES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
-from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError
+from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
+from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
+from .network import NetworkOptions
 from .page import HostPage
 from .pool import Block, Pool, Slot, Slots, StreamMemory
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
@@ -44,14 +45,17 @@ class DeviceBackend:
     """A Buffer's GPU side.
 
     Args:
-        communicator: The ranks, all on one host.
+        communicator: The ranks.
         config: The sizes that they agreed on.
         copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
+        network: What NVSHMEM is started with, if it is started here.
     """
 
     name = "cuda"
 
-    def __init__(self, communicator: Intracomm, config: Config, *, copy_when_full: bool) -> None:
+    def __init__(
+        self, communicator: Intracomm, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
+    ) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self._broken: EPTimeoutError | None = None
         self._destroyed = False
@@ -65,7 +69,7 @@ class DeviceBackend:
         self._check_memory()
         self._stream = driver.new_stream()
         self._last_call = driver.CudaEvent(self._stream)  # an event: the stream itself may be gone when the next call comes
-        self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s)
+        self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
         base = self._memory.ptr
         for region in ("control", "low_latency"):  # flags start at zero
             if self._map.sizes[region]:
@@ -79,15 +83,20 @@ class DeviceBackend:
         self._page = HostPage(config)
         self._arch = jit.current_arch()
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
-        for kernel in ("route", "dispatch"):
-            self._launcher(kernel)
-        if config.dtype in COMBINE_DTYPES:
-            self._launcher("combine", config.dtype)
+        self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
+        if self._is_near:
+            for kernel in ("route", "dispatch"):
+                self._launcher(kernel)
+            if config.dtype in COMBINE_DTYPES:
+                self._launcher("combine", config.dtype)
         driver.synchronize(0)
         self._comm.Barrier()  # nobody writes to control memory that is still being cleared
         if self._comm.Get_rank() == 0:
             size = layout.size_hint(config)["total"] / 1e9
-            _log.info("%d ranks, CUDA, %s, NVLink or PCIe peer access, %.2f GB a rank", config.num_ranks, self._arch, size)
+            between = f", NVSHMEM between groups of {config.node_size}" if config.has_network else ""
+            _log.info(
+                "%d ranks, CUDA, %s, NVLink or PCIe peer access%s, %.2f GB a rank", config.num_ranks, self._arch, between, size
+            )
 
     # --- the calls ---------------------------------------------------------------------------------------------------------------
 
@@ -102,6 +111,7 @@ class DeviceBackend:
 
     def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """The steps of a dispatch: a landing place, the routing (unless it is known), the rows, and what the host has to know."""
+        self._check_near()
         config, stream = self.config, call.stream
         assert stream is not None
         self._order(call)
@@ -165,6 +175,7 @@ class DeviceBackend:
 
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
         """One launch: rows land in the landing region and are added up into a block of the pool."""
+        self._check_near()
         config, stream, handle = self.config, call.stream, inputs.handle
         assert stream is not None
         self._order(call)
@@ -209,6 +220,7 @@ class DeviceBackend:
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes a second that every rank pushes to all others at once; see `Buffer.copy_ceiling`."""
+        self._check_near()
         config = self.config
         ranks = config.num_ranks
         room = min(self._map.sizes["landing"], self._map.sizes["pool"]) // (ranks * row_bytes)
@@ -239,10 +251,8 @@ class DeviceBackend:
         """
         slot = self._memory.ptr + layout.control(self.config).offsets["ring"]
         out = StreamMemory(8, self._stream)
-        pes = self._memory.pes
-        peer = pes[(self._comm.Get_rank() + 1) % len(pes)]
         self._launcher("nvshmem_ring")(
-            self._stream, 1, {"peer": peer, "slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr}
+            self._stream, 1, {"slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr}
         )
         self.synchronize()
         received = np.zeros(1, np.uint64)
@@ -279,12 +289,8 @@ class DeviceBackend:
         from mpi4py import MPI
 
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        local_rank, local_size = node.Get_rank(), node.Get_size()
+        local_rank = node.Get_rank()
         node.Free()
-        if local_size != self._comm.Get_size():
-            raise EPConfigError(
-                f"{self._comm.Get_size()} ranks on several hosts ({local_size} here); this backend serves one host"
-            )
         device = driver.use_device(local_rank)
         found = self._comm.allgather((driver.device_uuid(device), _env.share_gpus()))
         uuids = [uuid for uuid, _ in found]
@@ -319,6 +325,7 @@ class DeviceBackend:
                 "page": self._page.ptr,
                 "timeout_ns": int(self.config.timeout_s * 1e9),
                 "rank": self._comm.Get_rank(),
+                "pes": self._memory.pes,
             }
             found = self._launchers[name, dtype] = Launcher(kernel, function, constants, fixed)
         return found
@@ -491,6 +498,13 @@ class DeviceBackend:
     def _synchronize(self, stream: int) -> None:
         driver.synchronize(stream)
         self._check()
+
+    def _check_near(self) -> None:
+        if not self._is_near:
+            raise EPUnavailableError(
+                f"dispatch and combine serve up to {MAX_RANKS_PER_NODE} ranks that reach each other over NVLink; between hosts there are "
+                f"only the low-latency calls"
+            )
 
     def _check(self) -> None:
         """Raise what the device reported."""

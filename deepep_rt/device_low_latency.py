@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import layout
+from . import driver, layout
 from .arrays import HOST, Framework, View
-from .config import FP8_GROUP, LOW_LATENCY_THREADS, Config, has_fp8
+from .config import FP8_GROUP, Config, has_fp8
 from .device import DeviceBackend
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 from .hooks import Hook, HookOrder
 from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .kernels import TABLE
+from .network import NetworkOptions
 from .pool import Slot, Slots
 from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 from .structs import LL_RECEIVE, LL_SEND
@@ -20,26 +22,60 @@ from .structs import LL_RECEIVE, LL_SEND
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_WARPS = LOW_LATENCY_THREADS // 32  # of a block
+_log = logging.getLogger("deepep_rt")
 
 
 class DeviceLowLatencyBackend(DeviceBackend):
     """The CUDA backend with both kinds of calls; the arguments are those of `DeviceBackend`."""
 
-    def __init__(self, communicator: Intracomm, config: Config, *, copy_when_full: bool) -> None:
-        super().__init__(communicator, config, copy_when_full=copy_when_full)
+    def __init__(
+        self, communicator: Intracomm, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
+    ) -> None:
+        super().__init__(communicator, config, copy_when_full=copy_when_full, network=network)
         self._ll_handle_map = layout.low_latency_handle(config)
         self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
         self._ll_results: dict[int, Slots] = {}  # by size: memory of results is kept, and handed out again
+        self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
         self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
         if config.low_latency:
+            self._clear_rows()
+            self._comm.Barrier()  # nobody sends rows to memory that is still being cleared
             for kernel in TABLE.values():
                 if kernel.low_latency:
                     self._launcher(kernel.name)
 
+    def set_mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out of the calls from now on, or let it take part again."""
+        self.synchronize()
+        if not masked:
+            self._clear_rows()  # it may have sent half a row
+        mask = self._state + layout.local(self.config).offsets["masked"] + 4 * rank
+        driver.fill(mask, int(masked), 1)  # the low byte of an int32
+        driver.synchronize(0)
+        self._page.masked[rank] = masked
+        (self._known_masked.add if masked else self._known_masked.discard)(rank)
+
+    def masked_ranks(self) -> list[int]:
+        return self._page.masked.nonzero()[0].tolist()
+
+    def _clear_rows(self) -> None:
+        """Say of all rows of the inboxes that they have not come."""
+        inboxes = layout.low_latency(self.config)
+        start = inboxes.offsets["messages"]
+        driver.fill(self._memory.ptr + self._map.offsets["low_latency"] + start, 0xFF, inboxes.num_bytes - start)
+        driver.synchronize(0)
+
+    def _tell_masked(self) -> None:
+        """Warn, once, of ranks that kernels have masked."""
+        for rank in set(self.masked_ranks()) - self._known_masked:
+            self._known_masked.add(rank)
+            _log.warning("rank %d: rank %d is masked: it was silent for %g s", self._comm.Get_rank(), rank, self.config.timeout_s)
+
     def destroy(self) -> None:
+        if self.masked_ranks():
+            self.abandon()  # they may not come to free symmetric memory, which takes all ranks
         super().destroy()
         if self._broken is None:
             for slots in (self._ll_handles, *self._ll_results.values()):
@@ -58,6 +94,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         shape = layout.low_latency_result(config, use_fp8=inputs.use_fp8, use_ue8m0=inputs.use_ue8m0)
         memory = self._result_memory(shape.num_bytes, stream, call.caller_stream)
         slot = self._ll_handles.take(stream, call.caller_stream)
+        num_blocks = min(config.low_latency_sms, max(x.shape[0], 8))
         values = {
             "num_tokens": x.shape[0],
             "x": x.ptr,
@@ -73,8 +110,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
             "check": config.check_inputs,
+            "receive_warps": 1 if config.on_timeout == "mask" else self._share(num_blocks, x.shape[0] * config.num_ranks),
         }
-        num_blocks = min(config.low_latency_sms, max(x.shape[0], 8))
         receive = self._launch("ll_dispatch", num_blocks, values, call, (x, idx, weights, slot, memory, inputs), with_hook)
         like = inputs.x
         rows = (config.num_local_experts, config.num_max_recv_tokens)
@@ -114,7 +151,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
             owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, stream, call.caller_stream)
             out = owner.ptr
         num_blocks = min(config.low_latency_sms, max(2 * num_tokens, 16))
-        all_warps = num_blocks * _WARPS
         values = {
             "num_tokens": num_tokens,
             "y": y.ptr,
@@ -125,8 +161,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
-            "send_warps": _share(all_warps, num_tokens * min(config.num_ranks, config.num_topk)),
-            "receive_warps": _share(all_warps, num_tokens),
+            "send_warps": self._share(num_blocks, num_tokens * min(config.num_ranks, config.num_topk)),
+            "receive_warps": self._share(num_blocks, num_tokens),
         }
         receive = self._launch("ll_combine", num_blocks, values, call, (y, idx, weights, handle, owner, inputs), with_hook)
         like = inputs.y
@@ -149,6 +185,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
         """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream."""
         stream = call.stream
         assert stream is not None
+        if self.config.on_timeout == "mask":
+            self._tell_masked()
         launch = self._launcher(kernel)
         launch(stream, num_blocks, {**values, "phases": LL_SEND if with_hook else LL_SEND | LL_RECEIVE})
         self._launched(call, arguments)
@@ -198,10 +236,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._ll_results[num_bytes] = Slots(num_bytes, 0)
         return self._ll_results[num_bytes].take(*streams)
 
-
-def _share(num_warps: int, num_items: int) -> int:
-    """Warps that share an item when all items are worked on at once: a power of two up to a block's warps."""
-    warps = 1
-    while warps < _WARPS and 2 * warps * num_items <= num_warps:
-        warps *= 2
-    return warps
+    def _share(self, num_blocks: int, num_items: int) -> int:
+        """Warps that share an item when all items are worked on at once: a power of two up to a block's warps."""
+        block, warps = self.config.low_latency_threads // 32, 1
+        while warps < block and 2 * warps * num_items <= num_blocks * block:
+            warps *= 2
+        return warps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .structs import CStruct
@@ -12,6 +13,7 @@ _COMMON = """
     u64 page;               // pinned host memory: Report and Mailbox
     u64 timeout_ns;
     i32 rank;
+    i32 pes[kNumRanks];     // NVSHMEM's number of each rank
 """
 
 
@@ -25,9 +27,13 @@ class Kernel:
     shared: str | None = None
     needs_nvshmem: bool = False
     per_dtype: bool = False  # compiled once for each element type that combine adds up
-    low_latency: bool = False  # needs a Buffer with room for low-latency calls
+    low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if ranks are far apart
     overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
     max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
+
+    def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
+        """Whether NVSHMEM's device library is a part of the kernel, compiled with these constants."""
+        return self.needs_nvshmem or (self.low_latency and constants["kRanksPerNode"] < constants["kNumRanks"])
 
     @property
     def struct(self) -> CStruct:
@@ -113,11 +119,13 @@ TABLE: dict[str, Kernel] = {
     i32 round_scale;
     i32 use_ue8m0;
     i32 check;              // report expert numbers out of range
+    i32 receive_warps;      // that share a token of a source: a power of two up to the warps of a block
 """,
             threads="kLlThreads",
             shared="kLlTableBytes",
             low_latency=True,
             overlaps=True,
+            max_stack_bytes=8,  # of what NVSHMEM's functions are called with
         ),
         Kernel(
             "ll_combine",
@@ -139,6 +147,7 @@ TABLE: dict[str, Kernel] = {
             threads="kLlThreads",
             low_latency=True,
             overlaps=True,
+            max_stack_bytes=8,  # of what NVSHMEM's functions are called with
         ),
         Kernel(
             "ceiling",
@@ -156,7 +165,6 @@ TABLE: dict[str, Kernel] = {
             "nvshmem_ring",
             _COMMON
             + """
-    i32 peer;               // NVSHMEM's number of the next rank
     u64 slot;               // symmetric: what arrives, its signal, what is sent (u64 each)
     u64 value;              // what to send
     u64 epoch;              // larger in each call

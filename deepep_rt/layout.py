@@ -62,25 +62,41 @@ def local(config: Config) -> Map:
         [
             ("state", structs.State.size({})),
             ("route_blocks", MAX_ROUTE_BLOCKS * structs.RouteBlock.size(constants)),
-            ("waits", config.num_ranks * 8),  # nanoseconds that low-latency receivers waited for each source
+            ("ll_dispatch", structs.LlProgress.size({})),
+            ("ll_combine", structs.LlProgress.size({})),
+            ("masked", config.num_ranks * 4),  # whether low-latency calls leave a rank out
+            ("verdicts", config.num_ranks * 4),  # of a receiving low-latency dispatch about each source, and its epoch
+            ("signed", 8),  # when this rank last gave a sign of life
+            ("waits", 2 * config.num_ranks * 8),  # nanoseconds that receivers waited for each source, by the epoch's parity
         ]
     )
 
 
 def low_latency(config: Config) -> Map:
-    """Inboxes of the low-latency calls, in symmetric memory; `num_slots` sides, by the epoch. All zero before the first call."""
+    """Inboxes of the low-latency calls, in symmetric memory; `num_slots` sides, by the epoch.
+
+    All zero before the first call, but for `messages` and `rows`, the last ones, of which each byte is 0xff (kNotYet).
+    """
     sides, ranks, tokens, topk = config.num_slots, config.num_ranks, config.num_max_tokens_per_rank, config.num_topk
     rows = max(ranks, topk) * tokens  # from each rank, or for each choice
+    header, message, row = low_latency_header_stride(config), low_latency_message_stride(config), low_latency_row_bytes(config)
+    far = int(config.has_network)  # signals, and what waits to be put
     return arrange(
         [
-            ("dispatch_acks", ranks * 4),
-            ("combine_acks", ranks * 4),
-            ("headers", sides * ranks * low_latency_header_stride(config)),
-            ("weight_flags", sides * ranks * 4),
-            ("weights", sides * ranks * tokens * topk * 4),
-            ("row_flags", sides * rows * 4),
-            ("messages", sides * ranks * tokens * low_latency_message_stride(config)),
-            ("rows", sides * rows * low_latency_row_bytes(config)),
+            ("dispatch_acks", ranks * 8),
+            ("combine_acks", ranks * 8),
+            ("signs", ranks * 8),  # signs of life
+            ("headers", sides * ranks * header),
+            ("weights", sides * ranks * tokens * topk * 8),
+            ("message_flags", far * sides * ranks * tokens * 8),
+            ("weight_flags", far * sides * ranks * 8),
+            ("row_flags", far * sides * rows * 8),
+            ("staged_headers", far * sides * ranks * header),
+            ("staged_messages", far * sides * tokens * message),
+            ("staged_weights", far * sides * tokens * topk * 8),
+            ("staged_rows", far * sides * config.num_max_recv_tokens * row),
+            ("messages", sides * ranks * tokens * message),
+            ("rows", sides * rows * row),
         ]
     )
 
@@ -109,6 +125,7 @@ def low_latency_handle(config: Config) -> Map:
     return arrange(
         [
             ("num_entries", 4),
+            ("out", config.num_ranks * 4),  # whether a rank was left out
             ("num_recv_per_expert", config.num_local_experts * 4),
             ("entries", config.num_max_recv_tokens * structs.LlEntry.size(config.constants())),
         ]
@@ -190,7 +207,13 @@ def symmetric(config: Config) -> Map:
 def host_page(config: Config) -> Map:
     """Pinned host memory that kernels write and the host reads."""
     constants = config.constants()
-    return arrange([("report", structs.Report.size(constants)), ("mailbox", structs.Mailbox.size(constants))])
+    return arrange(
+        [
+            ("report", structs.Report.size(constants)),
+            ("mailbox", structs.Mailbox.size(constants)),
+            ("masked", config.num_ranks * 4),  # as in local memory
+        ]
+    )
 
 
 def constants(config: Config) -> dict[str, int]:
@@ -208,6 +231,7 @@ def constants(config: Config) -> dict[str, int]:
         "kLlReceive": structs.LL_RECEIVE,
         "kLlElsewhere": structs.LL_ELSEWHERE,
         "kLlNoRoom": structs.LL_NO_ROOM,
+        "kLlUnknown": structs.LL_UNKNOWN,
         "kLlHeaderStride": low_latency_header_stride(config),
         "kLlHeadBytes": low_latency_head_bytes(config),
         "kLlMessageStride": low_latency_message_stride(config),

@@ -26,6 +26,9 @@ class HostPage:
         ctypes.memset(self.ptr, 0, self._map.num_bytes)
         self._report = self._part("report", structs.Report)
         self._mailbox = self._part("mailbox", structs.Mailbox)
+        masked: Any = (ctypes.c_uint32 * config.num_ranks).from_address(self.ptr + self._map.offsets["masked"])
+        self.masked = np.frombuffer(masked, np.uint32)
+        """`[num_ranks]`: 1 for the ranks that low-latency calls leave out, as far as this GPU has come."""
         self._timed_out = self._flag("report", self._report, "flag")
         self._bad_input = self._flag("report", self._report, "bad_flag")
         self._counted = self._flag("mailbox", self._mailbox, "flag")

@@ -115,16 +115,18 @@ State = CStruct(
     u32 combine_tokens;
     u32 ceiling_blocks;
     u32 ceiling_items;
-    u32 ll_dispatch_sent;      // low latency: calls whose sending or receiving part has finished here
-    u32 ll_dispatch_received;
-    u32 ll_combine_sent;
-    u32 ll_combine_received;
-    u32 ll_dispatch_blocks;    // of the running low-latency kernel, as above
-    u32 ll_dispatch_items;
-    u32 ll_dispatch_entries;
-    u32 ll_combine_blocks;
-    u32 ll_combine_items;
     u32 abort;             // set by the first wait that timed out; later waits give up at once
+    """,
+)
+
+LlProgress = CStruct(
+    "LlProgress",
+    """
+    u32 sent;           // low-latency calls of a kind whose sending, or receiving, part has run here
+    u32 received;
+    u32 starts;         // blocks of the running kernel that have read this
+    u32 taken;          // items that were ever taken,
+    u32 taken_before;   // and before the running kernel
     """,
 )
 
@@ -132,6 +134,8 @@ LlHeader = CStruct(
     "LlHeader",
     """
     u64 num_tokens;                      // of the sender; each word has the epoch in its lower half, so that none needs a flag
+    u64 num_rows;                        // of its tokens, those that come to the receiver: how many,
+    u64 tokens[kLlBitmapWords];          // and which, a bit for each
     u64 num_choices[kNumLocalExperts];   // how often its tokens chose each expert of the receiver
     """,
 )
@@ -139,9 +143,8 @@ LlHeader = CStruct(
 LlMessage = CStruct(
     "LlMessage",
     """
-    u64 choice[kNumTopk];        // epoch; in the upper half 0, or the receiver's expert + 1 and the place among the sender's choices of it
-    f32 weight[kNumTopk];
-    u32 flag;                    // epoch: the weights and the row have come
+    u64 choice[kNumTopk];   // epoch; in the upper half 0, or the expert + 1 and the place among the sender's choices of it
+    u64 weight[kNumTopk];   // epoch; in the upper half the float
     """,
 )
 
@@ -179,13 +182,13 @@ Mailbox = CStruct(
     """,
 )
 
-SHARED = (RouteMessage, RouteBlock, Landing, State, LlHeader, LlMessage, LlEntry, Report, Mailbox)
+SHARED = (RouteMessage, RouteBlock, Landing, State, LlProgress, LlHeader, LlMessage, LlEntry, Report, Mailbox)
 
 LL_SEND, LL_RECEIVE = 1, 2
 """The parts of a low-latency call that a launch does: one of them, or both added up."""
 
-LL_ELSEWHERE, LL_NO_ROOM = -1, -2
-"""In LlEntry.row: the expert lives on another rank; it got more rows than there is room for (tokens chose it twice)."""
+LL_ELSEWHERE, LL_NO_ROOM, LL_UNKNOWN = -1, -2, -3
+"""In LlEntry.row: the expert lives on another rank; it got more rows than there is room for (tokens chose it twice); the time was up."""
 
 PHASES = {
     "kPhaseRoute": (1, "the token counts of dispatch"),

@@ -103,7 +103,7 @@ def test_constants(config: Config) -> None:
     constants = {**config.constants(), **layout.constants(config)}
     assert all(name.startswith("k") and name.isidentifier() for name in constants)
     assert all(type(value) is int for value in constants.values())
-    assert all(value >= 0 for name, value in constants.items() if name not in ("kLlElsewhere", "kLlNoRoom"))
+    assert all(value >= 0 for name, value in constants.items() if name not in ("kLlElsewhere", "kLlNoRoom", "kLlUnknown"))
     assert not set(config.constants()) & set(layout.constants(config)), "one name, one meaning"
     assert layout.route_stride(config) % 128 == 0
     assert layout.route_stride(config) >= structs.RouteMessage.size(config.constants())
@@ -118,7 +118,7 @@ def test_the_docstring_of_size_hint_is_true() -> None:
 
 @pytest.mark.parametrize("struct", structs.SHARED, ids=lambda struct: struct.name)
 def test_structs(struct: structs.CStruct) -> None:
-    constants = {"kNumRanks": 3, "kNumLocalExperts": 5, "kNumExperts": 15, "kNumTopk": 7}
+    constants = {"kNumRanks": 3, "kNumLocalExperts": 5, "kNumExperts": 15, "kNumTopk": 7, "kLlBitmapWords": 2}
     kind = struct.dtype(constants)
     assert kind.names == struct.names
     for name in kind.names:

@@ -35,6 +35,7 @@ ORDER = [
     "launch",
     "page",
     "pool",
+    "network",
     "comm",
     "results",
     "inputs",

@@ -8,11 +8,12 @@ import torch
 from deepep_rt import Buffer, driver
 
 TIMEOUT_S = 20.0
+more = {}  # settings that a test adds to all of its Buffers
 
 
 def make(comm, backend="cuda", **sizes):
     defaults = dict(num_max_tokens_per_rank=512, hidden=7168, num_topk=8, num_experts=32 * comm.Get_size(), timeout_s=TIMEOUT_S)
-    return Buffer(comm, backend=backend, **{**defaults, **sizes})
+    return Buffer(comm, backend=backend, **{**defaults, **more, **sizes})
 
 
 def routing(comm, seed, num_tokens, num_topk, num_experts, *, dtype=torch.int64, skip=0.1, one_rank=False):

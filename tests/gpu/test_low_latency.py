@@ -11,7 +11,9 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
+import helpers  # noqa: E402
 from helpers import cpu, make, routing, rows, same  # noqa: E402
+from transports import transports  # noqa: E402
 
 from deepep_rt import EPTimeoutError, EPUnavailableError, jit  # noqa: E402
 from deepep_rt.config import has_fp8  # noqa: E402
@@ -22,6 +24,12 @@ FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=T
 
 def formats():
     return FORMATS if has_fp8(jit.current_arch()) else FORMATS[:1]
+
+
+@pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
+def transport(request, monkeypatch):
+    """Every test runs over NVLink, through NVSHMEM, and with both."""
+    monkeypatch.setattr(helpers, "more", request.param)
 
 
 def make_both(comm, **sizes):

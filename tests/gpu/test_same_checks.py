@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transports import transports
 
 from deepep_rt import jit
 from deepep_rt.config import has_fp8
@@ -36,22 +37,23 @@ def _checks():
         import combine
         import dispatch
         import low_latency
+        import masks
         import rounds
     except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
         return []
     found = []
-    for module in (dispatch, combine, buffers, rounds, bad_calls, low_latency):
+    for module in (dispatch, combine, buffers, rounds, bad_calls, low_latency, masks):
         checks = [
             f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
         ]
-        found += [
-            pytest.param(f, id=f"{module.__name__}-{f.__name__}") for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)
-        ]
+        for check in sorted(checks, key=lambda f: f.__code__.co_firstlineno):
+            for name, settings in transports() if module in (low_latency, masks) else [("nvlink", {})]:
+                found.append(pytest.param(check, settings, id=f"{module.__name__}-{check.__name__}-{name}"))
     return found
 
 
-@pytest.mark.parametrize("check", _checks())
-def test_check(check, comm, monkeypatch):
+@pytest.mark.parametrize(("check", "settings"), _checks())
+def test_check(check, settings, comm, monkeypatch):
     import spmd
 
     if check.__name__ == "check_subcommunicators" and comm.Get_size() % 2:
@@ -60,5 +62,6 @@ def test_check(check, comm, monkeypatch):
     if ("use_fp8=True" in source or "FORMATS" in source) and not has_fp8(jit.current_arch()):
         return  # these GPUs have no FP8; test_low_latency runs all sizes without it
     monkeypatch.setattr(spmd, "backend", "cuda")
+    monkeypatch.setattr(spmd, "more", settings)
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")
     assert spmd._run(check, comm)

@@ -23,7 +23,8 @@ from mpi4py import MPI
 from deepep_rt import Buffer
 
 TIMEOUT_S = 20.0
-backend = "host"  # the GPU tests run the same checks on "cuda"
+backend = "host"  # the GPU tests run the same checks on "cuda",
+more: dict[str, Any] = {}  # and with other settings of a Buffer
 MEETING_S = TIMEOUT_S + 5  # how long a rank that failed waits for the others, which may hang in a collective of MPI itself
 
 
@@ -72,7 +73,7 @@ def raises(kind: type[BaseException], *words: str) -> Iterator[SimpleNamespace]:
 def make_buffer(comm: MPI.Intracomm, *, num_experts: int, **settings: Any) -> Buffer:
     """A small Buffer, on the host backend or on the one that the GPU tests choose."""
     defaults = dict(num_max_tokens_per_rank=64, hidden=32, num_topk=4, dtype="float32", timeout_s=TIMEOUT_S)
-    return Buffer(comm, backend=backend, num_experts=num_experts, **{**defaults, **settings})
+    return Buffer(comm, backend=backend, num_experts=num_experts, **{**defaults, **more, **settings})
 
 
 def inputs_of_all(comm: MPI.Intracomm, seed: int, num_tokens: Callable[[int], int], **settings: Any) -> list[oracle.RankInputs]:

@@ -1,0 +1,94 @@
+// What the two low-latency kernels share: how a call begins and ends, and words that say themselves whether they have come.
+//
+// Nothing that travels over NVLink needs a fence or a flag. Numbers travel as 8-byte words with the call's epoch in their lower half. Rows
+// travel bare, into memory that holds kNotYet in each 4-byte word; no row has such a word (`sendable` sees to it where it could), and who
+// has read a word writes kNotYet there again. What is put over the network comes with a signal, and is read only after it.
+//
+// Sides. Inboxes have kNumSides sides, by the epoch. When a kernel starts, it acknowledges to every rank what this rank has received before
+// (and so has read, and has written kNotYet to); a sender first waits for the acknowledgement of kNumSides calls ago. Hence the two parts
+// of a call may be far apart, and what is staged to be put may be overwritten by then too.
+//
+// Masked ranks are neither sent to nor waited for, nor acknowledged to; who is masked is read when the kernel starts.
+#pragma once
+#include "number.cuh"
+#include "wait.cuh"
+#include "work.cuh"
+
+constexpr int kWarps = kLlThreads / 32, kLastWarp = kWarps - 1;
+constexpr u32 kNotYet = 0xffffffff;
+
+// A call as a block sees it, in shared memory.
+struct Call {
+  u32 sent, received;  // epochs of the parts
+  u32 taken_before;    // items that earlier calls took
+  bool failed;
+  bool out[kNumRanks];  // ranks that are left out
+};
+
+__device__ __forceinline__ bool has_come(const Vec16& v) {
+  return v.word[0] != kNotYet && v.word[1] != kNotYet && v.word[2] != kNotYet && v.word[3] != kNotYet;
+}
+
+__device__ __forceinline__ Vec16 not_yet() { return {kNotYet, kNotYet, kNotYet, kNotYet}; }
+
+// Two bfloat16 NaNs that look like kNotYet become another two NaNs. What this library rounds to FP8 or bfloat16 never looks so.
+__device__ __forceinline__ Vec16 sendable(Vec16 v) {
+#pragma unroll
+  for (u32& word : v.word) word -= word == kNotYet;
+  return v;
+}
+
+__device__ __forceinline__ u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(value) << 32 | epoch; }
+
+// Warp 0. Where the call sends, it also waits until the side of this call is free at every rank. `acks`: where ranks acknowledge what they
+// have received; `phase`: what a wait for that is called; `also_out`: more ranks
+// to leave out, or null.
+__device__ inline void begin(const Params& p, const LlProgress* progress, u64 acks, u32 phase, const u32* also_out, Call& call) {
+  constexpr int kPerLane = (kNumRanks + 31) / 32;
+  const u64* theirs = at<const u64>(p.peers[p.rank], acks);
+  u64 held[kPerLane];  // acknowledgements, loaded with all the rest
+  bool out[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int r = 32 * i + lane_idx();
+    held[i] = r < kNumRanks ? ld_relaxed_sys(theirs + r) : 0;
+    out[i] = r < kNumRanks && (ld_relaxed_gpu(masked_at(p, r)) || (also_out && also_out[r]));
+  }
+  const u32 sent = progress->sent + 1, received = progress->received + 1, taken_before = progress->taken_before;
+  bool failed = was_aborted(p);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int r = 32 * i + lane_idx();
+    if (r >= kNumRanks) continue;
+    if (blockIdx.x == 0 && !out[i]) {
+      const u64 mine = acks + p.rank * sizeof(u64);  // earlier kernels have ended: no fence
+      if (is_far(p, r)) {
+        signal(p, r, mine, received - 1);
+      } else {
+        st_relaxed_sys(at<u64>(p.peers[r], mine), received - 1);
+      }
+    }
+    // An acknowledgement guards nothing that is read here, only what is written: relaxed loads will do.
+    const bool has_room = !(p.phases & kLlSend) || out[i] || static_cast<i32>(static_cast<u32>(held[i]) - (sent - kNumSides)) >= 0;
+    if (!has_room && !wait_epoch(p, theirs + r, sent - kNumSides, phase, r)) (kMasksOnTimeout ? out[i] : failed) = true;
+    call.out[r] = out[i];
+  }
+  failed = __any_sync(~0u, failed);
+  if (lane_idx() == 0) call.sent = sent, call.received = received, call.taken_before = taken_before, call.failed = failed;
+}
+
+// One thread of each block, after all of the block has read `progress`. The last one has the next kernel's numbers written; `takes`: how
+// often this kernel takes from progress->taken in all. (Numbers only grow: nothing has to be reset when the kernel ends.)
+__device__ inline void advance(const Params& p, LlProgress* progress, const Call& call, u32 takes) {
+  if (add_acq_rel_gpu(&progress->starts, 1) != gridDim.x - 1) return;
+  progress->starts = 0;
+  if (p.phases & kLlSend) progress->sent = call.sent, progress->taken_before = call.taken_before + takes;
+  if (p.phases & kLlReceive) progress->received = call.received;
+}
+
+// In each lane that has the first of its token's choices of a rank, that rank; otherwise -1. `expert`: in lane k, the choice k, or -1.
+__device__ __forceinline__ int first_choice_of(int expert, const bool* out) {
+  const int rank = expert >= 0 ? expert / kNumLocalExperts : -1;
+  const bool is_first = __ffs(__match_any_sync(~0u, rank)) - 1 == lane_idx();
+  return is_first && rank >= 0 && !out[rank] ? rank : -1;
+}

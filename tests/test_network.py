@@ -1,0 +1,334 @@
+"""`network` and how NVSHMEM is started: which variables it sees and who set them, without a GPU and without NVSHMEM."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import mmap
+import os
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepep_rt import EPConfigError, EPUnavailableError, NetworkOptions, comm
+from deepep_rt.network import TRANSPORTS
+
+ALL = NetworkOptions(
+    transport="ibrc",
+    ibgda=True,
+    service_level=3,
+    connections_per_peer=8,
+    queue_depth=2048,
+    nics=["mlx5_0:1", "mlx5_3:1"],
+    bootstrap_interface="eth0",
+)
+
+
+class Ranks:
+    """One rank's communicator, as far as `comm` uses it. `gather` gives what all ranks would give, from what this one gives."""
+
+    def __init__(self, size=4, rank=0, hosts=None, gather=None):
+        self.size, self.rank, self.hosts = size, rank, hosts or [list(range(size))]
+        self.gather = gather or (lambda mine: [mine] * size)
+
+    def Get_rank(self):
+        return self.rank
+
+    def Get_size(self):
+        return self.size
+
+    def Dup(self):
+        return self
+
+    def Free(self):
+        pass
+
+    def Bcast(self, array, root):
+        pass
+
+    def Split_type(self, kind):
+        here = next(ranks for ranks in self.hosts if self.rank in ranks)
+        return Ranks(len(here), here.index(self.rank), gather=lambda mine: here)
+
+    def allgather(self, mine):
+        return self.gather(mine)
+
+
+class Nvshmem(types.ModuleType):
+    """`nvshmem.bindings`: notes the variables of NVSHMEM that it sees when it is started."""
+
+    def __init__(self, running=False, my_pe=0, num_pes=4, addresses=None):
+        super().__init__("nvshmem.bindings")
+        self.seen, self.running, self.addresses = None, running, addresses or {}
+        self.my_pe, self.n_pes = lambda: my_pe, lambda: num_pes
+
+    Init_status = types.SimpleNamespace(STATUS_IS_INITIALIZED=2)
+    Flags = types.SimpleNamespace(INIT_WITH_UNIQUEID=8)
+
+    def init_status(self):
+        return 2 if self.running else 0
+
+    def uniqueid(self):
+        return types.SimpleNamespace(ptr=1, _data=np.zeros(128, np.uint8))
+
+    def InitAttr(self):
+        return types.SimpleNamespace(ptr=2)
+
+    def get_uniqueid(self, uid):
+        self.at_uid = _variables()  # the bootstrap opens its socket here
+
+    def set_attr_uniqueid_args(self, rank, size, uid, attributes):
+        pass
+
+    def hostlib_init_attr(self, flags, attributes):
+        self.seen, self.running = _variables(), True
+
+    def malloc(self, num_bytes):
+        return 4096
+
+    def ptr(self, address, pe):
+        return self.addresses.get(pe, address + pe)
+
+
+def _variables():
+    return {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in _variables():
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a fake NVSHMEM in the place of the real one, in a process that has not started any."""
+
+    def put(**settings):
+        fake = Nvshmem(**settings)
+        package = types.ModuleType("nvshmem")
+        package.bindings = fake
+        pathfinder = types.ModuleType("cuda.pathfinder")
+        pathfinder.load_nvidia_dynamic_lib = lambda name: None
+        monkeypatch.setitem(sys.modules, "nvshmem", package)
+        monkeypatch.setitem(sys.modules, "nvshmem.bindings", fake)
+        monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+        monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
+        monkeypatch.setattr(comm, "_runtime", None)
+        return fake
+
+    return put
+
+
+def _pes(mine):
+    """Four ranks of one runtime; anything but the rank's own number of a PE is the same everywhere."""
+    return [(pe, mine[1]) for pe in range(4)] if isinstance(mine, tuple) else list(range(4)) if type(mine) is int else [mine] * 4
+
+
+# --- the options -----------------------------------------------------------------------------------------------------------------
+
+
+def test_environment():
+    assert NetworkOptions().environment() == {}
+    assert ALL.environment() == {
+        "NVSHMEM_REMOTE_TRANSPORT": "ibrc",
+        "NVSHMEM_IB_ENABLE_IBGDA": "1",
+        "NVSHMEM_IB_SL": "3",
+        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "8",
+        "NVSHMEM_QP_DEPTH": "2048",
+        "NVSHMEM_ENABLE_NIC_PE_MAPPING": "1",
+        "NVSHMEM_HCA_PE_MAPPING": "mlx5_0:1:1,mlx5_3:1:1",
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth0",
+    }
+    assert NetworkOptions(ibgda=False, service_level=0).environment() == {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_IB_SL": "0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"transport": "ibgda"}, ["transport is 'ibgda'", "ibrc, ibdevx"]),
+        ({"ibgda": "yes"}, ["ibgda is 'yes'"]),
+        ({"service_level": 16}, ["service_level is 16", "0 to 15"]),
+        ({"service_level": -1}, ["service_level is -1"]),
+        ({"service_level": True}, ["service_level is True"]),
+        ({"connections_per_peer": -1}, ["connections_per_peer is -1"]),
+        ({"connections_per_peer": 2.0}, ["connections_per_peer is 2.0", "whole number"]),
+        ({"queue_depth": 127}, ["queue_depth is 127", "128 to 32768"]),
+        ({"queue_depth": 32769}, ["queue_depth is 32769"]),
+        ({"nics": []}, ["nics is []"]),
+        ({"nics": "mlx5_0:1"}, ["nics is 'mlx5_0:1'", "['mlx5_0:1', 'mlx5_1:1']"]),
+        ({"nics": ["mlx5_0"]}, ["nics is ['mlx5_0']"]),
+        ({"nics": ["mlx5_0:1:1"]}, ["nics is ['mlx5_0:1:1']"]),
+        ({"bootstrap_interface": ""}, ["bootstrap_interface is ''", "eth0"]),
+    ],
+)
+def test_bad_values_are_named(change, words):
+    with pytest.raises(EPConfigError) as caught:
+        NetworkOptions(**change)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ALL.service_level = 1
+
+
+def test_every_option_is_documented():
+    for field in dataclasses.fields(NetworkOptions):
+        assert f"\n        {field.name}: " in NetworkOptions.__doc__
+    assert all(name in NetworkOptions.__doc__ for name in ALL.environment())
+
+
+def test_the_installed_nvshmem_knows_every_variable():
+    """A variable that a newer NVSHMEM renames would be ignored without a word."""
+    spec = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
+    if spec is None:
+        pytest.skip("NVSHMEM is not installed")
+    libraries = [*Path(next(iter(spec.submodule_search_locations))).glob("lib/*.so*")]
+    wanted = {name.removeprefix("NVSHMEM_").encode() for name in ALL.environment()}
+    for path in libraries:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            wanted -= {name for name in wanted if content.find(b"\0" + name + b"\0") >= 0}
+    assert libraries
+    assert not wanted
+    loaded = {path.name.split(".")[0] for path in libraries}
+    assert {f"nvshmem_transport_{name}" for name in TRANSPORTS if name not in ("none", "gpunetio")} <= loaded
+
+
+# --- starting NVSHMEM ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_variables_are_there_when_nvshmem_starts_and_gone_afterwards(install, rank):
+    fake = install(my_pe=rank)
+    hosts = [[0, 1], [2, 3]]
+    running = comm.runtime(Ranks(rank=rank, hosts=hosts, gather=_pes), ALL.environment())
+    assert fake.seen == ALL.environment()
+    assert rank or fake.at_uid == ALL.environment()
+    assert _variables() == {}
+    assert (running.my_pe, running.num_pes) == (rank, 4)
+
+
+def test_the_users_own_variables_win(install, monkeypatch):
+    monkeypatch.setenv("NVSHMEM_IB_SL", "7")
+    monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "ucx")
+    fake = install()
+    comm.runtime(Ranks(gather=_pes), ALL.environment())
+    assert fake.seen == {**ALL.environment(), "NVSHMEM_IB_SL": "7", "NVSHMEM_REMOTE_TRANSPORT": "ucx"}
+    assert _variables() == {"NVSHMEM_IB_SL": "7", "NVSHMEM_REMOTE_TRANSPORT": "ucx"}
+
+
+def test_no_network_is_looked_for_on_one_host(install):
+    fake = install()
+    comm.runtime(Ranks(gather=_pes))
+    assert fake.seen == {"NVSHMEM_REMOTE_TRANSPORT": "none"}
+    assert _variables() == {}
+
+
+def test_with_several_hosts_the_transport_is_nvshmems_choice(install):
+    fake = install()
+    comm.runtime(Ranks(hosts=[[0, 1, 2], [3]], gather=_pes))
+    assert fake.seen == {}
+
+
+def test_variables_are_gone_after_a_failed_start(install):
+    fake = install()
+    fake.hostlib_init_attr = lambda flags, attributes: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        comm.runtime(Ranks(gather=_pes), ALL.environment())
+    assert _variables() == {}
+
+
+def test_options_that_come_too_late_are_named(install, caplog):
+    install()
+    ranks = Ranks(gather=_pes)
+    with caplog.at_level(logging.WARNING, "deepep_rt"):
+        first = comm.runtime(ranks, NetworkOptions(service_level=3, ibgda=True).environment())
+        assert comm.runtime(ranks) is first
+        assert comm.runtime(ranks, NetworkOptions(service_level=3).environment()) is first
+        assert not caplog.records
+        comm.runtime(ranks, NetworkOptions(service_level=4, ibgda=True, queue_depth=256).environment())
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "NVSHMEM_IB_SL=4, NVSHMEM_QP_DEPTH=256" in message
+    assert "earlier Buffer" in message
+    assert "IBGDA" not in message
+
+
+def test_options_for_an_nvshmem_of_somebody_else_are_named(install, caplog):
+    fake = install(running=True)
+    with caplog.at_level(logging.WARNING, "deepep_rt"):
+        comm.runtime(Ranks(gather=_pes), NetworkOptions(service_level=3).environment())
+    assert fake.seen is None
+    assert "somebody else" in caplog.text
+    assert "NVSHMEM_IB_SL=3" in caplog.text
+
+
+# --- symmetric memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompt(monkeypatch):
+    monkeypatch.setattr(comm, "meet", lambda *arguments: [arguments[1]])
+
+
+def test_far_ranks_need_no_direct_path(install, prompt):
+    install(my_pe=1, addresses={2: 0, 3: 0})
+    ranks = Ranks(rank=1, hosts=[[0, 1], [2, 3]], gather=_pes)
+    memory = comm.SymmetricMemory(ranks, 64, 1.0, ranks_per_node=2, network=NetworkOptions(service_level=1))
+    assert memory.peers == [4096, 4096, 0, 0]
+    assert memory.pes == [0, 1, 2, 3]
+    assert sys.modules["nvshmem.bindings"].seen == {"NVSHMEM_IB_SL": "1"}
+
+
+def test_near_ranks_do(install, prompt):
+    install(my_pe=1, addresses={0: 0, 2: 0})
+    with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0\]; .* in each group of ranks_per_node=2"):
+        comm.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
+    with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0, 2\]; .* between all GPUs of a Buffer"):
+        comm.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0)
+
+
+# --- who is where ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [([[0, 1, 2, 3]], 4), ([[0, 1], [2, 3]], 2), ([[2, 3], [0, 1]], 2), ([[0], [1], [2], [3]], 1)],
+)
+def test_ranks_per_host(hosts, expected):
+    assert comm.ranks_per_host(Ranks(hosts=hosts, gather=_hosts_of(hosts))) == expected
+
+
+@pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[0, 1, 2], [3]], [[0, 3], [1, 2]]])
+def test_ranks_that_are_not_placed_host_by_host(hosts):
+    for rank in range(4):
+        with pytest.raises(EPConfigError) as caught:
+            comm.ranks_per_host(Ranks(rank=rank, hosts=hosts, gather=_hosts_of(hosts)))
+        shown = "; ".join(", ".join(map(str, ranks)) for ranks in sorted(hosts))
+        message = str(caught.value)
+        assert all(word in message for word in (shown, "--map-by ppr:8:node", "--distribution=block")), message
+
+
+def _hosts_of(hosts):
+    return lambda mine: [tuple(next(ranks for ranks in hosts if rank in ranks)) for rank in range(4)]
+
+
+def test_ranks_have_to_agree_on_what_both_ends_of_a_connection_have(monkeypatch):
+    from deepep_rt.config import Config
+
+    monkeypatch.setattr(comm, "meet", lambda *arguments: [])
+    config = Config(2, 16, 128, 2, 4)
+
+    def agree(mine, theirs):
+        other = {**dataclasses.asdict(config), "backend": "host", "on_exhausted": "copy", **theirs.common()}
+        return comm.agree(Ranks(2, gather=lambda given: [given, (other, None)]), config, "host", "copy", mine)
+
+    assert agree(None, NetworkOptions(nics=["mlx5_0:1"], bootstrap_interface="eth0")) == "host"
+    with pytest.raises(EPConfigError, match=r"service_level: rank 0 None, rank 1 3; connections_per_peer: rank 0 4, rank 1 None"):
+        agree(NetworkOptions(connections_per_peer=4), NetworkOptions(service_level=3))
