@@ -3,7 +3,8 @@
 A call has two rounds of messages, one message to each peer in a round. First every rank notifies every other of how the call looks
 from its side: what it calls with which types, how many rows go where, and whether its input is wrong. So all ranks come to the same
 verdict before a row moves: they all go on, or they all raise. Then the rows travel, straight into the result arrays. Every wait is
-bounded.
+bounded. Ranks that low-latency calls leave out (they are masked, see `mail`) say nothing and get nothing: as if they had no tokens, and
+as if nobody had chosen their experts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
 
-_NOTICE_TAG, ROWS_TAG = 1, 2
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 
 _KINDS = (
@@ -41,21 +41,33 @@ _DTYPE_NAMES = (None, *DTYPES)  # numbered alike on all ranks; None: the array w
 # What all ranks must say alike in a notice.
 _AGREED = ("kind", "x", "topk_idx", "topk_weights", "x_scales", "bytes of a row of x_scales", "handle (number of its dispatch)")
 # What each rank says for itself. The problem is 0 (none), 1 (expert number: token, value), 2 (size: destination, bytes) or
-# 3 (low latency only, choices of one expert: expert, choices).
+# 3 (low latency only, choices of one expert: expert, choices). Two more are for the addressee alone: rows that it gets along a known
+# routing, and rows that it is expected to send.
 _CAPACITY = len(_AGREED)
 _PROBLEM = slice(_CAPACITY + 1, _CAPACITY + 4)
-_NOTICE_HEAD = _CAPACITY + 4  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
+_SENDS, _EXPECTS = _CAPACITY + 4, _CAPACITY + 5
+_NOTICE_HEAD = _CAPACITY + 6  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
 _BAD_EXPERT, _TOO_LARGE, _TOO_OFTEN = 1, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where this rank's tokens go and where its rows come from; rows that did not fit are in neither."""
+    """Where this rank's tokens go and where its rows come from; rows that did not fit, or did not come, are in neither."""
 
     serial: int
     sent_tokens: tuple[np.ndarray, ...]  # for each rank, the tokens that go there, ascending
     num_received: np.ndarray  # [num_ranks] rows from each rank
     first_row: np.ndarray  # [num_ranks] where they start
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are taken up, gaps of rows that did not come included."""
+        return int((self.first_row + self.num_received).max())
+
+    def only(self, sent: np.ndarray, received: np.ndarray) -> Routing:
+        """The part of it that goes to some ranks and comes from some ranks, `[num_ranks]` bool each."""
+        tokens = tuple(t if goes else t[:0] for t, goes in zip(self.sent_tokens, sent, strict=True))
+        return replace(self, sent_tokens=tokens, num_received=np.where(received, self.num_received, 0))
 
 
 class HostBackend:
@@ -68,10 +80,10 @@ class HostBackend:
         self._comm: MPI.Intracomm | None = comm.Dup()  # our messages never meet the caller's
         self._config = config
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
-        self._mail = Mail(self._comm, config.timeout_s)
+        self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask")
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
-        self._num_routings = 0  # the same on all ranks: they succeed or fail together
+        self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
         self._calling: str | None = None  # the low-latency call, of `_KINDS`, that a dispatch or combine here is a part of
 
     context = contextlib.nullcontext()
@@ -86,13 +98,13 @@ class HostBackend:
         self._mail.start_call()
         if inputs.handle is None:
             handle = self._route(site, inputs)
-        else:
-            handle = inputs.handle
-            routing: Routing = handle._routing
-            notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
-            self._find_problem(notices, inputs, routing.sent_tokens)
-            self._agree(notices, "kPhaseDispatchLanding")
-        return self._send_rows(handle, inputs)
+            return self._send_rows(handle, handle._routing, inputs)
+        routing: Routing = inputs.handle._routing
+        notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
+        self._find_problem(notices, inputs, routing.sent_tokens)
+        sizes = [len(tokens) for tokens in routing.sent_tokens]
+        goes, comes = self._agree_on_rows(notices, "kPhaseDispatchLanding", sizes, routing.num_received)
+        return self._send_rows(inputs.handle, routing.only(sent=goes, received=comes), inputs)
 
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
         self._mail.start_call()
@@ -100,18 +112,23 @@ class HostBackend:
         routing: Routing = handle._routing
         notices = self._notices("combine", x, inputs, routing.serial)
         self._note_size(notices, int(routing.num_received.max()) * x.row_bytes, int(routing.num_received.argmax()))
-        self._agree(notices, "kPhaseCombineLanding")
+        sizes = [len(tokens) for tokens in routing.sent_tokens]
+        goes, comes = self._agree_on_rows(notices, "kPhaseCombineLanding", routing.num_received, sizes)
+        routing = routing.only(sent=comes, received=goes)
 
         given = [rows_of(view) for view in (x, inputs.topk_weights) if view is not None]
         outgoing = [[part[first : first + count] for part in given] for first, count in self._spans(routing)]
         incoming = [[np.empty((len(tokens), p.shape[1]), np.uint8) for p in given] for tokens in routing.sent_tokens]
         incoming[self._rank] = outgoing[self._rank]
-        self._mail.exchange(outgoing, incoming, ROWS_TAG, "kPhaseCombineRows")
+        lost = self._mail.exchange(outgoing, incoming, "kPhaseCombineRows")
 
         total = np.zeros((handle.num_tokens, config.hidden), np.float32)
         weights = None if inputs.topk_weights is None else Result((handle.num_tokens, config.num_topk), "float32", fill=0)
         with np.errstate(all="ignore"):  # inf - inf and the like are the caller's numbers, not our mistakes
-            for tokens, parts in zip(routing.sent_tokens, incoming, strict=True):  # rank order: the same bits every time
+            for peer, (tokens, parts) in enumerate(zip(routing.sent_tokens, incoming, strict=True)):
+                if peer in lost:
+                    continue
+                # Rank order: the same bits every time.
                 total[tokens] += to_float32(parts[0], x.dtype)
                 if weights is not None:
                     weights.rows.view(np.float32)[tokens] += parts[1].view(np.float32)
@@ -143,7 +160,8 @@ class HostBackend:
 
     def destroy(self) -> None:
         comm, self._comm = self._comm, None
-        if comm is not None and not self._mail.is_broken:  # freeing is collective; peers that were lost would not take part
+        # Freeing is collective; peers that were lost would not take part.
+        if comm is not None and not self._mail.is_broken and not self._mail.masked:
             comm.Free()
 
     def _route(self, site: Site, inputs: DispatchInputs) -> DispatchHandle:
@@ -166,13 +184,12 @@ class HostBackend:
         heard = self._agree(notices, "kPhaseRoute")
 
         num_rows = heard[:, self._num_rows_at]  # [source, destination]
-        capacity = heard[:, _CAPACITY]
+        capacity = heard[:, _CAPACITY]  # none where a rank said nothing: nothing goes there
         room = np.where(capacity < 0, np.iinfo(np.int64).max, capacity)  # [destination]
         first_row = np.cumsum(num_rows, axis=0) - num_rows
         fitting = np.clip(room - first_row, 0, num_rows)
-        self._num_routings += 1
         routing = Routing(
-            serial=self._num_routings,
+            serial=self._new_serial(),
             sent_tokens=tuple(t[:n] for t, n in zip(tokens, fitting[rank], strict=True)),
             num_received=fitting[:, rank],
             first_row=np.minimum(first_row[:, rank], room[rank]),
@@ -190,9 +207,15 @@ class HostBackend:
         told = per_expert.tolist() if worst is None else None
         return DispatchHandle(num_tokens, num_recv_rows, told, site.serial, routing, views)
 
-    def _send_rows(self, handle: DispatchHandle, inputs: DispatchInputs) -> DispatchResult:
+    def _new_serial(self) -> int:
+        """A number for a routing. Masked ranks may miss low-latency calls, so that routings of those are numbered like the calls."""
+        if self._calling is not None:
+            return self._mail.low_latency_calls
+        self._num_routings += 1
+        return self._num_routings
+
+    def _send_rows(self, handle: DispatchHandle, routing: Routing, inputs: DispatchInputs) -> DispatchResult:
         """Send rows, and what belongs to them, along a routing that all ranks agree on."""
-        routing: Routing = handle._routing
         framework, num_recv_rows = inputs.x.framework, handle.num_recv_rows
         asked = {"x": inputs.x, "scales": inputs.scales, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
         given = {name: view for name, view in asked.items() if view is not None}
@@ -211,13 +234,14 @@ class HostBackend:
                 incoming[peer].append(arrived[peer])
         for mine, theirs in zip(outgoing[self._rank], incoming[self._rank], strict=True):
             theirs.reshape(-1)[:] = mine.reshape(-1)
-        self._mail.exchange(outgoing, incoming, ROWS_TAG, "kPhaseDispatchRows")
+        lost = self._mail.exchange(outgoing, incoming, "kPhaseDispatchRows")
+        num_arrived = routing.num_rows
         if inputs.handle is None:
+            routing.num_received[list(lost)] = 0  # the routing is new, and nobody else has seen it
             for peer, (first, count) in enumerate(spans):
                 src_idx[first : first + count, 0] = peer
                 src_idx[first : first + count, 1:] = arrived[peer]
 
-        num_arrived = int(routing.num_received.sum())
         for result in results.values():
             result.rows[num_arrived:] = 0
         self._keep_local(results, num_arrived)
@@ -274,25 +298,40 @@ class HostBackend:
             notices[:, _PROBLEM] = _TOO_LARGE, peer, num_bytes
 
     def _agree(self, notices: np.ndarray, phase: str) -> np.ndarray:
-        """Swap notices; raise on every rank if an input is wrong or the calls differ.
+        """Swap notices; raise on every rank that takes part if an input is wrong or the calls differ.
 
         Returns:
-            What each rank said, `[num_ranks, ...]`.
+            What each rank said, `[num_ranks, ...]`; zeros for ranks that do not take part.
         """
-        heard = np.empty_like(notices)
-        heard[self._rank] = notices[self._rank]
-        self._mail.exchange([[row] for row in notices], [[row] for row in heard], _NOTICE_TAG, phase)
-        different = [i for i in range(len(_AGREED)) if (heard[:, i] != heard[0, i]).any()]
+        heard, ranks = self._mail.swap(notices, phase)
+        different = [i for i in range(len(_AGREED)) if len(set(heard[ranks, i].tolist())) > 1]
         if different:
             i = different[0]
             words = _KINDS if i == 0 else _DTYPE_NAMES if i <= 4 else None
-            said = ", ".join(f"rank {rank}: {words[v] if words else v}" for rank, v in enumerate(heard[:, i].tolist()))
+            said = ", ".join(
+                f"rank {rank}: {words[v] if words else v}" for rank, v in zip(ranks, heard[ranks, i].tolist(), strict=True)
+            )
             raise EPInputError(f"the ranks disagree on the {_AGREED[i]} of this call; all must give the same. {said}")
         wrong = np.flatnonzero(heard[:, _PROBLEM.start])
         if len(wrong):
             rank = self._rank if self._rank in wrong else int(wrong[0])
             raise EPInputError(self._describe(rank, *heard[rank, _PROBLEM].tolist()))
         return heard
+
+    def _agree_on_rows(
+        self, notices: np.ndarray, phase: str, sends: Sequence[int] | np.ndarray, expects: Sequence[int] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Agree on a call along a known routing, in which this rank sends so many rows to each rank and expects so many.
+
+        Two ranks know differently of the rows between them if one masked the other, or did so earlier, while that routing was made.
+        Then none are sent.
+
+        Returns:
+            Which ranks get rows, and from which ranks they come, `[num_ranks]` bool each.
+        """
+        notices[:, _SENDS], notices[:, _EXPECTS] = sends, expects
+        heard = self._agree(notices, phase)
+        return heard[:, _EXPECTS] == sends, heard[:, _SENDS] == expects
 
     def _describe(self, rank: int, problem: int, where: int, what: int) -> str:
         whose = "" if rank == self._rank else f"rank {rank}: "

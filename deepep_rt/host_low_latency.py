@@ -2,6 +2,8 @@
 
 Rows travel as in dispatch, once to each rank, and are then laid out expert by expert. On the way back an expert rank adds its rows of a
 token up and combine does the rest; or every row goes home by itself. Everything travels in the call; a hook only shows what came.
+
+Masked ranks need little here: no rows come from them, and `HostBackend` leaves them out of what is sent and added up.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .arrays import Framework, View, host_bytes
 from .config import FP8_GROUP, Config
 from .errors import EPInputError
 from .hooks import Hook, HookOrder
-from .host import ROWS_TAG, HostBackend, Routing
+from .host import HostBackend, Routing
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
@@ -48,7 +50,11 @@ class _ExpertRouting:
         config: Config,
     ) -> _ExpertRouting:
         """Lay out entries by expert; those of an expert keep the order of rows, which is that of source ranks and tokens."""
-        row, choice = np.nonzero(recv_idx >= 0)
+        routing: Routing = rows._routing
+        is_there = np.zeros(len(recv_idx), bool)
+        for first, count in zip(routing.first_row, routing.num_received, strict=True):
+            is_there[first : first + count] = True  # a gap is left by rows of a rank that was masked before they came
+        row, choice = np.nonzero((recv_idx >= 0) & is_there[:, None])
         expert = recv_idx[row, choice].astype(np.int64)
         counts = np.bincount(expert, minlength=config.num_local_experts)
         by_expert = np.argsort(expert, kind="stable")
@@ -75,6 +81,17 @@ class HostLowLatencyBackend(HostBackend):
             self._combine_memory = Result(shape, "bfloat16", fill=0)
         return self._combine_memory.view(framework)
 
+    def set_mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out of low-latency calls, or let it take part again."""
+        if masked:
+            self._mail.mask(rank)
+        else:
+            self._mail.unmask(rank)
+
+    def masked_ranks(self) -> list[int]:
+        """The ranks that low-latency calls leave out, ascending."""
+        return self._mail.masked
+
     def low_latency_dispatch(
         self, site: Site, inputs: LowLatencyDispatchInputs, call: Call, return_recv_hook: bool
     ) -> LowLatencyDispatchResult:
@@ -85,6 +102,7 @@ class HostLowLatencyBackend(HostBackend):
             x, scales = _to_fp8(x, inputs)
         start = time.perf_counter_ns()
         with self._part_of("low_latency_dispatch"):
+            sources = self._mail.peers
             sent = self.dispatch(site, DispatchInputs(x, inputs.topk_idx, inputs.topk_weights, scales, None, None, 1), call)
         waited = time.perf_counter_ns() - start
 
@@ -108,7 +126,7 @@ class HostLowLatencyBackend(HostBackend):
             if inputs.wait_stats is not None:
                 # Messages come in one exchange, so each source is charged with all of it.
                 stats = host_bytes(inputs.wait_stats).view(np.int64)
-                stats[np.arange(self._num_ranks) != self._rank] += waited
+                stats[sources] += waited
 
         recv_idx, weights = sent._views["topk_idx"], sent._views["topk_weights"]
         assert recv_idx is not None
@@ -173,26 +191,31 @@ class HostLowLatencyBackend(HostBackend):
         tokens: Routing = routing.rows._routing
         config, y = self._config, self._expert_rows(inputs)
         self._mail.start_call()
-        ends = np.searchsorted(routing.row, np.cumsum(tokens.num_received))  # entries come in the order of their source ranks
-        outgoing = [[y[slots]] for slots in np.split(routing.slot, ends[:-1])]
-        with self._part_of("low_latency_combine with allow_multiple_reduction=False"):
-            notices = self._notices("combine", inputs.y, inputs, tokens.serial)
-            sizes = [part[0].nbytes for part in outgoing]
-            self._note_size(notices, max(sizes), int(np.argmax(sizes)))
-            self._agree(notices, "kPhaseLlCombineRoom")
-
+        spans = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])
+        slots = [routing.slot[first:end] for first, end in spans.T]  # entries come in the order of their source ranks
         token, choice = np.nonzero(routing.topk_idx >= 0)
         peer = routing.topk_idx[token, choice] // config.num_local_experts
         by_peer = [np.flatnonzero(peer == rank) for rank in range(self._num_ranks)]
-        arrived = [np.empty((len(entries), y.shape[1]), np.uint8) for entries in by_peer]
-        arrived[self._rank] = outgoing[self._rank][0]
-        self._mail.exchange(outgoing, [[rows] for rows in arrived], ROWS_TAG, "kPhaseLlCombineRows")
+        with self._part_of("low_latency_combine with allow_multiple_reduction=False"):
+            notices = self._notices("combine", inputs.y, inputs, tokens.serial)
+            sends, expects = [len(part) for part in slots], [len(entries) for entries in by_peer]
+            self._note_size(notices, max(sends) * y.shape[1], int(np.argmax(sends)))
+            goes, comes = self._agree_on_rows(notices, "kPhaseLlCombineRoom", sends, expects)
+            outgoing = [y[part if there else part[:0]] for part, there in zip(slots, goes, strict=True)]
+            arrived = [
+                np.empty((count if there else 0, y.shape[1]), np.uint8) for count, there in zip(expects, comes, strict=True)
+            ]
+            arrived[self._rank] = outgoing[self._rank]
+            lost = self._mail.exchange([[part] for part in outgoing], [[part] for part in arrived], "kPhaseLlCombineRows")
 
         rows = np.empty((len(token), y.shape[1]), np.uint8)
-        for entries, part in zip(by_peer, arrived, strict=True):
-            rows[entries] = part
+        came = np.zeros(len(token), bool)
+        for rank, (entries, part) in enumerate(zip(by_peer, arrived, strict=True)):
+            if comes[rank] and rank not in lost:
+                rows[entries] = part
+                came[entries] = True
         total = np.empty((inputs.handle.num_tokens, y.shape[1]), np.uint8)
-        _weighted_sum(rows, token, choice, _values(inputs.topk_weights), total)
+        _weighted_sum(rows[came], token[came], choice[came], _values(inputs.topk_weights), total)
         return total
 
     def _expert_rows(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
@@ -201,10 +224,11 @@ class HostLowLatencyBackend(HostBackend):
 
     @contextmanager
     def _part_of(self, kind: str) -> Iterator[None]:
-        """What dispatch and combine do meanwhile is a part of this call, and the other ranks are told so."""
+        """What dispatch and combine do meanwhile is a part of this call: the other ranks are told so, and masked ranks left out."""
         self._calling = kind
         try:
-            yield
+            with self._mail.low_latency_call():
+                yield
         finally:
             self._calling = None
 

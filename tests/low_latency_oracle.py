@@ -7,7 +7,7 @@ compared bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -70,11 +70,17 @@ def expected_dispatch(
     fp8: bool = False,
     round_scale: bool = False,
     ue8m0: bool = False,
+    live: Collection[int] | None = None,
 ) -> Arrived:
-    """What rank `rank` must receive when each rank r gives `all_inputs[r]` (x in bfloat16) to low_latency_dispatch."""
+    """What rank `rank` must receive when each rank r gives `all_inputs[r]` (x in bfloat16) to low_latency_dispatch.
+
+    `live`: the ranks that are not masked, this one among them; None: all.
+    """
     each = num_experts // len(all_inputs)
     entries: list[list[tuple[int, int, int]]] = [[] for _ in range(each)]
     for source, inputs in enumerate(all_inputs):
+        if live is not None and source not in live:
+            continue
         for token in range(len(inputs.topk_idx)):
             for k, expert in enumerate(inputs.topk_idx[token]):
                 if rank * each <= expert < (rank + 1) * each:
@@ -99,7 +105,14 @@ def _gather(arrays: Sequence[np.ndarray], entries: Sequence[tuple[int, int, int]
 
 
 def expected_combine(
-    rank: int, all_inputs: Sequence[RankInputs], all_y: Sequence[np.ndarray], num_experts: int, *, reduce_early: bool
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    all_y: Sequence[np.ndarray],
+    num_experts: int,
+    *,
+    reduce_early: bool,
+    live: Collection[int] | None = None,
+    answering: Collection[int] | None = None,
 ) -> np.ndarray:
     """What rank `rank` must get back, `[num_tokens, hidden]` bfloat16.
 
@@ -109,12 +122,16 @@ def expected_combine(
         all_y: For each rank, `[num_local_experts, rows, hidden]` bfloat16, what it gives to low_latency_combine.
         num_experts: Experts over all ranks.
         reduce_early: `allow_multiple_reduction`.
+        live: The ranks that are not masked in the dispatch, this one among them; None: all.
+        answering: Those that are not masked in the combine; None: those in the dispatch.
     """
     mine, num_ranks = all_inputs[rank], len(all_inputs)
+    live = range(num_ranks) if live is None else live
+    answering = live if answering is None else [peer for peer in live if peer in answering]
     each = num_experts // num_ranks
     place: dict[tuple[int, int], tuple[int, int, int]] = {}  # (token, choice) -> expert rank, local expert, row
-    for peer in range(num_ranks):
-        for expert, entries in enumerate(_entries_of(peer, all_inputs, each)):
+    for peer in answering:
+        for expert, entries in enumerate(_entries_of(peer, all_inputs, each, live)):
             for row, (source, token, k) in enumerate(entries):
                 if source == rank:
                     place[token, k] = peer, expert, row
@@ -140,9 +157,13 @@ def expected_combine(
     return out
 
 
-def _entries_of(peer: int, all_inputs: Sequence[RankInputs], each: int) -> list[list[tuple[int, int, int]]]:
+def _entries_of(
+    peer: int, all_inputs: Sequence[RankInputs], each: int, live: Collection[int]
+) -> list[list[tuple[int, int, int]]]:
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(each)]
     for source, inputs in enumerate(all_inputs):
+        if source not in live:
+            continue
         for token, choices in enumerate(inputs.topk_idx):
             for k, expert in enumerate(choices):
                 if expert // each == peer and expert >= 0:

@@ -60,6 +60,12 @@ def test_program(program: str, num_ranks: int) -> None:
     assert ": failed" not in output
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_masked_ranks(num_ranks: int) -> None:
+    """A rank alone has nobody to mask."""
+    test_program("masks", num_ranks)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("scenario", LATE)
 def test_late_rank(scenario: str, num_ranks: int) -> None:

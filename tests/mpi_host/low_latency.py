@@ -193,7 +193,7 @@ def check_out(comm: MPI.Intracomm) -> None:
     with _buffer(comm) as buffer:
         inputs, y = _inputs(comm, 13), _outputs(buffer, 13)
         mine = inputs[rank]
-        handle = buffer.low_latency_dispatch(mine.x, mine.topk_idx).handle
+        handle = buffer.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False).handle
         wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=True)
         out = _here(np.full_like(mine.x, 7))
         back = buffer.low_latency_combine(y[rank], mine.topk_idx, mine.topk_weights, handle, out=out)
@@ -213,7 +213,7 @@ def check_zero_copy(comm: MPI.Intracomm) -> None:
         for seed in (14, 15):
             inputs, outputs = _inputs(comm, seed), _outputs(buffer, seed)
             mine = inputs[rank]
-            handle = buffer.low_latency_dispatch(_here(mine.x), mine.topk_idx).handle
+            handle = buffer.low_latency_dispatch(_here(mine.x), mine.topk_idx, use_fp8=False).handle
             y = buffer.get_low_latency_combine_buffer(handle)
             assert tuple(y.shape) == (config.num_local_experts, config.num_max_recv_tokens, HIDDEN)
             y.view(np.uint8)[...] = _here(outputs[rank].view(np.uint8))
@@ -235,7 +235,7 @@ def check_counters(comm: MPI.Intracomm) -> None:
         counts = np.array([len(found) for found in _arrived(buffer, rank, inputs, {}).entries])
         stats = _here(np.full(buffer.config.num_local_experts, 100, np.int32))
         waits = _here(np.zeros(ranks, np.int64))
-        counters = dict(cumulative_local_expert_recv_stats=stats, wait_recv_cost_stats=waits)
+        counters = dict(cumulative_local_expert_recv_stats=stats, wait_recv_cost_stats=waits, use_fp8=False)
         buffer.low_latency_dispatch(mine.x, mine.topk_idx, **counters)
         buffer.synchronize()
         assert (_home(stats) == 100 + counts).all()
@@ -341,13 +341,14 @@ def check_more_slots(comm: MPI.Intracomm) -> None:
     for num_slots in (1, 3):
         with _buffer(comm, num_slots=num_slots) as buffer:
             batches = [_inputs(comm, 20 + number) for number in range(num_slots)]
-            sent = [buffer.low_latency_dispatch(b[rank].x, b[rank].topk_idx, return_recv_hook=True) for b in batches]
+            options = dict(use_fp8=False, return_recv_hook=True)
+            sent = [buffer.low_latency_dispatch(b[rank].x, b[rank].topk_idx, **options) for b in batches]
             with raises(EPInputError, "open hooks", f"num_slots={num_slots}"):
-                buffer.low_latency_dispatch(batches[0][rank].x, batches[0][rank].topk_idx, return_recv_hook=True)
+                buffer.low_latency_dispatch(batches[0][rank].x, batches[0][rank].topk_idx, **options)
             for result in sent:
                 result.hook()
             for result, inputs in zip(sent, batches, strict=True):
-                low_latency_oracle.check_dispatch(result, _arrived(buffer, rank, inputs, dict(use_fp8=True)))
+                low_latency_oracle.check_dispatch(result, _arrived(buffer, rank, inputs, {}))
 
 
 def check_beside_throughput_calls(comm: MPI.Intracomm) -> None:
@@ -360,13 +361,13 @@ def check_beside_throughput_calls(comm: MPI.Intracomm) -> None:
             mine, other = inputs[rank], others[rank]
             y = _outputs(buffer, seed)
             before = buffer.dispatch(other.x, other.topk_idx, other.topk_weights)
-            sent = buffer.low_latency_dispatch(mine.x, mine.topk_idx, return_recv_hook=True)
+            sent = buffer.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False, return_recv_hook=True)
             between = buffer.dispatch(other.x, other.topk_idx, other.topk_weights)
             sent.hook()
             back = buffer.low_latency_combine(y[rank], mine.topk_idx, mine.topk_weights, sent.handle, return_recv_hook=True)
             summed = [buffer.combine(result.recv_x, result.handle).x for result in (before, between)]
             back.hook()
-            low_latency_oracle.check_dispatch(sent, _arrived(buffer, rank, inputs, dict(use_fp8=True)))
+            low_latency_oracle.check_dispatch(sent, _arrived(buffer, rank, inputs, {}))
             wanted = low_latency_oracle.expected_combine(rank, inputs, y, experts, reduce_early=True)
             _check_same("x", back.x, wanted)
             expected = oracle.expected_dispatch(rank, others, experts)
@@ -432,8 +433,8 @@ def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
         inputs, y = _inputs(comm, 22, lambda rank: 5), _outputs(buffer, 22)
         mine, mine_y = inputs[rank], y[rank]
         x, idx, weights = mine.x, mine.topk_idx, mine.topk_weights
-        handle = buffer.low_latency_dispatch(x, idx).handle
-        foreign = stranger.low_latency_dispatch(x, idx).handle
+        handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
+        foreign = stranger.low_latency_dispatch(x, idx, use_fp8=False).handle
         many = np.zeros((MAX_TOKENS + 1, HIDDEN), x.dtype)
         mistakes = [
             (("float32", "bfloat16"), lambda: buffer.low_latency_dispatch(x.astype(np.float32), idx)),
@@ -457,7 +458,7 @@ def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
             if rank == 0:
                 with raises(EPInputError, *words):
                     call()
-        _check_round(comm, buffer, inputs, 22, use_fp8=True)
+        _check_round(comm, buffer, inputs, 22)
         _check_round(comm, stranger, inputs, 23)
 
 
@@ -469,7 +470,7 @@ def check_buffer_without_low_latency(comm: MPI.Intracomm) -> None:
         ) as buffer,
         _buffer(comm) as other,
     ):
-        handle = other.low_latency_dispatch(mine.x, mine.topk_idx).handle
+        handle = other.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False).handle
         y = _outputs(other, 24)[comm.Get_rank()]
         for call in (
             lambda: buffer.low_latency_dispatch(mine.x, mine.topk_idx),
