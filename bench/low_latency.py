@@ -37,6 +37,8 @@ def parse_args():
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--sms", type=int, default=None, help="low_latency_sms; default: the library's")
+    parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks through NVSHMEM; 1: all of them")
+    parser.add_argument("--on-timeout", choices=("raise", "mask"), default="raise")
     parser.add_argument("--bf16", action="store_true", help="dispatch bfloat16 rows instead of FP8")
     parser.add_argument("--replays", type=int, default=1000)
     parser.add_argument("--chain", type=int, default=10, help="calls in a captured chain")
@@ -240,7 +242,8 @@ def main():
     machine = Machine(comm, args.backend)
     clock = timing.CudaClock() if machine.on_gpu else timing.WallClock()
     sizes = dict(hidden=args.hidden, num_topk=args.topk, num_experts=args.experts, backend=args.backend)
-    more = {} if args.sms is None else {"low_latency_sms": args.sms}
+    more = {"ranks_per_node": args.ranks_per_node, "on_timeout": args.on_timeout}
+    more |= {} if args.sms is None else {"low_latency_sms": args.sms}
     rows, ceilings = [], {}
     stream = timing.own_stream() if machine.on_gpu else None  # graphs cannot be captured on the default stream
     for num_tokens in args.tokens:
@@ -256,6 +259,7 @@ def main():
     if comm.rank:
         return
     kind = "BF16" if args.bf16 else "FP8"
+    kind += "" if args.ranks_per_node is None else f", nodes of {args.ranks_per_node}"
     title = f"{comm.size} x {machine.name()}, hidden {args.hidden}, top-{args.topk} of {args.experts}, {kind} dispatch, {sms} SMs"
     print_table(rows, title, peers(args.compare))
     if args.json:

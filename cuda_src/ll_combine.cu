@@ -63,7 +63,8 @@ struct Group {
 
   // The same; whether all threads say yes.
   __device__ __forceinline__ bool all(bool yes) const {
-    if (num_warps == 1) return __all_sync(~0u, yes);
+    yes = __all_sync(~0u, yes);  // barriers want whole warps
+    if (num_warps == 1) return yes;
     u32 result;
     asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
                  : "=r"(result)
@@ -200,9 +201,10 @@ struct Rows {
   int count;
   u64 row;       // in lane j: of row j, the address,
   int sender;    // the rank that sends it,
-  float weight;  // and its weight
+  float weight;  // its weight,
+  bool came;     // and whether its signal came in time
 
-  // One warp. `ok`: false where one came too late.
+  // One warp. `ok`: whether all signals came.
   __device__ inline Rows(const Params& p, const Call& call, int token, int expert, bool& ok) {
     const int lane = lane_idx();
     const u64 mine = p.peers[p.rank];
@@ -214,9 +216,8 @@ struct Rows {
     ok = true;
     const u64 flag = mine + flag_offset(call.received, key < 0 ? 0 : key, token);
     if (key >= 0 && is_far(p, rank)) ok = wait_epoch(p, at<const u64>(flag, 0), call.received, kPhaseLlCombineRows, rank);
-    if (kMasksOnTimeout && !ok) key = -1;
-    ok = __all_sync(~0u, ok);
-    __syncwarp();
+    const u32 in_time = __ballot_sync(~0u, ok);
+    __syncwarp();  // all lanes may read what one has acquired
     int position = 0, from = 0;
     for (int k = 0; k < kNumTopk; ++k) {
       const int other = __shfl_sync(~0u, key, k);
@@ -231,6 +232,8 @@ struct Rows {
     row = __shfl_sync(~0u, mine + row_offset(call.received, key < 0 ? 0 : key, token), from);
     sender = __shfl_sync(~0u, rank, from);
     weight = __shfl_sync(~0u, mine_weight, from);
+    came = in_time >> from & 1;
+    ok = in_time == ~0u;
   }
 };
 
@@ -241,7 +244,7 @@ __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group
     const u64 row = __shfl_sync(~0u, rows.row, j);
     const int sender = __shfl_sync(~0u, rows.sender, j);
     const float weight = __shfl_sync(~0u, rows.weight, j);
-    bool ok = true;
+    bool ok = __shfl_sync(~0u, rows.came, j);
     for (int i = group.thread; ok && i < kRowVecs; i += group.num_warps * 32) {
       ok = wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(at<const Vec16>(row, 0) + i)); });
     }
@@ -316,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __g
   if (p.phases & kLlSend) send(p, call, senders, items, num_entries);
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_entries + kWarps / p.send_warps * gridDim.x);
   if (!(p.phases & kLlReceive)) return;
+  if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size are about to meet at the same barriers
   for (int token = share.first; token < p.num_tokens; token += share.step) {
     if (!receive_token(p, call, share.group, token, expert)) return;
     expert = choice_of(p, token + share.step);

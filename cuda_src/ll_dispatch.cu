@@ -487,6 +487,11 @@ __device__ inline void receive(const Params& p, Call& call) {
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
   if constexpr (kMasksOnTimeout) settle(p, call);
+  if (blockIdx.x == 0) {  // as sending did, or more
+    for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
+      if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;
+    }
+  }
   bool ok;
   const Sources sources(p, call, ok);
   if (!ok) return;

@@ -242,6 +242,35 @@ def test_gpus_without_fp8_say_so(comm):
         round_trip(comm, gpu, host, 2, 4, use_fp8=False)
 
 
+def test_a_rank_stops(comm):
+    """The last rank stops in the middle of a run; the others mask it, and finish 1,000 more steps."""
+    if comm.Get_size() == 1:
+        return
+    last, steps, every = comm.Get_size() - 1, 100 if SHARED_GPUS else 1000, 20
+    gpu, host = make_both(comm, hidden=512, on_timeout="mask", timeout_s=2.0)
+    for i in range(5):
+        round_trip(comm, gpu, host, 600 + i, 40, use_fp8=False)
+    assert gpu.query_masked_ranks() == []
+    comm.Barrier()
+    if comm.Get_rank() != last:
+        host.mask_rank(last)
+        idx, weights = routing(comm, 700, 40, 8, gpu.config.num_experts)
+        x = rows(comm, 700, 40, 512)
+        for i in range(steps):
+            if i % every == 0:
+                early = i // every % 2 == 0
+                round_trip(comm, gpu, host, 700 + i, 40, early_weights=early, reduce=i % 3 != 0, use_fp8=False)
+                assert gpu.query_masked_ranks() == [last]
+            else:
+                sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+                gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle)
+        gpu.synchronize()
+    comm.Barrier()
+    for buffer in (gpu, host):
+        buffer._backend.abandon()
+        buffer.destroy()
+
+
 def test_late_rank(comm):
     """The last rank stays away: the others say who is missing."""
     if comm.Get_size() == 1:
