@@ -40,9 +40,11 @@ __device__ __forceinline__ Vec16 sendable(Vec16 v) {
 
 __device__ __forceinline__ u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(value) << 32 | epoch; }
 
+// Of what there is for each rank on each side.
+__device__ __forceinline__ u64 side_of(u32 epoch, int rank) { return static_cast<u64>(epoch % kNumSides) * kNumRanks + rank; }
+
 // Warp 0. Where the call sends, it also waits until the side of this call is free at every rank. `acks`: where ranks acknowledge what they
-// have received; `phase`: what a wait for that is called; `also_out`: more ranks
-// to leave out, or null.
+// have received; `phase`: what a wait for that is called; `also_out`: more ranks to leave out, or null.
 __device__ inline void begin(const Params& p, const LlProgress* progress, u64 acks, u32 phase, const u32* also_out, Call& call) {
   constexpr int kPerLane = (kNumRanks + 31) / 32;
   const u64* theirs = at<const u64>(p.peers[p.rank], acks);

@@ -43,7 +43,7 @@ __device__ __forceinline__ u64 sign_of(const Params& p, int peer) {
   return ld_relaxed_sys(at<const u64>(p.peers[p.rank], kLlSigns) + peer);
 }
 
-// One thread of the GPU at a time gets to give it.
+// One thread of the GPU at a time gets to give it; to this rank too, which may be waiting for itself.
 __device__ inline void give_sign(const Params& p, u64 now) {
   u64* last = at<u64>(p.state, kLocalSigned);
   const u64 pause = p.timeout_ns / kSignsPerTimeout, before = ld_relaxed_sys(last);

@@ -339,7 +339,8 @@ class Buffer:
             topk_weights: `[num_tokens, num_topk]` float32; the same as in `low_latency_dispatch`, if they were given there.
             handle: The handle of that call.
             allow_multiple_reduction: An expert rank adds up (and rounds to bfloat16) its own experts' rows of a token and sends one.
-                False: it sends one row for each expert, and all are added up at the token's rank.
+                False: it sends one row for each expert, and all are added up at the token's rank; not with masked ranks or
+                `on_timeout="mask"` on GPUs.
             zero_copy: `y` is what `get_low_latency_combine_buffer` returned. Rows are read where they lie in any case.
             out: `[num_tokens, hidden]` bfloat16 to write the result to; default: memory of the buffer.
             async_finish: As in `dispatch`.
@@ -387,13 +388,13 @@ class Buffer:
         """Leave a rank out of low-latency calls from now on: nothing is sent to it and nothing waited for from it.
 
         Its tokens do not arrive here, its experts contribute nothing, and the results of the other ranks stay right. Waits for earlier
-        calls of this rank. Throughput calls take no notice.
+        calls of this rank, whose hooks have to have been called. Throughput calls take no notice.
 
         Args:
             rank: A rank of the buffer's communicator, not this one.
 
         Raises:
-            EPInputError: if there is no such rank, or it is this one.
+            EPInputError: if there is no such rank, it is this one, or a hook is open.
 
         Example:
             >>> buffer.mask_rank(7)
@@ -403,14 +404,14 @@ class Buffer:
     def unmask_rank(self, rank: int) -> None:
         """Let a masked rank take part again.
 
-        All ranks have made the same number of low-latency calls by then, none is running, and all of them call this (for `rank`, or on
-        that rank itself for whomever it masked) before the next one: put a barrier of your own before it and one after it.
+        All ranks have made the same number of low-latency calls by then, none is running or waits for its hook, and all of them call this
+        (for `rank`, or on that rank itself for whomever it masked) before the next one: put a barrier of your own before it and one after.
 
         Args:
             rank: As in `mask_rank`.
 
         Raises:
-            EPInputError: if there is no such rank, or it is this one.
+            EPInputError: if there is no such rank, it is this one, or a hook is open.
 
         Example:
             >>> buffer.unmask_rank(7)

@@ -48,6 +48,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or let it take part again."""
+        for order in (self._dispatch_hooks, self._combine_hooks):
+            order.check_none_open("masking or unmasking a rank")
         self.synchronize()
         if not masked:
             self._clear_rows()  # it may have sent half a row
@@ -141,6 +143,11 @@ class DeviceLowLatencyBackend(DeviceBackend):
         slot, dispatch_hook = handle._routing
         if dispatch_hook is not None and not dispatch_hook.called:
             raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")
+        if not inputs.reduce_early and (config.on_timeout == "mask" or self.masked_ranks()):
+            # Such rows lie by choice, not by sender: what a lost rank has sent could be taken for another one's.
+            raise EPInputError(
+                "allow_multiple_reduction=False goes neither with on_timeout='mask' nor with masked ranks on GPUs; leave it out"
+            )
         self._combine_hooks.start(with_hook)
         self._order(call)
         y, idx, weights = self._on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)

@@ -48,6 +48,11 @@ class HookOrder:
                 f"{self.what}: {len(self._open)} open hooks are all that num_slots={self._limit} allows; call the oldest first"
             )
 
+    def check_none_open(self, doing: str) -> None:
+        """Raise EPInputError if a call waits for its hook."""
+        if self._open:
+            raise EPInputError(f"{doing}: {len(self._open)} hooks of {self.what} are open; call them first")
+
     def hook(self, receive: Callable[[], None]) -> Hook:
         """Note a call that was made, and wrap what receives for it."""
         made = Hook(self, receive)

@@ -83,6 +83,8 @@ class HostLowLatencyBackend(HostBackend):
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of low-latency calls, or let it take part again."""
+        for order in (self._dispatch_hooks, self._combine_hooks):
+            order.check_none_open("masking or unmasking a rank")
         if masked:
             self._mail.mask(rank)
         else:

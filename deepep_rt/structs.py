@@ -153,7 +153,7 @@ LlEntry = CStruct(
     """
     i32 source;
     i32 token;
-    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies, or kLlElsewhere, kLlNoRoom
+    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies, or kLlElsewhere, kLlNoRoom, kLlUnknown
     f32 weight[kNumTopk];
     """,
 )

@@ -15,7 +15,7 @@ import helpers  # noqa: E402
 from helpers import cpu, make, routing, rows, same  # noqa: E402
 from transports import transports  # noqa: E402
 
-from deepep_rt import EPTimeoutError, EPUnavailableError, jit  # noqa: E402
+from deepep_rt import EPInputError, EPTimeoutError, EPUnavailableError, jit  # noqa: E402
 from deepep_rt.config import has_fp8  # noqa: E402
 
 SHARED_GPUS = bool(os.environ.get("DEEPEP_RT_SHARE_GPUS"))
@@ -231,6 +231,27 @@ def test_streams(comm):
             same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
 
 
+def test_waiting_is_counted_in_every_call(comm):
+    """Also where calls that count are mixed with calls that do not."""
+    if comm.Get_size() == 1:
+        return
+    late = comm.Get_size() - 1
+    with make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True) as gpu:
+        idx, _ = routing(comm, 60, 20, 8, gpu.config.num_experts, skip=0)
+        x = rows(comm, 60, 20, 512)
+        waited = torch.zeros(comm.Get_size(), dtype=torch.int64, device="cuda")
+        for stats in (waited, None, waited):
+            torch.cuda.synchronize()
+            comm.Barrier()
+            if comm.Get_rank() == late:
+                torch.cuda._sleep(int(40e6))  # 20 ms or more
+            gpu.low_latency_dispatch(x, idx, use_fp8=False, wait_recv_cost_stats=stats)
+        torch.cuda.synchronize()
+        if comm.Get_rank() != late:
+            assert waited[late] > 30e6
+        comm.Barrier()
+
+
 def test_gpus_without_fp8_say_so(comm):
     if len(formats()) > 1:
         return
@@ -259,11 +280,13 @@ def test_a_rank_stops(comm):
         for i in range(steps):
             if i % every == 0:
                 early = i // every % 2 == 0
-                round_trip(comm, gpu, host, 700 + i, 40, early_weights=early, reduce=i % 3 != 0, use_fp8=False)
+                round_trip(comm, gpu, host, 700 + i, 40, early_weights=early, use_fp8=False)
                 assert gpu.query_masked_ranks() == [last]
             else:
                 sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
                 gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle)
+        with pytest.raises(EPInputError, match="allow_multiple_reduction"):
+            gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle, allow_multiple_reduction=False)
         gpu.synchronize()
     comm.Barrier()
     for buffer in (gpu, host):

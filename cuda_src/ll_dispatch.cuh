@@ -1,0 +1,35 @@
+// What both halves of ll_dispatch know: where headers and messages lie, and what the warps of a block share.
+#pragma once
+#include "fp8.cuh"
+#include "low_latency.cuh"
+
+constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
+constexpr int kScalesPerRow = kHidden / kFp8Group;
+constexpr int kPlaceBits = 17;  // of a choice; the expert is in the bits above
+static_assert(kNumMaxTokens * kNumTopk <= 1 << kPlaceBits && kNumExperts < 1 << (31 - kPlaceBits));
+
+struct Shared {
+  Call call;
+  i32 choices[kNumExperts];  // how often each expert is chosen
+  u32 item[2];               // the item at hand, by turns
+};
+
+__device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlDispatch); }
+
+__device__ __forceinline__ u64 header_offset(u32 epoch, int sender) { return kLlHeaders + side_of(epoch, sender) * kLlHeaderStride; }
+
+__device__ __forceinline__ u64 message_offset(u32 epoch, int sender, int token) {
+  return kLlMessages + (side_of(epoch, sender) * kNumMaxTokens + token) * kLlMessageStride;
+}
+
+__device__ __forceinline__ u64 flag_offset(u32 epoch, int sender, int token) {
+  return kLlMessageFlags + (side_of(epoch, sender) * kNumMaxTokens + token) * sizeof(u64);
+}
+
+__device__ __forceinline__ u64 staged_offset(u32 epoch, int token) {
+  return kLlStagedMessages + (static_cast<u64>(epoch % kNumSides) * kNumMaxTokens + token) * kLlMessageStride;
+}
+
+__device__ __forceinline__ char* body_of(const LlMessage* message) {
+  return reinterpret_cast<char*>(const_cast<LlMessage*>(message)) + kLlHeadBytes;
+}

@@ -1,0 +1,185 @@
+// The sending half of ll_dispatch, which tells the protocol.
+#pragma once
+#include "ll_dispatch.cuh"
+
+constexpr int kChoiceWarp = kLastWarp, kRowThreads = 32 * kChoiceWarp;
+constexpr int kMostReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;
+
+// The experts of all tokens, -1 for none, and how often each is chosen. All warps but the first, which begins the call meanwhile.
+__device__ inline void read_table(const Params& p, short* table, i32* choices) {
+  for (int i = threadIdx.x - 32; i < p.num_tokens * kNumTopk; i += kLlThreads - 32) {
+    const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
+    const bool exists = expert >= 0 && expert < kNumExperts;
+    table[i] = exists ? static_cast<short>(expert) : -1;
+    if (exists) atomicAdd(choices + expert, 1);
+    if (p.check && (expert < -1 || expert >= kNumExperts)) report_bad_expert(p, i / kNumTopk, expert);
+  }
+}
+
+// One warp: the header for one rank. Over the network its first word is the signal that the others have come.
+__device__ inline void send_header(const Params& p, u32 epoch, int rank, const short* table, const i32* choices) {
+  const int lane = lane_idx();
+  const bool far = is_far(p, rank);
+  const u64 there = header_offset(epoch, p.rank), staged = kLlStagedHeaders + side_of(epoch, rank) * kLlHeaderStride;
+  LlHeader* header = far ? at<LlHeader>(p.peers[p.rank], staged) : at<LlHeader>(p.peers[rank], there);
+  const u64 num_tokens = word_of(p.num_tokens, epoch);
+  if (lane == 0 && !far) st_relaxed_sys(&header->num_tokens, num_tokens);
+  for (int e = lane; e < kNumLocalExperts; e += 32) {
+    st_relaxed_sys(header->num_choices + e, word_of(choices[rank * kNumLocalExperts + e], epoch));
+  }
+  int num_rows = 0;
+  for (int first = 0; first < kNumMaxTokens; first += 32) {
+    bool comes = false;
+    for (int k = 0; k < kNumTopk && first + lane < p.num_tokens; ++k) {
+      const int expert = table[(first + lane) * kNumTopk + k];
+      comes |= expert >= 0 && expert / kNumLocalExperts == rank;
+    }
+    const u32 those = __ballot_sync(~0u, comes);
+    num_rows += __popc(those);
+    if (lane == 0) st_relaxed_sys(header->tokens + first / 32, word_of(those, epoch));
+  }
+  if (lane == 0) st_relaxed_sys(&header->num_rows, word_of(num_rows, epoch));
+  if (!far) return;
+  __syncwarp();
+  put(p, rank, there + sizeof(u64), staged + sizeof(u64), sizeof(LlHeader) - sizeof(u64), there, num_tokens);
+}
+
+// Where a token's message goes: to near ranks, and to where it is put from for far ones.
+struct Receivers {
+  LlMessage* messages[kMostReceivers];  // in the memory of near ranks, or null
+  LlMessage* staged;                    // or null
+
+  // `rank`: in some lanes a rank, -1 in the others.
+  __device__ __forceinline__ Receivers(const Params& p, u32 epoch, int token, int rank) {
+    u32 left = __ballot_sync(~0u, rank >= 0);
+    bool any_far = false;
+#pragma unroll
+    for (LlMessage*& message : messages) {
+      const int to = __shfl_sync(~0u, rank, left ? __ffs(left) - 1 : 0);
+      const bool far = left && is_far(p, to);
+      any_far |= far;
+      message = left && !far ? at<LlMessage>(p.peers[to], message_offset(epoch, p.rank, token)) : nullptr;
+      left &= left - 1;
+    }
+    staged = any_far ? at<LlMessage>(p.peers[p.rank], staged_offset(epoch, token)) : nullptr;
+  }
+
+  template <class Write>
+  __device__ __forceinline__ void each(Write write) const {
+#pragma unroll
+    for (LlMessage* message : messages) {
+      if (message) write(message);
+    }
+    if (kHasFar && staged) write(staged);
+  }
+};
+
+__device__ inline void send_row(const Params& p, int token, const Receivers& receivers) {
+  const Vec16* row = at<const Vec16>(p.x, static_cast<u64>(token) * kHidden * 2);
+  if (kHasFp8 && p.use_fp8) {
+    constexpr int kPieces = kHidden / 16;
+    for (int first = warp_idx() * 32; first < kPieces; first += kRowThreads) {
+      const int i = first + lane_idx();
+      const bool exists = i < kPieces;
+      Vec16 held[2] = {};
+      if (exists) held[0] = ld_streaming(row + 2 * i), held[1] = ld_streaming(row + 2 * i + 1);
+      float scale;
+      const Vec16 bytes = to_fp8(held, p.round_scale, scale);
+      if (!exists) continue;
+      receivers.each([&](LlMessage* message) {
+        char* body = body_of(message);
+        st_relaxed_sys(reinterpret_cast<Vec16*>(body) + i, bytes);
+        if (i % 8 == 0) st_relaxed_sys(reinterpret_cast<u32*>(body + kHidden) + i / 8, __float_as_uint(scale));
+      });
+    }
+  } else {
+    constexpr int kPieces = kHidden / 8;
+#pragma unroll(kMostReceivers <= 8 ? 2 : 1)
+    for (int i = threadIdx.x; i < kPieces; i += kRowThreads) {
+      const Vec16 held = sendable(ld_streaming(row + i));
+      receivers.each([&](LlMessage* message) { st_relaxed_sys(reinterpret_cast<Vec16*>(body_of(message)) + i, held); });
+    }
+  }
+}
+
+// One warp. Places are counted over the table, which all blocks have, so no block needs another's counts.
+__device__ inline void send_choices(const Params& p, u32 epoch, int token, int expert, const Receivers& receivers, const short* table) {
+  constexpr int kAtOnce = kNumTopk < 8 ? kNumTopk : 8;
+  const int lane = lane_idx();
+  int place = __popc(__match_any_sync(~0u, expert) & ((1u << lane) - 1));  // a token may choose an expert twice
+  for (int first = 0; first < kNumTopk; first += kAtOnce) {
+    int choices[kAtOnce], before[kAtOnce] = {};
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) choices[k] = __shfl_sync(~0u, expert, first + k);
+    for (int i = lane; i < token * kNumTopk; i += 32) {
+      const int other = table[i];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) before[k] += other == choices[k];
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int sum = __reduce_add_sync(~0u, before[k]);
+      if (lane == first + k) place += sum;
+    }
+  }
+  if (lane >= kNumTopk) return;
+  const u64 choice = word_of(expert >= 0 ? (expert + 1) << kPlaceBits | place : 0, epoch);
+  const float weight = p.topk_weights ? at<const float>(p.topk_weights, 0)[token * kNumTopk + lane] : 0.f;
+  receivers.each([&](LlMessage* message) {
+    st_relaxed_sys(message->choice + lane, choice);
+    st_relaxed_sys(message->weight + lane, word_of(__float_as_uint(weight), epoch));
+  });
+}
+
+// All warps, each for some of the far ranks; the message is complete.
+__device__ inline void put_message(const Params& p, u32 epoch, int token, int rank) {
+  const u32 num_bytes = kLlHeadBytes + (p.use_fp8 ? kHidden + kScalesPerRow * 4 : kHidden * 2);
+  u32 far = __ballot_sync(~0u, rank >= 0 && is_far(p, rank));
+  for (int i = 0; far; ++i, far &= far - 1) {
+    const int to = __shfl_sync(~0u, rank, __ffs(far) - 1);
+    if (i % kWarps != warp_idx()) continue;
+    put(p, to, message_offset(epoch, p.rank, token), staged_offset(epoch, token), num_bytes, flag_offset(epoch, p.rank, token), epoch);
+  }
+}
+
+__device__ inline void send(const Params& p, short* table, Shared& shared) {
+  const int warp = warp_idx(), lane = lane_idx();
+  u32* taken = &progress_of(p)->taken;
+  u32 next = 0;
+  if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);  // comes while the table is read
+  if (warp == 0) {
+    begin(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
+  } else {
+    read_table(p, table, shared.choices);
+  }
+  if (threadIdx.x == 0) shared.item[0] = next;
+  __syncthreads();
+  if (shared.call.failed) return;
+  if (blockIdx.x == 0) {
+    for (int r = threadIdx.x; r < kNumRanks; r += kLlThreads) at<u32>(p.handle, kLlHandleOut)[r] = shared.call.out[r];
+  }
+  const u32 epoch = shared.call.sent;
+  for (int turn = 0;; ++turn) {
+    const int item = shared.item[turn % 2] - shared.call.taken_before, token = item - 1;
+    if (item > p.num_tokens) break;
+    if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);
+    int rank = -1;  // in some lanes, one of the token's ranks
+    if (item == 0) {
+      for (int r = warp; r < kNumRanks; r += kWarps) {
+        if (!shared.call.out[r]) send_header(p, epoch, r, table, shared.choices);
+      }
+    } else {
+      const int expert = lane < kNumTopk ? table[token * kNumTopk + lane] : -1;
+      rank = first_choice_of(expert, shared.call.out);
+      const Receivers receivers(p, epoch, token, rank);
+      if (warp == kChoiceWarp) {
+        send_choices(p, epoch, token, expert, receivers, table);
+      } else {
+        send_row(p, token, receivers);
+      }
+    }
+    if (threadIdx.x == 0) shared.item[(turn + 1) % 2] = next;
+    __syncthreads();
+    if constexpr (kHasFar) put_message(p, epoch, token, rank);
+  }
+}
