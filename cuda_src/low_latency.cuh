@@ -6,7 +6,8 @@
 //
 // Sides. Inboxes have kNumSides sides, by the epoch. When a kernel starts, it acknowledges to every rank what this rank has received before
 // (and so has read, and has written kNotYet to); a sender first waits for the acknowledgement of kNumSides calls ago. Hence the two parts
-// of a call may be far apart, and what is staged to be put may be overwritten by then too.
+// of a call may be far apart, and what is staged to be put may be overwritten by then too (weights for a rank that got no tokens may still
+// be on their way; nobody reads them).
 //
 // Masked ranks are neither sent to nor waited for, nor acknowledged to; who is masked is read when the kernel starts.
 #pragma once

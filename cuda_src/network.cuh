@@ -13,17 +13,17 @@ __device__ __forceinline__ bool is_far(const Params& p, int rank) { return kHasF
 #ifdef NVSHMEM_MAJOR_VERSION  // only Buffers with far ranks have it before their kernels
 
 // A whole warp. Does not wait.
-__device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 signal, u64 value) {
+__device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
   const u64 base = p.peers[p.rank];
-  nvshmemx_putmem_signal_nbi_warp(at<void>(base, to), at<void>(base, from), num_bytes, at<unsigned long>(base, signal), value,
+  nvshmemx_putmem_signal_nbi_warp(at<void>(base, to), at<void>(base, from), num_bytes, at<unsigned long>(base, flag), value,
                                   NVSHMEM_SIGNAL_SET, p.pes[rank]);
 }
 
 // The same; when it returns, `from` may be written again.
-__device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 signal, u64 value) {
+__device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
   const u64 base = p.peers[p.rank];
-  nvshmemx_putmem_signal_warp(at<void>(base, to), at<void>(base, from), num_bytes, at<unsigned long>(base, signal), value,
-                              NVSHMEM_SIGNAL_SET, p.pes[rank]);
+  nvshmemx_putmem_signal_warp(at<void>(base, to), at<void>(base, from), num_bytes, at<unsigned long>(base, flag), value, NVSHMEM_SIGNAL_SET,
+                              p.pes[rank]);
 }
 
 // One thread.

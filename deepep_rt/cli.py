@@ -52,6 +52,9 @@ def compile_(
     topk: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
     experts: Annotated[int, typer.Option(help="Experts over all ranks.")] = 256,
     dtype: Annotated[str, typer.Option(help="Widest element type of a row.")] = "bfloat16",
+    slots: Annotated[int, typer.Option(help="num_slots.")] = 2,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks that NVLink connects. Default: all of them.")] = None,
+    on_timeout: Annotated[str, typer.Option(help="What low-latency calls do about a silent peer: raise or mask.")] = "raise",
     combine_dtype: Annotated[
         list[str] | None, typer.Option(help="Element type that combine adds up; may be repeated. Default: --dtype.")
     ] = None,
@@ -60,7 +63,15 @@ def compile_(
 ) -> None:
     """Compile every kernel of a configuration ahead of time; no GPU is needed. Without --arch: for the GPU of this machine."""
     config = Config(
-        num_ranks=ranks, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=topk, num_experts=experts, dtype=dtype
+        num_ranks=ranks,
+        num_max_tokens_per_rank=tokens,
+        hidden=hidden,
+        num_topk=topk,
+        num_experts=experts,
+        dtype=dtype,
+        num_slots=slots,
+        ranks_per_node=ranks_per_node,
+        on_timeout=on_timeout,
     )
     jobs = [(kernel, element, target) for target in _targets(arch) for kernel, element in _variants(config, combine_dtype)]
     rows = []

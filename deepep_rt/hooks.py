@@ -51,7 +51,7 @@ class HookOrder:
     def check_none_open(self, doing: str) -> None:
         """Raise EPInputError if a call waits for its hook."""
         if self._open:
-            raise EPInputError(f"{doing}: {len(self._open)} hooks of {self.what} are open; call them first")
+            raise EPInputError(f"{doing}: hooks of {self.what} are open ({len(self._open)}); call them first")
 
     def hook(self, receive: Callable[[], None]) -> Hook:
         """Note a call that was made, and wrap what receives for it."""

@@ -24,7 +24,8 @@ def parse(doc, sizes=None, **options):
     args = parser.parse_args()
     args.on_gpu = args.backend == "cuda" or (args.backend == "auto" and has_gpu())
     for name, (_, *defaults) in (sizes or {}).items():
-        setattr(args, name, getattr(args, name) or defaults[not args.on_gpu])
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[not args.on_gpu])
     return args
 
 

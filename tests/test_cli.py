@@ -15,6 +15,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 
 from deepep_rt import cli, jit, toolchain
 from deepep_rt.cache import SUFFIX
+from deepep_rt.config import Config
 from deepep_rt.errors import EPCompileError
 from deepep_rt.kernels import TABLE
 
@@ -72,6 +73,19 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
     table = terminal("compile", "--arch", "sm_90", *sizes)
     assert "combine (float32)" in table
     assert "cached" in table
+
+
+def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is made with: nodes, masks and slots are compiled in."""
+    low_latency = {name: kernel for name, kernel in TABLE.items() if kernel.low_latency}
+    monkeypatch.setattr(cli, "TABLE", low_latency)
+    sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
+    rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--slots", "3", "--ranks-per-node", "2", "--on-timeout", "mask")
+    assert all(row["nvshmem"] for row in rows)
+    monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
+    config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, ranks_per_node=2, on_timeout="mask", timeout_s=3.0)
+    for kernel in low_latency.values():
+        jit.build(kernel, jit.kernel_constants(config, "sm_90", kernel), "sm_90")
 
 
 @pytest.mark.usefixtures("quick")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from deepep_rt import EPConfigError, EPUnavailableError, NetworkOptions, comm
+from deepep_rt.config import Config
 from deepep_rt.network import TRANSPORTS
 
 ALL = NetworkOptions(
@@ -315,13 +316,34 @@ def test_ranks_that_are_not_placed_host_by_host(hosts):
         assert all(word in message for word in (shown, "--map-by ppr:8:node", "--distribution=block")), message
 
 
+@pytest.mark.parametrize(
+    ("hosts", "asked", "found"),
+    [([[0, 1, 2, 3]], None, None), ([[0, 1, 2, 3]], 2, 2), ([[0, 1], [2, 3]], None, 2), ([[0, 1], [2, 3]], 1, 1)],
+)
+def test_the_ranks_of_a_host_are_a_node_unless_less_is_asked_for(hosts, asked, found):
+    ranks = Ranks(hosts=hosts, gather=_hosts_of(hosts))
+    assert comm.placed(ranks, Config(4, 16, 128, 2, 4, ranks_per_node=asked)).ranks_per_node == found
+
+
+def test_a_node_does_not_reach_over_hosts():
+    hosts = [[0, 1], [2, 3]]
+    with pytest.raises(EPConfigError, match="a host holds 2 ranks"):
+        comm.placed(Ranks(hosts=hosts, gather=_hosts_of(hosts)), Config(4, 16, 128, 2, 4, ranks_per_node=4))
+
+
+def test_nvlink_connects_so_many_ranks_at_most():
+    everyone = tuple(range(16))
+    ranks = Ranks(16, hosts=[list(everyone)], gather=lambda mine: [everyone] * 16)
+    with pytest.raises(EPConfigError, match="expected 1 to 8"):
+        comm.placed(ranks, Config(16, 16, 128, 2, 16))
+    assert comm.placed(ranks, Config(16, 16, 128, 2, 16, ranks_per_node=8)).node_size == 8
+
+
 def _hosts_of(hosts):
     return lambda mine: [tuple(next(ranks for ranks in hosts if rank in ranks)) for rank in range(4)]
 
 
 def test_ranks_have_to_agree_on_what_both_ends_of_a_connection_have(monkeypatch):
-    from deepep_rt.config import Config
-
     monkeypatch.setattr(comm, "meet", lambda *arguments: [])
     config = Config(2, 16, 128, 2, 4)
 

@@ -304,6 +304,26 @@ def check_bad_ranks_to_mask(comm: MPI.Intracomm) -> None:
                 call()
 
 
+def check_open_hooks_come_first(comm: MPI.Intracomm) -> None:
+    """Masks do not change in the middle of a call."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    peer = (rank + 1) % ranks
+    with _buffer(comm) as buffer:
+        inputs, y = _inputs(comm, 1200), _outputs(buffer, 1200)
+        sent = _dispatch(buffer, inputs[rank], return_recv_hook=True)
+        for call in (buffer.mask_rank, buffer.unmask_rank):
+            with raises(EPInputError, "hooks of low_latency_dispatch are open"):
+                call(peer)
+        sent.hook()
+        back = _combine(buffer, inputs[rank], y[rank], sent, return_recv_hook=True)
+        with raises(EPInputError, "hooks of low_latency_combine are open"):
+            buffer.mask_rank(peer)
+        back.hook()
+        assert buffer.query_masked_ranks() == []
+        wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=True)
+        _check_same("x", back.x, wanted)
+
+
 def check_raising_is_the_default(comm: MPI.Intracomm) -> None:
     """A silent rank still breaks a Buffer that was not told otherwise, whoever is masked by hand."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
