@@ -9,7 +9,9 @@ from .config import FP8_GROUP
 LARGEST = np.float32(448)
 """The largest e4m3fn number; the largest channel of a group is scaled to it."""
 
-_LEAST_AMAX = np.float32(1e-4)  # groups of zeros get a scale that can be divided by
+LEAST_AMAX = np.float32(1e-4)
+"""Groups of smaller channels are scaled as if this were their largest: groups of zeros need a scale that can be divided by."""
+
 _NAN, _TOP = 0x7F, 0x7E
 _LEAST_NORMAL = np.float32(2.0**-6)
 _SUBNORMALS = np.float32(2.0**9)  # steps in 1.0, of numbers below the least normal one
@@ -29,7 +31,7 @@ def to_fp8(rows: np.ndarray, round_scale: bool) -> tuple[np.ndarray, np.ndarray]
     groups = rows.reshape(rows.shape[0], rows.shape[1] // FP8_GROUP, FP8_GROUP)
     with np.errstate(all="ignore"):  # what infinities and NaN become is said above
         # np.fmax.reduce and np.nanmax ignore NaN too, but beside a signalling one they may lose the largest number.
-        amax = np.maximum(np.where(np.isnan(groups), 0, np.abs(groups)).max(axis=2), _LEAST_AMAX)
+        amax = np.maximum(np.where(np.isnan(groups), 0, np.abs(groups)).max(axis=2), LEAST_AMAX)
         scales = amax / LARGEST
         if round_scale:
             scales = _next_power_of_two(scales)

@@ -25,6 +25,11 @@ def test_communicator(num_ranks: int) -> None:
     _run("torch_groups", num_ranks)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradients(num_ranks: int) -> None:
+    _run("torch_autograd", num_ranks)
+
+
 def test_processes_that_mpirun_did_not_start() -> None:
     """torch.distributed has two ranks, MPI has one here and one there: said, instead of a Buffer of one rank each."""
     code = """

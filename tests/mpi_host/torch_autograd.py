@@ -1,0 +1,458 @@
+"""Gradients through deepep_rt.torch, against the same computed without the library, in float64, on every rank for all of them.
+
+`tests/gpu/test_torch.py` runs these checks on GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import spmd
+import torch
+from mpi4py import MPI
+from spmd import main, make_buffer, raises
+from torch.utils.checkpoint import checkpoint
+
+from deepep_rt import EPDestroyedError, EPInputError
+from deepep_rt.torch import Handle, combine, dispatch
+
+HIDDEN, TOPK, EACH = 128, 4, 4  # of experts, so many on each rank
+
+
+@dataclasses.dataclass
+class Tokens:
+    """What one rank puts in."""
+
+    x: torch.Tensor
+    idx: torch.Tensor
+    weights: torch.Tensor
+    seed_grad: torch.Tensor  # the loss is the sum of the layer's output times this
+
+    def leaves(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, weights = (
+            t.to(device(), kind, copy=True).requires_grad_() for t, kind in ((self.x, dtype), (self.weights, torch.float32))
+        )
+        return x, self.idx.to(device()), weights
+
+
+def device() -> str:
+    return "cuda" if spmd.backend == "cuda" else "cpu"
+
+
+def tokens_of_all(comm: MPI.Intracomm, seed: int, counts: Callable[[int], int] = lambda rank: 5 + 9 * rank % 17, **how: Any):
+    return [_tokens(seed, rank, counts(rank), EACH * comm.Get_size(), **how) for rank in range(comm.Get_size())]
+
+
+def _tokens(
+    seed: int, rank: int, count: int, num_experts: int, *, skip: float = 0.2, whole: bool = False, first: int = 0
+) -> Tokens:
+    """Experts from `first` on, or none (-1); `whole` numbers make sums exact."""
+    rng = np.random.default_rng([seed, rank])
+    idx = first + rng.random((count, num_experts - first)).argsort(axis=1)[:, :TOPK]
+    idx = np.pad(idx, ((0, 0), (0, TOPK - idx.shape[1])), constant_values=-1)
+    idx[rng.random(idx.shape) < skip] = -1
+    if whole:
+        x, weights, grad = (rng.integers(-4, 5, (count, n)).astype(np.float32) for n in (HIDDEN, TOPK, HIDDEN))
+    else:
+        x, grad = rng.standard_normal((2, count, HIDDEN), np.float32)
+        weights = rng.random((count, TOPK), np.float32)
+    return Tokens(*map(torch.from_numpy, (x, idx, weights, grad)))
+
+
+def matrices(comm: MPI.Intracomm, seed: int) -> torch.Tensor:
+    """Those of all experts, `[num_experts, hidden, hidden]` float32."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_normal((EACH * comm.Get_size(), HIDDEN, HIDDEN), np.float32) / HIDDEN**0.5)
+
+
+def experts(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, mats: torch.Tensor) -> torch.Tensor:
+    """For each row, the sum over its experts of weight * tanh(x @ matrix)."""
+    gains = [(weights * (idx == e)).sum(1, keepdim=True).to(x.dtype) for e in range(len(mats))]
+    return sum(gain * torch.tanh(x @ mat) for gain, mat in zip(gains, mats, strict=True))
+
+
+def local(comm: MPI.Intracomm, mats: torch.Tensor) -> torch.Tensor:
+    return mats[EACH * comm.Get_rank() :][:EACH].clone().to(device()).requires_grad_()
+
+
+def layer(buffer, x, idx, weights, mats, *, run=experts, fp8: bool = False, fp8_grad: bool = False, bias: Any = None, **how: Any):
+    sent = dispatch(buffer, x, idx, weights, fp8=fp8, **how)
+    y = run(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, mats)
+    return combine(buffer, y, sent.handle, bias=bias, fp8_grad=fp8_grad)
+
+
+def dense(tokens: list[Tokens], mats: torch.Tensor, num_layers: int = 1):
+    """The output, and the gradients of x and of the weights, of each rank, and those of the matrices, in float64."""
+    leaves = [[t.double().requires_grad_() for t in (of.x, of.weights)] for of in tokens]
+    mats = mats.double().requires_grad_()
+    outs = []
+    for of, (x, weights) in zip(tokens, leaves, strict=True):
+        outs.append(x)
+        for _ in range(num_layers):
+            outs[-1] = experts(outs[-1], of.idx, weights, mats)
+    sum((out * of.seed_grad).sum() for out, of in zip(outs, tokens, strict=True)).backward()
+    return [(out.detach(), x.grad, w.grad) for out, (x, w) in zip(outs, leaves, strict=True)], mats.grad
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
+    """Off by at most `bound`, in units of the largest number that is expected."""
+    assert got is not None, f"{what}: there is none"
+    assert got.shape == want.shape, f"{what}: {got.shape}, expected {want.shape}"
+    got, want = got.detach().double().cpu(), want.double()
+    error = ((got - want).abs().max() / want.abs().max().clamp_min(1e-30)).item() if want.numel() else 0.0
+    assert error <= bound, f"{what}: off by {error:.2e} of the largest value, {bound:.0e} allowed"
+
+
+def compare(comm: MPI.Intracomm, tokens: list[Tokens], mats: torch.Tensor, got: tuple, bound: float, num_layers: int = 1) -> None:
+    """`got`: the output, the leaves x and weights (None: not looked at) and the matrices of this rank, after the backward pass."""
+    wanted, mats_grad = dense(tokens, mats, num_layers)
+    out, x, weights, mine = got
+    want_out, want_x, want_weights = wanted[comm.Get_rank()]
+    close(out, want_out, bound, "the output")
+    close(x.grad, want_x, bound, "the gradient of x")
+    if weights is not None:
+        close(weights.grad, want_weights, bound, "the gradient of the weights")
+    close(mine.grad, mats_grad[EACH * comm.Get_rank() :][:EACH], bound, "the gradient of the matrices")
+
+
+def buffer_for(comm: MPI.Intracomm, **settings: Any):
+    sizes = dict(hidden=HIDDEN, num_topk=TOPK, num_experts=EACH * comm.Get_size(), num_max_tokens_per_rank=64)
+    return make_buffer(comm, **{**sizes, **settings})
+
+
+def backward(out: torch.Tensor, mine: Tokens) -> None:
+    (out * mine.seed_grad.to(device(), out.dtype)).sum().backward()
+
+
+# --- the checks ----------------------------------------------------------------------------------------------------------------------
+
+
+def check_a_layer(comm: MPI.Intracomm) -> None:
+    """Ranks of different sizes, of none, and experts that nobody chooses; shapes that are known before, and not."""
+    some = {
+        "all ranks": dict(),
+        "a rank without tokens": dict(counts=lambda rank: 0 if rank == 0 else 6),
+        "nobody chooses the experts of rank 0": dict(first=EACH if comm.Get_size() > 1 else 0),
+        "all are skipped": dict(skip=1.0),
+        "no tokens at all": dict(counts=lambda rank: 0),
+    }
+    shapes = (dict(), dict(num_worst_tokens=64 * comm.Get_size()), dict(expert_alignment=16))
+    with buffer_for(comm) as buffer:
+        for seed, ((what, how), shape) in enumerate(itertools.product(some.items(), shapes)):
+            tokens, mats = tokens_of_all(comm, seed, **how), matrices(comm, seed)
+            mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
+            x, idx, weights = mine.leaves()
+            out = layer(buffer, x, idx, weights, weights_of, **shape)
+            backward(out, mine)
+            try:
+                compare(comm, tokens, mats, (out, x, weights, weights_of), 2e-6)
+            except AssertionError as error:
+                raise AssertionError(f"{what}, {shape}: {error}") from None
+
+
+def check_bfloat16(comm: MPI.Intracomm) -> None:
+    tokens, mats = tokens_of_all(comm, 1), matrices(comm, 1)
+    mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
+    for of in tokens:
+        of.x = of.x.bfloat16().float()
+    with buffer_for(comm, dtype="bfloat16") as buffer:
+        x, idx, weights = mine.leaves(torch.bfloat16)
+        out = layer(buffer, x, idx, weights, weights_of, run=lambda x, *rest: experts(x.float(), *rest).bfloat16())
+        assert out.dtype == x.dtype
+        backward(out, mine)
+        assert x.grad.dtype == torch.bfloat16
+        compare(comm, tokens, mats, (out, x, weights, weights_of), 2**-6)
+
+
+def check_each_backward_is_the_adjoint(comm: MPI.Intracomm) -> None:
+    """<A u, v> = <u, A* v> over all ranks, exactly: dispatch and combine alone, with v that is anything where it must not count."""
+    tokens = tokens_of_all(comm, 2, whole=True)
+    mine = tokens[comm.Get_rank()]
+    for worst in (None, 64 * comm.Get_size()):
+        with buffer_for(comm) as buffer:
+            x, idx, weights = mine.leaves()
+            sent = dispatch(buffer, x, idx, weights, num_worst_tokens=worst)
+            count = int(sent.num_recv_tokens)
+            rng = np.random.default_rng([3, comm.Get_rank()])
+            whole = lambda *shape: torch.from_numpy(rng.integers(-4, 5, shape).astype(np.float32)).to(device())  # noqa: B023, E731
+            v, w = whole(*sent.recv_x.shape), whole(*sent.recv_topk_weights.shape)
+            v[count:] = torch.nan  # padding
+            w[sent.recv_topk_idx < 0] = torch.nan  # weights of experts that live elsewhere
+            torch.autograd.backward([sent.recv_x, sent.recv_topk_weights], [v, w], retain_graph=True)
+            there = (sent.recv_x[:count] * v[:count]).sum() + (sent.recv_topk_weights * w)[sent.recv_topk_idx >= 0].sum()
+            here = (x * x.grad).sum() + (weights * weights.grad).sum()
+            assert comm.allreduce(there.item()) == comm.allreduce(here.item())
+            assert (weights.grad[idx < 0] == 0).all()
+
+            y, bias = whole(*sent.recv_x.shape).requires_grad_(), whole(*x.shape).requires_grad_()
+            out = combine(buffer, y, sent.handle, bias=bias)
+            u = mine.seed_grad.to(device())
+            (out.t() * u.t()).sum().backward()  # a gradient that is not contiguous
+            there, here = ((out - bias) * u).sum(), (y * y.grad).sum()
+            assert comm.allreduce(there.item()) == comm.allreduce(here.item())
+            assert (y.grad[count:] == 0).all()
+            assert torch.equal(bias.grad, u)
+
+
+def check_padding_is_zero(comm: MPI.Intracomm) -> None:
+    with buffer_for(comm) as buffer:
+        mine = tokens_of_all(comm, 4)[comm.Get_rank()]
+        for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn, torch.uint8):
+            for fp8 in (False, True) if dtype in (torch.float32, torch.float16) else (False,):
+                x = mine.x.abs().to(dtype).to(device()) if not fp8 else mine.x.to(dtype).to(device())
+                sent = dispatch(buffer, x, mine.idx.to(device()), num_worst_tokens=64 * comm.Get_size(), fp8=fp8)
+                assert sent.recv_x.dtype == dtype
+                assert sent.recv_topk_weights is None
+                assert (sent.recv_x.float()[int(sent.num_recv_tokens) :] == 0).all()
+                assert sent.handle.num_recv_tokens_per_expert_list is None
+
+
+def check_biases(comm: MPI.Intracomm) -> None:
+    mine = tokens_of_all(comm, 5, whole=True)[comm.Get_rank()]
+    with buffer_for(comm) as buffer:
+        x, idx, _ = mine.leaves()
+        sent = dispatch(buffer, x, idx)
+        plain = combine(buffer, sent.recv_x, sent.handle)
+        shared = (x * 2).detach().requires_grad_()
+        both = combine(buffer, sent.recv_x, sent.handle, bias=(shared, x.detach()))
+        assert torch.equal(both, plain + 3 * x)
+        backward(both, mine)
+        assert torch.equal(shared.grad, mine.seed_grad.to(device()))
+
+
+def check_outputs_that_are_not_used(comm: MPI.Intracomm) -> None:
+    """Ranks may even use different ones: the gradients of all travel all the same."""
+    tokens = tokens_of_all(comm, 6, whole=True)
+    mine, rank = tokens[comm.Get_rank()], comm.Get_rank()
+    of_rank = [(of.idx // EACH).masked_fill(of.idx < 0, -1) for of in tokens]
+    with buffer_for(comm) as buffer:
+        for uses_x, uses_weights in (
+            (lambda r: True, lambda r: False),
+            (lambda r: False, lambda r: True),
+            (lambda r: r % 2 == 0, lambda r: r % 2 == 1),
+        ):
+            x, idx, weights = mine.leaves()
+            sent = dispatch(buffer, x, idx, weights)
+            loss = 0 * sent.recv_x.sum() if not (uses_x(rank) or uses_weights(rank)) else 0
+            loss = loss + (sent.recv_x.sum() if uses_x(rank) else 0) + (sent.recv_topk_weights.sum() if uses_weights(rank) else 0)
+            loss.backward()
+            there = of_rank[rank]
+            copies = sum((there == r).any(1).float() for r in range(comm.Get_size()) if uses_x(r)) + torch.zeros(len(there))
+            chosen = sum((there == r).float() for r in range(comm.Get_size()) if uses_weights(r)) + torch.zeros(there.shape)
+            assert torch.equal(x.grad.cpu(), copies[:, None].expand(-1, HIDDEN))
+            assert torch.equal(weights.grad.cpu(), chosen)
+
+
+def check_inputs_without_gradients(comm: MPI.Intracomm) -> None:
+    tokens, mats = tokens_of_all(comm, 7), matrices(comm, 7)
+    mine = tokens[comm.Get_rank()]
+    wanted, mats_grad = dense(tokens, mats)
+    with buffer_for(comm) as buffer:
+        x, idx, weights = mine.leaves()
+        sent = dispatch(buffer, x.detach(), idx, weights.detach())
+        assert not any(t.requires_grad for t in sent[:5])
+        out = combine(buffer, sent.recv_x, sent.handle)
+        assert out.grad_fn is None
+        with torch.no_grad():
+            assert layer(buffer, x, idx, weights, local(comm, mats)).grad_fn is None
+
+        weights_of = local(comm, mats)  # the experts learn, and what comes before them does not
+        out = layer(buffer, x.detach(), idx, weights.detach(), weights_of)
+        backward(out, mine)
+        close(weights_of.grad, mats_grad[EACH * comm.Get_rank() :][:EACH], 2e-6, "the gradient of the matrices")
+
+        out = layer(buffer, x.detach(), idx, weights, local(comm, mats))  # only the router learns
+        backward(out, mine)
+        close(weights.grad, wanted[comm.Get_rank()][2], 2e-6, "the gradient of the weights")
+        out = layer(buffer, x, idx, weights.detach(), local(comm, mats))
+        backward(out, mine)
+        close(x.grad, wanted[comm.Get_rank()][1], 2e-6, "the gradient of x")
+
+
+def check_ranks_that_ignore_their_rows(comm: MPI.Intracomm) -> None:
+    """Odd ranks answer with zeros that depend on nothing. The backward pass is still the same calls on all ranks."""
+    tokens, mats = tokens_of_all(comm, 8), matrices(comm, 8)
+    mine, rank = tokens[comm.Get_rank()], comm.Get_rank()
+
+    def lazy(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, mats: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(x.shape, device=x.device) if rank % 2 else experts(x, idx, weights, mats)
+
+    for of in tokens:  # what is left to do for those who know it
+        of.idx = of.idx.masked_fill(of.idx // EACH % 2 == 1, -1)
+    wanted, _ = dense(tokens, mats)
+    full = tokens_of_all(comm, 8)[rank].idx.to(device())
+    with buffer_for(comm) as buffer:
+        x, _, weights = mine.leaves()
+        two = [layer(buffer, x, full, weights, local(comm, mats), run=lazy) for _ in range(2)]  # side by side
+        backward(sum(two) / 2, mine)
+        close(x.grad, wanted[rank][1], 2e-6, "the gradient of x")
+        close(weights.grad, wanted[rank][2], 2e-6, "the gradient of the weights")
+
+
+def check_known_routing(comm: MPI.Intracomm) -> None:
+    """One handle over several steps, also after the graph in which it was made is gone."""
+    tokens, mats = tokens_of_all(comm, 9), matrices(comm, 9)
+    mine = tokens[comm.Get_rank()]
+    with buffer_for(comm) as buffer:
+        x, idx, weights = mine.leaves()
+        first = dispatch(buffer, x * 1, idx, weights)
+        backward(combine(buffer, first.recv_x, first.handle), mine)
+        assert isinstance(first.handle, Handle)
+        assert first.handle.num_tokens == len(x)
+        assert first.handle.num_recv_tokens_per_expert_list == first.num_recv_tokens_per_expert.tolist()
+        assert buffer.dispatch(x.detach(), handle=first.handle).handle.num_recv_rows == len(first.recv_x)
+        for step in range(3):
+            x, weights_of = mine.leaves()[0], local(comm, mats)
+            again = dispatch(buffer, x, handle=first.handle)
+            assert again.recv_topk_idx is None
+            assert again.recv_topk_weights is None
+            y = experts(again.recv_x, first.recv_topk_idx, first.recv_topk_weights.detach(), weights_of)
+            out = combine(buffer, y, first.handle if step % 2 else again.handle)
+            backward(out, mine)
+            compare(comm, tokens, mats, (out, x, None, weights_of), 2e-6)
+
+
+def check_layers_that_share_a_buffer(comm: MPI.Intracomm) -> None:
+    """What autograd keeps are views of the Buffer's memory, more than fit in it; they hold for a second backward pass too."""
+    tokens, mats = tokens_of_all(comm, 10), matrices(comm, 10)
+    mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
+    with buffer_for(comm, num_slots=1) as buffer:
+        x, idx, weights = mine.leaves()
+        out = x
+        for _ in range(5):
+            out = layer(buffer, out, idx, weights, weights_of)
+        loss = (out * mine.seed_grad.to(device())).sum()
+        loss.backward(retain_graph=True)
+        compare(comm, tokens, mats, (out, x, weights, weights_of), 1e-5, 5)
+        before = [t.grad.clone() for t in (x, weights, weights_of)]
+        layer(buffer, x.detach() + 1, idx, weights.detach(), weights_of.detach())  # others come and go
+        for t in (x, weights, weights_of):
+            t.grad = None
+        loss.backward()
+        assert all(torch.equal(a, t.grad) for a, t in zip(before, (x, weights, weights_of), strict=True))
+
+
+def check_checkpoints(comm: MPI.Intracomm) -> None:
+    """Activation checkpointing repeats the calls, on all ranks at the same point, also where the experts keep nothing."""
+    tokens, mats = tokens_of_all(comm, 11), matrices(comm, 11)
+    mine = tokens[comm.Get_rank()]
+
+    def run(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return experts(x, *rest) if len(x) else torch.zeros(x.shape, device=x.device)
+
+    for of in tokens:
+        of.idx = of.idx.masked_fill(of.idx < EACH, -1)  # rank 0 gets nothing
+    with buffer_for(comm) as buffer:
+        for reentrant in (False, True):
+            x, idx, weights = mine.leaves()
+            weights_of = local(comm, mats)
+            out = x
+            for _ in range(2):
+                out = checkpoint(
+                    lambda *t: layer(buffer, *t, run=run),
+                    out,
+                    idx,
+                    weights,
+                    weights_of,
+                    use_reentrant=reentrant,
+                )
+            backward(out, mine)
+            weights_of.grad = torch.zeros_like(weights_of) if weights_of.grad is None else weights_of.grad
+            compare(comm, tokens, mats, (out, x, weights, weights_of), 5e-6, 2)
+
+
+def check_fp8(comm: MPI.Intracomm) -> None:
+    """Each number is off by at most 1/16 of itself, or 2**-18 of the largest of its 128; the gradient does not know."""
+    tokens, mats = tokens_of_all(comm, 12), matrices(comm, 12)
+    mine = tokens[comm.Get_rank()]
+    scale = torch.from_numpy(np.random.default_rng(13).uniform(-12, 12, (64, 1)).astype(np.float32)).exp()
+
+    def check_bounds(got: torch.Tensor, want: torch.Tensor) -> None:
+        once_more = {torch.float32: 0, torch.bfloat16: 2**-8}[want.dtype]  # it is rounded to the dtype of x in the end
+        groups, error = (t.double().unflatten(1, (-1, 128)) for t in (want, got - want))
+        least = groups.abs().amax(2, keepdim=True).clamp_min(1e-4) * 2.0**-18
+        assert (error.abs() <= (groups.abs() * (1 / 16 + once_more + 1e-6)).maximum(least)).all()
+        assert not torch.equal(got, want) or not len(want)
+
+    with buffer_for(comm, hidden=256) as buffer:
+        for dtype in (torch.float32, torch.bfloat16):
+            values = (mine.x * scale[: len(mine.x)]).repeat(1, 2).to(dtype)
+            values[:1] = 0
+            x, idx = values.to(device()).requires_grad_(), mine.idx.to(device())
+            exact, rounded = (dispatch(buffer, x, idx, fp8=fp8) for fp8 in (False, True))
+            assert rounded.recv_x.dtype == dtype
+            check_bounds(rounded.recv_x, exact.recv_x)
+            grads = []
+            for sent in (exact, rounded):
+                x.grad = None
+                sent.recv_x.backward(torch.ones_like(sent.recv_x) / 3)
+                grads.append(x.grad)
+            assert torch.equal(*grads)
+
+            y = torch.zeros_like(exact.recv_x).requires_grad_()
+            grads = []
+            for fp8_grad in (False, True):
+                y.grad = None
+                combine(buffer, y, exact.handle, fp8_grad=fp8_grad).backward(x.detach())
+                grads.append(y.grad)
+            check_bounds(grads[1], grads[0])
+    with buffer_for(comm) as buffer:  # a whole layer
+        x, idx, weights = mine.leaves()
+        weights_of = local(comm, mats)
+        out = layer(buffer, x, idx, weights, weights_of, fp8=True, fp8_grad=True, num_worst_tokens=64 * comm.Get_size())
+        backward(out, mine)
+        compare(comm, tokens, mats, (out, x, weights, weights_of), 0.1)
+
+
+def check_no_second_derivative(comm: MPI.Intracomm) -> None:
+    mine = tokens_of_all(comm, 14)[comm.Get_rank()]
+    with buffer_for(comm) as buffer:
+        x, idx, _ = mine.leaves()
+        sent = dispatch(buffer, x * x, idx)
+        (grad,) = torch.autograd.grad((combine(buffer, sent.recv_x, sent.handle) ** 2).sum(), x, create_graph=True)
+        with raises(RuntimeError, "once_differentiable"):
+            grad.sum().backward()
+
+
+def check_compiled_functions(comm: MPI.Intracomm) -> None:
+    """torch.compile breaks its graph at the calls, and the result is that of the plain function."""
+    tokens, mats = tokens_of_all(comm, 15), matrices(comm, 15)
+    mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
+    compiled = torch.compile(layer, backend="aot_eager")
+    with buffer_for(comm) as buffer:
+        for _ in range(2):
+            x, idx, weights = mine.leaves()
+            weights_of.grad = None
+            out = compiled(buffer, x, idx, weights, weights_of, num_worst_tokens=64 * comm.Get_size())
+            backward(out, mine)
+            compare(comm, tokens, mats, (out, x, weights, weights_of), 2e-6)
+    torch._dynamo.reset()
+
+
+def check_errors(comm: MPI.Intracomm) -> None:
+    mine = tokens_of_all(comm, 16)[comm.Get_rank()]
+    x, idx, weights = mine.leaves()
+    with buffer_for(comm) as buffer:
+        with raises(EPInputError, "float64", "gradients"):
+            dispatch(buffer, x.double(), idx)
+        with raises(EPInputError, "uint8", "fp8=True"):
+            dispatch(buffer, torch.zeros(len(x), HIDDEN, dtype=torch.uint8, device=device()), idx, fp8=True)
+        sent = dispatch(buffer, x, idx, weights)
+        out = combine(buffer, sent.recv_x, sent.handle)
+    with raises(EPDestroyedError, "destroyed"):
+        backward(out, mine)
+    with buffer_for(comm, hidden=64) as buffer:
+        x = x[:, :64].contiguous()
+        with raises(EPInputError, "128"):
+            dispatch(buffer, x, idx, fp8=True)
+        sent = dispatch(buffer, x, idx)
+        with raises(EPInputError, "128"):
+            combine(buffer, sent.recv_x, sent.handle, fp8_grad=True)
+
+
+if __name__ == "__main__":
+    main(__name__)
