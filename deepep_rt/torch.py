@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 _FLOATS = tuple(getattr(torch, name) for name in COMBINE_DTYPES)
 
-# torch.utils.checkpoint leaves the forward pass by an exception that comes out of `apply`. The results must not die on its way: their
-# memory is given back in Python, which would swallow it. So whoever calls `apply` holds them too, in a list of this type.
-_Held = list[Any]
-
 _communicators: weakref.WeakKeyDictionary[Any, Intracomm] = weakref.WeakKeyDictionary()  # by process group
 
 
@@ -76,7 +72,7 @@ class Dispatched(NamedTuple):
     """For `combine`. Its `num_recv_tokens_per_expert_list` has the counts on the host, except with `num_worst_tokens`."""
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="calls of deepep_rt stay out of graphs")
 def dispatch(
     buffer: Buffer,
     x: Any,
@@ -122,7 +118,9 @@ def dispatch(
         why = "fp8=True converts" if fp8 else "gradients come back as"
         raise EPInputError(f"x has dtype {x.dtype}; {why} {', '.join(COMBINE_DTYPES)}. Convert x, or detach() it")
     _check_fp8(buffer, fp8)
-    held: _Held = []
+    # torch.utils.checkpoint may leave the forward pass by an exception out of `apply`. Results that die on its way swallow it, because
+    # their memory is given back in Python. So they are held here too.
+    held: list[Any] = []
     options = (_plain(handle), num_worst_tokens, expert_alignment, fp8, held)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, plain, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
@@ -134,7 +132,7 @@ def dispatch(
     return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, Handle(**fields, _plain=plain, _link=link))
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="calls of deepep_rt stay out of graphs")
 def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None, fp8_grad: bool = False) -> Any:
     """`Buffer.combine` for tensors, on the current stream; gradients flow back to `x` and to `bias`.
 
@@ -163,8 +161,7 @@ def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None,
     _check_fp8(buffer, fp8_grad)
     link = handle._link.tensor if isinstance(handle, Handle) else None
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
-    held: _Held = []
-    return _Combine.apply(x, link, buffer, _plain(handle), fp8_grad, held, *biases)
+    return _Combine.apply(x, link, buffer, _plain(handle), fp8_grad, *biases)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -181,7 +178,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         num_worst_tokens: int | None,
         expert_alignment: int,
         fp8: bool,
-        held: _Held,
+        held: list[Any],
     ) -> tuple:
         rows, scales = _to_fp8(x) if fp8 else (x, None)
         options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment)
@@ -192,7 +189,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
             recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
         ctx.buffer, ctx.handle, ctx.link = buffer, sent.handle, lambda: None
         ctx.set_materialize_grads(False)
-        # A tensor is saved in any case: under torch.utils.checkpoint, it makes all ranks repeat the forward pass at the same point.
+        # A tensor is saved in any case: torch.utils.checkpoint then repeats the forward pass on all ranks, whatever their experts saved.
         ctx.save_for_backward(recv_idx < 0 if ctx.needs_input_grad[1] else x.new_empty(0))
         ctx.like = dict(dtype=x.dtype, device=x.device)
         ctx.mark_non_differentiable(
@@ -226,25 +223,19 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     """`x` and biases to their sum, and a dispatch back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, link: Any, buffer: Buffer, handle: DispatchHandle, fp8_grad: bool, held: _Held, *biases: Any
-    ) -> Any:
-        out = buffer.combine(x, handle, bias=biases or None).x
+    def forward(ctx: Any, x: Any, link: Any, buffer: Buffer, handle: DispatchHandle, fp8_grad: bool, *biases: Any) -> Any:
         ctx.buffer, ctx.handle, ctx.fp8_grad = buffer, handle, fp8_grad
-        ctx.save_for_backward(x.new_empty(0))  # as in _Dispatch
-        held.append(out)
-        return out
+        return buffer.combine(x, handle, bias=biases or None).x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple:
-        ctx.saved_tensors  # noqa: B018  (repeats the forward pass under torch.utils.checkpoint)
         grad_x = None
         if any(ctx.needs_input_grad[:2]):  # a rank whose own rows need none has those of the other ranks to serve
             rows, scales = _to_fp8(grad) if ctx.fp8_grad else (_aligned(grad), None)
             grad_x = _rows(ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle), grad.dtype)
-        biases = (grad if needed else None for needed in ctx.needs_input_grad[6:])
-        return grad_x, None, None, None, None, None, *biases
+        num_biases = len(ctx.needs_input_grad) - 5
+        return grad_x, None, None, None, None, *[grad] * num_biases
 
 
 def _plain(handle: Any) -> Any:
@@ -274,7 +265,7 @@ def _check_fp8(buffer: Buffer, fp8: bool) -> None:
 
 def _to_fp8(rows: Any) -> tuple[Any, Any]:
     """Rows as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32; the rule is that of `fp8.to_fp8`."""
-    groups = rows.float().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
+    groups = rows.float().contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
     scales = groups.abs().amax(-1).clamp_(min=float(LEAST_AMAX)) / float(LARGEST)
     return (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
 

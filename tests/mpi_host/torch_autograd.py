@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from mpi4py import MPI
 from spmd import main, make_buffer, raises
 from torch.utils.checkpoint import checkpoint
 
-from deepep_rt import EPDestroyedError, EPInputError
+from deepep_rt import Buffer, DispatchResult, EPDestroyedError, EPInputError
 from deepep_rt.torch import Handle, combine, dispatch
 
 HIDDEN, TOPK, EACH = 128, 4, 4  # of experts, so many on each rank
@@ -119,9 +120,20 @@ def compare(comm: MPI.Intracomm, tokens: list[Tokens], mats: torch.Tensor, got: 
     close(mine.grad, mats_grad[EACH * comm.Get_rank() :][:EACH], bound, "the gradient of the matrices")
 
 
-def buffer_for(comm: MPI.Intracomm, **settings: Any):
+@contextmanager
+def buffer_for(comm: MPI.Intracomm, **settings: Any) -> Iterator[Buffer]:
+    """A Buffer whose padding is the worst that undefined rows can be."""
     sizes = dict(hidden=HIDDEN, num_topk=TOPK, num_experts=EACH * comm.Get_size(), num_max_tokens_per_rank=64)
-    return make_buffer(comm, **{**sizes, **settings})
+    with make_buffer(comm, **{**sizes, **settings}) as buffer:
+        plain = buffer.dispatch
+
+        def poisoned(*args: Any, **options: Any) -> DispatchResult:
+            sent = plain(*args, **options)
+            sent.recv_x.view(torch.uint8)[int(sent.num_recv_tokens) :] = 0xFF  # NaN, also in FP8
+            return sent
+
+        buffer.dispatch = poisoned
+        yield buffer
 
 
 def backward(out: torch.Tensor, mine: Tokens) -> None:
@@ -397,7 +409,7 @@ def check_fp8(comm: MPI.Intracomm) -> None:
             grads = []
             for fp8_grad in (False, True):
                 y.grad = None
-                combine(buffer, y, exact.handle, fp8_grad=fp8_grad).backward(x.detach())
+                combine(buffer, y, exact.handle, fp8_grad=fp8_grad).backward(x.detach().t().contiguous().t())
                 grads.append(y.grad)
             check_bounds(grads[1], grads[0])
     with buffer_for(comm) as buffer:  # a whole layer
@@ -430,6 +442,8 @@ def check_compiled_functions(comm: MPI.Intracomm) -> None:
             out = compiled(buffer, x, idx, weights, weights_of, num_worst_tokens=64 * comm.Get_size())
             backward(out, mine)
             compare(comm, tokens, mats, (out, x, weights, weights_of), 2e-6)
+    reasons = " ".join(torch._dynamo.utils.counters["graph_break"])
+    assert "calls of deepep_rt stay out of graphs" in reasons, reasons
     torch._dynamo.reset()
 
 
