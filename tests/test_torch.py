@@ -9,9 +9,16 @@ import subprocess
 import sys
 
 import pytest
+from test_examples import run
 from test_host_backend import _launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def _run(program: str, num_ranks: int) -> None:
@@ -41,9 +48,7 @@ try:
 except deepep_rt.EPConfigError as error:
     print(error)
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     started = [
         subprocess.Popen([sys.executable, "-c", code, str(rank)], env={**os.environ, **place}, stdout=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -51,3 +56,17 @@ except deepep_rt.EPConfigError as error:
     for process in started:
         output, _ = process.communicate(timeout=60)
         assert "not started by one mpirun: MPI counts [1, 1] processes" in output
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("options", [[], ["--distributed", "gloo"]], ids=["mpi", "distributed"])
+def test_example(num_ranks: int, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares its loss curve with that of one rank itself."""
+    monkeypatch.setenv("MASTER_PORT", _free_port())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    lines = run(num_ranks, "moe_torch.py", *options)
+    assert lines[0].startswith(f"host: {num_ranks} ranks")
+    steps = [line for line in lines if line.startswith("step ")]
+    first, last = ([float(word.strip(",")) for word in line.split() if "." in word] for line in (steps[0], steps[-1]))
+    assert all(b < 0.8 * a for a, b in zip(first, last, strict=True))
+    assert lines[-1] == "OK"
