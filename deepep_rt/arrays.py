@@ -209,7 +209,7 @@ class _Torch(Framework):
         if not array.is_contiguous():
             raise _not_contiguous(what)
         name = self._names.get(array.dtype) or _known(str(array.dtype), what)
-        return View(array.data_ptr(), tuple(array.shape), name, array.get_device() if array.is_cuda else HOST, array, self)
+        return View(array.data_ptr(), array.shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
 
     def wrap(self, view: View) -> Any:
         if view.dtype.startswith("float8"):  # torch's DLPack does not speak FP8 in every version
@@ -272,9 +272,9 @@ def view(array: Any, what: str, stream: int | None = None) -> View:
     Raises:
         EPInputError: if it is no array, of an unsupported dtype, or not contiguous.
     """
-    if isinstance(array, View):
+    if type(array) is View:
         return array
-    return framework_of(array, what).view(array, what, stream)
+    return (_frameworks.get(type(array)) or framework_of(array, what)).view(array, what, stream)
 
 
 def host_bytes(view: View) -> Any:

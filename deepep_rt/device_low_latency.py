@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import driver, layout
@@ -117,20 +117,15 @@ class DeviceLowLatencyBackend(DeviceBackend):
         }
         receive = self._launch("ll_dispatch", num_blocks, values, call, (x, idx, weights, slot, memory, inputs), with_hook)
         like = inputs.x
-        rows = (config.num_local_experts, config.num_max_recv_tokens)
-        counts = self._ll_handle_map.offsets["num_recv_per_expert"]
-
-        def make(ptr: int, tail: tuple[int, ...], dtype: str, owner: Any) -> View:
-            return self._result(ptr, tail, dtype, owner, like, stream)
-
-        views: dict[str, View | None] = {
-            "x": make(values["recv_x"], (*rows, config.hidden), "float8_e4m3fn" if inputs.use_fp8 else "bfloat16", memory),
-            "scales": None,
-            "num_recv_per_expert": make(slot.ptr + counts, (config.num_local_experts,), "int32", slot),
-        }
+        experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
+        counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
+        views: dict[str, View | None] = {"num_recv_per_expert": self._result(counts, (experts,), "int32", slot, like, stream)}
         if inputs.use_fp8:
-            kind = "uint8" if inputs.use_ue8m0 else "float32"
-            views["scales"] = make(values["recv_scales"], (*rows, config.hidden // FP8_GROUP), kind, memory)
+            kind, groups = "uint8" if inputs.use_ue8m0 else "float32", hidden // FP8_GROUP
+            views["x"] = self._result(values["recv_x"], (experts, most, hidden), "float8_e4m3fn", memory, like, stream)
+            views["scales"] = self._result(values["recv_scales"], (experts, most, groups), kind, memory, like, stream)
+        else:
+            views["x"] = self._result(values["recv_x"], (experts, most, hidden), "bfloat16", memory, like, stream)
         event = self._order.event(call)
         views, hook = self._deliver(views, like, stream, receive, self._dispatch_hooks, event)
         handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, like.framework)
@@ -188,7 +183,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
-        self, kernel: str, num_blocks: int, values: Mapping[str, Any], call: Call, arguments: Any, with_hook: bool
+        self, kernel: str, num_blocks: int, values: dict[str, Any], call: Call, arguments: Any, with_hook: bool
     ) -> Callable[[], None] | None:
         """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream."""
         stream = call.stream
@@ -196,7 +191,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if self.config.on_timeout == "mask":
             self._tell_masked()
         launch = self._launcher(kernel)
-        launch(stream, num_blocks, {**values, "phases": LL_SEND if with_hook else LL_SEND | LL_RECEIVE})
+        values["phases"] = LL_SEND if with_hook else LL_SEND | LL_RECEIVE
+        launch(stream, num_blocks, values)
         self._order.leave(call, arguments)
         if not with_hook:
             return None
