@@ -52,7 +52,7 @@ DTYPES = {
 _BY_CODE = {(d.code, d.bits): d for d in DTYPES.values()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: several are made in each call, and that would triple the time
 class View:
     """A row-major array: address, shape, dtype name, device (GPU ordinal or `HOST`), and whatever keeps the memory alive."""
 
@@ -176,7 +176,7 @@ class _Cupy(Framework):
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
             raise _not_contiguous(what)
-        return View(array.data.ptr, array.shape, _numpy_name(array.dtype, what), array.device.id, array, self)
+        return View(array.data.ptr, array.shape, _numpy_name(array.dtype, what), array.data.device_id, array, self)
 
     def wrap(self, view: View) -> Any:
         import cupy
@@ -197,17 +197,19 @@ class _Torch(Framework):
 
     def __init__(self) -> None:
         torch = sys.modules["torch"]
-        self._from_dlpack, self._current_stream = torch.from_dlpack, torch.cuda.current_stream
+        self._from_dlpack = torch.from_dlpack
+        # Where PyTorch offers the handle alone: a Stream object takes longer than all the rest of looking at an argument.
+        self._current_stream: Callable[[int], int] = getattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+        )
         self._names = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
         self._types = {name: dtype for dtype, name in self._names.items()}
 
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.is_contiguous():
             raise _not_contiguous(what)
-        device = array.device
         name = self._names.get(array.dtype) or _known(str(array.dtype), what)
-        on_gpu = device.type == "cuda"
-        return View(array.data_ptr(), tuple(array.shape), name, device.index if on_gpu else HOST, array, self)
+        return View(array.data_ptr(), array.shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
 
     def wrap(self, view: View) -> Any:
         if view.dtype.startswith("float8"):  # torch's DLPack does not speak FP8 in every version
@@ -215,7 +217,7 @@ class _Torch(Framework):
         return self._from_dlpack(view.capsule())
 
     def current_stream(self, device: int) -> int | None:
-        return self._current_stream(device).cuda_stream
+        return self._current_stream(device)
 
 
 class _Jax(Framework):
@@ -270,9 +272,9 @@ def view(array: Any, what: str, stream: int | None = None) -> View:
     Raises:
         EPInputError: if it is no array, of an unsupported dtype, or not contiguous.
     """
-    if isinstance(array, View):
+    if type(array) is View:
         return array
-    return framework_of(array, what).view(array, what, stream)
+    return (_frameworks.get(type(array)) or framework_of(array, what)).view(array, what, stream)
 
 
 def host_bytes(view: View) -> Any:

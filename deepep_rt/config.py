@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from . import _env
 from .arrays import DTYPES
@@ -130,51 +131,59 @@ class Config:
         if not self.timeout_s > 0:
             raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: sizes of memory are looked up by it in every call."""
+        return hash(dataclasses.astuple(self))
+
+    @cached_property
     def node_size(self) -> int:
         """Consecutive ranks that reach each other over NVLink."""
         return self.ranks_per_node or self.num_ranks
 
-    @property
+    @cached_property
     def has_network(self) -> bool:
         """Whether some ranks reach each other through NVSHMEM only."""
         return self.node_size < self.num_ranks
 
-    @property
+    @cached_property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of the widest row."""
         return self.hidden * DTYPES[self.dtype].itemsize
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes kept for the scales of a row: one float32 for 128 channels."""
         return -(-self.hidden // 128) * 4
 
-    @property
+    @cached_property
     def low_latency_threads(self) -> int:
         """Threads of a block. NVSHMEM's functions take up to 158 registers, so fewer threads have to share an SM's."""
         return 256 if self.has_network else 512
 
-    @property
+    @cached_property
     def low_latency_table_bytes(self) -> int:
         """Shared memory of a low-latency dispatch: the expert numbers of all tokens, as int16."""
         return self.num_max_tokens_per_rank * self.num_topk * 2
 
-    @property
+    @cached_property
     def fits_low_latency(self) -> bool:
         """Whether low-latency calls can take so many tokens."""
         return self.low_latency_table_bytes + 4 * self.num_experts <= _LOW_LATENCY_SHARED_BYTES
 
-    @property
+    @cached_property
     def num_max_recv_tokens(self) -> int:
         """Most rows that a rank can receive: every token of every rank."""
         return self.num_ranks * self.num_max_tokens_per_rank
 
-    @property
+    @cached_property
     def num_max_sent_rows(self) -> int:
         """Most rows that a rank sends, and gets back in combine: a token goes to each rank at most once."""
         return self.num_max_tokens_per_rank * min(self.num_ranks, self.num_topk)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _env, arrays, comm, driver, jit, layout, structs
+from . import _env, comm, driver, jit, layout, structs
 from .arrays import HOST, View
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
 from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
@@ -20,7 +19,8 @@ from .launch import Launcher
 from .network import NetworkOptions
 from .page import HostPage
 from .pool import Block, Pool, Slot, Slots, StreamMemory
-from .results import CombineResult, DispatchHandle, DispatchResult, Event
+from .results import CombineResult, DispatchHandle, DispatchResult
+from .streams import CallOrder
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -59,16 +59,11 @@ class DeviceBackend:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self._broken: EPTimeoutError | None = None
         self._destroyed = False
-        self._last_stream: int | None = None
-        # The last call of a graph capture: the capture's number, and where the call ends.
-        self._captured: tuple[int, driver.CudaEvent] | None = None
-        self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
         self.device = self._choose_device()
         self.context = driver.CurrentContext()
         self._map = layout.symmetric(config)
         self._check_memory()
-        self._stream = driver.new_stream()
-        self._last_call = driver.CudaEvent(self._stream)  # an event: the stream itself may be gone when the next call comes
+        self._order = CallOrder(self.device, self._check)
         self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
         base = self._memory.ptr
         for region in ("control", "low_latency"):  # flags start at zero
@@ -103,18 +98,14 @@ class DeviceBackend:
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Decide where a call runs; raise what earlier calls left behind."""
         self._check()
-        caller = arrays.framework_of(x, "x").current_stream(self.device)
-        launch = self._stream if async_finish or caller is None else caller
-        if stream is not None:
-            launch = driver.stream_handle(stream)
-        return Call(launch, caller, async_finish, previous_event)
+        return self._order.begin(x, async_finish, previous_event, stream)
 
     def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """The steps of a dispatch: a landing place, the routing (unless it is known), the rows, and what the host has to know."""
         self._check_near()
         config, stream = self.config, call.stream
         assert stream is not None
-        self._order(call)
+        self._order.enter(call)
         host_caller = inputs.x.device == HOST
         x, idx, weights, scales = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
@@ -152,7 +143,7 @@ class DeviceBackend:
                 "rows_per_copy": rows_per_copy(row_bytes),
             },
         )
-        self._launched(call, (x, idx, weights, scales, slot, inputs))
+        self._order.leave(call, (x, idx, weights, scales, slot, inputs))
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._await_counts()
@@ -171,14 +162,14 @@ class DeviceBackend:
             **self._counts_of(slot, like, stream),
         }
         handle = known or DispatchHandle(inputs.x.shape[0], num_rows, counts, site.serial, slot, {})
-        return DispatchResult(handle, self._event(call), self._to_caller(views, host_caller, stream))
+        return DispatchResult(handle, self._order.event(call), self._to_caller(views, host_caller, stream))
 
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
         """One launch: rows land in the landing region and are added up into a block of the pool."""
         self._check_near()
         config, stream, handle = self.config, call.stream, inputs.handle
         assert stream is not None
-        self._order(call)
+        self._order.enter(call)
         x, weights, *biases = self._on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
         staging = layout.staging(config, x.row_bytes)
         landing = self._map.offsets["landing"]
@@ -208,7 +199,7 @@ class DeviceBackend:
                 "capacity": handle.num_recv_rows,
             },
         )
-        self._launched(call, (x, weights, biases, handle, inputs))
+        self._order.leave(call, (x, weights, biases, handle, inputs))
         like = inputs.x
         views: dict[str, View | None] = {
             "x": self._result(out, (num_tokens, config.hidden), x.dtype, owner, like, stream),
@@ -216,12 +207,12 @@ class DeviceBackend:
             if weights
             else None,
         }
-        return CombineResult(self._event(call), self._to_caller(views, like.device == HOST, stream))
+        return CombineResult(self._order.event(call), self._to_caller(views, like.device == HOST, stream))
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes a second that every rank pushes to all others at once; see `Buffer.copy_ceiling`."""
         self._check_near()
-        config = self.config
+        config, stream = self.config, self._order.own_stream
         ranks = config.num_ranks
         room = min(self._map.sizes["landing"], self._map.sizes["pool"]) // (ranks * row_bytes)
         num_rows = max(1, min(num_rows, room))
@@ -236,10 +227,10 @@ class DeviceBackend:
         for _ in range(3):
             self.synchronize()
             self._comm.Barrier()
-            begin = driver.CudaEvent(self._stream, timing=True)
+            begin = driver.CudaEvent(stream, timing=True)
             for _ in range(iterations):
-                launch(self._stream, config.num_sms, values)
-            times.append(driver.elapsed_ms(begin, driver.CudaEvent(self._stream, timing=True)) / iterations)
+                launch(stream, config.num_sms, values)
+            times.append(driver.elapsed_ms(begin, driver.CudaEvent(stream, timing=True)) / iterations)
         self._comm.Barrier()
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
@@ -249,21 +240,18 @@ class DeviceBackend:
 
         `epoch` is the same on all ranks and grows from call to call.
         """
+        stream = self._order.own_stream
         slot = self._memory.ptr + layout.control(self.config).offsets["ring"]
-        out = StreamMemory(8, self._stream)
-        self._launcher("nvshmem_ring")(
-            self._stream, 1, {"slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr}
-        )
+        out = StreamMemory(8, stream)
+        self._launcher("nvshmem_ring")(stream, 1, {"slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr})
         self.synchronize()
         received = np.zeros(1, np.uint64)
-        driver.copy_async(received.ctypes.data, out.ptr, 8, self._stream)
-        driver.synchronize(self._stream)
+        driver.copy_async(received.ctypes.data, out.ptr, 8, stream)
+        driver.synchronize(stream)
         return int(received[0])
 
     def synchronize(self) -> None:
-        self._last_call.synchronize()
-        driver.synchronize(self._stream)
-        self._check()
+        self._order.synchronize()
 
     def abandon(self) -> None:
         """Other ranks may not follow: leave everything as it is for the process's end."""
@@ -273,9 +261,8 @@ class DeviceBackend:
         self._destroyed = True
         if self._broken is not None:
             return  # peers may still write to this memory, or never come to free theirs
-        self._last_call.synchronize()
-        driver.synchronize(self._stream)
-        self._alive.clear()
+        self._order.synchronize()
+        self._order.forget_arguments()
         self._comm.Barrier()
         self._memory.free()
         self._handles.destroy()
@@ -348,21 +335,6 @@ class DeviceBackend:
                 "to_host": tell_host,
             },
         )
-
-    def _order(self, call: Call) -> None:
-        """Order a call after earlier ones on other streams, and after what the caller asked for."""
-        stream = call.stream
-        assert stream is not None
-        if (capture := driver.capture_id(stream)) is not None:
-            if self._captured is not None and self._captured[0] == capture:
-                driver.wait_event(stream, self._captured[1].handle)
-        elif stream != self._last_stream:
-            driver.wait_event(stream, self._last_call.handle)
-        if call.previous_event is not None:
-            if event := driver.event_handle(call.previous_event):
-                driver.wait_event(stream, event)
-        elif call.async_finish and call.caller_stream not in (None, stream):
-            driver.wait_stream(stream, call.caller_stream)
 
     def _place(self, num_bytes: int, call: Call) -> _Place:
         assert call.stream is not None
@@ -458,46 +430,6 @@ class DeviceBackend:
         driver.synchronize(stream)
         self._check()
         return copied
-
-    def _launched(self, call: Call, arguments: Any) -> None:
-        """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
-        give their memory away.
-        """
-        assert call.stream is not None
-        if (capture := driver.capture_id(call.stream)) is not None:
-            self._captured = capture, driver.CudaEvent(call.stream)
-            return  # replays of a graph are ordered by whoever replays it
-        while self._alive and self._alive[0][0].done():
-            self._alive.popleft()
-        self._last_stream = call.stream
-        self._last_call.record(call.stream)
-        if call.stream != call.caller_stream:
-            self._alive.append((driver.CudaEvent(call.stream), arguments))
-
-    def _event(self, call: Call) -> Event:
-        stream = call.stream
-        assert stream is not None
-
-        def waiting(other: Any) -> int:
-            return call.caller_stream or 0 if other is None else driver.stream_handle(other)
-
-        if call.async_finish:
-            event = driver.CudaEvent(stream)
-
-            def wait(other: Any = None) -> None:
-                driver.wait_event(waiting(other), event.handle)
-
-            return Event(event.handle, wait, lambda: self._synchronize(stream), event)
-
-        def follow(other: Any = None) -> None:
-            if waiting(other) != stream:
-                driver.wait_stream(waiting(other), stream)
-
-        return Event(None, follow, lambda: self._synchronize(stream))
-
-    def _synchronize(self, stream: int) -> None:
-        driver.synchronize(stream)
-        self._check()
 
     def _check_near(self) -> None:
         if not self._is_near:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import driver, layout
@@ -35,6 +35,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._ll_handle_map = layout.low_latency_handle(config)
         self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
         self._ll_results: dict[int, Slots] = {}  # by size: memory of results is kept, and handed out again
+        self._has_fp8 = has_fp8(self._arch)
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
@@ -88,10 +89,10 @@ class DeviceLowLatencyBackend(DeviceBackend):
     ) -> LowLatencyDispatchResult:
         config, stream = self.config, call.stream
         assert stream is not None
-        if inputs.use_fp8 and not has_fp8(self._arch):
+        if inputs.use_fp8 and not self._has_fp8:
             raise EPUnavailableError(f"{self._arch} cannot convert to FP8; pass use_fp8=False, rows then travel as bfloat16")
         self._dispatch_hooks.start(with_hook)
-        self._order(call)
+        self._order.enter(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         shape = layout.low_latency_result(config, use_fp8=inputs.use_fp8, use_ue8m0=inputs.use_ue8m0)
         memory = self._result_memory(shape.num_bytes, stream, call.caller_stream)
@@ -116,21 +117,16 @@ class DeviceLowLatencyBackend(DeviceBackend):
         }
         receive = self._launch("ll_dispatch", num_blocks, values, call, (x, idx, weights, slot, memory, inputs), with_hook)
         like = inputs.x
-        rows = (config.num_local_experts, config.num_max_recv_tokens)
-        counts = self._ll_handle_map.offsets["num_recv_per_expert"]
-
-        def make(ptr: int, tail: tuple[int, ...], dtype: str, owner: Any) -> View:
-            return self._result(ptr, tail, dtype, owner, like, stream)
-
-        views: dict[str, View | None] = {
-            "x": make(values["recv_x"], (*rows, config.hidden), "float8_e4m3fn" if inputs.use_fp8 else "bfloat16", memory),
-            "scales": None,
-            "num_recv_per_expert": make(slot.ptr + counts, (config.num_local_experts,), "int32", slot),
-        }
+        experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
+        counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
+        views: dict[str, View | None] = {"num_recv_per_expert": self._result(counts, (experts,), "int32", slot, like, stream)}
         if inputs.use_fp8:
-            kind = "uint8" if inputs.use_ue8m0 else "float32"
-            views["scales"] = make(values["recv_scales"], (*rows, config.hidden // FP8_GROUP), kind, memory)
-        event = self._event(call)
+            kind, groups = "uint8" if inputs.use_ue8m0 else "float32", hidden // FP8_GROUP
+            views["x"] = self._result(values["recv_x"], (experts, most, hidden), "float8_e4m3fn", memory, like, stream)
+            views["scales"] = self._result(values["recv_scales"], (experts, most, groups), kind, memory, like, stream)
+        else:
+            views["x"] = self._result(values["recv_x"], (experts, most, hidden), "bfloat16", memory, like, stream)
+        event = self._order.event(call)
         views, hook = self._deliver(views, like, stream, receive, self._dispatch_hooks, event)
         handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, like.framework)
         return LowLatencyDispatchResult(handle, event, hook, views)
@@ -149,7 +145,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 "allow_multiple_reduction=False goes neither with on_timeout='mask' nor with masked ranks on GPUs; leave it out"
             )
         self._combine_hooks.start(with_hook)
-        self._order(call)
+        self._order.enter(call)
         y, idx, weights = self._on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
         num_tokens = handle.num_tokens
         if inputs.out is not None:
@@ -174,7 +170,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         receive = self._launch("ll_combine", num_blocks, values, call, (y, idx, weights, handle, owner, inputs), with_hook)
         like = inputs.y
         view = inputs.out or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, like, stream)
-        event = self._event(call)
+        event = self._order.event(call)
         views, hook = self._deliver({"x": view}, like, stream, receive, self._combine_hooks, event, inputs.out)
         return LowLatencyCombineResult(event, hook, views)
 
@@ -183,11 +179,11 @@ class DeviceLowLatencyBackend(DeviceBackend):
         shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
         if self._ll_combine_buffer is None:
             num_bytes = layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
-            self._ll_combine_buffer = self._result_memory(num_bytes, self._stream)
+            self._ll_combine_buffer = self._result_memory(num_bytes, self._order.own_stream)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
-        self, kernel: str, num_blocks: int, values: Mapping[str, Any], call: Call, arguments: Any, with_hook: bool
+        self, kernel: str, num_blocks: int, values: dict[str, Any], call: Call, arguments: Any, with_hook: bool
     ) -> Callable[[], None] | None:
         """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream."""
         stream = call.stream
@@ -195,8 +191,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if self.config.on_timeout == "mask":
             self._tell_masked()
         launch = self._launcher(kernel)
-        launch(stream, num_blocks, {**values, "phases": LL_SEND if with_hook else LL_SEND | LL_RECEIVE})
-        self._launched(call, arguments)
+        values["phases"] = LL_SEND if with_hook else LL_SEND | LL_RECEIVE
+        launch(stream, num_blocks, values)
+        self._order.leave(call, arguments)
         if not with_hook:
             return None
 
@@ -204,9 +201,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
             if self._destroyed:
                 raise EPDestroyedError("the Buffer of this hook was destroyed")
             self._check()
-            self._order(call)
+            self._order.enter(call)
             launch(stream, num_blocks, {**values, "phases": LL_RECEIVE})
-            self._launched(call, arguments)
+            self._order.leave(call, arguments)
 
         return receive
 
@@ -227,21 +224,20 @@ class DeviceLowLatencyBackend(DeviceBackend):
             return {**views, **self._to_caller(made, like.device == HOST, stream)}
 
         if receive is None:
-            return copy(), None
+            return (views if like.device != HOST else copy()), None
 
         def receive_and_copy() -> None:
             with self.context:
                 receive()
                 views.update(copy())
-                if event._owner is not None:  # from now on it stands for the whole call
-                    event._owner.record(stream)
+                event.move()
 
         return views, order.hook(receive_and_copy)
 
-    def _result_memory(self, num_bytes: int, *streams: int | None) -> Slot:
+    def _result_memory(self, num_bytes: int, stream: int, reader: int | None = None) -> Slot:
         if num_bytes not in self._ll_results:
             self._ll_results[num_bytes] = Slots(num_bytes, 0)
-        return self._ll_results[num_bytes].take(*streams)
+        return self._ll_results[num_bytes].take(stream, reader)
 
     def _share(self, num_blocks: int, num_items: int) -> int:
         """Warps that share an item when all items are worked on at once: a power of two up to a block's warps."""

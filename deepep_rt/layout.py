@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -132,6 +133,7 @@ def low_latency_handle(config: Config) -> Map:
     )
 
 
+@functools.lru_cache
 def low_latency_result(config: Config, *, use_fp8: bool, use_ue8m0: bool) -> Map:
     """What a low-latency dispatch fills: worst case, expert by expert."""
     rows = config.num_experts * config.num_max_tokens_per_rank  # local experts * ranks * tokens
@@ -158,6 +160,7 @@ def handle(config: Config) -> Map:
     )
 
 
+@functools.lru_cache
 def result(config: Config, capacity: int, *, row_bytes: int, scale_bytes: int, idx_bytes: int, with_topk: bool) -> Map:
     """One dispatch result of at most `capacity` rows. The rows come last, so that trimming it to what arrived is a cut."""
     topk = config.num_topk if with_topk else 0
@@ -184,6 +187,7 @@ def worst_result_bytes(config: Config) -> int:
     ).num_bytes
 
 
+@functools.lru_cache
 def staging(config: Config, row_bytes: int) -> Map:
     """Where combine's rows arrive at their source, before they are added up."""
     rows = config.num_max_sent_rows

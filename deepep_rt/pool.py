@@ -6,7 +6,7 @@ next user is ordered after what the streams that used it (the call's, the caller
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from . import driver
@@ -31,9 +31,9 @@ class Readers:
 
     def let_finish_before(self, stream: int) -> None:
         """Order later work on `stream` after them. Captured work is left to whoever replays the graph."""
-        others = self._streams - {stream}
-        if not (others or self._events):
+        if not self._events and self._streams <= {stream}:
             return
+        others = self._streams - {stream}
         with self._context:
             if driver.is_capturing(stream):
                 return
@@ -50,9 +50,11 @@ class Readers:
 class Block:
     """A piece of a pool; it goes back with its last reference."""
 
-    def __init__(self, pool: Pool, offset: int, num_bytes: int, users: Iterable[int]) -> None:
+    __slots__ = ("_pool", "_users", "num_bytes", "offset")
+
+    def __init__(self, pool: Pool, offset: int, num_bytes: int, users: set[int]) -> None:
         self.offset, self.num_bytes = offset, num_bytes
-        self._pool, self._users = pool, set(users)
+        self._pool, self._users = pool, users
 
     @property
     def ptr(self) -> int:
@@ -86,20 +88,20 @@ class Pool:
         self._free = [(0, num_bytes)]  # (offset, bytes), by offset, never adjacent
         self._readers = Readers()
 
-    def allocate(self, num_bytes: int, *streams: int | None) -> Block | None:
+    def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> Block | None:
         """A block, or None if there is no room.
 
         Args:
             num_bytes: Its size.
-            streams: The stream that fills it, then those that will read it (None: nobody else).
+            stream: The stream that fills it.
+            reader: The stream that will read it, if it is another one.
         """
         num_bytes = align_up(max(num_bytes, 1))
         for i, (offset, size) in enumerate(self._free):
             if size >= num_bytes:
                 self._free[i : i + 1] = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
-                users = _known(streams)
-                self._readers.let_finish_before(users[0])
-                return Block(self, offset, num_bytes, users)
+                self._readers.let_finish_before(stream)
+                return Block(self, offset, num_bytes, _users(stream, reader))
         return None
 
     def release(self, offset: int, num_bytes: int, users: Collection[int]) -> None:
@@ -133,14 +135,13 @@ class Slots:
         self._free = list(self._memory)
         self._readers = Readers()
 
-    def take(self, *streams: int | None) -> Slot:
-        """A slot for work on the first of `streams`; the others (None: nobody) will use it too."""
+    def take(self, stream: int, reader: int | None = None) -> Slot:
+        """A slot for work on `stream`; `reader` may be another stream that will use it too."""
         if not self._free:
             self._memory.append(driver.allocate(self._num_bytes))
             self._free.append(self._memory[-1])
-        users = _known(streams)
-        self._readers.let_finish_before(users[0])
-        return Slot(self, self._free.pop(), users)
+        self._readers.let_finish_before(stream)
+        return Slot(self, self._free.pop(), _users(stream, reader))
 
     def give_back(self, ptr: int, users: Collection[int]) -> None:
         self._readers.add(users)
@@ -154,8 +155,10 @@ class Slots:
 class Slot:
     """One of the Slots; it goes back with its last reference."""
 
-    def __init__(self, slots: Slots, ptr: int, users: Iterable[int]) -> None:
-        self.ptr, self._slots, self._users = ptr, slots, set(users)
+    __slots__ = ("_slots", "_users", "ptr")
+
+    def __init__(self, slots: Slots, ptr: int, users: set[int]) -> None:
+        self.ptr, self._slots, self._users = ptr, slots, users
 
     def used_on(self, stream: int) -> None:
         """Another stream works with it."""
@@ -182,5 +185,5 @@ class StreamMemory:
             _free(self.ptr, self.stream)
 
 
-def _known(streams: Iterable[int | None]) -> list[int]:
-    return [stream for stream in streams if stream is not None]
+def _users(stream: int, reader: int | None) -> set[int]:
+    return {stream} if reader is None else {stream, reader}

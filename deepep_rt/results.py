@@ -1,4 +1,7 @@
-"""What calls return. Arrays are handed out in the caller's framework, when they are first looked at."""
+"""What calls return. Arrays are handed out in the caller's framework, when they are first looked at.
+
+These classes are not frozen: that would triple the time in which one is made, and every call makes several.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any
 from .arrays import Framework, View
 
 
-@dataclass(frozen=True)
 class Event:
     """A point in the work of a stream. On the host backend it has always passed.
 
@@ -20,15 +22,16 @@ class Event:
         >>> result.event.wait()     # the current stream goes on once the result is there
     """
 
-    handle: int | None = None
+    __slots__ = ("handle",)
+
+    handle: int | None
     """The CUDA event (an integer), or None where there is nothing to wait for."""
-    _wait: Callable[[Any], None] = field(default=lambda stream: None, repr=False)
-    _synchronize: Callable[[], None] = field(default=lambda: None, repr=False)
-    _owner: Any = field(default=None, repr=False)
+
+    def __init__(self) -> None:
+        self.handle = None
 
     def wait(self, stream: Any = None) -> None:
         """Make `stream` (default: the caller's current stream) wait for this event; the host does not wait."""
-        self._wait(stream)
 
     def synchronize(self) -> None:
         """Make the host wait for this event.
@@ -36,10 +39,12 @@ class Event:
         Raises:
             EPTimeoutError: if a peer did not answer in the meantime.
         """
-        self._synchronize()
+
+    def move(self) -> None:
+        """Let it stand for all that the call has queued by now: a hook has queued the rest."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DispatchHandle:
     """A routing that dispatch worked out: give it to `combine`, or to `dispatch(handle=)` to repeat the routing."""
 
@@ -64,7 +69,7 @@ class _Arrays:
         return None if view is None else view.to_framework()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DispatchResult(_Arrays):
     """What arrived at this rank, in the order (source rank, source token).
 
@@ -117,7 +122,7 @@ class DispatchResult(_Arrays):
         return self.handle.num_recv_tokens_per_expert_list
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CombineResult(_Arrays):
     """Rows added up over the ranks, back at the tokens' own rank."""
 
@@ -135,7 +140,7 @@ class CombineResult(_Arrays):
         return self._array("topk_weights")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LowLatencyHandle:
     """What `low_latency_combine` has to know about a `low_latency_dispatch`."""
 
@@ -147,7 +152,7 @@ class LowLatencyHandle:
     _framework: Framework = field(repr=False)  # the caller's
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LowLatencyDispatchResult(_Arrays):
     """What arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
 
@@ -179,7 +184,7 @@ class LowLatencyDispatchResult(_Arrays):
         return self._array("num_recv_per_expert")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LowLatencyCombineResult(_Arrays):
     """The experts' outputs, weighted and added up, back at the tokens' own rank."""
 

@@ -39,6 +39,7 @@ ORDER = [
     "comm",
     "results",
     "inputs",
+    "streams",
     "hooks",
     "mail",
     "host_arrays",

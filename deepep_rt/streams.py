@@ -1,0 +1,110 @@
+"""When the calls of a Buffer run: after what fills their arguments, after each other, and within the captures of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from . import arrays, driver
+from .inputs import Call
+from .results import Event
+
+
+class CallOrder:
+    """Orders the calls of one Buffer among streams. The host waits for none of it.
+
+    Args:
+        device: The GPU.
+        check: Raises what the device has reported; called when the host has waited for a call.
+    """
+
+    def __init__(self, device: int, check: Callable[[], None]) -> None:
+        self._device, self.check = device, check
+        self.own_stream = driver.new_stream()
+        self._last_stream: int | None = None
+        self._last_call = driver.CudaEvent(self.own_stream)  # an event: the stream itself may be gone when the next call comes
+        # The last call of a graph capture: the capture's number, and where the call ends.
+        self._captured: tuple[int, driver.CudaEvent] | None = None
+        self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
+
+    def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
+        """Decide where a call runs."""
+        caller = arrays.framework_of(x, "x").current_stream(self._device)
+        launch = self.own_stream if async_finish or caller is None else caller
+        if stream is not None:
+            launch = driver.stream_handle(stream)
+        return Call(launch, caller, async_finish, previous_event)
+
+    def enter(self, call: Call) -> None:
+        """What is queued for the call from here on comes after earlier calls on other streams, and after what the caller asked for."""
+        stream = call.stream
+        assert stream is not None
+        call.capture = driver.capture_id(stream)
+        if call.capture is not None:
+            if self._captured is not None and self._captured[0] == call.capture:
+                driver.wait_event(stream, self._captured[1].handle)
+        elif stream != self._last_stream:
+            driver.wait_event(stream, self._last_call.handle)
+        if call.previous_event is not None:
+            if event := driver.event_handle(call.previous_event):
+                driver.wait_event(stream, event)
+        elif call.async_finish and call.caller_stream not in (None, stream):
+            driver.wait_stream(stream, call.caller_stream)
+
+    def leave(self, call: Call, arguments: Any) -> None:
+        """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
+        give their memory away.
+        """
+        stream = call.stream
+        assert stream is not None
+        if call.capture is not None:
+            self._captured = call.capture, driver.CudaEvent(stream)
+            return  # replays of a graph are ordered by whoever replays it
+        while self._alive and self._alive[0][0].done():
+            self._alive.popleft()
+        self._last_stream = stream
+        self._last_call.record(stream)
+        if stream != call.caller_stream:
+            self._alive.append((driver.CudaEvent(stream), arguments))
+
+    def event(self, call: Call) -> Event:
+        """The end of what the call has queued so far."""
+        return _End(self, call)
+
+    def synchronize(self) -> None:
+        """Wait on the host for all calls."""
+        self._last_call.synchronize()
+        driver.synchronize(self.own_stream)
+        self.check()
+
+    def forget_arguments(self) -> None:
+        """All work is done: nothing reads the arguments any more."""
+        self._alive.clear()
+
+
+class _End(Event):
+    """The end of a call on the GPU. A CUDA event is recorded only where the call did not run in order with the caller's work."""
+
+    __slots__ = ("_caller_stream", "_marker", "_order", "_stream")
+
+    def __init__(self, order: CallOrder, call: Call) -> None:
+        assert call.stream is not None
+        self._order, self._stream, self._caller_stream = order, call.stream, call.caller_stream
+        self._marker = driver.CudaEvent(call.stream) if call.async_finish else None
+        self.handle = None if self._marker is None else self._marker.handle
+
+    def wait(self, stream: Any = None) -> None:
+        waiting = self._caller_stream or 0 if stream is None else driver.stream_handle(stream)
+        if self._marker is not None:
+            driver.wait_event(waiting, self._marker.handle)
+        elif waiting != self._stream:
+            driver.wait_stream(waiting, self._stream)
+
+    def synchronize(self) -> None:
+        driver.synchronize(self._stream)
+        self._order.check()
+
+    def move(self) -> None:
+        if self._marker is not None:
+            self._marker.record(self._stream)
