@@ -42,7 +42,7 @@ class _Link:
         self.tensor = tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Handle(DispatchHandle):
     """The routing of a dispatch, for `combine` here and for every call of `Buffer` that takes a handle."""
 
