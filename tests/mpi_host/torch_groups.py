@@ -12,6 +12,8 @@ from spmd import main, make_buffer, raises
 from deepep_rt import EPConfigError
 from deepep_rt.torch import communicator
 
+backend = "gloo"  # the GPU tests choose NCCL where each rank has a GPU
+
 
 def _initialize(comm: MPI.Intracomm) -> None:
     """torch.distributed over the ranks in reverse, so that no order is right by chance."""
@@ -21,7 +23,7 @@ def _initialize(comm: MPI.Intracomm) -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
-    dist.init_process_group("gloo", rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
+    dist.init_process_group(backend, rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
 
 
 def check_without_torch_distributed(comm: MPI.Intracomm) -> None:

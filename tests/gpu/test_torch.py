@@ -1,0 +1,340 @@
+"""deepep_rt.torch on GPUs: the checks of the host backend, and what only GPUs have: streams, graphs, a host that runs ahead."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]
+
+from helpers import make, routing  # noqa: E402
+
+from deepep_rt.torch import combine, dispatch  # noqa: E402
+
+
+def _checks(name):
+    try:
+        module = __import__(name)
+    except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
+        return []
+    checks = [f for found, f in inspect.getmembers(module, inspect.isfunction) if found.startswith("check_")]
+    return [pytest.param(f, id=f.__name__) for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)]
+
+
+@pytest.fixture
+def spmd(monkeypatch):
+    import spmd
+
+    monkeypatch.setattr(spmd, "backend", "cuda")
+    return spmd
+
+
+@pytest.mark.parametrize("check", _checks("torch_autograd"))
+def test_gradients(check, comm, spmd):
+    assert spmd._run(check, comm)
+
+
+@pytest.mark.parametrize("check", _checks("torch_groups"))
+def test_communicator(check, comm, spmd, monkeypatch):
+    import torch_groups
+
+    own_gpu = torch.cuda.device_count() >= comm.Get_size()
+    monkeypatch.setattr(torch_groups, "backend", "nccl" if own_gpu else "gloo")  # NCCL wants a GPU for each rank
+    assert spmd._run(check, comm)
+
+
+class Step:
+    """A layer with inputs that stay where they are, without a host that has to know how many rows arrive."""
+
+    def __init__(self, comm, seed, buffer, **how):
+        import torch_autograd as t
+
+        self.t, self.comm, self.buffer, self.how = t, comm, buffer, how
+        self.set(seed)
+        self.x, self.idx, self.weights = self.mine.leaves()
+        self.mats = t.local(comm, self.all_mats)
+        self.seed_grad = self.mine.seed_grad.cuda()
+
+    def set(self, seed):
+        self.tokens = self.t.tokens_of_all(self.comm, seed, lambda rank: 24 + rank)
+        self.all_mats = self.t.matrices(self.comm, 1)
+        self.mine = self.tokens[self.comm.Get_rank()]
+
+    def fill(self, seed):
+        """Other numbers, in the same memory."""
+        self.set(seed)
+        with torch.no_grad():
+            for ours, new in zip(
+                (self.x, self.idx, self.weights, self.seed_grad),
+                (self.mine.x, self.mine.idx, self.mine.weights, self.mine.seed_grad),
+                strict=True,
+            ):
+                ours.copy_(new)
+
+    def forward(self, x=None):
+        x = self.x if x is None else x
+        worst = 64 * self.comm.Get_size()
+        return self.t.layer(self.buffer, x, self.idx, self.weights, self.mats, num_worst_tokens=worst, **self.how)
+
+    def gradients(self, out):
+        return torch.autograd.grad(out, (self.x, self.weights, self.mats), self.seed_grad)
+
+    def check(self, out, gradients):
+        for tensor, gradient in zip((self.x, self.weights, self.mats), gradients, strict=True):
+            tensor.grad = gradient.clone()
+        self.t.compare(self.comm, self.tokens, self.all_mats, (out, self.x, self.weights, self.mats), 2 * self.t.BOUND)
+
+
+def sizes(comm, **more):
+    import torch_autograd as t
+
+    each = dict(
+        hidden=t.HIDDEN, num_topk=t.TOPK, num_experts=t.EACH * comm.Get_size(), num_max_tokens_per_rank=64, dtype="float32"
+    )
+    return {**each, **more}
+
+
+def test_real_size(comm):
+    """Hidden 7168, bfloat16, whole numbers, so that every sum is exact: the experts double, the router's weights stay outside."""
+    with make(comm, num_max_tokens_per_rank=512) as buffer:
+        generator = torch.Generator("cuda").manual_seed(comm.Get_rank())
+        for seed, worst in enumerate((None, 512 * comm.Get_size(), None)):
+            idx, weights = routing(comm, seed, 300 + 20 * comm.Get_rank(), 8, buffer.config.num_experts)
+            weights.requires_grad_()
+            x, grad = (torch.randint(-3, 4, (len(idx), 7168), device="cuda", generator=generator).bfloat16() for _ in range(2))
+            x.requires_grad_()
+            sent = dispatch(buffer, x, idx, weights, num_worst_tokens=worst)
+            out = combine(buffer, sent.recv_x * 2, sent.handle)
+            each = buffer.config.num_experts // comm.Get_size()
+            copies = sum(((idx >= each * r) & (idx < each * (r + 1))).any(1) for r in range(comm.Get_size()))[:, None]
+            assert torch.equal(out, (2 * x * copies).detach())
+            torch.autograd.backward([out, sent.recv_topk_weights], [grad, torch.full_like(sent.recv_topk_weights, 3)])
+            assert torch.equal(x.grad, 2 * grad * copies)
+            assert torch.equal(weights.grad, 3.0 * (idx >= 0))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_fp8_real_size(comm, fp8):
+    """A number is off by at most 1/16 of itself, forward and backward; sums over ranks by as much of the sum of sizes."""
+    with make(comm, num_max_tokens_per_rank=512) as buffer:
+        idx, _ = routing(comm, 3, 400, 8, buffer.config.num_experts, skip=0)
+        generator = torch.Generator("cuda").manual_seed(comm.Get_rank())
+        x, grad = (torch.randn(400, 7168, device="cuda", generator=generator).bfloat16() for _ in range(2))
+        x.requires_grad_()
+        sent = dispatch(buffer, x, idx, fp8=fp8)
+        out = combine(buffer, sent.recv_x, sent.handle, fp8_grad=fp8)
+        out.backward(grad)
+        each = buffer.config.num_experts // comm.Get_size()
+        copies = sum(((idx >= each * r) & (idx < each * (r + 1))).any(1) for r in range(comm.Get_size()))[:, None]
+        relative = 1 / 16 + 2**-7 if fp8 else 2**-8
+        for name, got, want in (("forward", out, x.detach()), ("backward", x.grad, grad)):
+            allowed = copies * (relative * want.float().abs() + (1e-4 if fp8 else 0))
+            error = (got.float() - copies * want.float()).abs()
+            assert (error <= allowed).all(), f"{name}: {(error - allowed).max().item()} too far"
+
+
+def test_side_streams(comm):
+    """Dispatch and combine on one stream, experts on another, forward and backward, while what they wait for comes late."""
+    import torch_autograd as t
+
+    with make(comm, **sizes(comm)) as buffer:
+        ran_on = []
+        for name in ("dispatch", "combine"):
+            plain = getattr(buffer, name)
+
+            def spy(*args, _plain=plain, **options):
+                ran_on.append(torch.cuda.current_stream().cuda_stream)
+                return _plain(*args, **options)
+
+            setattr(buffer, name, spy)
+        calls, compute = torch.cuda.Stream(), torch.cuda.Stream()
+
+        def on_compute_stream(x, idx, weights, mats):
+            compute.wait_stream(calls)
+            with torch.cuda.stream(compute):
+                torch.cuda._sleep(int(5e6))
+                y = t.experts(x, idx, weights, mats)
+            calls.wait_stream(compute)
+            return y
+
+        def late(grad):
+            torch.cuda._sleep(int(5e6))
+            return grad * 1
+
+        step = Step(comm, 1, buffer, run=on_compute_stream)
+        for seed in range(2, 8):
+            torch.cuda._sleep(int(5e6))
+            step.fill(seed)
+            calls.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(calls):
+                torch.cuda._sleep(int(5e6))
+                out = step.forward(step.x * 1)
+            out.register_hook(late)
+            torch.cuda.current_stream().wait_stream(calls)
+            gradients = step.gradients(out)
+            calls.wait_stream(torch.cuda.current_stream())
+            step.check(out, gradients)
+        assert len(ran_on) == 6 * 4
+        assert set(ran_on) == {calls.cuda_stream}, "autograd ran a call on another stream than that of the forward pass"
+
+
+def test_nothing_waits_for_the_gpu(comm, monkeypatch):
+    """The GPU is busy when a step is queued, and still busy with that when forward and backward have returned."""
+    from cuda.bindings import driver as cuda
+
+    waits = []
+    for name in ("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize", "cuMemcpyDtoH", "cuMemAlloc", "cuMemFree"):
+        plain = getattr(cuda, name)
+        monkeypatch.setattr(cuda, name, lambda *args, _name=name, _plain=plain: (waits.append(_name), _plain(*args))[1])
+    with make(comm, **sizes(comm)) as buffer:
+        step = Step(comm, 1, buffer, fp8=True, fp8_grad=True)
+        plain = Step(comm, 1, buffer)
+        known = dispatch(buffer, plain.x, plain.idx, plain.weights).handle
+
+        def cached():
+            sent = dispatch(buffer, plain.x, handle=known)
+            combine(buffer, sent.recv_x, sent.handle, bias=plain.x).backward(plain.seed_grad)
+
+        runs = {
+            "num_worst_tokens": lambda: plain.gradients(plain.forward()),
+            "num_worst_tokens, FP8": lambda: step.gradients(step.forward()),
+            "a known routing": cached,
+        }
+        for what, run in runs.items():
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            comm.Barrier()
+            waits.clear()
+            torch.cuda.set_sync_debug_mode("error")  # PyTorch's own operators raise instead of waiting
+            try:
+                torch.cuda._sleep(int(4e8))  # 0.2 s or so
+                busy = torch.cuda.Event()
+                busy.record()
+                run()
+                assert not busy.query(), f"{what}: the host waited for the GPU, or took longer than 0.2 s"
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert not waits, f"{what}: {waits}"
+            torch.cuda.synchronize()
+            comm.Barrier()
+
+
+def test_profile_shows_no_synchronisation(comm):
+    """Events in a trace of PyTorch's profiler, over forward and backward; it does see those that are made on purpose."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with make(comm, **sizes(comm)) as buffer:
+        step = Step(comm, 1, buffer)
+        for _ in range(3):
+            step.gradients(step.forward())
+        torch.cuda.synchronize()
+        comm.Barrier()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            with record_function("a step"):
+                step.gradients(step.forward())
+            with record_function("on purpose"):
+                torch.cuda.current_stream().synchronize()
+        comm.Barrier()
+    events = trace.events()
+
+    def waits(name):
+        span = next(e.time_range for e in events if e.name == name and "CPU" in str(e.device_type))
+        return [e.name for e in events if "Synchronize" in e.name and span.start <= e.time_range.start <= span.end]
+
+    assert waits("on purpose"), "the profiler does not record calls of the CUDA runtime here: this test cannot tell anything"
+    assert not waits("a step")
+
+
+def capture(work):
+    """A CUDA graph of `work`, and what it returned. Warmed up on a side stream, as PyTorch asks."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+    return graph, results
+
+
+def test_graph_of_the_forward_pass(comm):
+    with make(comm, **sizes(comm)) as buffer:
+        step = Step(comm, 1, buffer)
+        graph, out = capture(lambda: step.forward().detach())
+        for seed in range(2, 7):
+            step.fill(seed)
+            graph.replay()
+            want, _ = step.t.dense(step.tokens, step.all_mats)
+            step.t.close(out, want[comm.Get_rank()][0], step.t.BOUND, "the output of a replay")
+        comm.Barrier()
+
+
+def test_graph_of_a_step(comm):
+    """Forward and backward in one graph, on a Buffer that serves nothing else meanwhile."""
+    with make(comm, **sizes(comm)) as buffer:
+        step = Step(comm, 1, buffer)
+
+        def work():
+            out = step.forward()
+            return out.detach(), step.gradients(out)
+
+        graph, (out, gradients) = capture(work)
+        for seed in range(2, 7):
+            step.fill(seed)
+            graph.replay()
+            step.check(out, gradients)
+        comm.Barrier()
+
+
+def test_memory_is_not_reused_too_early(comm):
+    """Many steps of several layers, some ranks late now and then, and more kept by autograd than the Buffer has room for."""
+    import torch_autograd as t
+
+    rng = np.random.default_rng(5)  # the same on all ranks
+    with make(comm, **sizes(comm, num_slots=2)) as buffer:
+        for seed in range(30):
+            tokens = t.tokens_of_all(comm, seed, lambda rank: int(np.random.default_rng([seed, rank]).integers(0, 65)))  # noqa: B023
+            mats = t.matrices(comm, seed)
+            mine, weights_of = tokens[comm.Get_rank()], t.local(comm, mats)
+            late, layers = int(rng.integers(comm.Get_size())), int(rng.integers(1, 4))
+            x, idx, weights = mine.leaves()
+            out = x
+            for _ in range(layers):
+                out = t.layer(buffer, out, idx, weights, weights_of)
+                if comm.Get_rank() == late:
+                    torch.cuda._sleep(int(1e7))
+            t.backward(out, mine)
+            t.compare(comm, tokens, mats, (out, x, weights, weights_of), layers * t.BOUND, layers)
+
+
+@pytest.mark.parametrize("options", [[], ["--distributed", "gloo"], ["--distributed", "nccl"]], ids=["mpi", "gloo", "nccl"])
+def test_example(comm, options, monkeypatch, capsys):
+    """In this process: the ranks are there already."""
+    import runpy
+    import socket
+
+    if "nccl" in options and torch.cuda.device_count() < comm.Get_size():
+        return  # NCCL wants a GPU for each rank
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = comm.bcast(free.getsockname()[1])
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.syspath_prepend(str(TESTS.parent / "examples"))
+    monkeypatch.setattr(sys, "argv", ["moe_torch.py", *options])
+    runpy.run_path(str(TESTS.parent / "examples" / "moe_torch.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    if comm.Get_rank() == 0:
+        assert lines[0].startswith("cuda: ")
+        assert lines[-1] == "OK"
