@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from .buffer import Buffer
 
+__all__ = ["dispatch", "combine", "Dispatched", "Handle", "communicator"]
+
 _FLOATS = tuple(getattr(torch, name) for name in COMBINE_DTYPES)
 
 _communicators: weakref.WeakKeyDictionary[Any, Intracomm] = weakref.WeakKeyDictionary()  # by process group
@@ -72,7 +74,7 @@ class Dispatched(NamedTuple):
     """For `combine`. Its `num_recv_tokens_per_expert_list` has the counts on the host, except with `num_worst_tokens`."""
 
 
-@torch.compiler.disable(reason="calls of deepep_rt stay out of graphs")
+@torch.compiler.disable
 def dispatch(
     buffer: Buffer,
     x: Any,
@@ -132,7 +134,7 @@ def dispatch(
     return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, Handle(**fields, _plain=plain, _link=link))
 
 
-@torch.compiler.disable(reason="calls of deepep_rt stay out of graphs")
+@torch.compiler.disable
 def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None, fp8_grad: bool = False) -> Any:
     """`Buffer.combine` for tensors, on the current stream; gradients flow back to `x` and to `bias`.
 
