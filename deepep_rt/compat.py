@@ -286,12 +286,10 @@ class Buffer:
                 counts = [] if num_worst_tokens else num_tokens_per_expert.tolist()
 
         def send(buffer: _core.Buffer, whole: bool) -> DispatchResult:
-            part = slice(None) if whole else slice(0)
+            part = [t if t is None or whole else t[:0] for t in (rows, chosen, topk_weights, scales)]
             return buffer.dispatch(
-                rows[part],
-                chosen[part],
-                None if topk_weights is None else topk_weights[part],
-                x_scales=None if scales is None else scales[part],
+                *part[:3],
+                x_scales=part[3],
                 num_worst_tokens=num_worst_tokens or None,
                 expert_alignment=expert_alignment,
                 previous_event=place.event,

@@ -21,7 +21,7 @@ class EventHandle:
 
     def __init__(self) -> None:
         self.event: Any = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream())
 
@@ -85,18 +85,17 @@ class Placement:
     ) -> None:
         self._async, self._stream = async_finish, None
         self.event: Any = None
-        """What `deepep_rt.Buffer` is to take as its `previous_event`."""
+        """What `deepep_rt.Buffer` is to take as its `previous_event`; None where the call runs on the caller's stream."""
         if not like.is_cuda:
             return
         self._caller = torch.cuda.current_stream()
-        self.event = getattr(getattr(previous, "event", None), "event", None)
         self._stream = self._caller
+        event = getattr(getattr(previous, "event", None), "event", None)
         if async_finish:
             self._stream = comm_stream()
-            if self.event is None:
-                self.event = self._caller.record_event()
-        if self.event is not None:
-            self._stream.wait_event(self.event)
+            self.event = event = event or self._caller.record_event()
+        if event is not None:
+            self._stream.wait_event(event)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -7,16 +7,22 @@ whether Buffers are made from a process group of `torch.distributed` or from a c
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
+from spmd import raises
 
 import deepep_rt.compat as deep_ep
+from deepep_rt import EPDestroyedError, EPInputError, EPUnavailableError
+from deepep_rt.torch import communicator
 
 HIDDEN = 1024
 
@@ -58,6 +64,34 @@ class World:
         ]
 
 
+def world(comm: MPI.Intracomm, device: str, with_group: bool = False) -> World:
+    """The program's place: the ranks of `comm`, or a gloo group of them in reverse, so that no order is right by chance."""
+    if not with_group:
+        return World(comm, None, device)
+    if not dist.is_initialized():
+        port = None
+        if comm.Get_rank() == 0:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
+        dist.init_process_group("gloo", rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
+    return World(communicator(), dist.group.WORLD, device)
+
+
+@contextmanager
+def settings_of_deepep_tests(device: str) -> Iterator[None]:
+    """New tensors are bfloat16 and on the GPU, unless they are told otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """How unlike two tensors are: 0 for the same, about half the mean square error relative to the mean square."""
     a, b = a.double(), b.double()
@@ -79,9 +113,9 @@ def from_fp8(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 
 def routing(world: World, seed: int, num_tokens: int, num_topk: int, num_experts: int, skip: float = 0.1) -> torch.Tensor:
-    scores = torch.rand((num_tokens, num_experts), device=world.device, generator=world.generator(seed))
+    scores = torch.rand((num_tokens, num_experts), dtype=torch.float32, device=world.device, generator=world.generator(seed))
     chosen = scores.topk(num_topk, dim=1)[1]
-    skipped = torch.rand(chosen.shape, device=world.device, generator=world.generator(seed + 1)) < skip
+    skipped = torch.rand(chosen.shape, dtype=torch.float32, device=world.device, generator=world.generator(seed + 1)) < skip
     return chosen.masked_fill(skipped, -1).to(deep_ep.topk_idx_t)
 
 
@@ -104,7 +138,7 @@ def run_normal(world: World, num_sms: int = 24) -> None:
     num_rdma_bytes = config.get_rdma_buffer_size_hint(2 * HIDDEN, ranks)
     x_rand = torch.randn((tokens, HIDDEN), device=world.device, generator=world.generator(1)).to(torch.bfloat16)
     x_rank = torch.full((tokens, HIDDEN), rank, dtype=torch.bfloat16, device=world.device)
-    weights = torch.rand((tokens, num_topk), device=world.device, generator=world.generator(2))
+    weights = torch.rand((tokens, num_topk), dtype=torch.float32, device=world.device, generator=world.generator(2))
     topk_idx = routing(world, 3, tokens, num_topk, num_experts)
     goes = goes_to(topk_idx, ranks, num_experts)
     with world.buffer(num_nvl_bytes, num_rdma_bytes) as buffer:
@@ -294,7 +328,10 @@ def run_ranks_only(world: World) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             tokens = 20 + world.rank
             x = torch.randn((tokens, 64), device=world.device, generator=world.generator(1)).to(dtype)
-            goes = torch.rand((tokens, world.num_ranks), device=world.device, generator=world.generator(2)) < 0.5
+            goes = (
+                torch.rand((tokens, world.num_ranks), dtype=torch.float32, device=world.device, generator=world.generator(2))
+                < 0.5
+            )
             per_expert = torch.arange(3 * world.num_ranks, dtype=torch.int32, device=world.device) + world.rank
             per_rank = goes.sum(0, dtype=torch.int32)
             recv_x, idx, weights, counts, handle, event = buffer.dispatch(
@@ -325,7 +362,7 @@ def run_low_latency(world: World) -> None:
     x[:, -128:] = torch.arange(mine, device=world.device).to(torch.bfloat16)[:, None]  # tells which token it is
     x_rand = torch.randn((mine, HIDDEN), device=world.device, generator=world.generator(1)).to(torch.bfloat16)
     topk_idx = routing(world, 2, mine, num_topk, num_experts)
-    weights = torch.rand((mine, num_topk), device=world.device, generator=world.generator(3))
+    weights = torch.rand((mine, num_topk), dtype=torch.float32, device=world.device, generator=world.generator(3))
     with world.buffer(num_rdma_bytes=num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // ranks) as buffer:
         buffer.clean_low_latency_buffer(tokens, HIDDEN, num_experts)
         for current in (x, x_rand):
@@ -348,8 +385,11 @@ def _low_latency_trip(
     num_experts: int,
     options: dict[str, Any],
     hooked: bool,
+    live: Collection[int] | None = None,
 ) -> None:
+    """A dispatch and its combine; `live` are the ranks that this one should have to do with."""
     rank, ranks = world.rank, world.num_ranks
+    live = range(ranks) if live is None else live
     each, fp8 = num_experts // ranks, options["use_fp8"]
     stats = torch.zeros(each, dtype=torch.int32, device=world.device)
     waits = torch.zeros(ranks, dtype=torch.int64, device=world.device)
@@ -383,7 +423,8 @@ def _low_latency_trip(
     assert stats.tolist() == count.tolist()
     assert (waits >= 0).all()
 
-    everyone, rows = world.gather(topk_idx), world.gather(from_fp8(to_fp8(x)) if fp8 and not options["round_scale"] else x)
+    everyone = [idx if r in live else torch.full_like(idx, -1) for r, idx in enumerate(world.gather(topk_idx))]
+    rows = world.gather(from_fp8(to_fp8(x)) if fp8 and not options["round_scale"] else x)
     low = (1 << 32) - 1
     for e in range(each):
         wanted = [(idx == rank * each + e).nonzero()[:, 0] for idx in everyone]  # the tokens of each source
@@ -425,5 +466,161 @@ def _low_latency_trip(
             event.current_stream_wait()
         assert out is None or combined is out
         assert not combined.isnan().any()
-        total = x.float() * weights.masked_fill(topk_idx == -1, 0).sum(1, keepdim=True)
+        lost = ~torch.isin(torch.div(topk_idx, each, rounding_mode="floor"), torch.tensor(list(live), device=world.device))
+        total = x.float() * weights.masked_fill(lost, 0).sum(1, keepdim=True)
         assert difference(combined, total) < (2e-3 if fp8 else 1e-5)
+
+
+def run_two_in_flight(world: World) -> None:
+    """Two micro-batches: both are sent before the first one is received."""
+    tokens, num_experts = 16, 2 * world.num_ranks
+    with world.buffer(low_latency_mode=True) as buffer:
+        for fp8 in (False, True):
+            batches = []
+            for seed in (1, 2):
+                x = torch.randn((tokens, HIDDEN), device=world.device, generator=world.generator(seed)).to(torch.bfloat16)
+                idx = routing(world, seed, tokens, 2, num_experts)
+                sent = buffer.low_latency_dispatch(x, idx, tokens, num_experts, use_fp8=fp8, return_recv_hook=True)
+                with raises(EPInputError, "hook"):
+                    sent[2][0]
+                batches.append((x, idx, *sent))
+            backs = []
+            for x, idx, packed, count, handle, _, hook in batches:
+                hook()
+                assert int((handle[1] & 0xFFFFFFFF).sum()) == int(count.sum())
+                y = from_fp8(packed) if fp8 else packed
+                weights = torch.ones(idx.shape, dtype=torch.float32, device=world.device)
+                back, _, receive = buffer.low_latency_combine(y.contiguous(), idx, weights, handle, return_recv_hook=True)
+                backs.append((x, idx, back, receive))
+            for x, idx, back, receive in backs:
+                receive()
+                assert difference(back, x.float() * (idx >= 0).sum(1, keepdim=True)) < 2e-3
+
+
+def run_masks(world: World) -> None:
+    """A rank is left out by hand, comes back, and is left out for being silent. Wants a short DEEPEP_RT_TIMEOUT_S."""
+    rank, ranks, tokens, num_experts = world.rank, world.num_ranks, 8, 2 * world.num_ranks
+    last = ranks - 1
+    others = [r for r in range(ranks) if r != last]
+    live = [last] if rank == last else others
+    x = torch.randn((tokens, HIDDEN), device=world.device, generator=world.generator(1)).to(torch.bfloat16)
+    topk_idx, weights = (
+        routing(world, 2, tokens, 2, num_experts),
+        torch.ones((tokens, 2), dtype=torch.float32, device=world.device),
+    )
+    status = torch.empty(ranks, dtype=torch.int32, device=world.device)
+    with world.buffer(low_latency_mode=True, enable_shrink=True) as buffer:
+
+        def step(live: Collection[int], hooked: bool = False) -> None:
+            options = dict(use_fp8=False, round_scale=False, use_ue8m0=False)
+            _low_latency_trip(world, buffer, x, False, topk_idx, weights, tokens, num_experts, options, hooked, live)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [int(r not in live) for r in range(ranks)]
+
+        def leave_out() -> None:
+            for r in range(ranks):
+                if r not in live:
+                    buffer.low_latency_update_mask_buffer(r, True)
+
+        leave_out()  # before there is any memory
+        step(live)
+        world.comm.Barrier()
+        buffer.low_latency_clean_mask_buffer()
+        world.comm.Barrier()
+        step(range(ranks), hooked=True)
+        leave_out()
+        step(live, hooked=True)
+        world.comm.Barrier()
+        for r in range(ranks):
+            if r not in live:
+                buffer.low_latency_update_mask_buffer(r)
+        world.comm.Barrier()
+        step(range(ranks))
+        with raises(EPInputError, "rank_to_mask"):
+            buffer.low_latency_update_mask_buffer(rank, True)
+
+        if rank == last:  # it stays away, and does not know that the others have gone on
+            leave_out()
+        else:
+            packed, count, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, tokens, num_experts, use_fp8=False)
+            combined, _, _ = buffer.low_latency_combine(packed.clone(), topk_idx, weights, handle)
+            assert not combined.isnan().any()
+            assert count.shape == (2,)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [int(r not in live) for r in range(ranks)]
+        world.comm.Barrier()
+
+
+# --- the rest ------------------------------------------------------------------------------------------------------------------------
+
+
+def run_refusals(world: World) -> None:
+    """What is not here says so by its name, and what is wrong is found before anything is sent."""
+    x = torch.ones((4, HIDDEN), dtype=torch.bfloat16, device=world.device)
+    num_experts = 2 * world.num_ranks
+    topk_idx = routing(world, 1, 4, 2, num_experts)
+    weights = torch.ones((4, 2), dtype=torch.float32, device=world.device)
+    with world.buffer(1) as buffer:
+        per_rank, _, per_expert, goes, event = buffer.get_dispatch_layout(topk_idx, num_experts)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
+        with raises(EPInputError, "async_finish"):
+            event.current_stream_wait()
+        with raises(EPInputError, "is_token_in_rank"):
+            buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights)
+        with raises(EPInputError, "topk_idx"):
+            buffer.dispatch(x, **layout, topk_weights=weights)
+        recv_x, _, _, _, handle, _ = buffer.dispatch(x, **layout, topk_idx=topk_idx)
+        with raises(EPInputError, "handle"):
+            buffer.dispatch(x, handle, topk_idx=topk_idx)
+        prefix, channels, recv_channels, source, given, head = handle  # it can be taken apart like a tuple
+        assert torch.equal(prefix, handle[0])
+        assert torch.equal(source, handle[-3])
+        assert given is goes
+        assert len(handle[:2]) == 2
+        for absent, name in (
+            (channels, "channel_prefix_matrix"),
+            (recv_channels, "recv_channel_prefix_matrix"),
+            (head, "send_head"),
+        ):
+            for use in (lambda a: a.shape, lambda a: a[0], len, torch.sum):
+                with raises(EPUnavailableError, name):
+                    use(absent)
+        with raises(EPInputError, "num_worst_tokens"):
+            buffer.dispatch(x.repeat(40, 1), **layout, topk_idx=topk_idx.repeat(40, 1), num_worst_tokens=world.num_ranks)
+        for name in ("internode_dispatch", "internode_combine"):
+            with raises(EPUnavailableError, name):
+                getattr(buffer, name)(x)
+        with raises(EPUnavailableError, "get_local_buffer_tensor"):
+            buffer.get_local_buffer_tensor(torch.uint8)
+        with raises(EPUnavailableError, "runtime"):
+            buffer.runtime  # noqa: B018
+        with raises(EPInputError, "low_latency_mode"):
+            buffer.low_latency_dispatch(x, topk_idx, 4, num_experts)
+        with raises(EPInputError, "low_latency_mode"):
+            buffer.clean_low_latency_buffer(4, HIDDEN, num_experts)
+        combined, _, _ = buffer.combine(recv_x, handle)  # and all of that did no harm
+        assert torch.equal(combined, x * goes.sum(1, keepdim=True))
+    with raises(EPDestroyedError, "destroyed"):
+        buffer.dispatch(x, **layout, topk_idx=topk_idx)
+
+    with world.buffer(low_latency_mode=True) as buffer:
+        with raises(EPInputError, "num_nvl_bytes"):
+            buffer.dispatch(x, **layout, topk_idx=topk_idx)
+        with raises(EPInputError, "return_recv_hook"):
+            buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, async_finish=True, return_recv_hook=True)
+        with raises(EPInputError, "512"):
+            buffer.low_latency_dispatch(x[:, :128].contiguous(), topk_idx, 4, num_experts, round_scale=True, use_ue8m0=True)
+        packed, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)
+        with raises(EPUnavailableError, "use_logfmt"):
+            buffer.low_latency_combine(packed, topk_idx, weights, handle, use_logfmt=True)
+        with raises(EPUnavailableError, "combine_wait_recv_cost_stats"):
+            buffer.low_latency_combine(packed, topk_idx, weights, handle, combine_wait_recv_cost_stats=weights)
+        for call in (
+            lambda: buffer.low_latency_update_mask_buffer(0, True),
+            lambda: buffer.low_latency_query_mask_buffer(per_rank),
+            buffer.low_latency_clean_mask_buffer,
+        ):
+            with raises(EPInputError, "enable_shrink"):
+                call()
+        combined, _, _ = buffer.low_latency_combine(packed.clone(), topk_idx, weights, handle)
+        assert torch.equal(combined, x * (topk_idx >= 0).sum(1, keepdim=True))

@@ -3,52 +3,71 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import deepep_v1
-import torch.distributed as dist
+from deepep_v1 import world
 from mpi4py import MPI
-from spmd import main
+from spmd import main, raises
 
-from deepep_rt.torch import communicator
-
-
-def _world(comm: MPI.Intracomm, with_group: bool = False) -> deepep_v1.World:
-    if not with_group:
-        return deepep_v1.World(comm, None, "cpu")
-    if not dist.is_initialized():
-        port = None
-        if comm.Get_rank() == 0:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
-        dist.init_process_group("gloo", rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
-    return deepep_v1.World(communicator(), dist.group.WORLD, "cpu")
+from deepep_rt import EPConfigError, EPUnavailableError
 
 
 def check_normal(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_normal(_world(comm))
+    deepep_v1.run_normal(world(comm, "cpu"))
 
 
 def check_growth(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_growth(_world(comm))
+    deepep_v1.run_growth(world(comm, "cpu"))
 
 
 def check_ranks_only(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_ranks_only(_world(comm))
+    deepep_v1.run_ranks_only(world(comm, "cpu"))
 
 
 def check_low_latency(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_low_latency(_world(comm))
+    deepep_v1.run_low_latency(world(comm, "cpu"))
+
+
+def check_two_in_flight(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_two_in_flight(world(comm, "cpu"))
+
+
+def check_masks(comm: MPI.Intracomm) -> None:
+    if comm.Get_size() == 1:
+        print("a rank alone has nobody to mask: left out")
+        return
+    os.environ["DEEPEP_RT_TIMEOUT_S"] = "4"
+    try:
+        deepep_v1.run_masks(world(comm, "cpu"))
+    finally:
+        del os.environ["DEEPEP_RT_TIMEOUT_S"]
+
+
+def check_refusals(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_refusals(world(comm, "cpu"))
+
+
+def check_neither_group_nor_communicator(comm: MPI.Intracomm) -> None:
+    with raises(EPConfigError, "group", "comm"):
+        deepep_v1.deep_ep.Buffer(None)
+
+
+def check_no_streams_without_a_gpu(comm: MPI.Intracomm) -> None:
+    buffer = deepep_v1.deep_ep.Buffer(None, comm=comm)
+    with raises(EPUnavailableError, "get_comm_stream"):
+        buffer.get_comm_stream()
+    with buffer.capture() as event:  # nothing to wait for
+        event.current_stream_wait()
 
 
 def check_normal_with_a_group(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_normal(_world(comm, True))
+    with deepep_v1.settings_of_deepep_tests("cpu"):
+        deepep_v1.run_normal(world(comm, "cpu", with_group=True))
 
 
 def check_low_latency_with_a_group(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_low_latency(_world(comm, True))
+    with deepep_v1.settings_of_deepep_tests("cpu"):
+        deepep_v1.run_low_latency(world(comm, "cpu", with_group=True))
 
 
 if __name__ == "__main__":
