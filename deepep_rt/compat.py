@@ -262,6 +262,7 @@ class Buffer:
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise EPInputError("dispatch got a handle and top-k tensors; a handle repeats a routing without them")
+            _check_handle(handle, NormalHandle, "dispatch")
             sent = handle.buffer.dispatch(rows, x_scales=scales, handle=handle.own, previous_event=place.event, **place.options)
             return _received(sent), None, None, None, None, place.finish(rows, scales)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -349,6 +350,7 @@ class Buffer:
             >>> combined_x, _, event = buffer.combine(y, handle)
         """
         self._need_normal()
+        _check_handle(handle, NormalHandle, "dispatch")
         place = Placement(x, self.get_comm_stream, previous_event, async_finish)
         back = handle.buffer.combine(
             x, handle.own, topk_weights=topk_weights, bias=bias, previous_event=place.event, **place.options
@@ -487,6 +489,7 @@ class Buffer:
             >>> combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
         """
         self._need_low_latency()
+        _check_handle(handle, ExpertHandle, "low_latency_dispatch")
         _check_hook(async_finish, return_recv_hook)
         if use_logfmt:
             raise EPUnavailableError("use_logfmt=True: this library sends combine's rows as bfloat16 only; leave it out")
@@ -515,6 +518,7 @@ class Buffer:
             `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]` bfloat16; one for all handles of these sizes.
         """
         self._need_low_latency()
+        _check_handle(handle, ExpertHandle, "low_latency_dispatch")
         return handle.buffer.get_low_latency_combine_buffer(handle.own)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -636,6 +640,11 @@ def _check_room(num_tokens: int, buffer: _core.Buffer, num_worst_tokens: int) ->
             f"x has {num_tokens} tokens, and there is room for {room}. With num_worst_tokens={num_worst_tokens} the host does not wait, so "
             f"that ranks cannot agree on more; give a num_worst_tokens of at least the number of ranks times the most tokens of a rank"
         )
+
+
+def _check_handle(handle: Any, kind: type, source: str) -> None:
+    if not isinstance(handle, kind):
+        raise EPInputError(f"handle is a {type(handle).__name__}; pass what {source} returned as its handle, whole")
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:

@@ -598,8 +598,19 @@ def run_refusals(world: World) -> None:
             buffer.low_latency_dispatch(x, topk_idx, 4, num_experts)
         with raises(EPInputError, "low_latency_mode"):
             buffer.clean_low_latency_buffer(4, HIDDEN, num_experts)
+        with raises(EPInputError, "whole"):
+            buffer.combine(recv_x, tuple(handle))
+        with raises(EPInputError, "whole"):
+            buffer.dispatch(x, tuple(handle))
         combined, _, _ = buffer.combine(recv_x, handle)  # and all of that did no harm
         assert torch.equal(combined, x * goes.sum(1, keepdim=True))
+        if world.rank == 0:  # one rank alone is wrong, and does it again
+            with raises(EPInputError, "topk_weights"):
+                buffer.dispatch(x, **layout, topk_idx=topk_idx, topk_weights=weights[:2])
+        for _ in range(3):
+            again, _, _, counts, handle, _ = buffer.dispatch(x, **layout, topk_idx=topk_idx, topk_weights=weights)
+            assert torch.equal(again, recv_x)
+            assert counts == sum(world.gather(per_expert.view(world.num_ranks, -1)))[world.rank].tolist()
     with raises(EPDestroyedError, "destroyed"):
         buffer.dispatch(x, **layout, topk_idx=topk_idx)
 
@@ -611,6 +622,10 @@ def run_refusals(world: World) -> None:
         with raises(EPInputError, "512"):
             buffer.low_latency_dispatch(x[:, :128].contiguous(), topk_idx, 4, num_experts, round_scale=True, use_ue8m0=True)
         packed, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)
+        with raises(EPInputError, "whole"):
+            buffer.low_latency_combine(packed, topk_idx, weights, tuple(handle))
+        with raises(EPInputError, "whole"):
+            buffer.get_next_low_latency_combine_buffer(tuple(handle))
         with raises(EPUnavailableError, "use_logfmt"):
             buffer.low_latency_combine(packed, topk_idx, weights, handle, use_logfmt=True)
         with raises(EPUnavailableError, "combine_wait_recv_cost_stats"):

@@ -149,7 +149,57 @@ def test_every_public_name_is_in_the_table() -> None:
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
+    """A Buffer of that many bytes does not grow for as many tokens, give or take what rounding and a wider top-k take."""
+    from deepep_rt import compat
+    from deepep_rt.compat_config import nvl_bytes
+
+    config = compat.Config(24, 6, 256)
+    hint = config.get_nvl_buffer_size_hint(2 * 7168, num_ranks)
+    room = [nvl_bytes(num_ranks, tokens, 7168, 8, 256, "bfloat16") for tokens in (3072 - 256, 3072 + 256)]
+    assert room[0] < hint < room[1]
+    assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
+
+
+@pytest.mark.parametrize("method", ["get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint"])
+def test_more_ranks_than_the_normal_mode_serves(method: str) -> None:
+    from deepep_rt import EPUnavailableError, compat
+
+    with pytest.raises(EPUnavailableError, match="internode"):
+        getattr(compat.Config(), method)(2 * 7168, 16)
+
+
+def test_settings() -> None:
+    import torch
+
+    from deepep_rt import Buffer, EPConfigError, EPInputError, compat
+
+    assert compat.topk_idx_t is torch.int64
+    before = compat.Buffer.num_sms
+    try:
+        compat.Buffer.set_num_sms(16)
+        assert compat.Buffer.get_dispatch_config(8).num_sms == compat.Buffer.get_combine_config(1).num_sms == 16
+        with pytest.raises(EPInputError, match="even"):
+            compat.Buffer.set_num_sms(15)
+    finally:
+        compat.Buffer.set_num_sms(before)
+    assert vars(compat.Config(24, 8, 128)) == {
+        "num_sms": 24,
+        "num_max_nvl_chunked_send_tokens": 8,
+        "num_max_nvl_chunked_recv_tokens": 128,
+        "num_max_rdma_chunked_send_tokens": 6,
+        "num_max_rdma_chunked_recv_tokens": 256,
+    }
+    with pytest.raises(EPConfigError, match="num_sms"):
+        compat.Config(0)
+    sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=256)
+    hint = compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    assert hint == Buffer.size_hint(8, **sizes, low_latency=True)["total"]
+    assert isinstance(compat.Buffer.is_sm90_compiled(), bool)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_program(num_ranks: int) -> None:
     output = _launch(num_ranks, "compat").stdout
     assert ": passed" in output, f"no check ran: {output}"

@@ -9,7 +9,8 @@ from deepep_v1 import world
 from mpi4py import MPI
 from spmd import main, raises
 
-from deepep_rt import EPConfigError, EPUnavailableError
+from deepep_rt import EPConfigError, EPTimeoutError, EPUnavailableError
+from deepep_rt.compat_memory import Board
 
 
 def check_normal(comm: MPI.Intracomm) -> None:
@@ -58,6 +59,33 @@ def check_no_streams_without_a_gpu(comm: MPI.Intracomm) -> None:
         buffer.get_comm_stream()
     with buffer.capture() as event:  # nothing to wait for
         event.current_stream_wait()
+
+
+def check_groups_of_their_own(comm: MPI.Intracomm) -> None:
+    """Even and odd ranks do different things at the same time."""
+    half = comm.Split(comm.Get_rank() % 2, -comm.Get_rank())
+    if comm.Get_rank() % 2:
+        deepep_v1.run_growth(world(half, "cpu"))
+    else:
+        deepep_v1.run_ranks_only(world(half, "cpu"))
+    half.Free()
+
+
+def check_the_board(comm: MPI.Intracomm) -> None:
+    """Numbers of all ranks, call by call; a rank may correct its own, and one that does not come is named."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    board = Board(comm, timeout_s=0.5)
+    for call in range(5):
+        board.post([0, 0])
+        board.post([rank, call])
+        comm.Barrier()  # as starting the call would do
+        assert board.read(2).tolist() == [[r, call] for r in range(size)]
+    if rank != size - 1:
+        board.post([rank])
+    with raises(EPTimeoutError, f"tokens of rank {size - 1}") as caught:
+        board.read(1)
+    assert caught.error.peer == size - 1
+    comm.Barrier()
 
 
 def check_normal_with_a_group(comm: MPI.Intracomm) -> None:
