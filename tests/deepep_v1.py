@@ -307,14 +307,22 @@ def run_growth(world: World) -> None:
                 assert recv_x.shape[0] == handle[0][-1, world.rank]
                 assert [int((recv_idx == e).sum()) for e in range(2)] == counts
                 held.append((x, goes, recv_x, recv_x.clone(), handle))
-            for x, goes, recv_x, copy, handle in held:  # also those of memory that was outgrown
+            for x_, goes, recv_x, copy, handle in held:  # also those of memory that was outgrown
                 assert torch.equal(recv_x, copy)
                 combined, _, _ = buffer.combine(recv_x, handle)
-                assert difference(combined, x.float() * goes.sum(1, keepdim=True)) < 1e-5
-                again, *_ = buffer.dispatch(x, handle=handle)
+                assert difference(combined, x_.float() * goes.sum(1, keepdim=True)) < 1e-5
+                again, *_ = buffer.dispatch(x_, handle=handle)
                 assert torch.equal(again, copy)
             assert made == [128, 256, 1024]
             assert len(met) == 1
+            met.clear()
+            made.clear()
+            config = deep_ep.Config(16, 6, 256)
+            with world.buffer(config.get_nvl_buffer_size_hint(2 * HIDDEN, world.num_ranks)) as roomy:
+                per_rank, _, per_expert, goes, _ = roomy.get_dispatch_layout(topk_idx, num_experts)
+                layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
+                roomy.dispatch(x, **layout, topk_idx=topk_idx)
+            assert made == [2048]  # what the bytes are enough for, though one token would have done
             held.clear()
             del recv_x, copy, handle, again, recv_idx
             gc.collect()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_host_backend import _launch
@@ -143,10 +145,23 @@ def test_every_public_name_is_in_the_table() -> None:
     from deepep_rt import compat
 
     assert set(compat.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
-    public = {name for name, value in vars(compat.Buffer).items() if not name.startswith("_") and not isinstance(value, int)}
+    public = {name for name in dir(compat.Buffer) if not name.startswith("_") and name != "num_sms"}
     assert public - {"internode_dispatch", "internode_combine", "runtime"} == {
         name.split(".")[1] for name in SIGNATURES if name.startswith("Buffer.") and "__" not in name
     }
+
+
+def test_every_name_is_in_the_page_for_people_from_deepep() -> None:
+    page = (Path(__file__).parents[1] / "docs/coming-from-deepep.md").read_text()
+    names = {name.split(".")[1] for name in SIGNATURES if "__" not in name and "current_stream_wait" not in name}
+    names |= set(SIGNATURES["Buffer.__init__"]) | {
+        "internode_dispatch",
+        "internode_combine",
+        "runtime",
+        "EventOverlap",
+        "EventHandle",
+    }
+    assert [name for name in sorted(names) if name not in page] == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -197,6 +212,46 @@ def test_settings() -> None:
     hint = compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     assert hint == Buffer.size_hint(8, **sizes, low_latency=True)["total"]
     assert isinstance(compat.Buffer.is_sm90_compiled(), bool)
+
+
+def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from entries as kernels leave them in memory: in any order, some lost, and old ones after the last."""
+    import numpy as np
+    import torch
+
+    from deepep_rt import Buffer, compat_routing, layout, structs
+    from deepep_rt.config import Config
+
+    config = Config(num_ranks=3, num_max_tokens_per_rank=4, hidden=64, num_topk=2, num_experts=6, low_latency=True)
+    rows = config.num_max_recv_tokens  # of an expert; there are two
+    entries = np.zeros(rows, structs.LlEntry.dtype(config.constants()))
+    entries["row"], entries["source"], entries["token"] = 5, 2**31 - 1, 99  # what an earlier call left
+    places = [
+        (2, 3, (2, structs.LL_ELSEWHERE)),
+        (0, 1, (0, rows)),
+        (0, 2, (structs.LL_NO_ROOM, structs.LL_UNKNOWN)),
+        (2, 0, (1, rows + 1)),
+        (1, 3, (rows + 3, structs.LL_ELSEWHERE)),  # the row before it was lost
+    ]
+    for i, (source, token, row) in enumerate(places):
+        entries[i]["source"], entries[i]["token"], entries[i]["row"] = source, token, row
+    places_of = layout.low_latency_handle(config)
+    memory = np.full(places_of.num_bytes // 4, 77, np.int32)
+    memory[places_of.offsets["num_entries"] // 4] = len(places)
+    first = places_of.offsets["entries"] // 4
+    memory[first : first + entries.nbytes // 4] = entries.view(np.int32)
+
+    def slot_view(buffer: Buffer, slot: object, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(memory[offset // 4 :][: np.prod(shape)].reshape(shape))
+
+    monkeypatch.setattr(compat_routing, "_slot_view", slot_view)
+    buffer = SimpleNamespace(config=config, _site=SimpleNamespace(device=0))
+    tokens, ranges = compat_routing.expert_tables(buffer, SimpleNamespace(_routing=(None, None)))
+    assert tokens.tolist() == [[1, 0, 3] + [-1] * (rows - 3), [1, 0, -1, 3] + [-1] * (rows - 4)]
+    assert [[(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in expert] for expert in ranges] == [
+        [(0, 1), (0, 0), (1, 2)],
+        [(0, 1), (3, 1), (1, 1)],
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
