@@ -459,7 +459,7 @@ def _low_latency_trip(
             buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = gemm
         out = torch.empty_like(x) if zero_copy else None
         combined, event, hook = buffer.low_latency_combine(
-            gemm,
+            torch.zeros_like(gemm) if zero_copy else gemm,  # not looked at
             topk_idx,
             weights,
             handle,
