@@ -29,7 +29,7 @@ class Calls:
         if self._comm_stream is None:
             if not torch.cuda.is_available():
                 raise EPUnavailableError("get_comm_stream: there is no GPU, and so there are no streams")
-            self._comm_stream = torch.cuda.Stream()
+            self._comm_stream = torch.cuda.Stream(priority=-1)  # its few blocks get their SMs before those of other work
         return self._comm_stream
 
     def _check_live(self) -> None:
@@ -40,6 +40,12 @@ class Calls:
 def backend_of(x: torch.Tensor) -> str:
     """The backend of `deepep_rt.Buffer` for such a tensor."""
     return "cuda" if x.is_cuda else "host"
+
+
+def check_rows(x: torch.Tensor) -> None:
+    """Raise EPInputError unless there is a hidden size to be read."""
+    if x.dim() != 2:
+        raise EPInputError(f"x has shape {list(x.shape)}; expected [num_tokens, hidden]")
 
 
 def check_handle(handle: Any, kind: type, source: str) -> None:

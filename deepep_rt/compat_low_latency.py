@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .compat_calls import Calls, backend_of, check_handle
+from .compat_calls import Calls, backend_of, check_handle, check_rows
 from .compat_events import EventOverlap, Placement
 from .compat_handles import ExpertHandle
 from .compat_memory import LowLatencyBuffers
@@ -74,7 +74,8 @@ class LowLatencyCalls(Calls):
         """
         buffers = self._need_low_latency()
         _check_hook(async_finish, return_recv_hook)
-        num_tokens, (hidden, num_topk) = num_max_dispatch_tokens_per_rank, (x.shape[1], topk_idx.shape[1])
+        check_rows(x)
+        num_tokens, (hidden, num_topk) = num_max_dispatch_tokens_per_rank, (x.shape[1], topk_idx.shape[-1])
         if use_ue8m0 and hidden % 512:
             raise EPInputError(f"use_ue8m0 packs four scales of 128 channels; hidden is {hidden}, no multiple of 512")
         buffer = buffers.take(num_tokens, hidden, num_topk, num_experts, backend_of(x))

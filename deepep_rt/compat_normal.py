@@ -9,7 +9,7 @@ import torch
 from . import compat_routing
 from .arrays import DTYPES
 from .buffer import Buffer
-from .compat_calls import Calls, backend_of, check_handle
+from .compat_calls import Calls, backend_of, check_handle, check_rows
 from .compat_config import Config
 from .compat_events import EventOverlap, Placement
 from .compat_handles import NormalHandle
@@ -114,6 +114,7 @@ class NormalCalls(Calls):
         """
         normal = self._need_normal()
         rows, scales = x if isinstance(x, tuple) else (x, None)
+        check_rows(rows)
         place = Placement(rows, self.get_comm_stream, previous_event, async_finish)
         if scales is not None and not scales.is_contiguous():  # DeepEP takes column-major ones too
             with place.here():
@@ -134,7 +135,7 @@ class NormalCalls(Calls):
         num_experts, dtype, backend = num_tokens_per_expert.shape[0], _width(rows), backend_of(rows)
         counts: list[int] = []
         if topk_idx is not None:
-            shape = Shape(rows.shape[1], topk_idx.shape[1], num_experts, dtype, backend)
+            shape = Shape(rows.shape[1], topk_idx.shape[-1], num_experts, dtype, backend)
             chosen = topk_idx
         else:
             if topk_weights is not None:

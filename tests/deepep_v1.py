@@ -145,7 +145,7 @@ def run_normal(world: World, num_sms: int = 24) -> None:
         layout = _check_layout(world, buffer, topk_idx, num_experts, goes)
         for previous in (False, True):
             for asynchronous in (False, True):
-                for x in (x_rand, x_rank, to_fp8(x_rank), to_fp8(x_rand)):
+                for x in (x_rand, x_rank, to_fp8(x_rank), (to_fp8(x_rand)[0], to_fp8(x_rand)[1].T.contiguous().T)):
                     for with_topk in (False, True):
                         options: dict[str, Any] = dict(config=config, async_finish=asynchronous)
                         given = layout | (dict(topk_idx=topk_idx, topk_weights=weights) if with_topk else {})
@@ -573,6 +573,8 @@ def run_refusals(world: World) -> None:
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
         with raises(EPInputError, "async_finish"):
             event.current_stream_wait()
+        with raises(EPInputError, "x has shape"):
+            buffer.dispatch(x[0], **layout, topk_idx=topk_idx)
         with raises(EPInputError, "is_token_in_rank"):
             buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights)
         with raises(EPInputError, "topk_idx"):
@@ -627,6 +629,8 @@ def run_refusals(world: World) -> None:
             buffer.dispatch(x, **layout, topk_idx=topk_idx)
         with raises(EPInputError, "return_recv_hook"):
             buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, async_finish=True, return_recv_hook=True)
+        with raises(EPInputError, "x has shape"):
+            buffer.low_latency_dispatch(x[0], topk_idx, 4, num_experts)
         with raises(EPInputError, "512"):
             buffer.low_latency_dispatch(x[:, :128].contiguous(), topk_idx, 4, num_experts, round_scale=True, use_ue8m0=True)
         packed, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)
