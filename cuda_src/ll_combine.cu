@@ -84,7 +84,7 @@ __device__ inline void send_weights(const Params& p, const Call& call) {
     }
     if (kHasFar) at<u64>(p.peers[p.rank], staged)[i] = word;
   }
-  if constexpr (!kHasFar) return;
+  if (!kHasFar || p.num_tokens == 0) return;
   __syncthreads();
   for (int r = warp_idx(); r < kNumRanks; r += kWarps) {
     const u64 num_bytes = static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(u64);

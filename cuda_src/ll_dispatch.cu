@@ -7,8 +7,8 @@
 // tells its receivers. What goes over the network is written to memory of this rank first, and put from there once the block is done.
 //
 // Receiving. With the headers of all sources every warp knows where a source's rows begin in each expert: the order (source, token, choice)
-// needs no counting of what has arrived. p.receive_warps warps share a token of a source: each learns where its row belongs, waits for its
-// part of the row, and copies that to the experts; the first one writes what combine has to know to the handle.
+// needs no counting of what has arrived. Several warps may share a token of a source: each learns where its row belongs, waits for its part
+// of the row, and copies that to the experts; the first one writes what combine has to know to the handle.
 //
 // Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on.
 // No block waits for another one of its grid, but for the acknowledgement by block 0, which starts first: tokens are taken by whoever runs,
@@ -35,5 +35,5 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
     __syncthreads();
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), shared.call, p.num_tokens + 1 + gridDim.x);
-  if (p.phases & kLlReceive && !shared.call.failed) receive(p, shared.call);
+  if (p.phases & kLlReceive && !shared.call.failed) receive(p, shared);
 }

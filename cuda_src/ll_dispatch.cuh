@@ -8,8 +8,16 @@ constexpr int kScalesPerRow = kHidden / kFp8Group;
 constexpr int kPlaceBits = 17;  // of a choice; the expert is in the bits above
 static_assert(kNumMaxTokens * kNumTopk <= 1 << kPlaceBits && kNumExperts < 1 << (31 - kPlaceBits));
 
+// What the headers of all sources say.
+struct Sources {
+  i32 num_tokens[kNumRanks], rows_before[kNumRanks + 1];
+  i32 most;  // tokens of a source
+  bool ok;   // all have come
+};
+
 struct Shared {
   Call call;
+  Sources sources;
   i32 choices[kNumExperts];  // how often each expert is chosen
   u32 item[2];               // the item at hand, by turns
 };

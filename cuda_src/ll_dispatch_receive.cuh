@@ -4,18 +4,14 @@
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 
-// What the headers of all sources say, each lane holding some of them.
-struct Sources {
-  static constexpr int kPerLane = (kNumRanks + 31) / 32;
-  int num_tokens[kPerLane], num_rows[kPerLane];
-  int most = 0;  // tokens of a source
-
-  // A whole warp. `ok`: whether all have come.
-  __device__ inline Sources(const Params& p, const Call& call, bool& ok) {
-    ok = true;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int source = 32 * i + lane_idx();
+// Warp 0 waits for the headers of all sources on behalf of its block: words that all warps of a large grid poll come late. Then, all warps.
+// False: the time is up.
+__device__ inline bool read_headers(const Params& p, const Call& call, Sources& sources) {
+  if (warp_idx() == 0) {
+    bool ok = true;
+    int most = 0, before = 0;
+    for (int first = 0; first < kNumRanks; first += 32) {
+      const int source = first + lane_idx();
       u64 tokens = 0, rows = 0;
       if (source < kNumRanks && !call.out[source]) {
         const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
@@ -24,30 +20,24 @@ struct Sources {
           return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received;
         });
       }
-      num_tokens[i] = tokens >> 32, num_rows[i] = rows >> 32;
-      most = max(most, __reduce_max_sync(~0u, num_tokens[i]));
+      const int num_tokens = tokens >> 32, num_rows = rows >> 32;
+      __syncwarp();
+      int up_to = num_rows;  // rows of the sources up to this one, of these 32
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int more = __shfl_up_sync(~0u, up_to, step);
+        up_to += lane_idx() >= step ? more : 0;
+      }
+      if (source < kNumRanks) sources.num_tokens[source] = num_tokens, sources.rows_before[source] = before + up_to - num_rows;
+      before += __shfl_sync(~0u, up_to, 31);
+      most = max(most, __reduce_max_sync(~0u, num_tokens));
     }
     ok = __all_sync(~0u, ok);
-    __syncwarp();
+    if (lane_idx() == 0) sources.rows_before[kNumRanks] = before, sources.most = most, sources.ok = ok;
   }
-
-  __device__ __forceinline__ int tokens_of(int source) const {
-    int found = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int here = __shfl_sync(~0u, num_tokens[i], source % 32);
-      if (source / 32 == i) found = here;
-    }
-    return found;
-  }
-
-  __device__ __forceinline__ int rows_before(int source) const {
-    int sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) sum += 32 * i + lane_idx() < source ? num_rows[i] : 0;
-    return __reduce_add_sync(~0u, sum);
-  }
-};
+  __syncthreads();
+  return sources.ok;
+}
 
 // The sum of a header's word over the first `count` sources, `word` being that of source 0; they are loaded several at once, and only
 // waited for where they have not come. -1: the time is up.
@@ -70,12 +60,23 @@ __device__ __forceinline__ int sum_of(const Params& p, const Call& call, const u
   return sum;
 }
 
+// The part of an item that a warp does. Warps share items while there are enough of them for all; where time-outs mask, an item is taken
+// whole or not at all.
+struct Part {
+  int count, idx;
+
+  __device__ __forceinline__ explicit Part(int num_items) : count(1) {
+    while (!kMasksOnTimeout && count < kWarps && 2 * count * num_items <= kWarps * static_cast<int>(gridDim.x)) count *= 2;
+    idx = warp_idx() % count;
+  }
+};
+
 // Copies one warp's part of a row to its places as it comes. Nearly all of the time is spent waiting for memory, so loads are started
 // before it is known where they go: find_place() gives, in lane k, the place of the token's choice k.
 template <int kVecs, class FindPlace>
-__device__ inline bool receive_row(const Params& p, u32 epoch, const LlMessage* message, int source, int part, FindPlace find_place) {
+__device__ inline bool receive_row(const Params& p, u32 epoch, const LlMessage* message, int source, Part part, FindPlace find_place) {
   constexpr int kAtOnce = kLlPieces;
-  const int lane = lane_idx(), thread = part * 32 + lane, step = p.receive_warps * 32;
+  const int lane = lane_idx(), thread = part.idx * 32 + lane, step = part.count * 32;
   Vec16* row = reinterpret_cast<Vec16*>(body_of(message));
   u32* scales = reinterpret_cast<u32*>(body_of(message) + kHidden);
   u32 scale = p.use_fp8 && thread < kScalesPerRow ? ld_relaxed_sys(scales + thread) : 0;
@@ -152,7 +153,7 @@ __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 wait
 }
 
 // One warp's part of a token. False: the time is up for all ranks.
-__device__ inline bool receive_token(const Params& p, const Call& call, const Sources& sources, int source, int token, int part,
+__device__ inline bool receive_token(const Params& p, const Call& call, const Sources& sources, int source, int token, Part part,
                                      u64 start) {
   const int lane = lane_idx();
   const u32 epoch = call.received;
@@ -172,7 +173,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const So
   }
   if (!__all_sync(~0u, ok)) return false;
   if (!__any_sync(~0u, comes)) return true;
-  LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + sources.rows_before(source) + __reduce_add_sync(~0u, rows_before);
+  LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
   if (is_far(p, source)) {
     if (lane == 0) ok = wait_epoch(p, at<const u64>(mine, flag_offset(epoch, source, token)), epoch, kPhaseLlRows, source);
     ok = __shfl_sync(~0u, ok, 0);
@@ -196,7 +197,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const So
     }
     ok = __all_sync(~0u, ok);
     if (!ok) place = kLlUnknown;
-    if (part == 0) {
+    if (part.idx == 0) {
       if (lane == 0) entry->source = source, entry->token = token;
       if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
     }
@@ -215,14 +216,11 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const So
 
 // What the host and combine want to know of the whole call.
 __device__ inline void count(const Params& p, const Call& call, const Sources& sources) {
-  if (warp_idx() == 0) {
-    const int num_entries = sources.rows_before(kNumRanks);
-    if (lane_idx() == 0) *at<i32>(p.handle, kLlHandleNumEntries) = num_entries;
-  }
+  if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = sources.rows_before[kNumRanks];
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
     const u64* first = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, 0))->num_choices + e;
-    const int sum = sum_of(p, call, first, kNumRanks);
-    at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = min(sum, kCapacity);
+    const int sum = min(sum_of(p, call, first, kNumRanks), kCapacity);
+    at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
   }
 }
@@ -249,7 +247,9 @@ __device__ inline void settle(const Params& p, Call& call) {
   __syncthreads();
 }
 
-__device__ inline void receive(const Params& p, Call& call) {
+__device__ inline void receive(const Params& p, Shared& shared) {
+  Call& call = shared.call;
+  const Sources& sources = shared.sources;
   const u64 start = nanoseconds();
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
@@ -260,13 +260,13 @@ __device__ inline void receive(const Params& p, Call& call) {
       if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;
     }
   }
-  bool ok;
-  const Sources sources(p, call, ok);
-  if (!ok) return;
-  const int parts = p.receive_warps, part = warp_idx() % parts;
-  for (int item = blockIdx.x + warp_idx() / parts * gridDim.x; item < sources.most * kNumRanks; item += kWarps / parts * gridDim.x) {
+  if (!read_headers(p, call, shared.sources)) return;
+  const int num_items = sources.most * kNumRanks;
+  const Part part(num_items);
+  const int groups = kWarps / part.count * gridDim.x;
+  for (int item = blockIdx.x + warp_idx() / part.count * gridDim.x; item < num_items; item += groups) {
     const int source = (item + p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token < sources.tokens_of(source) && !receive_token(p, call, sources, source, token, part, start)) return;
+    if (token < sources.num_tokens[source] && !receive_token(p, call, sources, source, token, part, start)) return;
   }
   if (blockIdx.x == 0) count(p, call, sources);
 }

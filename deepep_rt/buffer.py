@@ -51,7 +51,7 @@ class Buffer:
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
         num_sms: SMs that a dispatch or combine occupies.
         low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it).
-        low_latency_sms: SMs that a low-latency call occupies at most; calls of fewer tokens take fewer.
+        low_latency_sms: SMs that a low-latency call occupies at most.
         ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls go through NVSHMEM between such groups.
             Default: the ranks of a host. 1 sends everything through NVSHMEM.
         network: How NVSHMEM reaches the ranks on other hosts; takes effect when it starts, with the first Buffer of the process.

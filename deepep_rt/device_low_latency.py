@@ -36,6 +36,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
         self._ll_results: dict[int, Slots] = {}  # by size: memory of results is kept, and handed out again
         self._has_fp8 = has_fp8(self._arch)
+        # The same in every call: a rank with few tokens may get many from others.
+        self._num_blocks = min(config.low_latency_sms, max(2 * config.num_max_tokens_per_rank, 16))
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
@@ -97,7 +99,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
         shape = layout.low_latency_result(config, use_fp8=inputs.use_fp8, use_ue8m0=inputs.use_ue8m0)
         memory = self._result_memory(shape.num_bytes, stream, call.caller_stream)
         slot = self._ll_handles.take(stream, call.caller_stream)
-        num_blocks = min(config.low_latency_sms, max(x.shape[0], 8))
         values = {
             "num_tokens": x.shape[0],
             "x": x.ptr,
@@ -113,9 +114,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
             "check": config.check_inputs,
-            "receive_warps": 1 if config.on_timeout == "mask" else self._share(num_blocks, x.shape[0] * config.num_ranks),
         }
-        receive = self._launch("ll_dispatch", num_blocks, values, call, (x, idx, weights, slot, memory, inputs), with_hook)
+        receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook)
         like = inputs.x
         experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
         counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
@@ -153,7 +153,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
         else:
             owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, stream, call.caller_stream)
             out = owner.ptr
-        num_blocks = min(config.low_latency_sms, max(2 * num_tokens, 16))
         values = {
             "num_tokens": num_tokens,
             "y": y.ptr,
@@ -164,10 +163,10 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
-            "send_warps": self._share(num_blocks, num_tokens * min(config.num_ranks, config.num_topk)),
-            "receive_warps": self._share(num_blocks, num_tokens),
+            "send_warps": self._share(num_tokens * min(config.num_ranks, config.num_topk)),
+            "receive_warps": self._share(num_tokens),
         }
-        receive = self._launch("ll_combine", num_blocks, values, call, (y, idx, weights, handle, owner, inputs), with_hook)
+        receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook)
         like = inputs.y
         view = inputs.out or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, like, stream)
         event = self._order.event(call)
@@ -183,7 +182,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
-        self, kernel: str, num_blocks: int, values: dict[str, Any], call: Call, arguments: Any, with_hook: bool
+        self, kernel: str, values: dict[str, Any], call: Call, arguments: Any, with_hook: bool
     ) -> Callable[[], None] | None:
         """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream."""
         stream = call.stream
@@ -192,7 +191,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._tell_masked()
         launch = self._launcher(kernel)
         values["phases"] = LL_SEND if with_hook else LL_SEND | LL_RECEIVE
-        launch(stream, num_blocks, values)
+        launch(stream, self._num_blocks, values)
         self._order.leave(call, arguments)
         if not with_hook:
             return None
@@ -202,7 +201,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 raise EPDestroyedError("the Buffer of this hook was destroyed")
             self._check()
             self._order.enter(call)
-            launch(stream, num_blocks, {**values, "phases": LL_RECEIVE})
+            launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
             self._order.leave(call, arguments)
 
         return receive
@@ -239,9 +238,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._ll_results[num_bytes] = Slots(num_bytes, 0)
         return self._ll_results[num_bytes].take(stream, reader)
 
-    def _share(self, num_blocks: int, num_items: int) -> int:
+    def _share(self, num_items: int) -> int:
         """Warps that share an item when all items are worked on at once: a power of two up to a block's warps."""
         block, warps = self.config.low_latency_threads // 32, 1
-        while warps < block and 2 * warps * num_items <= num_blocks * block:
+        while warps < block and 2 * warps * num_items <= self._num_blocks * block:
             warps *= 2
         return warps

@@ -58,6 +58,7 @@ class Routing:
     sent_tokens: tuple[np.ndarray, ...]  # for each rank, the tokens that go there, ascending
     num_received: np.ndarray  # [num_ranks] rows from each rank
     first_row: np.ndarray  # [num_ranks] where they start
+    num_sent: np.ndarray  # [source, destination] rows, of all ranks
 
     @property
     def num_rows(self) -> int:
@@ -193,6 +194,7 @@ class HostBackend:
             sent_tokens=tuple(t[:n] for t, n in zip(tokens, fitting[rank], strict=True)),
             num_received=fitting[:, rank],
             first_row=np.minimum(first_row[:, rank], room[rank]),
+            num_sent=num_rows,
         )
         per_expert = heard[:, self._num_choices_at].sum(0)
         per_expert = -(-per_expert // inputs.expert_alignment) * inputs.expert_alignment

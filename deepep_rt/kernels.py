@@ -119,7 +119,6 @@ TABLE: dict[str, Kernel] = {
     i32 round_scale;
     i32 use_ue8m0;
     i32 check;              // report expert numbers out of range
-    i32 receive_warps;      // that share a token of a source: a power of two up to the warps of a block
 """,
             threads="kLlThreads",
             shared="kLlTableBytes",

@@ -6,6 +6,7 @@ next user is ordered after what the streams that used it (the call's, the caller
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -71,8 +72,9 @@ class Block:
             self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, ())
             self.num_bytes = num_bytes
 
-    def __del__(self) -> None:
-        self._pool.release(self.offset, self.num_bytes, self._users)
+    def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
+        if not _is_ending():  # what is still held when Python ends meets modules that are half gone
+            self._pool.release(self.offset, self.num_bytes, self._users)
 
 
 class Pool:
@@ -164,8 +166,9 @@ class Slot:
         """Another stream works with it."""
         self._users.add(stream)
 
-    def __del__(self) -> None:
-        self._slots.give_back(self.ptr, self._users)
+    def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
+        if not _is_ending():
+            self._slots.give_back(self.ptr, self._users)
 
 
 class StreamMemory:
@@ -179,8 +182,8 @@ class StreamMemory:
         """Another stream works with it."""
         self._readers.add([stream])
 
-    def __del__(self, _free: Any = driver.free_async) -> None:
-        if hasattr(self, "_readers"):
+    def __del__(self, _free: Any = driver.free_async, _is_ending: Any = sys.is_finalizing) -> None:
+        if hasattr(self, "_readers") and not _is_ending():
             self._readers.let_finish_before(self.stream)
             _free(self.ptr, self.stream)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
@@ -125,3 +128,16 @@ def test_slots_grow_and_come_back(fake: FakeDriver) -> None:
     del held[1:]
     assert slots.take(1) is not None
     assert len(slots._memory) == 3
+
+
+@pytest.mark.parametrize("held", ["pool.Pool(0, 4096).allocate(1, 1, 2)", "pool.Slots(256, 0).take(1, 2)"])
+def test_what_is_held_when_python_ends_dies_in_silence(held: str) -> None:
+    code = f"""
+import sys
+from deepep_rt import driver, pool
+driver.allocate = lambda num_bytes: 4096
+driver.CurrentContext = lambda: None  # entering it raises
+sys.modules["keeper"] = {held}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,167 @@
+"""DeepEP V1's Python interface on top of `deepep_rt.Buffer`: `import deepep_rt.compat as deep_ep`.
+
+Names, arguments, defaults and results are those of DeepEP 1.2; docs/coming-from-deepep.md says what differs. Tensors are PyTorch's: on
+GPUs, or on the CPU, where calls run on the host backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from . import buffer as _core
+from .comm import ranks_per_host
+from .compat_config import Config
+from .compat_events import EventHandle, EventOverlap
+from .compat_low_latency import LowLatencyCalls
+from .compat_memory import LowLatencyBuffers, NormalBuffers
+from .compat_normal import NormalCalls
+from .errors import EPConfigError, EPInputError, EPUnavailableError
+from .network import NetworkOptions
+from .torch import communicator
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+
+topk_idx_t = torch.int64
+"""What expert numbers are in DeepEP; int32 is welcome too."""
+
+
+class Buffer(NormalCalls, LowLatencyCalls):
+    """DeepEP V1's `Buffer`. Making it, and every call, is collective: all ranks do it in the same order.
+
+    Args:
+        group: A `torch.distributed` group whose processes mpirun started, or None.
+        num_nvl_bytes: Memory for the normal mode (`dispatch`, `combine`) on each rank. Tells how many tokens room is made for at first;
+            where calls have more, more is taken. 0: no normal mode.
+        num_rdma_bytes: Accepted; the low-latency mode takes what its calls need.
+        low_latency_mode: Whether the low-latency calls may be made.
+        num_qps_per_rank: Connections to each peer on another host (NVSHMEM's IBGDA).
+        allow_nvlink_for_low_latency_mode: False: low-latency calls go through NVSHMEM also between the ranks of a host.
+        allow_mnnvl: Accepted; without effect.
+        use_fabric: Accepted; without effect.
+        explicitly_destroy: Accepted; `destroy` may be called in any case, and nothing is given back without it.
+        enable_shrink: Low-latency calls leave silent ranks out, and the mask calls work.
+        comm: An mpi4py communicator, where `group` is None.
+
+    Raises:
+        EPConfigError: if there is neither a group nor a communicator, or torchrun started the processes.
+        EPUnavailableError: if `num_nvl_bytes` asks for the normal mode with ranks on several hosts.
+
+    Example:
+        >>> import deepep_rt.compat as deep_ep
+        >>> buffer = deep_ep.Buffer(group, num_nvl_bytes=int(1e9))
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Intracomm | None = None,
+    ) -> None:
+        if group is None and comm is None:
+            raise EPConfigError(
+                "neither group nor comm was given; pass a torch.distributed group, or an mpi4py communicator as comm="
+            )
+        ranks: Intracomm = communicator(group) if group is not None else comm  # type: ignore[assignment]
+        self.rank, self.group_size = ranks.Get_rank(), ranks.Get_size()
+        self.group = comm if group is None else group
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
+        self._normal = NormalBuffers(ranks, num_nvl_bytes) if num_nvl_bytes else None
+        settings: dict[str, Any] = {"on_timeout": "mask" if enable_shrink else "raise"}
+        if not allow_nvlink_for_low_latency_mode:
+            settings["ranks_per_node"] = 1
+        if low_latency_mode and ranks_per_host(ranks) < self.group_size:
+            settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
+        self._low_latency = LowLatencyBuffers(ranks, **settings) if low_latency_mode else None
+
+    def destroy(self) -> None:
+        """Give the memory back. Collective; results that are still held must not be used afterwards."""
+        self._destroyed = True
+        for buffers in (self._normal, self._low_latency):
+            if buffers is not None:
+                buffers.destroy()
+
+    # --- settings and sizes ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether FP8 conversion works: kernels are compiled for the GPU at hand."""
+        return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set the SMs of the normal mode; takes effect where memory is made: with the first call of each hidden size and routing.
+
+        Raises:
+            EPInputError: if the number is odd.
+        """
+        if new_num_sms % 2:
+            raise EPInputError(f"new_num_sms is {new_num_sms}; expected an even number")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The configuration that `dispatch` takes without one: `num_sms`, whatever the number of ranks."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The configuration that `combine` takes without one: `num_sms`, whatever the number of ranks."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that the low-latency mode takes on each rank with such calls (of up to 8 experts a token)."""
+        return _core.Buffer.size_hint(
+            num_ranks,
+            num_max_tokens_per_rank=num_max_dispatch_tokens_per_rank,
+            hidden=hidden,
+            num_topk=min(8, num_experts),
+            num_experts=num_experts,
+            low_latency=True,
+        )["total"]
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event after the work that the current stream holds now."""
+        return EventOverlap(EventHandle())
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> NoReturn:
+        """Not in this library: its memory is no array of the caller's.
+
+        Raises:
+            EPUnavailableError: always.
+        """
+        raise EPUnavailableError(
+            "get_local_buffer_tensor: the memory of this library is not open to callers; for rows that combine shall read without a copy, "
+            "use get_next_low_latency_combine_buffer"
+        )
+
+    @property
+    def runtime(self) -> NoReturn:
+        """Not in this library: DeepEP's C++ object.
+
+        Raises:
+            EPUnavailableError: always.
+        """
+        raise EPUnavailableError("runtime: there is no C++ object behind this Buffer; use the methods of the Buffer")

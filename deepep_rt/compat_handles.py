@@ -1,0 +1,137 @@
+"""The handles of DeepEP V1: sequences whose entries are worked out when somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from . import compat_routing
+from .buffer import Buffer
+from .errors import EPInputError, EPUnavailableError
+from .results import DispatchHandle, LowLatencyHandle
+
+
+class _Fields(Sequence[Any]):
+    """Attributes as a sequence: it can be indexed, sliced and unpacked."""
+
+    _fields: ClassVar[tuple[str, ...]]
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self._fields[index]
+        return tuple(getattr(self, name) for name in chosen) if isinstance(index, slice) else getattr(self, chosen)
+
+
+class Absent:
+    """Stands in a handle for a table that this library does not have; using it says so."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self) -> NoReturn:
+        raise EPUnavailableError(
+            f"{self._name} of a dispatch handle: this library sends without channels, and has no such table. Of a handle there are "
+            f"rank_prefix_matrix [0], recv_src_idx [3] and is_token_in_rank [4]"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        next(arg for arg in args if isinstance(arg, Absent))._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: not in this library>"
+
+
+class NormalHandle(_Fields):
+    """What `Buffer.dispatch` returns as its handle: the six entries of DeepEP's intranode handle, without the tables of its channels.
+
+    Attributes:
+        recv_src_idx: `[rows of recv_x]` int32, the token at its source.
+        is_token_in_rank: As it was given to dispatch.
+    """
+
+    _fields = (
+        "rank_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_channel_prefix_matrix",
+        "recv_src_idx",
+        "is_token_in_rank",
+        "send_head",
+    )
+
+    def __init__(
+        self, buffer: Buffer, own: DispatchHandle, recv_src_idx: torch.Tensor, is_token_in_rank: torch.Tensor | None
+    ) -> None:
+        self.buffer, self.own = buffer, own
+        self.recv_src_idx, self.is_token_in_rank = recv_src_idx, is_token_in_rank
+
+    @cached_property
+    def rank_prefix_matrix(self) -> torch.Tensor:
+        """`[num_ranks, num_ranks]` int32: entry (i, j) counts the rows that rank j receives from the ranks 0 to i."""
+        return compat_routing.rank_prefix_matrix(self.buffer, self.own)
+
+    @property
+    def channel_prefix_matrix(self) -> Absent:
+        """Not in this library."""
+        return Absent("channel_prefix_matrix")
+
+    @property
+    def recv_channel_prefix_matrix(self) -> Absent:
+        """Not in this library."""
+        return Absent("recv_channel_prefix_matrix")
+
+    @property
+    def send_head(self) -> Absent:
+        """Not in this library."""
+        return Absent("send_head")
+
+
+class ExpertHandle(_Fields):
+    """What `Buffer.low_latency_dispatch` returns as its handle: the five entries of DeepEP's.
+
+    Attributes:
+        num_max_dispatch_tokens_per_rank: As given to the dispatch.
+        hidden: Elements of a row.
+        num_experts: Experts over all ranks.
+    """
+
+    _fields = ("src_info", "layout_range", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts")
+
+    def __init__(self, buffer: Buffer, own: LowLatencyHandle) -> None:
+        config = buffer.config
+        self.buffer, self.own = buffer, own
+        self.num_max_dispatch_tokens_per_rank, self.hidden = config.num_max_tokens_per_rank, config.hidden
+        self.num_experts = config.num_experts
+        self.is_received = True  # not before the hook, if there is one
+
+    @property
+    def src_info(self) -> torch.Tensor:
+        """`[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank]` int32: the token, at its source, of each row; else -1."""
+        return self._tables[0]
+
+    @property
+    def layout_range(self) -> torch.Tensor:
+        """`[num_local_experts, num_ranks]` int64: first row from each rank in the upper 32 bits, number of rows in the lower ones."""
+        return self._tables[1]
+
+    @cached_property
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_received:
+            raise EPInputError(
+                "handle: the hook of its low_latency_dispatch was not called yet; call it before reading the handle"
+            )
+        return compat_routing.expert_tables(self.buffer, self.own)

@@ -1,0 +1,258 @@
+"""The Buffers behind a Buffer of DeepEP V1, which learns its sizes from its calls: made when a call needs them, and grown.
+
+Hidden size, top-k and experts of a call are the same on all ranks, so all ranks see at the same call that a Buffer has to be made. The
+number of tokens differs between ranks. Each rank therefore writes it to memory that all ranks of the host can read (`Board`), before it
+starts a call whose routing is new. A rank with more tokens than the Buffer takes goes through that call without tokens. The host waits in
+such a call for the counts of all ranks anyway; then all ranks read the board, see whether somebody had too many, and if so make a larger
+Buffer and do the call again. In between there is no message.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from . import _env
+from .buffer import Buffer
+from .comm import meet, ranks_per_host
+from .compat_config import nvl_bytes
+from .errors import EPInputError, EPTimeoutError, EPUnavailableError
+from .results import DispatchResult
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_LEAST_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little
+_MOST_TOKENS_AHEAD = 8192  # that room is made for before a call needs it
+_MOST_WORDS = 1 + (1 << 13)  # of a rank on the board: its number of tokens, and a count for each expert
+
+
+class Board:
+    """Memory in which each rank of a host leaves numbers for the others. Collective to make; given back with the last reference.
+
+    A number stands beside the number of the call that it belongs to, in one word, so that a reader knows whether it has come. There are
+    two sides, by turns: a rank that writes for the next call but one has seen all ranks start the next call, after they have read this one.
+
+    Args:
+        comm: The ranks, all of one host.
+        timeout_s: How long to wait for a rank's numbers.
+
+    Raises:
+        EPUnavailableError: on every rank, if they have no memory in common.
+    """
+
+    def __init__(self, comm: Intracomm, timeout_s: float) -> None:
+        self._rank, self._timeout_s, self._call = comm.Get_rank(), timeout_s, 1
+        shape = (2, comm.Get_size(), _MOST_WORDS)
+        num_bytes = 8 * int(np.prod(shape))
+        path = ""
+        if self._rank == 0:
+            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            number, path = tempfile.mkstemp(prefix="deepep_rt-", dir=folder)
+            os.ftruncate(number, num_bytes)
+            os.close(number)
+        path = comm.bcast(path)
+        memory, problem = None, None
+        try:
+            with Path(path).open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            problem = f"rank {self._rank}: {error}"
+        problems = [said for said in comm.allgather(problem) if said]
+        if self._rank == 0:
+            Path(path).unlink()
+        if problems or memory is None:
+            raise EPUnavailableError(f"the ranks of this host share no memory ({problems[0]}); start them in one container")
+        self._words = np.frombuffer(memory, np.int64).reshape(shape)
+
+    def post(self, numbers: Sequence[int]) -> None:
+        """Leave this rank's numbers of the call at hand, 0 to 2**31 - 1 each. They may be corrected until all ranks have started it."""
+        self._words[self._call % 2, self._rank, : len(numbers)] = np.asarray(numbers, np.int64) | self._call << 32
+
+    def read(self, count: int) -> np.ndarray:
+        """The first `count` numbers of all ranks, `[num_ranks, count]`; the call is over then."""
+        words = self._words[self._call % 2, :, :count]
+        deadline = time.monotonic() + self._timeout_s
+        while not ((held := words.copy()) >> 32 == self._call).all():
+            if time.monotonic() > deadline:
+                late = int((held >> 32 != self._call).any(axis=1).argmax())
+                raise EPTimeoutError(
+                    f"rank {self._rank} waited {self._timeout_s:g} s for the number of tokens of rank {late}: all ranks have to call "
+                    f"dispatch in the same way, with topk_idx or without",
+                    rank=self._rank,
+                    peer=late,
+                    phase="the number of tokens",
+                )
+        self._call += 1
+        return held & 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all ranks know of a call of the normal mode."""
+
+    hidden: int
+    num_topk: int
+    num_experts: int
+    dtype: str
+    backend: str
+
+
+class NormalBuffers:
+    """Buffers of the normal mode, by shape.
+
+    Args:
+        comm: The ranks.
+        num_bytes: Memory that a Buffer may take before a call needs more (`num_nvl_bytes`).
+    """
+
+    def __init__(self, comm: Intracomm, num_bytes: int) -> None:
+        self._comm, self._num_bytes, self._timeout_s = comm, num_bytes, _env.timeout_s()
+        if ranks_per_host(comm) != comm.Get_size():
+            raise EPUnavailableError(
+                "the normal mode (dispatch, combine) serves ranks of one host; DeepEP's internode mode is not in this library. "
+                "Make the Buffer with num_nvl_bytes=0 and low_latency_mode=True, and use low_latency_dispatch between hosts"
+            )
+        self._board = Board(comm, self._timeout_s)
+        self._current: dict[Shape, Buffer] = {}
+        self._outgrown: list[Buffer] = []  # handles and results of theirs may be held
+
+    def shape_for_ranks(self, hidden: int, dtype: str, backend: str) -> Shape:
+        """A shape for tokens that name ranks and no experts: one that is there, or one of its own, with an expert for each rank."""
+        num_ranks = self._comm.Get_size()
+        for shape in self._current:
+            if (shape.hidden, shape.dtype, shape.backend) == (hidden, dtype, backend) and shape.num_topk >= num_ranks:
+                return shape
+        return Shape(hidden, num_ranks, num_ranks, dtype, backend)
+
+    def dispatch(
+        self,
+        shape: Shape,
+        num_tokens: int,
+        counts: Sequence[int],
+        num_sms: int,
+        send: Callable[[Buffer, bool], DispatchResult],
+    ) -> tuple[Buffer, DispatchResult, np.ndarray]:
+        """Do a call whose counts the host waits for, in a Buffer that takes the tokens of all ranks.
+
+        Args:
+            shape: Of the call.
+            num_tokens: Of this rank.
+            counts: More numbers for the other ranks to know.
+            num_sms: For a Buffer that is made.
+            send: Does the call; False: without tokens.
+
+        Returns:
+            The Buffer, the result, and the counts of all ranks.
+        """
+        buffer = self.take(shape, num_tokens, 1, num_sms)
+        while True:
+            self._board.post([num_tokens, *counts])
+            sent = send(buffer, num_tokens <= buffer.config.num_max_tokens_per_rank)
+            said = self._board.read(1 + len(counts))
+            if said[:, 0].max() <= buffer.config.num_max_tokens_per_rank:
+                return buffer, sent, said[:, 1:]
+            buffer = self._make(shape, int(said[:, 0].max()), num_sms)
+
+    def take(self, shape: Shape, num_tokens: int, least: int, num_sms: int) -> Buffer:
+        """The Buffer of a shape, for at least `least` tokens a rank, a number that all ranks know. A new one takes `num_tokens` too."""
+        buffer = self._current.get(shape)
+        if buffer is None:
+            hint = "all ranks have to call dispatch, with the same hidden, number of experts and top-k"
+            tokens = meet(self._comm, num_tokens, self._timeout_s, "the first dispatch of its kind", hint)
+            return self._make(shape, max(*tokens, least, self._tokens_ahead(shape)), num_sms)
+        return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least, num_sms)
+
+    def destroy(self) -> None:
+        """Collective."""
+        for buffer in [*self._outgrown, *self._current.values()]:
+            buffer.destroy()
+
+    def _make(self, shape: Shape, num_tokens: int, num_sms: int) -> Buffer:
+        check_not_capturing(shape.backend)
+        made = Buffer(self._comm, num_max_tokens_per_rank=_rounded(num_tokens), num_sms=num_sms, **asdict(shape))
+        if shape in self._current:
+            self._outgrown.append(self._current[shape])
+        self._current[shape] = made
+        return made
+
+    def _tokens_ahead(self, shape: Shape) -> int:
+        """Tokens for which `num_bytes` are enough."""
+        tokens, sizes = _LEAST_TOKENS, (shape.hidden, shape.num_topk, shape.num_experts, shape.dtype)
+        while tokens < _MOST_TOKENS_AHEAD and nvl_bytes(self._comm.Get_size(), 2 * tokens, *sizes) <= self._num_bytes:
+            tokens *= 2
+        return tokens
+
+
+class LowLatencyBuffers:
+    """Buffers of the low-latency mode, by their sizes, which every call names.
+
+    Args:
+        comm: The ranks.
+        settings: Of every Buffer.
+    """
+
+    def __init__(self, comm: Intracomm, **settings: Any) -> None:
+        self._comm, self._settings = comm, settings
+        self._buffers: dict[tuple[int, int, int, int, str], Buffer] = {}
+        self._masked: set[int] = set()  # by hand
+
+    def take(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer:
+        """The Buffer for calls of these sizes."""
+        key = (num_tokens, hidden, num_topk, num_experts, backend)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            check_not_capturing(backend)
+            buffer = self._buffers[key] = Buffer(
+                self._comm,
+                num_max_tokens_per_rank=num_tokens,
+                hidden=hidden,
+                num_topk=num_topk,
+                num_experts=num_experts,
+                backend=backend,
+                low_latency=True,
+                **self._settings,
+            )
+            for rank in self._masked:
+                buffer.mask_rank(rank)
+        return buffer
+
+    def set_mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out of the calls, or let it take part again."""
+        if not 0 <= rank < self._comm.Get_size() or rank == self._comm.Get_rank():
+            raise EPInputError(f"rank_to_mask is {rank}; expected a rank of the group other than this one")
+        (self._masked.add if masked else self._masked.discard)(rank)
+        for buffer in self._buffers.values():
+            if masked != (rank in buffer.query_masked_ranks()):
+                (buffer.mask_rank if masked else buffer.unmask_rank)(rank)
+
+    def masked_ranks(self) -> list[int]:
+        """The ranks that calls leave out."""
+        return sorted(self._masked.union(*(buffer.query_masked_ranks() for buffer in self._buffers.values())))
+
+    def destroy(self) -> None:
+        """Collective."""
+        for buffer in self._buffers.values():
+            buffer.destroy()
+
+
+def check_not_capturing(backend: str) -> None:
+    """Raise EPInputError while a CUDA graph is captured: no Buffer can be made then."""
+    if backend == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise EPInputError(
+            "a CUDA graph is being captured, and a call of these sizes was never made before; make one before the capture"
+        )
+
+
+def _rounded(num_tokens: int) -> int:
+    """The next power of two: a Buffer that grows does not grow often."""
+    return max(_LEAST_TOKENS, 1 << (num_tokens - 1).bit_length())

@@ -1,0 +1,259 @@
+"""The normal mode of DeepEP V1's Buffer: dispatch and combine of many tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from . import compat_routing
+from .arrays import DTYPES
+from .buffer import Buffer
+from .compat_calls import Calls, backend_of, check_handle, check_rows
+from .compat_config import Config
+from .compat_events import EventOverlap, Placement
+from .compat_handles import NormalHandle
+from .compat_memory import NormalBuffers, Shape
+from .errors import EPInputError, EPUnavailableError
+from .results import DispatchResult
+
+if TYPE_CHECKING:
+    from .compat_calls import Tensors
+
+
+class NormalCalls(Calls):
+    """The calls of the normal mode."""
+
+    num_sms: int
+    _normal: NormalBuffers | None
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Count where tokens go. `dispatch` counts by itself; this is for callers that want the numbers.
+
+        Args:
+            topk_idx: `[num_tokens, num_topk]` int64 or int32, expert numbers; -1 skips.
+            num_experts: Experts over all ranks.
+            previous_event: Start after this event instead of after the current stream.
+            async_finish: Run on the communication stream; the event tells when it is done.
+            allocate_on_comm_stream: Accepted; without effect.
+
+        Returns:
+            `num_tokens_per_rank` `[num_ranks]` int32, None (for DeepEP's RDMA ranks), `num_tokens_per_expert` `[num_experts]` int32,
+            `is_token_in_rank` `[num_tokens, num_ranks]` bool, and the event.
+
+        Example:
+            >>> per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 256)
+        """
+        if topk_idx.dim() != 2 or num_experts % self.group_size:
+            raise EPInputError(
+                f"topk_idx has shape {list(topk_idx.shape)} and num_experts is {num_experts}; expected [num_tokens, num_topk] and a "
+                f"multiple of the {self.group_size} ranks"
+            )
+        place = Placement(topk_idx, self.get_comm_stream, previous_event, async_finish)
+        with place.here():
+            per_rank, per_expert, goes = compat_routing.dispatch_layout(topk_idx, num_experts, self.group_size)
+        place.share(topk_idx, per_rank, per_expert, goes)
+        return per_rank, None, per_expert, goes, place.finish(per_rank, per_expert, goes)
+
+    def dispatch(
+        self,
+        x: Tensors,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensors, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
+        """Send each token to the ranks that hold its experts, once to each rank.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16 (float16 and float32 work too), or a pair of it in float8_e4m3fn and its scales
+                `[num_tokens, hidden // 128]` float32.
+            handle: Repeat the routing of an earlier dispatch; nothing is counted, and neither top-k argument is given.
+            num_tokens_per_rank: From `get_dispatch_layout`; not looked at.
+            num_tokens_per_rdma_rank: Not looked at.
+            is_token_in_rank: From `get_dispatch_layout`. Without `topk_idx` it decides where tokens go.
+            num_tokens_per_expert: From `get_dispatch_layout`; its length is the number of experts. Needed without a handle.
+            topk_idx: `[num_tokens, num_topk]` int64 or int32, expert numbers; -1 skips. Decides where tokens go.
+            topk_weights: `[num_tokens, num_topk]` float32.
+            expert_alignment: Counts for each expert are rounded up to a multiple of this.
+            num_worst_tokens: Rows that the results get instead of what arrived, so that the host does not wait. The same on all ranks,
+                and at least the tokens of all ranks together, for no row to be lost.
+            config: Where memory is made for this call, its `num_sms` counts.
+            previous_event: Start after this event instead of after the current stream.
+            async_finish: Run on the communication stream; the event tells when it is done.
+            allocate_on_comm_stream: Accepted; without effect.
+
+        Returns:
+            `recv_x` (a pair where `x` is one), `recv_topk_idx`, `recv_topk_weights`, `num_recv_tokens_per_expert_list` (empty with
+            `num_worst_tokens`), `handle`, `event`. With a handle, all but the first and the last are None.
+
+        Raises:
+            EPInputError: if an argument is wrong or missing, or `num_nvl_bytes` was 0.
+            EPTimeoutError: if a peer did not answer.
+
+        Example:
+            >>> recv_x, recv_topk_idx, recv_topk_weights, counts, handle, event = buffer.dispatch(
+            ...     x, topk_idx=topk_idx, topk_weights=topk_weights, num_tokens_per_rank=per_rank,
+            ...     is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
+        """
+        normal = self._need_normal()
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        check_rows(rows)
+        place = Placement(rows, self.get_comm_stream, previous_event, async_finish)
+        if scales is not None and not scales.is_contiguous():  # DeepEP takes column-major ones too
+            with place.here():
+                place.share(scales)
+                scales = scales.contiguous()
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise EPInputError("dispatch got a handle and top-k tensors; a handle repeats a routing without them")
+            check_handle(handle, NormalHandle, "dispatch")
+            sent = handle.buffer.dispatch(rows, x_scales=scales, handle=handle.own, previous_event=place.event, **place.options)
+            return _received(sent), None, None, None, None, place.finish(rows, scales)
+        if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
+            raise EPInputError(
+                "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle; get_dispatch_layout "
+                "returns them"
+            )
+        num_tokens, num_sms = rows.shape[0], self.num_sms if config is None else config.num_sms
+        num_experts, dtype, backend = num_tokens_per_expert.shape[0], _width(rows), backend_of(rows)
+        counts: list[int] = []
+        if topk_idx is not None:
+            shape = Shape(rows.shape[1], topk_idx.shape[-1], num_experts, dtype, backend)
+            chosen = topk_idx
+        else:
+            if topk_weights is not None:
+                raise EPInputError("dispatch got topk_weights without topk_idx; pass both, or neither")
+            shape = normal.shape_for_ranks(rows.shape[1], dtype, backend)
+            with place.here():
+                place.share(is_token_in_rank)
+                local = shape.num_experts // self.group_size
+                chosen = compat_routing.choices_of_ranks(is_token_in_rank, shape.num_topk, local)
+                counts = [] if num_worst_tokens else num_tokens_per_expert.tolist()
+
+        def send(buffer: Buffer, whole: bool) -> DispatchResult:
+            part = [t if t is None or whole else t[:0] for t in (rows, chosen, topk_weights, scales)]
+            return buffer.dispatch(
+                *part[:3],
+                x_scales=part[3],
+                num_worst_tokens=num_worst_tokens or None,
+                expert_alignment=expert_alignment,
+                previous_event=place.event,
+                **place.options,
+            )
+
+        if num_worst_tokens:
+            buffer = normal.take(shape, num_tokens, -(-num_worst_tokens // self.group_size), num_sms)
+            _check_room(num_tokens, buffer, num_worst_tokens)
+            sent = send(buffer, True)
+            told: list[int] = []
+        else:
+            buffer, sent, all_counts = normal.dispatch(shape, num_tokens, counts, num_sms, send)
+            told = sent.num_recv_tokens_per_expert_list or []
+            if topk_idx is None:  # the Buffer counted rows for ranks
+                mine = all_counts.sum(axis=0).reshape(self.group_size, -1)[self.rank]
+                told = (-(-mine // expert_alignment) * expert_alignment).tolist()
+        with place.here():
+            # A copy: the memory of all results lives as long as one of them.
+            recv_src_idx = sent.recv_src_idx[:, 1].clone()
+        place.share(recv_src_idx)
+        made = NormalHandle(buffer, sent.handle, recv_src_idx, is_token_in_rank)
+        topk = (sent.recv_topk_idx, sent.recv_topk_weights) if topk_idx is not None else (None, None)
+        return _received(sent), *topk, told, made, place.finish(rows, scales, chosen, topk_weights)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Send rows back to the ranks of their tokens, and add up the rows of each token there; without weights.
+
+        Args:
+            x: `[rows of recv_x, hidden]` bfloat16, float16 or float32.
+            handle: The handle of the dispatch.
+            topk_weights: `[rows of recv_x, num_topk]` float32, to be added up too, or None.
+            bias: One tensor, or a pair, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
+            config: Accepted; the memory of the handle's dispatch has its number of SMs.
+            previous_event: Start after this event instead of after the current stream.
+            async_finish: Run on the communication stream; the event tells when it is done.
+            allocate_on_comm_stream: Accepted; without effect.
+
+        Returns:
+            The sums `[num_tokens, hidden]`, the sums of `topk_weights` or None, and the event.
+
+        Raises:
+            EPInputError: if an argument is wrong.
+            EPTimeoutError: if a peer did not answer.
+
+        Example:
+            >>> combined_x, _, event = buffer.combine(y, handle)
+        """
+        self._need_normal()
+        check_handle(handle, NormalHandle, "dispatch")
+        place = Placement(x, self.get_comm_stream, previous_event, async_finish)
+        back = handle.buffer.combine(
+            x, handle.own, topk_weights=topk_weights, bias=bias, previous_event=place.event, **place.options
+        )
+        return back.x, back.topk_weights, place.finish(x, topk_weights)
+
+    def internode_dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not in this library.
+
+        Raises:
+            EPUnavailableError: always.
+        """
+        raise EPUnavailableError("internode_dispatch: between hosts there is low_latency_dispatch; inside one, call dispatch")
+
+    def internode_combine(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not in this library.
+
+        Raises:
+            EPUnavailableError: always.
+        """
+        raise EPUnavailableError("internode_combine: between hosts there is low_latency_combine; inside one, call combine")
+
+    def _need_normal(self) -> NormalBuffers:
+        self._check_live()
+        if self._normal is None:
+            raise EPInputError("this Buffer has no memory for dispatch and combine; make it with num_nvl_bytes, such as int(1e9)")
+        return self._normal
+
+
+def _received(sent: DispatchResult) -> Tensors:
+    return sent.recv_x if sent.recv_x_scales is None else (sent.recv_x, sent.recv_x_scales)
+
+
+def _width(x: torch.Tensor) -> str:
+    """The dtype of a Buffer that takes such rows. FP8 rows come back as bfloat16."""
+    return "bfloat16" if x.element_size() <= DTYPES["bfloat16"].itemsize else "float32"
+
+
+def _check_room(num_tokens: int, buffer: Buffer, num_worst_tokens: int) -> None:
+    room = buffer.config.num_max_tokens_per_rank
+    if num_tokens > room:
+        raise EPInputError(
+            f"x has {num_tokens} tokens, and there is room for {room}. With num_worst_tokens={num_worst_tokens} the host does not wait, so "
+            f"that ranks cannot agree on more; give a num_worst_tokens of at least the number of ranks times the most tokens of a rank"
+        )

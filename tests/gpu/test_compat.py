@@ -1,0 +1,244 @@
+"""deepep_rt.compat on GPUs: the program in DeepEP V1's style, and what only GPUs have: streams, events and graphs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepep_rt import jit
+from deepep_rt.config import has_fp8
+
+pytestmark = pytest.mark.gpu
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]
+
+PROGRAMS = ["run_normal", "run_growth", "run_ranks_only", "run_low_latency", "run_two_in_flight", "run_refusals"]
+
+
+@pytest.fixture
+def program():
+    if not has_fp8(jit.current_arch()):
+        pytest.skip("the program converts to FP8, which these GPUs cannot; the calls themselves are those of the other tests")
+    import deepep_v1
+
+    return deepep_v1
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name, program, comm):
+    getattr(program, name)(program.world(comm, "cuda"))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["run_normal", "run_low_latency"])
+def test_program_with_a_group_and_deepeps_settings(name, program, comm):
+    """gloo, so that ranks may share a GPU; DeepEP's own tests make the GPU and bfloat16 the default of new tensors."""
+    with program.settings_of_deepep_tests("cuda"):
+        getattr(program, name)(program.world(comm, "cuda", with_group=True))
+
+
+def test_program_on_a_side_stream(program, comm):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        program.run_normal(program.world(comm, "cuda"))
+        program.run_low_latency(program.world(comm, "cuda"))
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _normal(program, world, buffer, seed=1, tokens=64):
+    """Arguments of a dispatch with top-k."""
+    num_experts = 4 * world.num_ranks
+    x = torch.randn((tokens, program.HIDDEN), device="cuda", generator=world.generator(seed)).to(torch.bfloat16)
+    topk_idx = program.routing(world, seed, tokens, 4, num_experts)
+    per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    weights = torch.rand((tokens, 4), device="cuda", generator=world.generator(seed))
+    layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
+    return x, dict(layout, topk_idx=topk_idx, topk_weights=weights)
+
+
+def test_nothing_waits_on_the_host_but_the_counts(program, comm):
+    """PyTorch raises if one of its operations synchronises. (What dispatch itself waits for is no operation of PyTorch's.)"""
+    world = program.world(comm, "cuda")
+    with world.buffer(int(1e8), low_latency_mode=True) as buffer:
+        x, given = _normal(program, world, buffer)
+        num_experts, topk_idx, weights = 4 * world.num_ranks, given["topk_idx"], given["topk_weights"]
+
+        def step():
+            recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, **given)
+            again, *_ = buffer.dispatch(x, handle=handle)
+            buffer.combine(recv_x, handle, topk_weights=recv_weights)
+            worst, _, _, _, worst_handle, _ = buffer.dispatch(x, **given, num_worst_tokens=64 * world.num_ranks)
+            buffer.combine(worst, worst_handle)
+            tables = [handle[0], handle[3], worst_handle[0]]
+            for hooked in (False, True):
+                packed, _, handle, event, hook = buffer.low_latency_dispatch(
+                    x, topk_idx, 64, num_experts, async_finish=not hooked, return_recv_hook=hooked
+                )
+                hook() if hooked else event.current_stream_wait()
+                y = program.from_fp8(packed)
+                _, event, hook = buffer.low_latency_combine(
+                    y, topk_idx, weights, handle, async_finish=not hooked, return_recv_hook=hooked
+                )
+                hook() if hooked else event.current_stream_wait()
+                tables += [handle[0], handle[1]]
+            buffer.get_dispatch_layout(topk_idx, num_experts)
+            return again, tables
+
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+def test_async_calls_do_not_wait_for_the_current_stream(program, comm):
+    """With a previous event, a call waits for that event alone: its counts come back while the current stream is still busy."""
+    if torch.cuda.device_count() < comm.Get_size():
+        return  # ranks that share a GPU take turns, and what is busy in one stops the others
+    world = program.world(comm, "cuda")
+    with world.buffer(int(1e8)) as buffer:
+        x, given = _normal(program, world, buffer)
+        for _ in range(2):  # all memory is there afterwards
+            event = buffer.dispatch(x, **given, previous_event=buffer.capture(), async_finish=True)[-1]
+            event.current_stream_wait()
+        del event
+        torch.cuda.synchronize()
+        comm.Barrier()
+        ready = buffer.capture()
+        torch.cuda._sleep(6_000_000_000)  # about three seconds
+        busy_until = torch.cuda.Event()
+        busy_until.record()
+        recv_x, _, _, counts, handle, event = buffer.dispatch(x, **given, previous_event=ready, async_finish=True)
+        assert not busy_until.query(), "dispatch came back only when the current stream had nothing to do any more"
+        assert len(counts) == 4
+        combined, _, event = buffer.combine(recv_x, handle, previous_event=event, async_finish=True)
+        event.event.event.synchronize()
+        assert not busy_until.query(), "combine ran only when the current stream had nothing to do any more"
+        event.current_stream_wait()
+        assert program.difference(combined, x.float() * given["is_token_in_rank"].sum(1, keepdim=True)) < 1e-5
+
+
+def test_arguments_may_go_while_an_async_call_runs(program, comm):
+    """Their memory is given to nobody else before the call has read it, also when nobody holds the event's tensors."""
+    world = program.world(comm, "cuda")
+    with world.buffer(int(1e8), low_latency_mode=True) as buffer:
+        for seed in range(5):
+            x, given = _normal(program, world, buffer, seed)
+            known, *_ = buffer.dispatch(x, **given)
+            known = known.clone()
+            shape = x.shape
+            torch.cuda.synchronize()
+            torch.cuda._sleep(100_000_000)  # the call starts after this, and so after all below was asked for
+            recv_x, _, _, _, handle, event = buffer.dispatch(x, **given, num_worst_tokens=64 * world.num_ranks, async_finish=True)
+            done = event.event
+            del x, given, event
+            trash = [torch.full(shape, 7, dtype=torch.bfloat16, device="cuda") for _ in range(8)]
+            done.current_stream_wait()
+            assert torch.equal(recv_x[: known.shape[0]], known)
+            del trash, handle
+
+
+def test_normal_calls_in_a_graph(program, comm):
+    world = program.world(comm, "cuda")
+    worst = 64 * world.num_ranks
+    with world.buffer(int(1e8)) as buffer:
+        x, given = _normal(program, world, buffer)
+
+        def step():
+            recv_x, recv_idx, _, _, handle, _ = buffer.dispatch(x, **given, num_worst_tokens=worst)
+            combined, _, _ = buffer.combine(recv_x, handle)
+            return recv_x, recv_idx, handle[0], handle[3], combined
+
+        step()
+        torch.cuda.synchronize()
+        comm.Barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for seed in (5, 6):
+            fresh, other = _normal(program, world, buffer, seed)
+            x.copy_(fresh)
+            given["topk_idx"].copy_(other["topk_idx"])
+            graph.replay()
+            eager = step()
+            num_recv = int(eager[2][-1, world.rank])
+            for name, mine, wanted in zip(("rows", "experts", "matrix", "sources", "sums"), captured, eager, strict=True):
+                n = num_recv if name in ("rows", "experts", "sources") else None
+                assert torch.equal(mine[:n], wanted[:n]), name
+        torch.cuda.synchronize()
+        comm.Barrier()
+        del graph, captured
+
+
+def test_low_latency_calls_in_a_graph(program, comm):
+    world = program.world(comm, "cuda")
+    tokens, num_experts = 16, 2 * world.num_ranks
+    x = torch.empty((tokens, program.HIDDEN), dtype=torch.bfloat16, device="cuda")
+    topk_idx = torch.empty((tokens, 2), dtype=torch.int64, device="cuda")
+    weights = torch.rand((tokens, 2), device="cuda", generator=world.generator(1))
+    with world.buffer(low_latency_mode=True) as buffer:
+
+        def fill(seed):
+            x.copy_(torch.randn(x.shape, device="cuda", generator=world.generator(seed)))
+            topk_idx.copy_(program.routing(world, seed, tokens, 2, num_experts))
+
+        def step(hooked):
+            packed, count, handle, _, hook = buffer.low_latency_dispatch(
+                x, topk_idx, tokens, num_experts, round_scale=True, use_ue8m0=True, return_recv_hook=hooked
+            )
+            hook() if hooked else None
+            combined, _, hook = buffer.low_latency_combine(
+                program.from_fp8(packed), topk_idx, weights, handle, return_recv_hook=hooked
+            )
+            hook() if hooked else None
+            return packed[1], count, handle[0], handle[1], combined
+
+        for hooked in (False, True):
+            fill(1)
+            step(hooked)
+            torch.cuda.synchronize()
+            comm.Barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = step(hooked)
+            for seed in (2, 3):
+                fill(seed)
+                graph.replay()
+                scales, count, info, ranges, combined = captured
+                eager = step(hooked)
+                for name, mine, wanted in zip(("counts", "sources", "ranges", "sums"), captured[1:], eager[1:], strict=True):
+                    assert torch.equal(mine, wanted), name
+                for e in range(2):
+                    assert torch.equal(scales[e, : int(count[e])], eager[0][e, : int(count[e])])
+            torch.cuda.synchronize()
+            comm.Barrier()
+            del graph, captured, scales, count, info, ranges, combined, eager
+
+
+def test_a_capture_does_not_make_memory(program, comm):
+    from deepep_rt import EPInputError
+
+    world = program.world(comm, "cuda")
+    with world.buffer(low_latency_mode=True) as buffer:
+        x = torch.zeros((8, program.HIDDEN), dtype=torch.bfloat16, device="cuda")
+        topk_idx = torch.zeros((8, 1), dtype=torch.int64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(EPInputError, match="before the capture"), torch.cuda.graph(graph):
+            buffer.low_latency_dispatch(x, topk_idx, 8, world.num_ranks)
+
+
+def test_masks(program, comm, monkeypatch):
+    """Last: symmetric memory of Buffers with masked ranks is not given back."""
+    if comm.Get_size() == 1:
+        return  # a rank alone has nobody to mask
+    monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "10")
+    program.run_masks(program.world(comm, "cuda"))
+    torch.cuda.synchronize()

@@ -1,0 +1,102 @@
+"""The program in DeepEP V1's style on the host backend: with a communicator, and with a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+
+import deepep_v1
+from deepep_v1 import world
+from mpi4py import MPI
+from spmd import main, raises
+
+from deepep_rt import EPConfigError, EPTimeoutError, EPUnavailableError
+from deepep_rt.compat_memory import Board
+
+
+def check_normal(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_normal(world(comm, "cpu"))
+
+
+def check_growth(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_growth(world(comm, "cpu"))
+
+
+def check_ranks_only(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_ranks_only(world(comm, "cpu"))
+
+
+def check_low_latency(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_low_latency(world(comm, "cpu"))
+
+
+def check_two_in_flight(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_two_in_flight(world(comm, "cpu"))
+
+
+def check_masks(comm: MPI.Intracomm) -> None:
+    if comm.Get_size() == 1:
+        print("a rank alone has nobody to mask: left out")
+        return
+    os.environ["DEEPEP_RT_TIMEOUT_S"] = "4"
+    try:
+        deepep_v1.run_masks(world(comm, "cpu"))
+    finally:
+        del os.environ["DEEPEP_RT_TIMEOUT_S"]
+
+
+def check_refusals(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_refusals(world(comm, "cpu"))
+
+
+def check_neither_group_nor_communicator(comm: MPI.Intracomm) -> None:
+    with raises(EPConfigError, "group", "comm"):
+        deepep_v1.deep_ep.Buffer(None)
+
+
+def check_no_streams_without_a_gpu(comm: MPI.Intracomm) -> None:
+    buffer = deepep_v1.deep_ep.Buffer(None, comm=comm)
+    with raises(EPUnavailableError, "get_comm_stream"):
+        buffer.get_comm_stream()
+    with buffer.capture() as event:  # nothing to wait for
+        event.current_stream_wait()
+
+
+def check_groups_of_their_own(comm: MPI.Intracomm) -> None:
+    """Even and odd ranks do different things at the same time."""
+    half = comm.Split(comm.Get_rank() % 2, -comm.Get_rank())
+    if comm.Get_rank() % 2:
+        deepep_v1.run_growth(world(half, "cpu"))
+    else:
+        deepep_v1.run_ranks_only(world(half, "cpu"))
+    half.Free()
+
+
+def check_the_board(comm: MPI.Intracomm) -> None:
+    """Numbers of all ranks, call by call; a rank may correct its own, and one that does not come is named."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    board = Board(comm, timeout_s=0.5)
+    for call in range(5):
+        board.post([0, 0])
+        board.post([rank, call])
+        comm.Barrier()  # as starting the call would do
+        assert board.read(2).tolist() == [[r, call] for r in range(size)]
+    if rank != size - 1:
+        board.post([rank])
+    with raises(EPTimeoutError, f"tokens of rank {size - 1}") as caught:
+        board.read(1)
+    assert caught.error.peer == size - 1
+    comm.Barrier()
+
+
+def check_normal_with_a_group(comm: MPI.Intracomm) -> None:
+    with deepep_v1.settings_of_deepep_tests("cpu"):
+        deepep_v1.run_normal(world(comm, "cpu", with_group=True))
+
+
+def check_low_latency_with_a_group(comm: MPI.Intracomm) -> None:
+    with deepep_v1.settings_of_deepep_tests("cpu"):
+        deepep_v1.run_low_latency(world(comm, "cpu", with_group=True))
+
+
+if __name__ == "__main__":
+    main(__name__)

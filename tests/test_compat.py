@@ -1,0 +1,261 @@
+"""deepep_rt.compat: DeepEP V1's interface, name by name, and a program in its style on the host backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_host_backend import _launch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+EMPTY = inspect.Parameter.empty
+# DeepEP 1.2.1: names in order, with their defaults.
+SIGNATURES = {
+    "Buffer.__init__": {
+        "group": EMPTY,
+        "num_nvl_bytes": 0,
+        "num_rdma_bytes": 0,
+        "low_latency_mode": False,
+        "num_qps_per_rank": 24,
+        "allow_nvlink_for_low_latency_mode": True,
+        "allow_mnnvl": False,
+        "use_fabric": False,
+        "explicitly_destroy": False,
+        "enable_shrink": False,
+        "comm": None,
+    },
+    "Buffer.destroy": {},
+    "Buffer.is_sm90_compiled": {},
+    "Buffer.set_num_sms": {"new_num_sms": EMPTY},
+    "Buffer.capture": {},
+    "Buffer.get_low_latency_rdma_size_hint": {
+        "num_max_dispatch_tokens_per_rank": EMPTY,
+        "hidden": EMPTY,
+        "num_ranks": EMPTY,
+        "num_experts": EMPTY,
+    },
+    "Buffer.get_comm_stream": {},
+    "Buffer.get_local_buffer_tensor": {"dtype": EMPTY, "size": None, "offset": 0, "use_rdma_buffer": False},
+    "Buffer.get_dispatch_config": {"num_ranks": EMPTY},
+    "Buffer.get_combine_config": {"num_ranks": EMPTY},
+    "Buffer.get_dispatch_layout": {
+        "topk_idx": EMPTY,
+        "num_experts": EMPTY,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.dispatch": {
+        "x": EMPTY,
+        "handle": None,
+        "num_tokens_per_rank": None,
+        "num_tokens_per_rdma_rank": None,
+        "is_token_in_rank": None,
+        "num_tokens_per_expert": None,
+        "topk_idx": None,
+        "topk_weights": None,
+        "expert_alignment": 1,
+        "num_worst_tokens": 0,
+        "config": None,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.combine": {
+        "x": EMPTY,
+        "handle": EMPTY,
+        "topk_weights": None,
+        "bias": None,
+        "config": None,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.clean_low_latency_buffer": {"num_max_dispatch_tokens_per_rank": EMPTY, "hidden": EMPTY, "num_experts": EMPTY},
+    "Buffer.low_latency_dispatch": {
+        "x": EMPTY,
+        "topk_idx": EMPTY,
+        "num_max_dispatch_tokens_per_rank": EMPTY,
+        "num_experts": EMPTY,
+        "cumulative_local_expert_recv_stats": None,
+        "dispatch_wait_recv_cost_stats": None,
+        "use_fp8": True,
+        "round_scale": False,
+        "use_ue8m0": False,
+        "async_finish": False,
+        "return_recv_hook": False,
+    },
+    "Buffer.low_latency_combine": {
+        "x": EMPTY,
+        "topk_idx": EMPTY,
+        "topk_weights": EMPTY,
+        "handle": EMPTY,
+        "use_logfmt": False,
+        "zero_copy": False,
+        "async_finish": False,
+        "return_recv_hook": False,
+        "out": None,
+        "combine_wait_recv_cost_stats": None,
+    },
+    "Buffer.low_latency_update_mask_buffer": {"rank_to_mask": EMPTY, "mask": False},
+    "Buffer.low_latency_query_mask_buffer": {"mask_status": EMPTY},
+    "Buffer.low_latency_clean_mask_buffer": {},
+    "Buffer.get_next_low_latency_combine_buffer": {"handle": EMPTY},
+    "Config.__init__": {
+        "num_sms": 20,
+        "num_max_nvl_chunked_send_tokens": 6,
+        "num_max_nvl_chunked_recv_tokens": 256,
+        "num_max_rdma_chunked_send_tokens": 6,
+        "num_max_rdma_chunked_recv_tokens": 256,
+    },
+    "Config.get_nvl_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
+    "Config.get_rdma_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
+    "EventHandle.__init__": {},
+    "EventHandle.current_stream_wait": {},
+    "EventOverlap.__init__": {"event": None, "extra_tensors": None},
+    "EventOverlap.current_stream_wait": {},
+}
+STATIC = {
+    "is_sm90_compiled",
+    "set_num_sms",
+    "capture",
+    "get_low_latency_rdma_size_hint",
+    "get_dispatch_config",
+    "get_combine_config",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    from deepep_rt import compat
+
+    owner, method = name.split(".")
+    found = inspect.getattr_static(getattr(compat, owner), method)
+    assert isinstance(found, staticmethod) == (method in STATIC)
+    parameters = {p.name: p.default for p in inspect.signature(getattr(getattr(compat, owner), method)).parameters.values()}
+    parameters.pop("self", None)
+    assert list(parameters.items()) == list(SIGNATURES[name].items())
+
+
+def test_every_public_name_is_in_the_table() -> None:
+    from deepep_rt import compat
+
+    assert set(compat.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
+    public = {name for name in dir(compat.Buffer) if not name.startswith("_") and name != "num_sms"}
+    assert public - {"internode_dispatch", "internode_combine", "runtime"} == {
+        name.split(".")[1] for name in SIGNATURES if name.startswith("Buffer.") and "__" not in name
+    }
+
+
+def test_every_name_is_in_the_page_for_people_from_deepep() -> None:
+    page = (Path(__file__).parents[1] / "docs/coming-from-deepep.md").read_text()
+    names = {name.split(".")[1] for name in SIGNATURES if "__" not in name and "current_stream_wait" not in name}
+    names |= set(SIGNATURES["Buffer.__init__"]) | {
+        "internode_dispatch",
+        "internode_combine",
+        "runtime",
+        "EventOverlap",
+        "EventHandle",
+    }
+    assert [name for name in sorted(names) if name not in page] == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
+    """A Buffer of that many bytes does not grow for as many tokens, give or take what rounding and a wider top-k take."""
+    from deepep_rt import compat
+    from deepep_rt.compat_config import nvl_bytes
+
+    config = compat.Config(24, 6, 256)
+    hint = config.get_nvl_buffer_size_hint(2 * 7168, num_ranks)
+    room = [nvl_bytes(num_ranks, tokens, 7168, 8, 256, "bfloat16") for tokens in (3072 - 256, 3072 + 256)]
+    assert room[0] < hint < room[1]
+    assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
+
+
+@pytest.mark.parametrize("method", ["get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint"])
+def test_more_ranks_than_the_normal_mode_serves(method: str) -> None:
+    from deepep_rt import EPUnavailableError, compat
+
+    with pytest.raises(EPUnavailableError, match="internode"):
+        getattr(compat.Config(), method)(2 * 7168, 16)
+
+
+def test_settings() -> None:
+    import torch
+
+    from deepep_rt import Buffer, EPConfigError, EPInputError, compat
+
+    assert compat.topk_idx_t is torch.int64
+    before = compat.Buffer.num_sms
+    try:
+        compat.Buffer.set_num_sms(16)
+        assert compat.Buffer.get_dispatch_config(8).num_sms == compat.Buffer.get_combine_config(1).num_sms == 16
+        with pytest.raises(EPInputError, match="even"):
+            compat.Buffer.set_num_sms(15)
+    finally:
+        compat.Buffer.set_num_sms(before)
+    assert vars(compat.Config(24, 8, 128)) == {
+        "num_sms": 24,
+        "num_max_nvl_chunked_send_tokens": 8,
+        "num_max_nvl_chunked_recv_tokens": 128,
+        "num_max_rdma_chunked_send_tokens": 6,
+        "num_max_rdma_chunked_recv_tokens": 256,
+    }
+    with pytest.raises(EPConfigError, match="num_sms"):
+        compat.Config(0)
+    sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=256)
+    hint = compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    assert hint == Buffer.size_hint(8, **sizes, low_latency=True)["total"]
+    assert isinstance(compat.Buffer.is_sm90_compiled(), bool)
+
+
+def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from entries as kernels leave them in memory: in any order, some lost, and old ones after the last."""
+    import numpy as np
+    import torch
+
+    from deepep_rt import Buffer, compat_routing, layout, structs
+    from deepep_rt.config import Config
+
+    config = Config(num_ranks=3, num_max_tokens_per_rank=4, hidden=64, num_topk=2, num_experts=6, low_latency=True)
+    rows = config.num_max_recv_tokens  # of an expert; there are two
+    entries = np.zeros(rows, structs.LlEntry.dtype(config.constants()))
+    entries["row"], entries["source"], entries["token"] = 5, 2**31 - 1, 99  # what an earlier call left
+    places = [
+        (2, 3, (2, structs.LL_ELSEWHERE)),
+        (0, 1, (0, rows)),
+        (0, 2, (structs.LL_NO_ROOM, structs.LL_UNKNOWN)),
+        (2, 0, (1, rows + 1)),
+        (1, 3, (rows + 3, structs.LL_ELSEWHERE)),  # the row before it was lost
+    ]
+    for i, (source, token, row) in enumerate(places):
+        entries[i]["source"], entries[i]["token"], entries[i]["row"] = source, token, row
+    places_of = layout.low_latency_handle(config)
+    memory = np.full(places_of.num_bytes // 4, 77, np.int32)
+    memory[places_of.offsets["num_entries"] // 4] = len(places)
+    first = places_of.offsets["entries"] // 4
+    memory[first : first + entries.nbytes // 4] = entries.view(np.int32)
+
+    def slot_view(buffer: Buffer, slot: object, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(memory[offset // 4 :][: np.prod(shape)].reshape(shape))
+
+    monkeypatch.setattr(compat_routing, "_slot_view", slot_view)
+    buffer = SimpleNamespace(config=config, _site=SimpleNamespace(device=0))
+    tokens, ranges = compat_routing.expert_tables(buffer, SimpleNamespace(_routing=(None, None)))
+    assert tokens.tolist() == [[1, 0, 3] + [-1] * (rows - 3), [1, 0, -1, 3] + [-1] * (rows - 4)]
+    assert [[(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in expert] for expert in ranges] == [
+        [(0, 1), (0, 0), (1, 2)],
+        [(0, 1), (3, 1), (1, 1)],
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_program(num_ranks: int) -> None:
+    output = _launch(num_ranks, "compat").stdout
+    assert ": passed" in output, f"no check ran: {output}"
+    assert ": failed" not in output
