@@ -186,6 +186,14 @@ def test_side_streams(comm):
         assert set(ran_on) == {calls.cuda_stream}, "autograd ran a call on another stream than that of the forward pass"
 
 
+def make_busy():
+    """Give the GPU 0.2 s or so of work; the event tells when it is done."""
+    torch.cuda._sleep(int(4e8))
+    busy = torch.cuda.Event()
+    busy.record()
+    return busy
+
+
 def test_nothing_waits_for_the_gpu(comm, monkeypatch):
     """The GPU is busy when a step is queued, and still busy with that when forward and backward have returned."""
     from cuda.bindings import driver as cuda
@@ -216,9 +224,7 @@ def test_nothing_waits_for_the_gpu(comm, monkeypatch):
             waits.clear()
             torch.cuda.set_sync_debug_mode("error")  # PyTorch's own operators raise instead of waiting
             try:
-                torch.cuda._sleep(int(4e8))  # 0.2 s or so
-                busy = torch.cuda.Event()
-                busy.record()
+                busy = make_busy()
                 run()
                 assert not busy.query(), f"{what}: the host waited for the GPU, or took longer than 0.2 s"
             finally:
@@ -226,6 +232,12 @@ def test_nothing_waits_for_the_gpu(comm, monkeypatch):
             assert not waits, f"{what}: {waits}"
             torch.cuda.synchronize()
             comm.Barrier()
+        # That these tests would tell: a dispatch that has to know its counts waits, and so does this.
+        busy = make_busy()
+        dispatch(buffer, plain.x, plain.idx)
+        assert busy.query()
+        buffer.synchronize()
+        assert waits
 
 
 def test_profile_shows_no_synchronisation(comm):
