@@ -60,7 +60,7 @@ def train(layer, parameters, x, target, args, over_ranks=lambda tensor: tensor):
 
 
 def main():
-    sizes = {"tokens": ("tokens of each rank", 128, 64), "hidden": ("length of a row", 256, 64), "steps": ("of training", 40, 40)}
+    sizes = {"tokens": ("tokens of each rank", 128, 64), "hidden": ("length of a row", 256, 64), "steps": ("of training", 25, 40)}
     sizes |= {"topk": ("experts of a token", 2, 2), "experts": ("of all ranks, rounded down to a multiple of them", 16, 8)}
     args = parse(__doc__, sizes, distributed=dict(choices=("gloo", "nccl"), help="initialise torch.distributed first"))
     args.experts -= args.experts % comm.size
