@@ -29,8 +29,9 @@ def _checks(name):
     return [pytest.param(f, id=f.__name__) for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def spmd(monkeypatch):
+    """What the tests of the host backend share puts its tensors on GPUs here."""
     import spmd
 
     monkeypatch.setattr(spmd, "backend", "cuda")
