@@ -51,6 +51,7 @@ ORDER = [
     "torch",
     "jax",
     "compat",
+    "cli_options",
     "cli",
     "__main__",
 ]
