@@ -14,6 +14,7 @@ from rich.table import Table
 
 from . import jit, toolchain
 from .cache import CorruptEntry, Entry, Store
+from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .config import COMBINE_DTYPES, Config
 from .errors import EPCompileError, EPConfigError, EPError, EPUnavailableError
@@ -22,6 +23,7 @@ from .kernels import TABLE, Kernel
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
+app.command()(doctor)
 
 ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 """What `--arch all` means, as far as the installed NVRTC knows them."""
