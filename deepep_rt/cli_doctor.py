@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
+from .cli_options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .errors import EPConfigError
 
 _WIDTH_OF_LOGS = 140
@@ -22,7 +22,7 @@ def doctor(
     tokens: Tokens = 4096,
     hidden: Hidden = 7168,
     topk: TopK = 8,
-    experts: Experts = 256,
+    experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 32 for each rank.")] = None,
     dtype: Dtype = "bfloat16",
     slots: Slots = 2,
     low_latency: Annotated[bool, typer.Option("--low-latency", help="With memory for the low-latency calls.")] = False,
@@ -39,7 +39,7 @@ def doctor(
         num_max_tokens_per_rank=tokens,
         hidden=hidden,
         num_topk=topk,
-        num_experts=experts,
+        **({} if experts is None else {"num_experts": experts}),
         dtype=dtype,
         num_slots=slots,
         low_latency=low_latency,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -30,7 +31,7 @@ def examine(sizes: Mapping[str, Any], num_ranks: int | None, backend: str) -> tu
     """Look at this machine, and ask the other ranks what they see. Collective under a launcher.
 
     Args:
-        sizes: Arguments of `Config` except for `num_ranks`.
+        sizes: Arguments of `Config` except for `num_ranks`; `num_experts` may be left out.
         num_ranks: Ranks of the Buffer; default: those of the launcher.
         backend: "auto", "cuda" or "host", as for `Buffer`.
 
@@ -83,7 +84,8 @@ def show(situation: Situation, found: Sequence[Finding], console: Console) -> No
         parts.append(Text(f"... and {len(situation.hosts) - _MAX_HOSTS} more hosts"))
     if different := differences(situation.reports):
         parts.append(_difference_table(different))
-    for part in (*parts, *map(_described, found), _verdict(found)):
+    alike = (list(some) for _, some in groupby(found, key=lambda finding: (finding.kind, finding.level)))
+    for part in (*parts, *map(_described, alike), _verdict(found)):
         console.print(part)
         console.print()
 
@@ -235,15 +237,17 @@ def _difference_table(different: Mapping[str, Mapping[str, list[int]]]) -> Table
     return table
 
 
-def _described(finding: Finding) -> Table:
-    where = f" on rank{'s' if len(finding.ranks) > 1 else ''} {ranges(finding.ranks)}" if finding.ranks else ""
-    style = _STYLES[finding.level]
+def _described(alike: Sequence[Finding]) -> Table:
+    """Findings of one kind and level: what each is, and once what that means."""
+    kind, level = alike[0].kind, alike[0].level
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, width=len("warning"))
     table.add_column(overflow="fold")
-    table.add_row(Text(finding.level, style), Text.assemble((finding.kind.name, style), f"{where}: {finding.what}"))
-    table.add_row("", Text(finding.kind.meaning))
-    table.add_row("", Text.assemble(("What to do: ", "bold"), finding.kind.remedy))
+    for finding in alike:
+        where = f" on rank{'s' if len(finding.ranks) > 1 else ''} {ranges(finding.ranks)}" if finding.ranks else ""
+        table.add_row(Text(level, _STYLES[level]), Text.assemble((kind.name, _STYLES[level]), f"{where}: {finding.what}"))
+    table.add_row("", Text(kind.meaning))
+    table.add_row("", Text.assemble(("What to do: ", "bold"), kind.remedy))
     return table
 
 

@@ -28,7 +28,7 @@ class Situation:
 
     Args:
         reports: One for each rank: `facts` and `failures` (as `doctor_run.examine` gives them), `launch`, `rank`, `local_rank`.
-        sizes: Arguments of `Config` except for `num_ranks`.
+        sizes: Arguments of `Config` except for `num_ranks`; `num_experts` may be left out (32 for each rank).
         num_ranks: Ranks of the Buffer; default: those that there are, or 8 if this is a process without others.
         backend: "auto", "cuda" or "host", as for `Buffer`.
         mpi_failure: Why MPI did not bring the other ranks' reports.
@@ -65,7 +65,7 @@ class Situation:
         # settings with a default in the environment, which may be what is wrong
         fixed = {"timeout_s": 1.0, "check_inputs": False}
         ranks = self.num_ranks or (len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE)
-        return Config(**{**fixed, **self.sizes, "num_ranks": ranks})
+        return Config(**{**fixed, "num_experts": 32 * ranks, **self.sizes, "num_ranks": ranks})
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Finding:
 
 
 def findings(situation: Situation) -> list[Finding]:
-    """Everything that the rules say, the worst first; what they say of several ranks alike is said once."""
+    """Everything that the rules say, the worst first, kind by kind; what they say of several ranks alike is said once."""
     found: list[Finding] = [finding for rule in _RULES for finding in rule(situation)]
     ranks: dict[Finding, list[int]] = {}
     for report in situation.reports:
@@ -96,7 +96,8 @@ def findings(situation: Situation) -> list[Finding]:
     for finding, at in ranks.items():
         everywhere = len(at) == len(situation.reports)
         found.append(finding if everywhere else Finding(finding.kind, finding.level, finding.what, tuple(at)))
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    kinds = list(KINDS)
+    return sorted(found, key=lambda finding: (LEVELS.index(finding.level), kinds.index(finding.kind.name)))
 
 
 def fact(report: Mapping[str, Any], probe: str, name: str) -> Any:
@@ -224,10 +225,10 @@ def _shared_gpus(s: Situation) -> Iterator[Finding]:
         return
     users = _users(s)
     allowed = all(fact(report, "settings", "share_gpus") for report in s.reports)
-    for (host, uuid), ranks in users.items():
-        if len(ranks) > 1:
-            what = f"ranks {ranges(ranks)} would all use GPU {uuid[:8]} of {host}"
-            yield _found("shared-gpu", "note" if allowed else "error", what + (", taking turns" if allowed else ""))
+    shared = [f"{_ranks(ranks)} would use GPU {uuid[:8]} of {host}" for (host, uuid), ranks in users.items() if len(ranks) > 1]
+    if shared:
+        turns = "; DEEPEP_RT_SHARE_GPUS=1: they take turns" if allowed else ""
+        yield _found("shared-gpu", "note" if allowed else "error", _some(shared) + turns)
 
 
 def _users(s: Situation) -> dict[tuple[str, str], list[int]]:
@@ -305,15 +306,19 @@ def _access(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> bool | None
 
 
 def _pairs(pairs: Sequence[tuple[str, ...]]) -> str:
-    shown = [f"{a[:8]} and {b[:8]}" + "".join(f" ({path})" for path in more) for a, b, *more in pairs[:_SHOWN]]
-    return ", ".join(shown) + (f" and {len(pairs) - _SHOWN} more pairs" if len(pairs) > _SHOWN else "")
+    return _some([f"{a[:8]} and {b[:8]}" + "".join(f" ({path})" for path in more) for a, b, *more in pairs])
+
+
+def _some(parts: Sequence[str]) -> str:
+    """The first few of a long list."""
+    return ", ".join(parts[:_SHOWN]) + (f", and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else "")
 
 
 def _several_hosts(s: Situation) -> Iterator[Finding]:
     if len(s.hosts) > 1 and s.uses_gpus:
         without = [host for host, reports in s.hosts.items() if not any(map(_is_up, fact(reports[0], "network", "nics") or []))]
         if without:
-            yield _found("no-nic", "error", f"no usable NIC on {', '.join(without[:_SHOWN])}")
+            yield _found("no-nic", "error", f"no usable NIC on {_some(without)}")
 
 
 def _is_up(nic: Mapping[str, Any]) -> bool:
@@ -338,10 +343,9 @@ def _ranks_differ(s: Situation) -> Iterator[Finding]:
 
 def _who_has_what(different: Mapping[str, Mapping[str, list[int]]], items: Sequence[str]) -> str:
     def one(item: str) -> str:
-        return f"{item}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in different[item].items())
+        return f"{item} " + " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in different[item].items())
 
-    more = f"; and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return "; ".join(one(item) for item in items[:_SHOWN]) + more
+    return _some([one(item) for item in items])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -411,7 +415,7 @@ def _mig(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _packages(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding]:
-    failures = report["failures"]
+    failures = {probe: why.partition("; pip install")[0] for probe, why in report["failures"].items()}  # the remedy says it
     for probe, library in (("nvrtc", "NVRTC"), ("nvjitlink", "nvJitLink")):
         if probe in failures:
             yield _found("no-cuda-packages", _needed(s), f"{library}: {failures[probe]}")
@@ -461,7 +465,7 @@ def _network(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding]:
     level = "warning" if s.has_network else "note"
     down = [f"{nic['name']}:{port['port']} {port['state']}" for nic in nics for port in nic["ports"] if port["state"] != "ACTIVE"]
     if down:
-        yield _found("nic-down", level, ", ".join(down))
+        yield _found("nic-down", level, _some(down))
     if not fact(report, "network", "peermem") and not fact(report, "network", "open_driver"):
         yield _found("no-gpudirect", level, "nvidia-peermem is not loaded, and the driver's kernel modules are not the open ones")
     parameters = fact(report, "network", "driver_parameters") or {}
@@ -492,8 +496,7 @@ def _cache(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding]:
         level = "note" if asserted else "error" if s.uses_gpus else "warning"
         yield _found("cache-not-writable", level, f"{fact(report, 'cache', 'folder')}: {error}")
     if corrupt := fact(report, "cache", "corrupt"):
-        more = f" and {len(corrupt) - _SHOWN} more" if len(corrupt) > _SHOWN else ""
-        yield _found("cache-corrupt", "warning", ", ".join(corrupt[:_SHOWN]) + more)
+        yield _found("cache-corrupt", "warning", _some(corrupt))
 
 
 def _shared_memory(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding]:

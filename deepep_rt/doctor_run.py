@@ -13,17 +13,21 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _env
 from .doctor_probes import PROBES
+from .errors import EPError
 
 PROBE_LIMIT_S = 30.0
 """How long one probe may take; a driver that initialises many GPUs takes seconds."""
 
 GATHER_LIMIT_S = 90.0
 """How long the ranks may take to find each other. Ranks whose probes hang come late."""
+
+_MARK = "deepep_rt.doctor_run: "
+"""How an answer's line begins; whatever else is printed (by a sitecustomize, say) is none."""
 
 _MODULE = [sys.executable, "-m", f"{__package__}.doctor_run"]
 
@@ -65,18 +69,14 @@ def _run(names: list[str], facts: dict[str, Any], failures: dict[str, str], limi
             expired.set()
             process.kill()
 
-        for _ in range(len(names) + 1):
+        line = " "
+        while line:
             timer = threading.Timer(limit_s, stop)
             timer.start()
             line = process.stdout.readline()
             timer.cancel()
-            if not line:
-                break
-            answer = json.loads(line)
-            if "failure" in answer:
-                failures[answer["name"]] = answer["failure"]
-            else:
-                facts[answer["name"]] = answer["facts"]
+            if (answer := _answer(line)) is not None:
+                (failures if "failure" in answer else facts)[answer["name"]] = answer.get("failure") or answer["facts"]
         status = process.wait()
         reader.join(1)
     if expired.is_set():
@@ -111,25 +111,29 @@ def gather(report: dict[str, Any], limit_s: float = GATHER_LIMIT_S) -> tuple[int
         )
     except subprocess.TimeoutExpired:
         return *alone, f"the ranks did not find each other within {limit_s:g} s"
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        rank, reports = json.loads(lines[-1])
-        return rank, reports, None
+    answers = [answer for answer in map(_answer, done.stdout.splitlines()) if answer is not None]
+    if done.returncode == 0 and answers:
+        return answers[0]["rank"], answers[0]["reports"], None
     return *alone, _ending(done.returncode, done.stderr)
 
 
+def _answer(line: str) -> dict[str, Any] | None:
+    return json.loads(line.removeprefix(_MARK)) if line.startswith(_MARK) else None
+
+
 def _probe(names: Sequence[str]) -> None:
-    answers = _quiet_stdout()
+    tell = _answers()
     for name in names:
         try:
             answer = {"name": name, "facts": PROBES[name]()}
         except Exception as error:
-            answer = {"name": name, "failure": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-        print(json.dumps(answer), file=answers, flush=True)
+            kind = "" if isinstance(error, EPError) else f"{type(error).__name__}: "  # ours speak for themselves
+            answer = {"name": name, "failure": kind + " ".join(str(error).split())}
+        tell(answer)
 
 
 def _gather() -> None:
-    answers = _quiet_stdout()
+    tell = _answers()
     report = json.loads(sys.stdin.read())
     from mpi4py import MPI
 
@@ -137,14 +141,14 @@ def _gather() -> None:
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     reports = comm.allgather({**report, "rank": comm.Get_rank(), "local_rank": host.Get_rank()})
     host.Free()
-    print(json.dumps([comm.Get_rank(), reports]), file=answers, flush=True)
+    tell({"rank": comm.Get_rank(), "reports": reports})
 
 
-def _quiet_stdout() -> Any:
-    """Standard output for answers alone; what libraries print goes to standard error."""
+def _answers() -> Callable[[dict[str, Any]], None]:
+    """A way to standard output that is for answers alone; what libraries print goes to standard error from now on."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return answers
+    return lambda answer: print(_MARK + json.dumps(answer), file=answers, flush=True)
 
 
 def launch() -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import pytest
 from deepep_rt.doctor_findings import Situation, differences, findings, ranges
 from deepep_rt.doctor_kinds import KINDS, MIN_NVSHMEM
 
-SIZES = dict(num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
+SIZES = dict(num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
 
 
 def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 8) -> dict[str, Any]:
@@ -184,15 +184,15 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("no-peer-access", "warning", ONE_PROCESS, _access(2, 5), "20000000 and 50000000"),
     ("no-nvlink", "warning", dict(ranks=8), _paths("SYS"), "(SYS)"),
     ("nvlink-uneven", "warning", dict(ranks=8), _nvml(3, nvlinks=16), "30000000 has 16 active NVLinks of 18"),
-    ("shared-gpu", "error", NO_SHARING, _all(), "ranks 0, 4 would all use GPU"),
-    ("shared-gpu", "note", NO_SHARING, _set("settings", share_gpus=True), "taking turns"),
+    ("shared-gpu", "error", NO_SHARING, _all(), "ranks 0, 4 would use GPU"),
+    ("shared-gpu", "note", NO_SHARING, _set("settings", share_gpus=True), "they take turns"),
     ("gpus-on-some-ranks", "error", dict(ranks=4), _rank(2, "driver", **NONE), "no GPU on ranks 2 of 4"),
     ("uneven-hosts", "error", dict(ranks=12, per_host=8), _all(), "host1 holds ranks 8 to 11"),
     ("uneven-hosts", "error", dict(ranks=4, per_host=4), _all(*(_rank(r, "machine", host=f"h{r % 2}") for r in range(4))), "0, 2"),
     ("uneven-hosts", "error", dict(ranks=16, per_host=16, num_gpus=16), _all(), "0 to 15"),
     ("not-enough-memory", "error", dict(ranks=8), _nvml(6, free_bytes=10**9), "GPU 60000000 of host0 has 1.00 GB free"),
     ("not-enough-memory", "error", ONE_PROCESS, _nvml(6, free_bytes=10**9), "GPU 60000000"),
-    ("wrong-sizes", "error", dict(ranks=1, num_ranks=3), _all(), "num_experts is 256"),
+    ("wrong-sizes", "error", dict(ranks=1, num_ranks=3, sizes={**SIZES, "num_experts": 256}), _all(), "num_experts is 256"),
     ("no-cuda-packages", "error", ONE_PROCESS, _drop("nvrtc"), "NVRTC: RuntimeError"),
     ("no-cuda-packages", "error", ONE_PROCESS, _drop("nvjitlink"), "nvJitLink: RuntimeError"),
     ("no-cuda-packages", "error", ONE_PROCESS, _set("bindings", module="cuda.core", error="ImportError: x"), "cuda.core: ImportError"),
