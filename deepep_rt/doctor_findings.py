@@ -17,6 +17,9 @@ from .errors import EPConfigError
 LEVELS = ("error", "warning", "note")
 """error: a Buffer cannot be made, or not as asked for. warning: it can, but something is slow, or about to break. note: to know."""
 
+MPI_FAMILIES = ("Open MPI", "MPICH")
+"""Names that launchers and libraries have in common; any other launcher (Slurm) can start both."""
+
 _SHOWN = 4  # of a long list
 _OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
 """Variables that may well differ between ranks."""
@@ -188,16 +191,27 @@ def _comparable(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mpi_start(s: Situation) -> Iterator[Finding]:
-    if s.mpi_failure is not None:
+    if s.mpi_failure is not None and not _is_foreign(s.reports[0]):
         yield _found("mpi-does-not-start", "error", s.mpi_failure)
+
+
+def _is_foreign(report: Mapping[str, Any]) -> bool:
+    """Whether the launcher is known to belong to another MPI than mpi4py."""
+    launcher, family = (report.get("launch") or {}).get("launcher"), fact(report, "mpi", "family")
+    return family is not None and launcher in MPI_FAMILIES and launcher != family
 
 
 def _launcher(s: Situation) -> Iterator[Finding]:
     report = s.reports[0]
     launch, library, family = report.get("launch"), fact(report, "mpi", "library"), fact(report, "mpi", "family")
-    if library is None or s.mpi_failure is not None:
+    if library is None:
         return
-    if launch and launch["size"] > 1 and len(s.reports) == 1:
+    if s.mpi_failure is not None:
+        if launch and _is_foreign(report):
+            yield _found(
+                "wrong-mpirun", "error", f"the launcher is of {launch['launcher']}, but mpi4py uses {library}; {s.mpi_failure}"
+            )
+    elif launch and launch["size"] > 1 and len(s.reports) == 1:
         yield _found(
             "wrong-mpirun",
             "error",
@@ -269,20 +283,30 @@ def _memory(s: Situation) -> Iterator[Finding]:
                 yield _found("not-enough-memory", "error", what)
 
 
+def _lost(s: Situation) -> Iterator[Finding]:
+    for host, reports in s.hosts.items():
+        if lost := fact(reports[0], "nvml", "lost"):
+            yield _found("gpu-lost", "warning", f"on {host}, {_some(lost)}")
+
+
 def _peers(s: Situation) -> Iterator[Finding]:
     """GPUs that ranks of a host use together, or, without other ranks, all that this process sees."""
     for host, reports in s.hosts.items():
         report, together = reports[0], len(reports) > 1
         used = {gpu["uuid"] for r in reports for gpu in ([gpu_of(r)] if together else gpus(r)) if gpu}
-        apart, slow = [], []
+        apart, slow, unseen = [], [], []
         for a, b in combinations(sorted(used), 2):
             path, access = path_between(report, a, b), _access(reports, a, b)
             if access is False:
                 apart.append((a, b))
-            elif path is not None and not path.startswith("NV"):
+            elif access is None:
+                unseen.append((a, b))
+            if access is not False and path is not None and not path.startswith("NV"):
                 slow.append((a, b, path))
         if apart:
             yield _found("no-peer-access", "error" if together else "warning", f"on {host} between GPUs {_pairs(apart)}")
+        if unseen and s.backend != "host":
+            yield _found("neighbours-hidden", "warning", f"on {host}, no rank sees both of GPUs {_pairs(unseen)}")
         if slow:
             yield _found("no-nvlink", "warning", f"on {host} between GPUs {_pairs(slow)}")
         links = [gpu for gpu in fact(report, "nvml", "gpus") or [] if gpu["uuid"] in used]
@@ -521,6 +545,7 @@ _RULES: tuple[Callable[[Situation], Iterator[Finding]], ...] = (
     _shared_gpus,
     _placement,
     _memory,
+    _lost,
     _peers,
     _several_hosts,
     _ranks_differ,

@@ -17,8 +17,8 @@ _MAX_NVLINKS = 64  # more than any GPU has; the driver refuses the first number 
 _PATHS = {0: "board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t, as nvidia-smi calls them
 
 
-class _Failed(Exception):
-    """A function of a library said no; holds the name or number of its error."""
+class CallFailed(Exception):
+    """A function of a C library said no; the message is its name for the reason."""
 
 
 class _Memory(ctypes.Structure):
@@ -35,7 +35,7 @@ class _Library:
     def __call__(self, function: str, *arguments: Any) -> None:
         status = getattr(self.c, function)(*arguments)
         if status:
-            raise _Failed(self._describe(self.c, status))
+            raise CallFailed(self._describe(self.c, status))
 
     def has(self, function: str) -> bool:
         return hasattr(self.c, function)
@@ -69,7 +69,7 @@ def driver() -> dict[str, Any]:
     found: dict[str, Any] = {"library": loaded("libcuda.so"), "cuda": f"{version // 1000}.{version % 1000 // 10}"}
     try:
         cuda("cuInit", 0)
-    except _Failed as error:
+    except CallFailed as error:
         return {**found, "init": str(error), "gpus": [], "access": []}
     handles = [cuda.number("cuDeviceGet", ordinal) for ordinal in range(cuda.number("cuDeviceGetCount"))]
     gpus = [_gpu(cuda, ordinal, handle) for ordinal, handle in enumerate(handles)]
@@ -103,7 +103,7 @@ def nvml() -> dict[str, Any]:
 
     Returns:
         `library`, `driver` (version of the kernel driver), `error`, `gpus` (`uuid`, `name`, `mig`, `free_bytes`, `total_bytes`, `nvlinks`:
-        active links), `paths` (`[i][j]`: "NV" and the links of a GPU if NVLink connects them, else how far apart they are on PCIe).
+        active links), `lost` (GPUs that do not answer), `paths` (`[i][j]`: "NV" and the links of a GPU if NVLink connects them, else how far apart they are on PCIe).
     """
     try:
         lib = _Library("libnvidia-ml.so.1", _nvml_error)
@@ -112,17 +112,21 @@ def nvml() -> dict[str, Any]:
     found: dict[str, Any] = {"library": loaded("libnvidia-ml.so")}
     try:
         lib("nvmlInit_v2")
-    except _Failed as error:
+    except CallFailed as error:
         return {**found, "error": str(error), "gpus": [], "paths": []}
     number = lib.number("nvmlDeviceGetCount_v2", kind=c_uint)
-    handles = []
+    handles, lost = [], []
     for index in range(number):
         handle = c_void_p()
-        lib("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(handle))
-        handles.append(handle)
+        try:
+            lib("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(handle))
+            handles.append(handle)
+        except CallFailed as error:
+            if "Permission" not in str(error):  # a GPU that was given to another container is not lost
+                lost.append(f"GPU {index}: {error}")
     gpus = [_nvml_gpu(lib, handle) for handle in handles]
     paths = [[_path(lib, a, b, gpus[i]["nvlinks"]) for b in handles] for i, a in enumerate(handles)]
-    return {**found, "driver": _maybe(lambda: lib.text("nvmlSystemGetDriverVersion")), "gpus": gpus, "paths": paths}
+    return {**found, "driver": _maybe(lambda: lib.text("nvmlSystemGetDriverVersion")), "gpus": gpus, "lost": lost, "paths": paths}
 
 
 def _nvml_gpu(lib: _Library, handle: c_void_p) -> dict[str, Any]:
@@ -152,7 +156,7 @@ def _active_links(lib: _Library, handle: c_void_p) -> Iterable[int]:
         active = c_uint()
         try:
             lib("nvmlDeviceGetNvLinkState", handle, c_uint(link), byref(active))
-        except (_Failed, AttributeError):
+        except (CallFailed, AttributeError):
             return
         yield active.value
 
@@ -182,7 +186,7 @@ def _maybe(ask: Callable[[], Any]) -> Any:
     """An answer, or None where this driver or GPU has none."""
     try:
         return ask()
-    except (_Failed, AttributeError):
+    except (CallFailed, AttributeError):
         return None
 
 

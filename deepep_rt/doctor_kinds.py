@@ -43,8 +43,8 @@ _ALL = (
     ),
     Kind(
         "wrong-mpirun",
-        "The launcher belongs to one MPI and mpi4py uses another. Each process then believes that it is rank 0 of 1: "
-        "programs seem to work, but every rank computes alone.",
+        "The launcher belongs to one MPI and mpi4py uses another. MPI then ends with an error about PMI or PMIx, or each "
+        "process believes that it is rank 0 of 1: programs seem to work, but every rank computes alone.",
         "Start with the mpirun of the MPI that mpi4py uses (the one that pip installed lies beside this python), or "
         "install mpi4py for the MPI that you start with: pip install --force-reinstall --no-binary mpi4py mpi4py, with "
         "that MPI's mpicc on the PATH.",
@@ -70,6 +70,13 @@ _ALL = (
         "all); under Slurm, ask for them (--gpus-per-node).",
     ),
     Kind(
+        "neighbours-hidden",
+        "A rank sees only its own GPU, or not those of all its neighbours. NVSHMEM maps the memory of GPUs that it sees: "
+        "ranks may find no direct path to each other, and making a Buffer then raises EPUnavailableError.",
+        "Give all ranks of a host the same CUDA_VISIBLE_DEVICES, or none (under Slurm no --gpus-per-task and no "
+        "--gpu-bind): each takes the GPU with its own number on the host.",
+    ),
+    Kind(
         "driver-fails",
         "There is an NVIDIA driver, but CUDA does not start. CUDA_ERROR_SYSTEM_NOT_READY: the fabric manager of a machine "
         "with NVSwitch is not running. CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: the driver was updated and the machine not "
@@ -77,6 +84,11 @@ _ALL = (
         "missing.",
         "Look at nvidia-smi and dmesg. systemctl start nvidia-fabricmanager (in the version of the driver), restart the "
         "machine after an update of the driver, or modprobe nvidia_uvm, each as administrator.",
+    ),
+    Kind(
+        "gpu-lost",
+        "The driver counts a GPU that it cannot reach. Often the GPU fell off the bus (Xid 79 in dmesg).",
+        "Reset the GPU or restart the machine, as administrator. If it happens again, suspect the hardware.",
     ),
     Kind(
         "driver-too-old",

@@ -162,6 +162,7 @@ def test_eight_gpus(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
         ({"FAKE_NO_ACCESS": "1"}, "no-peer-access", "warning"),
         ({"FAKE_PCIE": "1"}, "no-nvlink", "warning"),
         ({"FAKE_NVLINKS": "17"}, "nvlink-uneven", "warning"),
+        ({"FAKE_LOST": "6"}, "gpu-lost", "warning"),
     ],
 )
 def test_faults_of_gpus(doctor: Doctor, gpu_machine: dict[str, str], fault: dict[str, str], kind: str, level: str) -> None:

@@ -163,6 +163,9 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("no-mpirun", "warning", ONE_PROCESS, _set("mpi", mpirun=None, mpirun_family=None), "no mpirun"),
     ("wrong-mpirun", "warning", ONE_PROCESS, _set("mpi", mpirun_family="MPICH", mpirun_version="5.0"), "is of MPICH 5.0"),
     ("wrong-mpirun", "error", dict(ranks=2), _alone, "started 2 processes"),
+    ("wrong-mpirun", "error", dict(ranks=2, mpi_failure="unsupported PMI version"), _all(_alone, _set("mpi", family="MPICH")),
+     "the launcher is of Open MPI"),
+    ("mpi-does-not-start", "error", dict(ranks=2, mpi_failure="no memory"), _alone, "no memory"),
     ("mpi-does-not-start", "error", dict(ranks=1, mpi_failure="its process was killed by SIGSEGV"), _all(), "SIGSEGV"),
     ("no-gpu", "note", ONE_PROCESS, _all(NO_DRIVER, _set("machine", pci_gpus=0)), "libcuda"),
     ("no-gpu", "error", dict(ranks=1, backend="cuda"), _all(NO_DRIVER, _set("machine", pci_gpus=0)), "libcuda"),
@@ -173,6 +176,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("gpu-hidden", "note", dict(ranks=8, backend="host"), NO_DRIVER, "8 GPUs"),
     ("driver-fails", "error", dict(ranks=8), _set("driver", init="CUDA_ERROR_SYSTEM_NOT_READY", **NONE), "SYSTEM_NOT_READY"),
     ("driver-fails", "note", dict(ranks=8, backend="host"), _set("driver", init="CUDA_ERROR_UNKNOWN", **NONE), "UNKNOWN"),
+    ("gpu-lost", "warning", ONE_PROCESS, _set("nvml", lost=["GPU 3: GPU is lost"]), "on host0, GPU 3"),
     ("driver-too-old", "error", ONE_PROCESS, _set("driver", cuda="12.8"), "serves CUDA 12.8, NVRTC is 13.1"),
     ("driver-too-old", "error", ONE_PROCESS,
      _all(_set("driver", cuda="13.0"), _set("settings", variables={"DEEPEP_RT_ARCH": "compute_80"})), "asks for PTX"),
@@ -245,7 +249,7 @@ def test_what_is_wrong_is_found(kind: str, level: str, options: dict, change: Ca
 
 
 def test_every_kind_has_a_case() -> None:
-    assert {case[0] for case in CASES} == set(KINDS)
+    assert {case[0] for case in CASES} | {"neighbours-hidden"} == set(KINDS)
 
 
 # A change that is not among the findings' kinds must leave nothing else behind: what follows from one fault is said once.
@@ -301,14 +305,22 @@ def test_differences_name_every_value_and_its_ranks() -> None:
     }
 
 
-def test_gpus_chosen_one_by_one_are_no_difference_to_remark() -> None:
-    situation = machine(8)
-    for rank, one in enumerate(situation.reports):
+def _each_its_own(s: Situation) -> None:
+    for rank, one in enumerate(s.reports):
         one["facts"]["settings"]["variables"] = {"CUDA_VISIBLE_DEVICES": str(rank)}
         one["facts"]["driver"].update(gpus=[{**one["facts"]["driver"]["gpus"][rank], "ordinal": 0}], access=[[True]])
-    assert found(situation) == {}
+
+
+def test_gpus_that_only_one_rank_sees() -> None:
+    situation = machine(2)
+    _each_its_own(situation)
+    (finding,) = findings(situation)
+    assert (finding.kind.name, finding.level) == ("neighbours-hidden", "warning"), (
+        "and different variables are no finding of their own"
+    )
+    assert "00000000 and 10000000" in finding.what
     _paths("PIX")(situation)  # NVML sees all of them
-    assert found(situation) == {"no-nvlink": "warning"}
+    assert set(found(situation)) == {"neighbours-hidden", "no-nvlink"}
 
 
 def test_ranges() -> None:

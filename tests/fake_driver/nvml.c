@@ -1,5 +1,5 @@
 // NVML for the same GPUs, and for as many others as FAKE_HIDDEN_GPUS says: as much of libnvidia-ml.so.1 as doctor asks. The last GPU knows
-// neither MIG nor its memory. FAKE_NVLINKS: active links of GPU 1; the others have 18.
+// neither MIG nor its memory. FAKE_LOST: a GPU that does not answer; FAKE_NVLINKS: active links of GPU 1; the others have 18.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -10,7 +10,7 @@ static unsigned number(void) { return (unsigned)(setting("FAKE_GPUS", 8) + setti
 static int is_last(Device d) { return d - gpus == (int)number() - 1; }
 
 int nvmlInit_v2(void) { return setting("FAKE_NVML", 0); }
-const char* nvmlErrorString(int status) { return "Driver/library version mismatch"; }
+const char* nvmlErrorString(int status) { return status == 15 ? "GPU is lost" : "Driver/library version mismatch"; }
 int nvmlSystemGetDriverVersion(char* text, unsigned size) {
   snprintf(text, size, "590.12.01");
   return 0;
@@ -21,7 +21,7 @@ int nvmlDeviceGetCount_v2(unsigned* count) {
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device* device) {
   *device = gpus + index;
-  return 0;
+  return (int)index == setting("FAKE_LOST", -1) ? 15 : 0;
 }
 int nvmlDeviceGetUUID(Device d, char* text, unsigned size) {
   int n = snprintf(text, size, "GPU-");

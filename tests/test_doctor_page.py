@@ -1,0 +1,49 @@
+"""docs/when-it-does-not-work.md and doctor say the same: a section for each finding, in its words and in its order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deepep_rt.doctor_kinds import KINDS
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "when-it-does-not-work.md").read_text()
+SECTIONS = dict(re.findall(r"^### `([\w-]+)`\n(.*?)(?=^##|\Z)", PAGE, re.M | re.S))
+
+
+def test_every_finding_has_a_section_and_every_section_a_finding() -> None:
+    assert list(SECTIONS) == list(KINDS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_section_begins_with_what_doctor_prints(name: str) -> None:
+    kind = KINDS[name]
+    assert " ".join(SECTIONS[name].split()).startswith(f"{kind.meaning} **What to do:** {kind.remedy}")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_meanings_and_remedies_are_sentences(name: str) -> None:
+    kind = KINDS[name]
+    assert all(text.endswith(".") and "  " not in text for text in (kind.meaning, kind.remedy))
+
+
+def test_the_output_shown_is_in_todays_words() -> None:
+    """The examples were printed by a doctor that knew the same findings."""
+    shown = re.findall(r"^(?:error|warning|note) +([\w-]+)(?: on ranks? [^:]+)?: .*\n +(\S.*)$", PAGE, re.M)
+    assert len(shown) >= 4
+    for name, first_words in shown:
+        assert KINDS[name].meaning.startswith(first_words), name
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w./-]+\.md)?(?:#([\w-]+))?\)", page.read_text()):
+        other = page.parent / target if target else page
+        assert other.is_file(), target
+        headings = {
+            re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+        }
+        assert not anchor or anchor in headings, f"{target}#{anchor}"
