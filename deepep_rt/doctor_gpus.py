@@ -102,8 +102,9 @@ def nvml() -> dict[str, Any]:
     """All GPUs of the machine (or container), also those that CUDA_VISIBLE_DEVICES hides, by NVML.
 
     Returns:
-        `library`, `driver` (version of the kernel driver), `error`, `gpus` (`uuid`, `name`, `mig`, `free_bytes`, `total_bytes`, `nvlinks`:
-        active links), `lost` (GPUs that do not answer), `paths` (`[i][j]`: "NV" and the links of a GPU if NVLink connects them, else how far apart they are on PCIe).
+        `library`, `driver` (version of the kernel driver), `error`, `gpus` (`uuid`, `name`, `mig`, `free_bytes`, `total_bytes`,
+        `nvlinks`: active links), `lost` (GPUs that do not answer), `paths` (`[i][j]`: "NV" and the links of a GPU if NVLink connects
+        them, else how far apart they are on PCIe).
     """
     try:
         lib = _Library("libnvidia-ml.so.1", _nvml_error)
