@@ -40,7 +40,7 @@ def examine(sizes: Mapping[str, Any], num_ranks: int | None, backend: str) -> tu
     """
     launch = doctor_run.launch()
     report = {**doctor_run.examine(), "launch": launch}
-    rank, reports, failure = 0, [{**report, "rank": 0, "local_rank": 0}], None
+    rank, reports, failure = 0, [{**report, **doctor_run.ALONE}], None
     if fact(report, "mpi", "error") is None:
         rank, reports, failure = doctor_run.gather(report)
     if len(reports) == 1 and launch:  # MPI did not bring the ranks together, so the launcher's word counts

@@ -30,7 +30,7 @@ class Situation:
     """What the rules judge.
 
     Args:
-        reports: One for each rank: `facts` and `failures` (as `doctor_run.examine` gives them), `launch`, `rank`, `local_rank`.
+        reports: One for each rank: `facts` and `failures` (as `doctor_run.examine` gives them), `launch`, `rank`, `local_rank`, `group`.
         sizes: Arguments of `Config` except for `num_ranks`; `num_experts` may be left out (32 for each rank).
         num_ranks: Ranks of the Buffer; default: those that there are, or 8 if this is a process without others.
         backend: "auto", "cuda" or "host", as for `Buffer`.
@@ -50,11 +50,13 @@ class Situation:
 
     @property
     def hosts(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The reports of each host, in the order of ranks."""
-        found: dict[str, list[Mapping[str, Any]]] = {}
+        """The reports of each host, in the order of ranks. MPI says who is where: names may be equal, or differ in containers."""
+        groups: dict[int, list[Mapping[str, Any]]] = {}
         for report in self.reports:
-            found.setdefault(fact(report, "machine", "host") or "unknown", []).append(report)
-        return found
+            groups.setdefault(report["group"], []).append(report)
+        names = {group: fact(reports[0], "machine", "host") or "unknown" for group, reports in groups.items()}
+        twice = {name for name, number in Counter(names.values()).items() if number > 1}
+        return {f"{name} (rank {group})" if name in twice else name: groups[group] for group, name in names.items()}
 
     @property
     def has_network(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 from . import _env, doctor_gpus, toolchain
 from .cache import CorruptEntry, Store
+from .config import Config, arch_number
 from .errors import EPConfigError
 
 _PACKAGES = re.compile(
@@ -50,11 +51,23 @@ def python() -> dict[str, Any]:
 
 def settings() -> dict[str, Any]:
     """The environment variables that matter, what is wrong with ours, and the two that decide what is wrong elsewhere."""
-    found: dict[str, Any] = {"variables": _env.variables(), "mistakes": _env.mistakes(), "unknown": _env.unknown()}
-    for read in (_env.share_gpus, _env.assert_cached):
+    mistakes = _env.mistakes()
+    for name, read in (("DEEPEP_RT_TIMEOUT_S", lambda: Config(1, 1, 16, 1, 1, check_inputs=False)), ("DEEPEP_RT_ARCH", _arch)):
+        try:  # what can be read may still be out of range
+            read()
+        except EPConfigError as error:
+            if str(error) not in mistakes:
+                mistakes.append(f"{name}: {error}")
+    found: dict[str, Any] = {"variables": _env.variables(), "mistakes": mistakes, "unknown": _env.unknown()}
+    for flag in (_env.share_gpus, _env.assert_cached):
         with contextlib.suppress(EPConfigError):  # it is among the mistakes
-            found[read.__name__] = read()
+            found[flag.__name__] = flag()
     return found
+
+
+def _arch() -> None:
+    if arch := _env.arch():
+        arch_number(arch)
 
 
 def machine(root: Path = Path("/")) -> dict[str, Any]:

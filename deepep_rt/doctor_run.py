@@ -26,6 +26,9 @@ PROBE_LIMIT_S = 30.0
 GATHER_LIMIT_S = 90.0
 """How long the ranks may take to find each other. Ranks whose probes hang come late."""
 
+ALONE = {"rank": 0, "local_rank": 0, "group": 0}
+"""What `gather` would add to the report of a process without others."""
+
 _MARK = "deepep_rt.doctor_run: "
 """How an answer's line begins; whatever else is printed (by a sitecustomize, say) is none."""
 
@@ -94,10 +97,10 @@ def gather(report: dict[str, Any], limit_s: float = GATHER_LIMIT_S) -> tuple[int
     """Exchange the reports of all ranks. Collective over whatever MPI's world is.
 
     Returns:
-        This rank, the reports by rank, each with `rank` and `local_rank` (number among the ranks of its host), and None; or, instead of
-        None, why MPI did not bring any other report than this one.
+        This rank, the reports by rank, each with `rank`, `local_rank` (number among the ranks of its host) and `group` (the lowest rank
+        of that host), and None; or, instead of None, why MPI did not bring any other report than this one.
     """
-    alone = 0, [{**report, "rank": 0, "local_rank": 0}]
+    alone = 0, [{**report, **ALONE}]
     try:
         done = subprocess.run(  # the launcher's pipes are inherited: close_fds=False
             [*_MODULE, "--gather"],
@@ -139,7 +142,8 @@ def _gather() -> None:
 
     comm = MPI.COMM_WORLD
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    reports = comm.allgather({**report, "rank": comm.Get_rank(), "local_rank": host.Get_rank()})
+    place = {"rank": comm.Get_rank(), "local_rank": host.Get_rank(), "group": min(host.allgather(comm.Get_rank()))}
+    reports = comm.allgather({**report, **place})
     host.Free()
     tell({"rank": comm.Get_rank(), "reports": reports})
 

@@ -119,16 +119,19 @@ def test_sizes_are_options(doctor: Doctor) -> None:
 # --- machines that are not here ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def gpu_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables with which doctor sees 8 H200s."""
+def _compile(source: Path, library: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def gpu_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables with which doctor sees 8 H200s."""
     folder = tmp_path_factory.mktemp("driver")
-    for source, library in (("cuda", "libcuda.so.1"), ("nvml", "libnvidia-ml.so.1")):
-        words = [compiler, "-shared", "-fPIC", "-o", str(folder / library), str(HERE / "fake_driver" / f"{source}.c")]
-        subprocess.run(words, check=True, timeout=60)
+    _compile(HERE / "fake_driver/cuda.c", folder / "libcuda.so.1")
+    _compile(HERE / "fake_driver/nvml.c", folder / "libnvidia-ml.so.1")
     return {"LD_LIBRARY_PATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])}
 
 
@@ -186,7 +189,7 @@ def test_two_ranks_on_one_gpu(doctor: Doctor, gpu_machine: dict[str, str]) -> No
     command = [*_mpirun(), "-n", "3", *_program("--json")]
     answer = doctor.json(command=command, status=1, FAKE_GPUS="2", **gpu_machine)
     assert "ranks 0, 2 would use GPU 00010203" in what(answer, "shared-gpu")
-    assert [report["local_rank"] for report in answer["ranks"]] == [0, 1, 2]
+    assert [(report["local_rank"], report["group"]) for report in answer["ranks"]] == [(0, 0), (1, 0), (2, 0)]
     allowed = doctor.json(command=command, FAKE_GPUS="2", DEEPEP_RT_SHARE_GPUS="1", **gpu_machine)
     assert kinds(allowed)["shared-gpu"] == "note"
 
@@ -223,6 +226,9 @@ def test_what_libraries_print_is_no_answer(tmp_path: Path, doctor: Doctor) -> No
 
 
 def test_settings_that_are_not_understood(doctor: Doctor) -> None:
+    answer = doctor.json(status=1, DEEPEP_RT_TIMEOUT_S="-3", DEEPEP_RT_ARCH="hopper")
+    assert "DEEPEP_RT_TIMEOUT_S: timeout_s is -3.0" in what(answer, "wrong-setting")
+    assert "DEEPEP_RT_ARCH: arch is 'hopper'" in what(answer, "wrong-setting")
     answer = doctor.json(
         status=1, DEEPEP_RT_TIMEOUT_S="abc", DEEPEP_RT_DEBUG="maybe", DEEPEP_RT_ASSERT_CACHED="perhaps", DEEPEP_RT_TIMEOUT="5"
     )
@@ -305,7 +311,7 @@ def test_an_old_nvshmem_that_is_found_first(doctor: Doctor, tmp_path: Path, gpu_
     (library.parent / "libnvshmem_device.a").touch()
     source = tmp_path / "host.c"
     source.write_text("void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) { *a = 3; *b = 3; *c = 9; }\n")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    _compile(source, library)
     done = doctor.run(_program("--json", python=str(tmp_path / "env/bin/python")), **gpu_machine, PYTHONPATH=str(HERE.parent))
     assert done.returncode == 1
     said = what(json.loads(done.stdout), "nvshmem-too-old")

@@ -116,7 +116,8 @@ def test_all_ranks_together(comm, monkeypatch):
     from mpi4py import MPI
 
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    reports = comm.allgather({**report, "rank": comm.Get_rank(), "local_rank": host.Get_rank()})
+    place = {"rank": comm.Get_rank(), "local_rank": host.Get_rank(), "group": min(host.allgather(comm.Get_rank()))}
+    reports = comm.allgather({**report, **place})
     host.Free()
     sizes = dict(num_max_tokens_per_rank=64, hidden=1024, num_topk=4)
     situation = Situation(reports, sizes, backend="cuda")
