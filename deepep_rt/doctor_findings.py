@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -70,7 +71,11 @@ class Situation:
         # settings with a default in the environment, which may be what is wrong
         fixed = {"timeout_s": 1.0, "check_inputs": False}
         ranks = self.num_ranks or (len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE)
-        return Config(**{**fixed, "num_experts": 32 * ranks, **self.sizes, "num_ranks": ranks})
+        config = Config(**{**fixed, "num_experts": 32 * ranks, **self.sizes, "num_ranks": ranks})
+        host = len(next(iter(self.hosts.values())))
+        if config.ranks_per_node is None and len(self.hosts) > 1 and ranks == len(self.reports) and ranks % host == 0:
+            config = dataclasses.replace(config, ranks_per_node=host)  # as Buffer does
+        return config
 
 
 @dataclass(frozen=True)
@@ -295,9 +300,10 @@ def _peers(s: Situation) -> Iterator[Finding]:
     """GPUs that ranks of a host use together, or, without other ranks, all that this process sees."""
     for host, reports in s.hosts.items():
         report, together = reports[0], len(reports) > 1
-        used = {gpu["uuid"] for r in reports for gpu in ([gpu_of(r)] if together else gpus(r)) if gpu}
+        pairs = _neighbours(s, reports)
+        used = {uuid for pair in pairs for uuid in pair}
         apart, slow, unseen = [], [], []
-        for a, b in combinations(sorted(used), 2):
+        for a, b in pairs:
             path, access = path_between(report, a, b), _access(reports, a, b)
             if access is False:
                 apart.append((a, b))
@@ -320,6 +326,18 @@ def _peers(s: Situation) -> Iterator[Finding]:
                 most = max(numbers.values())
                 fewer = ", ".join(f"{uuid} has {number}" for uuid, number in numbers.items() if number < most)
                 yield _found("nvlink-uneven", "warning", f"on {host}, of {name}: {fewer} active NVLinks of {most}")
+
+
+def _neighbours(s: Situation, reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of GPUs between which rows are to travel directly."""
+    if len(reports) == 1:
+        return list(combinations([gpu["uuid"] for gpu in gpus(reports[0])], 2))
+    node = s.sizes.get("ranks_per_node") or len(reports)
+    groups: dict[int, list[str]] = {}
+    for report in reports:
+        if (gpu := gpu_of(report)) is not None:
+            groups.setdefault(report["rank"] // node, []).append(gpu["uuid"])
+    return [(a, b) for uuids in groups.values() for a, b in combinations(sorted(set(uuids)), 2)]
 
 
 def _access(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> bool | None:

@@ -102,7 +102,7 @@ def gather(report: dict[str, Any], limit_s: float = GATHER_LIMIT_S) -> tuple[int
     """
     alone = 0, [{**report, **ALONE}]
     try:
-        done = subprocess.run(  # the launcher's pipes are inherited: close_fds=False
+        done = subprocess.run(  # the child speaks to the launcher through pipes that this process inherited
             [*_MODULE, "--gather"],
             input=json.dumps(report),
             capture_output=True,

@@ -203,6 +203,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
      lambda s: [one.update(group=one["rank"] % 2) for one in s.reports], "host0 (rank 0) holds ranks 0, 2"),  # type: ignore[func-returns-value]
     ("uneven-hosts", "error", dict(ranks=16, per_host=16, num_gpus=16), _all(), "0 to 15"),
     ("not-enough-memory", "error", dict(ranks=8), _nvml(6, free_bytes=10**9), "GPU 60000000 of host0 has 1.00 GB free"),
+    ("not-enough-memory", "error", NO_SHARING, _nvml(free_bytes=2 * 10**9), "takes 2.88 GB (2 ranks use it)"),
     ("not-enough-memory", "error", ONE_PROCESS, _nvml(6, free_bytes=10**9), "GPU 60000000"),
     ("wrong-sizes", "error", dict(ranks=1, num_ranks=3, sizes={**SIZES, "num_experts": 256}), _all(), "num_experts is 256"),
     ("no-cuda-packages", "error", ONE_PROCESS, _drop("nvrtc"), "NVRTC: RuntimeError"),
@@ -329,6 +330,22 @@ def test_gpus_that_only_one_rank_sees() -> None:
     assert "00000000 and 10000000" in finding.what
     _paths("PIX")(situation)  # NVML sees all of them
     assert set(found(situation)) == {"neighbours-hidden", "no-nvlink"}
+
+
+def test_groups_that_speak_through_nvshmem_need_no_path() -> None:
+    situation = machine(8, sizes={**SIZES, "ranks_per_node": 4})
+    _access(3, 4)(situation)
+    assert found(situation) == {}
+    _access(4, 5)(situation)
+    assert found(situation) == {"no-peer-access": "error"}
+
+
+def test_memory_is_that_of_a_buffer_over_several_hosts() -> None:
+    sizes = {**SIZES, "num_max_tokens_per_rank": 128, "low_latency": True}
+    assert machine(16, sizes=sizes).config().ranks_per_node == 8
+    assert machine(8, sizes=sizes).config().ranks_per_node is None
+    assert machine(16, sizes={**sizes, "ranks_per_node": 2}).config().ranks_per_node == 2
+    assert machine(16, sizes=sizes, num_ranks=32).config().ranks_per_node is None, "where those would be is not known"
 
 
 def test_ranges() -> None:
