@@ -281,13 +281,14 @@ def _memory(s: Situation) -> Iterator[Finding]:
         return
     users = _users(s)
     for host, reports in s.hosts.items():
+        short = []
         for uuid, free in {gpu["uuid"]: free_bytes(report, gpu["uuid"]) for report in reports for gpu in gpus(report)}.items():
-            ranks = users.get((host, uuid), [])
-            wanted = need * max(len(ranks), 1)
-            if free is not None and free < wanted and (ranks or len(s.reports) == 1):
-                times = f" ({len(ranks)} ranks use it)" if len(ranks) > 1 else ""
-                what = f"GPU {uuid[:8]} of {host} has {free / 1e9:.2f} GB free; a Buffer takes {wanted / 1e9:.2f} GB{times}"
-                yield _found("not-enough-memory", "error", what)
+            num_users = len(users.get((host, uuid), [])) if len(s.reports) > 1 else 1
+            if free is not None and free < need * num_users:
+                times = f"{num_users} times " if num_users > 1 else ""
+                short.append(f"GPU {uuid[:8]} has {free / 1e9:.2f} GB free and is to hold {times}{need / 1e9:.2f} GB")
+        if short:
+            yield _found("not-enough-memory", "error", f"on {host}, {_some(short)}")
 
 
 def _lost(s: Situation) -> Iterator[Finding]:

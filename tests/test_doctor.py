@@ -182,7 +182,7 @@ def test_nvml_may_be_broken_alone(doctor: Doctor, gpu_machine: dict[str, str]) -
 
 def test_too_little_memory(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
     answer = doctor.json("--tokens", "100000", "--slots", "40", status=1, **gpu_machine)
-    assert re.search(r"GPU 00010203 of .* has 150.00 GB free; a Buffer takes [\d.]+ GB", what(answer, "not-enough-memory"))
+    assert re.search(r"GPU 00010203 has 150.00 GB free and is to hold [\d.]+ GB", what(answer, "not-enough-memory"))
 
 
 def test_two_ranks_on_one_gpu(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
