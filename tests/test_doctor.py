@@ -240,7 +240,7 @@ def test_settings_that_are_not_understood(doctor: Doctor) -> None:
 
 def test_a_cache_that_cannot_be_written(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")  # also a user who may write everything cannot write below it
-    answer = doctor.json(DEEPEP_RT_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    answer = doctor.json("--backend", "host", DEEPEP_RT_CACHE_DIR=str(tmp_path / "file" / "cache"))
     assert kinds(answer)["cache-not-writable"] == "warning"
     assert str(tmp_path / "file") in what(answer, "cache-not-writable")
 
@@ -281,7 +281,7 @@ def test_without_mpi4py(doctor: Doctor, tmp_path: Path) -> None:
 
 def test_without_cuda_packages(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:
     without = _without(tmp_path, "cuda")
-    levels = kinds(doctor.json(**without))
+    levels = kinds(doctor.json("--backend", "host", **without))
     assert (levels["no-cuda-packages"], levels["no-nvshmem"]) == ("note", "note"), "the host backend needs neither"
     answer = doctor.json(status=1, **without, **gpu_machine)
     assert (kinds(answer)["no-cuda-packages"], kinds(answer)["no-nvshmem"]) == ("error", "error")
@@ -324,7 +324,8 @@ def test_an_old_nvshmem_that_is_found_first(doctor: Doctor, tmp_path: Path, gpu_
 
 def test_what_differs_between_ranks(doctor: Doctor, tmp_path: Path) -> None:
     other = ["env", "NVSHMEM_IB_SL=3", f"DEEPEP_RT_CACHE_DIR={tmp_path}/other", "CUDA_VISIBLE_DEVICES=1"]
-    command = [*_mpirun(), "-n", "1", *_program("--json"), ":", "-n", "1", *other, *_program("--json")]
+    program = _program("--json", "--backend", "host")
+    command = [*_mpirun(), "-n", "1", *program, ":", "-n", "1", *other, *program]
     answer = doctor.json(command=command)
     assert [report["rank"] for report in answer["ranks"]] == [0, 1]
     different = answer["differences"]
