@@ -11,7 +11,7 @@ from rich.console import Console
 from .cli_options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .errors import EPConfigError
 
-_WIDTH_OF_LOGS = 140
+_WIDTH_OF_LOGS = 150  # holds the table of 8 GPUs
 
 
 def doctor(

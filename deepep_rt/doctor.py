@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -78,8 +79,7 @@ def show(situation: Situation, found: Sequence[Finding], console: Console) -> No
     """Print one screen."""
     parts: list[Any] = [_title(situation), _facts(situation)]
     for host, reports in list(situation.hosts.items())[:_MAX_HOSTS]:
-        if (table := _gpu_table(host, reports)) is not None:
-            parts.append(table)
+        parts += _gpu_tables(host, reports, console)
     if len(situation.hosts) > _MAX_HOSTS:
         parts.append(Text(f"... and {len(situation.hosts) - _MAX_HOSTS} more hosts"))
     if different := differences(situation.reports):
@@ -191,26 +191,45 @@ def _size_hint(s: Situation) -> dict[str, int] | None:
         return None
 
 
-def _gpu_table(host: str, reports: Sequence[Mapping[str, Any]]) -> Table | None:
-    """The GPUs of a host, and the paths between them."""
+def _gpu_tables(host: str, reports: Sequence[Mapping[str, Any]], console: Console) -> list[Table]:
+    """The GPUs of a host, and the paths between them: one table, or two and short UUIDs where that is too wide."""
     known = {gpu["uuid"]: gpu for report in reports for gpu in gpus(report)}  # also those that only other ranks see
     nvml = {gpu["uuid"]: gpu for gpu in fact(reports[0], "nvml", "gpus") or []}
     ids = [*nvml, *(uuid for uuid in known if uuid not in nvml)]
     if not ids:
-        return None
-    table = Table(title=f"GPUs of {host}", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    together = len(reports) > 1
-    for column in ("", "name", "UUID", "arch", "MIG", "free of GB", *(["ranks"] if together else []), *map(str, range(len(ids)))):
+        return []
+    rows = [[str(number), *_gpu_row(reports, known, nvml, uuid)] for number, uuid in enumerate(ids)]
+    paths = [[_cell(reports, uuid, other) for other in ids] for uuid in ids]
+    title, columns, numbers = (
+        f"GPUs of {host}",
+        ["", "name", "UUID", "arch", "MIG", "free of GB", "ranks"],
+        [row[0] for row in rows],
+    )
+    one = _table(title, [*columns, *numbers], [[*row, *cells] for row, cells in zip(rows, paths, strict=True)])
+    if Measurement.get(console, console.options.update(width=1000), one).maximum <= console.width:
+        return [one]
+    short = [[*row[:2], row[2][:8], *row[3:]] for row in rows]
+    between = [[number, *cells] for number, cells in zip(numbers, paths, strict=True)]
+    return [_table(title, columns, short), _table("Paths between them", ["", *numbers], between)]
+
+
+def _gpu_row(
+    reports: Sequence[Mapping[str, Any]], known: Mapping[str, Any], nvml: Mapping[str, Any], uuid: str
+) -> tuple[str, str, str, str, str, str]:
+    gpu, seen = nvml.get(uuid, {}), known.get(uuid)
+    mig = {True: "on", False: "off", None: "?"}[gpu.get("mig")]
+    free, total = gpu.get("free_bytes"), gpu.get("total_bytes") or (seen or {}).get("total_bytes") or 0
+    memory = f"{'?' if free is None else f'{free / 1e9:.1f}'} of {total / 1e9:.1f}"
+    users = ranges(report["rank"] for report in reports if (gpu_of(report) or {}).get("uuid") == uuid)
+    return (seen or gpu)["name"] or "?", uuid, seen["arch"] if seen else "hidden", mig, memory, users if len(reports) > 1 else "-"
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
         table.add_column(column, no_wrap=True)
-    for number, uuid in enumerate(ids):
-        gpu, seen = nvml.get(uuid, {}), known.get(uuid)
-        mig = {True: "on", False: "off", None: "?"}[gpu.get("mig")]
-        free, total = gpu.get("free_bytes"), gpu.get("total_bytes") or (seen or {}).get("total_bytes") or 0
-        memory = f"{'?' if free is None else f'{free / 1e9:.1f}'} of {total / 1e9:.1f}"
-        name, arch = (seen or gpu)["name"], seen["arch"] if seen else "hidden"
-        users = [report["rank"] for report in reports if (gpu_of(report) or {}).get("uuid") == uuid]
-        paths = [_cell(reports, uuid, other) for other in ids]
-        table.add_row(str(number), name, uuid, arch, mig, memory, *([ranges(users) or "-"] if together else []), *paths)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -223,7 +242,7 @@ def _cell(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> Text:
         if a in at and b in at:
             if fact(report, "driver", "access")[at[a]][at[b]]:
                 return Text(path or "access", style="green" if (path or "").startswith("NV") else "yellow")
-            return Text(f"{path or ''} no access".strip(), style="red")
+            return Text("none", style="bold red")
     return Text(path or "?")
 
 
