@@ -97,17 +97,25 @@ class Finding:
 
 def findings(situation: Situation) -> list[Finding]:
     """Everything that the rules say, the worst first, kind by kind; what they say of several ranks alike is said once."""
-    found: list[Finding] = [finding for rule in _RULES for finding in rule(situation)]
+    found: list[Finding] = [finding for rule in _RULES for finding in _judged(rule, situation)]
     ranks: dict[Finding, list[int]] = {}
     for report in situation.reports:
         for rule in _RANK_RULES:
-            for finding in rule(situation, report):
+            for finding in _judged(rule, situation, report):
                 ranks.setdefault(finding, []).append(report["rank"])
     for finding, at in ranks.items():
         everywhere = len(at) == len(situation.reports)
         found.append(finding if everywhere else Finding(finding.kind, finding.level, finding.what, tuple(at)))
     kinds = list(KINDS)
     return sorted(found, key=lambda finding: (LEVELS.index(finding.level), kinds.index(finding.kind.name)))
+
+
+def _judged(rule: Callable[..., Iterator[Finding]], *about: Any) -> list[Finding]:
+    """What a rule says; a rule that stumbles over facts which nobody thought of says that."""
+    try:
+        return list(rule(*about))
+    except Exception as error:
+        return [_found("probe-failed", "warning", f"the rule {rule.__name__}: {type(error).__name__}: {error}")]
 
 
 def fact(report: Mapping[str, Any], probe: str, name: str) -> Any:

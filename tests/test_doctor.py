@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from deepep_rt import Buffer, doctor_gpus, doctor_probes, doctor_run
+from deepep_rt import Buffer, _env, doctor_gpus, doctor_probes, doctor_run
 from deepep_rt.cache import SUFFIX, Entry, Store
 
 HERE = Path(__file__).resolve().parent
@@ -241,6 +241,11 @@ def test_settings_that_are_not_understood(doctor: Doctor) -> None:
     assert all(value in said for value in ("'abc'", "'maybe'", "'perhaps'"))
     assert what(answer, "unknown-setting") == "DEEPEP_RT_TIMEOUT"
     assert "probe-failed" not in kinds(answer)
+
+
+def test_every_setting_is_read() -> None:
+    documented = set(re.findall(r'"""`(DEEPEP_RT_[A-Z_]+)', Path(_env.__file__).read_text()))
+    assert documented == set(_env._READERS)
 
 
 def test_a_cache_that_cannot_be_written(doctor: Doctor, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -286,13 +287,29 @@ def test_one_fault_makes_one_finding(kind: str, options: dict, change: Callable[
 @pytest.mark.parametrize("backend", ["auto", "cuda", "host"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_rule_needs_a_fact(ranks: int, backend: str) -> None:
-    """Whatever probes failed, singly or all, the rules come to an end."""
+    """Whatever probes failed, singly or all: no rule stumbles, and there is a screen."""
+    doctor = pytest.importorskip("deepep_rt.doctor")
+    from rich.console import Console
+
     probes = list(report()["facts"])
     for lost in [*([probe] for probe in probes), probes]:
         situation = machine(ranks, backend=backend)
         for probe in lost:
             _drop(probe)(situation)
-        assert all(finding.what for finding in findings(situation))
+        said = findings(situation)
+        assert not [finding.what for finding in said if finding.what.startswith("the rule ")]
+        with (console := Console(width=150)).capture() as screen:
+            doctor.show(situation, said, console)
+        assert ("Broken" if doctor.is_broken(said) else "Usable") in screen.get()
+        json.dumps(doctor.as_json(situation, said))
+
+
+def test_facts_that_nobody_thought_of_are_no_end() -> None:
+    situation = machine(1)
+    _set("nvrtc", archs=7)(situation)
+    (finding,) = findings(situation)
+    assert finding.kind.name == "probe-failed"
+    assert finding.what.startswith("the rule _architecture: TypeError: ")
 
 
 def test_what_ranks_have_in_common_is_said_once_and_the_worst_comes_first() -> None:
