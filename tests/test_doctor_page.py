@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,32 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", other.read_text(), re.M)
         }
         assert not anchor or anchor in headings, f"{target}#{anchor}"
+
+
+def _commands() -> list[str]:
+    """Lines of the pages' shell blocks that need no program of the reader's, no Slurm and no second host."""
+    blocks = "\n".join(
+        text for page in ("when-it-does-not-work.md", "slurm-and-mpirun.md") for text in _shell_blocks(DOCS / page)
+    )
+    lines = (line.partition("  #")[0].strip() for line in blocks.splitlines())
+    return sorted({line for line in lines if line.startswith(("python ", "mpirun ")) and "program.py" not in line})
+
+
+def _shell_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_commands_run(command: str) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    # Open MPI otherwise refuses to run as root, and to start more ranks than there are cores
+    mpi = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"), "1")
+    environment = {**os.environ, **mpi, "PATH": path}
+    done = subprocess.run(
+        command, shell=True, env=environment, cwd=DOCS.parent, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    if "COMM_WORLD" in command:
+        assert done.stdout.split() == ["2", "2"]
+    else:
+        assert "Broken: " in done.stdout or "Usable" in done.stdout or '"status"' in done.stdout, done.stderr
