@@ -1,7 +1,10 @@
 """Expert-parallel (MoE) dispatch and combine for GPUs, compiled at run time. `Buffer` is the way in.
 
-Importing this package touches no GPU, no MPI and no environment variable.
+Importing this package touches no GPU, no MPI and no environment variable. What it has to say while it works goes to the logger
+"deepep_rt", which is quiet until the program asks for it.
 """
+
+import logging
 
 from .buffer import Buffer
 from .errors import (
@@ -25,6 +28,8 @@ from .results import (
     LowLatencyDispatchResult,
     LowLatencyHandle,
 )
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import EPConfigError
@@ -45,6 +46,63 @@ def timeout_s() -> float:
         return float(text)
     except ValueError:
         raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 30") from None
+
+
+_READERS = {
+    "DEEPEP_RT_CACHE_DIR": cache_dir,
+    "DEEPEP_RT_ASSERT_CACHED": assert_cached,
+    "DEEPEP_RT_ARCH": arch,
+    "DEEPEP_RT_DEBUG": debug,
+    "DEEPEP_RT_SHARE_GPUS": share_gpus,
+    "DEEPEP_RT_TIMEOUT_S": timeout_s,
+}
+
+
+def mistakes() -> list[str]:
+    """What is wrong with the values of the `DEEPEP_RT_*` variables."""
+    found = []
+    for read in _READERS.values():
+        try:
+            read()
+        except (EPConfigError, RuntimeError) as error:  # RuntimeError: there is no home folder to expand ~ to
+            found.append(str(error))
+    return found
+
+
+def unknown() -> list[str]:
+    """Variables that look like settings of this library and are none."""
+    return sorted(name for name in os.environ if name.startswith("DEEPEP_RT_") and name not in _READERS)
+
+
+def variables() -> dict[str, str]:
+    """Every variable that changes what this library, NVSHMEM or CUDA does."""
+    prefixes, names = ("DEEPEP_RT_", "NVSHMEM_", "CUDA_"), ("LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES")
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes) or name in names}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher of this process says about it."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+_LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE"),  # and its relatives; srun too, if it speaks PMI
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # last: mpirun inside of a job sees these of its daemons
+)
+
+
+def launch() -> Launch | None:
+    """How an MPI launcher started this process, by the launcher's own variables; None without one."""
+    for launcher, rank, size in _LAUNCHERS:
+        values = os.environ.get(rank, ""), os.environ.get(size, "")
+        if all(value.isdigit() for value in values):
+            return Launch(launcher, int(values[0]), int(values[1]))
+    return None
 
 
 @contextmanager

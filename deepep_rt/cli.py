@@ -14,6 +14,8 @@ from rich.table import Table
 
 from . import jit, toolchain
 from .cache import CorruptEntry, Entry, Store
+from .cli_doctor import doctor
+from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .config import COMBINE_DTYPES, Config
 from .errors import EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
@@ -21,11 +23,10 @@ from .kernels import TABLE, Kernel
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
+app.command()(doctor)
 
 ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 """What `--arch all` means, as far as the installed NVRTC knows them."""
-
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 def run(args: Sequence[str] | None = None) -> None:
@@ -47,13 +48,13 @@ def compile_(
         typer.Option(help=f"Target, such as sm_90; may be repeated. 'all': those of {', '.join(ALL_ARCHS)} that NVRTC knows."),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks of the communicator.")] = 8,
-    tokens: Annotated[int, typer.Option(help="num_max_tokens_per_rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(help="Elements of a row.")] = 7168,
-    topk: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
-    experts: Annotated[int, typer.Option(help="Experts over all ranks.")] = 256,
-    dtype: Annotated[str, typer.Option(help="Widest element type of a row.")] = "bfloat16",
-    slots: Annotated[int, typer.Option(help="num_slots.")] = 2,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks that NVLink connects. Default: all of them.")] = None,
+    tokens: Tokens = 4096,
+    hidden: Hidden = 7168,
+    topk: TopK = 8,
+    experts: Experts = 256,
+    dtype: Dtype = "bfloat16",
+    slots: Slots = 2,
+    ranks_per_node: RanksPerNode = None,
     on_timeout: Annotated[str, typer.Option(help="What low-latency calls do about a silent peer: raise or mask.")] = "raise",
     combine_dtype: Annotated[
         list[str] | None, typer.Option(help="Element type that combine adds up; may be repeated. Default: --dtype.")

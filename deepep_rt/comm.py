@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _env
+from . import _env, jit
 from .config import MAX_RANKS_PER_NODE, Config
 from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .network import NetworkOptions
@@ -76,6 +76,15 @@ def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, netw
             )
         return "host" if without else "cuda"
     return backend
+
+
+def announce(comm: Intracomm, backend: str, transport: str, num_bytes: int) -> None:
+    """Log, on rank 0, what a Buffer that was just made consists of; the kernels are those of this process so far."""
+    if comm.Get_rank() == 0:
+        _log.info(
+            "Buffer of %d ranks: %s, %s, %.2f GB a rank, kernels: %d from the cache and %d compiled",
+            comm.Get_size(), backend, transport, num_bytes / 1e9, jit.stats.hits, jit.stats.misses,
+        )  # fmt: skip
 
 
 def _why_no_gpu() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ from .streams import CallOrder
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-_log = logging.getLogger("deepep_rt")
 
 _HOST_GRACE_S = 5.0
 """The device reports a silent peer itself; only when the kernel does not even run does the host give up, this much later."""
@@ -86,12 +83,9 @@ class DeviceBackend:
                 self._launcher("combine", config.dtype)
         driver.synchronize(0)
         self._comm.Barrier()  # nobody writes to control memory that is still being cleared
-        if self._comm.Get_rank() == 0:
-            size = layout.size_hint(config)["total"] / 1e9
-            between = f", NVSHMEM between groups of {config.node_size}" if config.has_network else ""
-            _log.info(
-                "%d ranks, CUDA, %s, NVLink or PCIe peer access%s, %.2f GB a rank", config.num_ranks, self._arch, between, size
-            )
+        between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
+        transport = f"NVLink or PCIe peer access{between}"
+        comm.announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
 
     # --- the calls ---------------------------------------------------------------------------------------------------------------
 

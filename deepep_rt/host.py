@@ -19,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .arrays import DTYPES, HOST, View
+from .comm import announce
 from .config import Config
 from .errors import EPInputError
 from .host_arrays import Result, from_float32, rows_of, to_float32
@@ -86,6 +87,7 @@ class HostBackend:
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
         self._calling: str | None = None  # the low-latency call, of `_KINDS`, that a dispatch or combine here is a part of
+        announce(self._comm, "host backend", "MPI", 0)
 
     context = contextlib.nullcontext()
     """There is no device to make current."""

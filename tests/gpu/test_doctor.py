@@ -1,0 +1,149 @@
+"""Doctor on a machine with GPUs: what it says about them is what torch says, and the log line of a Buffer names them.
+
+Under mpirun each rank runs doctor as a process without a launcher (rank 0 only); `mpirun -n N python -m deepep_rt doctor` itself cannot be
+started from inside of a job, so its part is `test_all_ranks_together`, which brings together in this job what the ranks would.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+pytest.importorskip("typer")
+
+from helpers import make  # noqa: E402
+
+from deepep_rt import Buffer, doctor_run, jit  # noqa: E402
+from deepep_rt.doctor_findings import Situation, findings, gpu_of  # noqa: E402
+
+LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "HYDI_", "SLURM_", "DEEPEP_RT_SHARE_GPUS")
+
+
+def run(*options, **environment):
+    """Doctor outside of this job. An answer is given whatever was found; the caller judges."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    words = [sys.executable, "-m", "deepep_rt", "doctor", "--json", *options]
+    done = subprocess.run(words, env={**kept, **environment}, capture_output=True, text=True, timeout=300, check=False)
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert done.returncode == (answer["status"] == "broken"), done.stderr
+    return answer
+
+
+def told(answer, *levels):
+    return "\n".join(f"{f['level']} {f['kind']}: {f['what']}" for f in answer["findings"] if not levels or f["level"] in levels)
+
+
+@pytest.fixture
+def only_rank_0(comm):
+    if comm.Get_rank():
+        pytest.skip("rank 0 runs it")
+
+
+@pytest.mark.usefixtures("only_rank_0")
+def test_gpus_are_those_that_torch_sees():
+    answer = run("--backend", "cuda", "--tokens", "128")
+    facts = answer["ranks"][0]["facts"]
+    assert facts["driver"]["init"] == "CUDA_SUCCESS", facts["driver"]
+    assert len(facts["driver"]["gpus"]) == torch.cuda.device_count()
+    for index, gpu in enumerate(facts["driver"]["gpus"]):
+        seen = torch.cuda.get_device_properties(index)
+        assert gpu["name"] == seen.name
+        assert gpu["arch"] == f"sm_{seen.major}{seen.minor}"
+        assert abs(gpu["total_bytes"] - seen.total_memory) < 1 << 20
+        assert uuid.UUID(gpu["uuid"]) == uuid.UUID(str(seen.uuid).removeprefix("GPU-"))
+        for other in range(torch.cuda.device_count()):
+            if other != index:
+                assert facts["driver"]["access"][index][other] == torch.cuda.can_device_access_peer(index, other), (index, other)
+
+
+@pytest.mark.usefixtures("only_rank_0")
+def test_nvml_knows_the_same_gpus():
+    facts = run()["ranks"][0]["facts"]
+    nvml = facts["nvml"]
+    assert "error" not in nvml, nvml
+    assert nvml["driver"].count("."), nvml["driver"]
+    by_uuid = {gpu["uuid"]: gpu for gpu in nvml["gpus"]}
+    for gpu in facts["driver"]["gpus"]:
+        seen = by_uuid[gpu["uuid"]]
+        assert seen["mig"] is not True, "these tests expect whole GPUs"
+        assert 0 < seen["free_bytes"] <= seen["total_bytes"]
+        assert seen["nvlinks"] == nvml["gpus"][0]["nvlinks"]
+    paths, number = nvml["paths"], len(nvml["gpus"])
+    assert [[paths[a][b] == "-" for b in range(number)] for a in range(number)] == [
+        [a == b for b in range(number)] for a in range(number)
+    ]
+    assert "unknown" not in {path for row in paths for path in row}
+
+
+@pytest.mark.usefixtures("only_rank_0")
+def test_this_machine_is_not_broken():
+    """These tests run on it; whatever doctor calls an error is a mistake of doctor's (or makes the other tests fail too)."""
+    answer = run("--backend", "cuda", "--tokens", "128", "--hidden", "1024")
+    assert answer["status"] == "ok", told(answer, "error")
+    assert answer["ranks"][0]["failures"] == {}, answer["ranks"][0]["failures"]
+    assert "no-nvlink" not in told(answer) or "H200" not in str(answer["ranks"][0]["facts"]["driver"]), told(answer)
+
+
+@pytest.mark.usefixtures("only_rank_0")
+def test_hidden_gpus_are_noticed():
+    answer = run(CUDA_VISIBLE_DEVICES="")
+    (finding,) = (f for f in answer["findings"] if f["kind"] in ("gpu-hidden", "no-gpu", "driver-fails"))
+    assert (finding["kind"], finding["level"]) == ("gpu-hidden", "warning"), told(answer)
+    assert "CUDA_VISIBLE_DEVICES is ''" in finding["what"]
+    assert run("--backend", "cuda", CUDA_VISIBLE_DEVICES="")["status"] == "broken"
+
+
+@pytest.mark.usefixtures("only_rank_0")
+def test_more_memory_than_there_is():
+    answer = run("--tokens", "1000000", "--hidden", "16384", "--slots", "8")
+    assert "not-enough-memory" in told(answer, "error"), told(answer)
+
+
+def test_all_ranks_together(comm, monkeypatch):
+    """What the ranks report, judged together: a GPU for each, or the finding that says otherwise."""
+    monkeypatch.delenv("DEEPEP_RT_SHARE_GPUS", raising=False)
+    report = {**doctor_run.examine(), "launch": doctor_run.launch()}
+    assert report["failures"] == {}, report["failures"]
+    from mpi4py import MPI
+
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    place = {"rank": comm.Get_rank(), "local_rank": host.Get_rank(), "group": min(host.allgather(comm.Get_rank()))}
+    reports = comm.allgather({**report, **place})
+    host.Free()
+    sizes = dict(num_max_tokens_per_rank=64, hidden=1024, num_topk=4)
+    situation = Situation(reports, sizes, backend="cuda")
+    found = {finding.kind.name: finding for finding in findings(situation)}
+    shares = len({gpu_of(one)["uuid"] for one in reports}) < len(reports)
+    assert ("shared-gpu" in found) == shares, found
+    errors = {name: finding.what for name, finding in found.items() if finding.level == "error"}
+    assert set(errors) <= {"shared-gpu"}, errors
+    if not shares:  # the GPU that doctor expects is the one that a Buffer takes: torch chose the same one for this rank
+        mine = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        assert uuid.UUID(gpu_of(reports[comm.Get_rank()])["uuid"]) == uuid.UUID(str(mine).removeprefix("GPU-"))
+
+
+def test_the_log_line_of_a_buffer(comm, caplog):
+    before = jit.stats.hits + jit.stats.misses
+    with caplog.at_level(logging.INFO, logger="deepep_rt"), make(comm, num_max_tokens_per_rank=64, hidden=1024):
+        arch = jit.current_arch()
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Buffer of ")]
+    if comm.Get_rank():
+        assert lines == []
+        return
+    hint = Buffer.size_hint(
+        comm.Get_size(), num_max_tokens_per_rank=64, hidden=1024, num_topk=8, num_experts=32 * comm.Get_size()
+    )
+    (line,) = lines
+    assert line.startswith(f"Buffer of {comm.Get_size()} ranks: CUDA ({arch}), NVLink or PCIe peer access"), line
+    assert f"{hint['total'] / 1e9:.2f} GB a rank" in line
+    assert line.endswith(f"kernels: {jit.stats.hits} from the cache and {jit.stats.misses} compiled"), line
+    assert jit.stats.hits + jit.stats.misses > before or before > 0

@@ -1,0 +1,65 @@
+"""The logger "deepep_rt": nothing is said unasked, and one line for each Buffer when asked for."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deepep_rt
+from deepep_rt import comm, jit
+
+PROGRAM = """
+import logging, sys
+{setup}
+from mpi4py import MPI
+from deepep_rt import Buffer
+for _ in range(2):
+    with Buffer(MPI.COMM_WORLD, num_max_tokens_per_rank=8, hidden=64, num_topk=2, num_experts=4, backend="host"):
+        pass
+logging.getLogger("deepep_rt").warning("a warning")
+"""
+
+
+def run(setup: str) -> list[str]:
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = [str(beside) if beside.exists() else "mpirun", "-n", "2"]
+    words = [*mpirun, sys.executable, "-c", PROGRAM.format(setup=setup)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    return (done.stdout + done.stderr).splitlines()
+
+
+def test_nothing_is_said_unasked() -> None:
+    assert run("") == [], "not even warnings: they are the program's to show"
+
+
+def test_one_line_for_each_buffer_from_rank_0() -> None:
+    lines = run("logging.basicConfig(level=logging.INFO, format='%(levelname)s %(name)s %(message)s', stream=sys.stdout)")
+    made = "INFO deepep_rt Buffer of 2 ranks: host backend, MPI, 0.00 GB a rank, kernels: 0 from the cache and 0 compiled"
+    assert [line for line in lines if "WARNING" not in line] == [made, made]
+
+
+def test_the_line_tells_what_a_buffer_consists_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "stats", jit.Stats(hits=3, misses=2))
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.Get_rank, self.Get_size = lambda: rank, lambda: 16
+
+    with caplog.at_level(logging.INFO, logger="deepep_rt"):
+        for rank in range(2):
+            comm.announce(Rank(rank), "CUDA (sm_90)", "NVLink", 1_440_000_000)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Buffer of 16 ranks: CUDA (sm_90), NVLink, 1.44 GB a rank, kernels: 3 from the cache and 2 compiled"
+    ]
+
+
+def test_every_module_uses_the_one_logger() -> None:
+    package = Path(deepep_rt.__file__).parent
+    named = {name for path in package.glob("*.py") for name in re.findall(r"getLogger\((.*?)\)", path.read_text())}
+    assert named == {'"deepep_rt"', "__name__"}
+    assert isinstance(logging.getLogger("deepep_rt").handlers[0], logging.NullHandler)
