@@ -51,10 +51,18 @@ ORDER = [
     "torch",
     "jax",
     "compat",
+    "bench_report",
+    "bench_machine",
+    "bench_timing",
+    "bench_throughput",
+    "bench_low_latency",
+    "bench_figures",
+    "bench_page",
+    "bench",
     "cli",
     "__main__",
 ]
-HEAVY = ("mpi4py", "cuda", "cupy", "torch", "jax", "jaxlib", "nvshmem", "ml_dtypes", "typer", "rich")
+HEAVY = ("mpi4py", "cuda", "cupy", "torch", "jax", "jaxlib", "nvshmem", "ml_dtypes", "typer", "rich", "matplotlib", "jinja2")
 
 
 def _imports(tree: ast.AST) -> set[str]:
