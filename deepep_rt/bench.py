@@ -54,14 +54,15 @@ def measure(
         EPConfigError: if an argument is wrong, or a file cannot be read.
         EPUnavailableError: if a library is missing, or there is no GPU where one was asked for.
     """
-    if what not in (*PROGRAMS, "all"):
-        raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all'))}")
-    _need("matplotlib", "jinja2", "ml_dtypes")
     from mpi4py import MPI
 
     with _together(MPI.COMM_WORLD) as comm:
-        references = _references(compare)
-        folder = out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
+        if what not in (*PROGRAMS, "all"):
+            raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all'))}")
+        if backend not in ("auto", "cuda", "host"):
+            raise EPConfigError(f"--backend is {backend!r}; expected auto, cuda or host")
+        _need("matplotlib", "jinja2", "ml_dtypes")
+        references, folder = [reference for file in compare for reference in report.load(file)], _folder(comm, out)
         results = []
         for name in PROGRAMS if what == "all" else [what]:
             result = _run(comm, name, quick, backend, sizes, commit)
@@ -77,10 +78,11 @@ def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> No
     """Make pictures and a page of result files; nothing is measured. Arguments and errors as in `measure`."""
     _need("matplotlib", "jinja2")
     if _rank() == 0:
-        results, references = [report.read(file) for file in files], _references(compare)
+        results, references = [report.read(file) for file in files], [other for file in compare for other in report.load(file)]
+        folder = _folder(None, out)
         for result in results:
             report.print_result(result, references)
-        _draw(results, references, out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"))
+        _draw(results, references, folder)
 
 
 def _rank() -> int:
@@ -103,25 +105,32 @@ def _need(*libraries: str) -> None:
             ) from None
 
 
-def _references(files: Sequence[Path]) -> list[Reference]:
-    return [reference for file in files for reference in report.load(file)]
+def _folder(comm: Intracomm | None, out: Path | None) -> Path:
+    """Where rank 0 writes; made before anything is measured, so that all ranks learn at once if it cannot be."""
+    folder, error = out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"), None
+    if comm is None or comm.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                error = "this user may not write to it"
+        except OSError as reason:
+            error = str(reason)
+    if error := error if comm is None else comm.bcast(error):
+        raise EPConfigError(f"{folder} cannot be written: {error}; choose another folder with --out")
+    return folder
 
 
 def _draw(results: Sequence[dict[str, Any]], references: Sequence[Reference], folder: Path) -> None:
     from . import bench_figures, bench_page
 
+    drawn: dict[str, int] = {}
+    for result in results:
+        for name, figure in bench_page.pictures(result, references).items():
+            drawn[name] = drawn.get(name, 0) + 1
+            number = f"_{drawn[name]}" if drawn[name] > 1 else ""
+            (folder / f"{name}{number}.png").write_bytes(bench_figures.png(figure))
     page = folder / "index.html"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        drawn: dict[str, int] = {}
-        for result in results:
-            for name, figure in bench_page.pictures(result, references).items():
-                drawn[name] = drawn.get(name, 0) + 1
-                number = f"_{drawn[name]}" if drawn[name] > 1 else ""
-                (folder / f"{name}{number}.png").write_bytes(bench_figures.png(figure))
-        page.write_text(bench_page.html(results, references))
-    except OSError as error:
-        raise EPConfigError(f"{folder} cannot be written: {error}; choose another folder with --out") from error
+    page.write_text(bench_page.html(results, references))
     print(f"the page is {page}, with its pictures beside it")
 
 
@@ -137,6 +146,8 @@ def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: Sizes, co
     words += ["--quick"] * quick + (["--commit", commit] if commit else [])
     if not on_gpu:  # SMs mean nothing there, and time is dear
         words += ["--tokens", "64,256", "--sms", "24", "--calls", "5"] if name == "throughput" else ["--tokens", "1,4,16,64"]
+    elif quick:
+        words += ["--tokens", "1024", "--sms", "16,24"] if name == "throughput" else ["--tokens", "1,128"]
     args = program.parse_args(words)
     with _progress(name, program.num_steps(args), quiet=comm.rank > 0) as step:
         return program.run(comm, args, step)
