@@ -73,8 +73,10 @@ def _warnings(result: Mapping[str, Any], references: Sequence[Reference]) -> lis
     found = [] if report.on_gpu(result) else [HOST]
     if result["settings"].get("quick"):
         found.append("A quick run: too few calls for figures that hold.")
-    cautions = {reference.name: report.caution(Sizes.of(result), reference) for reference in references}
-    return found + [f"{name}: {text}" for name, text in cautions.items() if text]
+    names: dict[str, list[str]] = {}
+    for reference in references:
+        names.setdefault(report.caution(Sizes.of(result), reference), []).append(reference.name)
+    return found + [f"{'; '.join(those)}: {text}" for text, those in names.items() if text]
 
 
 def _latency_caption(result: Mapping[str, Any]) -> str:
@@ -109,16 +111,14 @@ def _throughput_tables(result: Mapping[str, Any], references: Sequence[Reference
         }
     ]
     for reference in references:
-        pairs = report.compare(rows, reference.throughput)
-        if pairs:
+        same = not report.caution(Sizes.of(result), reference)
+        if pairs := report.compare(rows, reference.throughput):
             tables.append(
                 {
                     "title": f"Compared with {reference.name}",
-                    "heads": ["work", "tokens of a rank", "SMs", "µs", "their µs", "theirs / this"],
-                    "rows": [
-                        [work, t, sms, f"{us:.1f}", f"{their:.1f}", f"{their / us:.2f}"] for work, t, sms, us, their in pairs
-                    ],
-                    "caption": f"Theirs: {reference.where}. Above 1: this run is faster.",
+                    "heads": ["work", *report.COMPARED],
+                    "rows": [[pair.work, *report.compared(pair, same)] for pair in pairs],
+                    "caption": f"Theirs: {reference.where}. {report.about_ratios(Sizes.of(result), reference)}",
                 }
             )
     return tables
@@ -136,8 +136,9 @@ def _low_latency_tables(result: Mapping[str, Any], references: Sequence[Referenc
         }
     ]
     for reference in references:
+        other = report.caution(Sizes.of(result), reference)
         pairs = [
-            [part, tokens, f"{us:.1f}", f"{their:.1f}", f"{their / us:.2f}"]
+            [part, tokens, report.figure(us), report.figure(their), "-" if other else f"{their / us:.2f}"]
             for part, by_tokens in parts.items()
             for tokens, us in by_tokens.items()
             if us is not None and (their := reference.low_latency.get((part, tokens))) is not None
@@ -146,9 +147,9 @@ def _low_latency_tables(result: Mapping[str, Any], references: Sequence[Referenc
             tables.append(
                 {
                     "title": f"Compared with {reference.name}",
-                    "heads": ["part", "tokens of a rank", "µs", "their µs", "theirs / this"],
+                    "heads": ["part", "tokens of a rank", "µs", "their µs", "ratio"],
                     "rows": pairs,
-                    "caption": f"Theirs: {reference.where}. Above 1: this run is faster.",
+                    "caption": f"Theirs: {reference.where}. {other or 'Ratio: of times, above 1 this run is faster.'}",
                 }
             )
     return tables

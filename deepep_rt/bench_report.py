@@ -261,20 +261,49 @@ def _peer_figures(name: str, where: str, sizes: Sizes, entry: Mapping[str, Any])
     return Reference(name, where, sizes, throughput, low_latency)
 
 
-def compare(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point]) -> list[tuple[str, int, int | str, float, float]]:
-    """Pair our rows with another system's: the same work at the same number of SMs, and the best of each at any number.
+class Pair(NamedTuple):
+    """The same work of two systems."""
 
-    Returns:
-        (work, tokens, SMs or "best", our us, their us) of each pair.
-    """
-    ours = {(row.work, row.tokens, row.sms): row.us for row in rows}
-    other = {key: point.us for key, point in theirs.items()}
-    pairs: list[tuple[str, int, int | str, float, float]] = [(*key, us, other[key]) for key, us in ours.items() if key in other]
+    work: str
+    tokens: int
+    sms: int | str
+    """ "best": of each side, at any number of SMs."""
+    ours: Point
+    theirs: Point
+
+    def ratio(self, same_problem: bool) -> str:
+        """How many times faster ours is: by time, or by remote bandwidth if the problems differ. A dash if nothing crosses a link."""
+        if same_problem:
+            return f"{self.theirs.us / self.ours.us:.2f}"
+        return f"{self.ours.remote_gb_s / self.theirs.remote_gb_s:.2f}" if self.theirs.remote_gb_s else "-"
+
+
+def compare(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point]) -> list[Pair]:
+    """Pair our rows with another system's: the same work at the same number of SMs, and the best of each at any number."""
+    ours = {(row.work, row.tokens, row.sms): Point(row.us, row.remote_gb_s) for row in rows}
+    pairs = [Pair(*key, point, theirs[key]) for key, point in ours.items() if key in theirs]
     for work, tokens in dict.fromkeys(key[:2] for key in ours):
-        mine, best = (min((us for key, us in side.items() if key[:2] == (work, tokens)), default=None) for side in (ours, other))
+        mine, best = (min((p for key, p in side.items() if key[:2] == (work, tokens)), default=None) for side in (ours, theirs))
         if mine is not None and best is not None:
-            pairs.append((work, tokens, "best", mine, best))
+            pairs.append(Pair(work, tokens, "best", mine, best))
     return sorted(pairs, key=lambda pair: pair[:2])
+
+
+COMPARED = ("tokens", "SMs", "µs", "their µs", "remote GB/s", "their remote GB/s", "ratio")
+"""Headings of a comparison, after the work."""
+
+
+def compared(pair: Pair, same_problem: bool) -> list[str]:
+    """The cells under `COMPARED`."""
+    bandwidths = (f"{pair.ours.remote_gb_s:.4g}", f"{pair.theirs.remote_gb_s:.4g}")
+    return [str(pair.tokens), str(pair.sms), figure(pair.ours.us), figure(pair.theirs.us), *bandwidths, pair.ratio(same_problem)]
+
+
+def about_ratios(sizes: Sizes, reference: Reference) -> str:
+    """What the ratio of a comparison is."""
+    if other := caution(sizes, reference):
+        return f"Ratio: of remote bandwidth, above 1 this run is faster. {other}"
+    return "Ratio: of times, above 1 this run is faster."
 
 
 def caution(sizes: Sizes, reference: Reference) -> str:
@@ -372,13 +401,13 @@ def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]
 
 
 def _print_comparison(rows: list[Row], sizes: Sizes, reference: Reference) -> None:
-    caption = f"Theirs: {reference.where}. Above 1: this run is faster. {caution(sizes, reference)}".strip()
+    caption = f"Theirs: {reference.where}. {about_ratios(sizes, reference)}"
     table = Table("work", title=f"compared with {reference.name}", caption=caption)
-    for name in ("tokens", "SMs", "us", "their us", "theirs / this"):
+    for name in COMPARED:
         table.add_column(name, justify="right")
     pairs = compare(rows, reference.throughput)
-    for work, tokens, sms, us, their_us in pairs:
-        table.add_row(work, str(tokens), str(sms), f"{us:.1f}", f"{their_us:.1f}", f"{their_us / us:.2f}")
+    for pair in pairs:
+        table.add_row(pair.work, *compared(pair, not caution(sizes, reference)))
     console().print(table if pairs else f"compared with {reference.name}: no figure for this work and these numbers of tokens")
 
 

@@ -133,9 +133,24 @@ def test_compare_pairs_equal_work_and_the_best():
         return report.Row("combine_bf16", 4096, sms, us, 1.0, 1.0)
 
     theirs = {("combine_bf16", 4096, 24): report.Point(990.0, 1.0), ("combine_bf16", 4096, 64): report.Point(960.0, 1.0)}
-    pairs = report.compare([row(24, 900.0), row(32, 800.0)], theirs)
-    assert pairs == [("combine_bf16", 4096, 24, 900.0, 990.0), ("combine_bf16", 4096, "best", 800.0, 960.0)]
+    first, best = report.compare([row(24, 900.0), row(32, 800.0)], theirs)
+    assert first == ("combine_bf16", 4096, 24, (900.0, 1.0), (990.0, 1.0))
+    assert best == ("combine_bf16", 4096, "best", (800.0, 1.0), (960.0, 1.0))
+    assert (first.ratio(same_problem=True), best.ratio(same_problem=True)) == ("1.10", "1.20")
     assert report.compare([row(24, 900.0)], {("combine_bf16", 8192, 24): report.Point(1.0, 1.0)}) == []
+
+
+def test_other_problems_compare_by_bandwidth(capsys):
+    """4 ranks send fewer rows than 8: their times say nothing about each other."""
+    ours, theirs = report.Point(500.0, 300.0), report.Point(1000.0, 250.0)
+    pair = report.Pair("combine_bf16", 4096, 24, ours, theirs)
+    assert pair.ratio(same_problem=False) == "1.20"
+    assert pair._replace(theirs=report.Point(1000.0, 0.0)).ratio(same_problem=False) == "-"
+    result = report.read(ROOT / "bench/results/h200x4_2026-11-21.json")
+    report.print_result(result, report.load(PEERS))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of remote bandwidth" in printed
+    assert "ranks 8 (here 4)" in printed
 
 
 def test_a_result_compares_with_itself(run, capsys):
@@ -144,6 +159,6 @@ def test_a_result_compares_with_itself(run, capsys):
     rows = report.throughput_rows(result)
     pairs = report.compare(rows, reference.throughput)
     assert len(pairs) == len(rows) + 2 * len(WORKS)
-    assert all(ours == theirs for *_, ours, theirs in pairs)
+    assert all(pair.ours == pair.theirs for pair in pairs)
     report.print_result(result, [reference])
     assert "1.00" in capsys.readouterr().out
