@@ -202,7 +202,8 @@ def _progress(name: str, total: int, *, quiet: bool) -> Iterator[Callable[[str],
         yield line
         return
     columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True) as progress:
+    # drawn between measurements only: a thread that redraws would take time from the calls that are timed
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("", total=total)
         started = False
 

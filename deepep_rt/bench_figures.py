@@ -47,7 +47,7 @@ class _Line:
 
 def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light") -> Figure:
     """Bandwidth against the number of SMs: a panel for each work and number of tokens."""
-    rows, sizes = report.throughput_rows(result), Sizes.of(result)
+    rows, sizes, others = report.throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
     alone = sizes.num_ranks == 1  # nothing crosses a link
     ceilings = {int(sms): gb_s for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()}
@@ -62,7 +62,7 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), 
                 points = {row.sms: row.gb_s if alone else row.remote_gb_s for row in mine}
                 label = "this run" if work.startswith("combine") else ROUTINGS[routing]
                 lines.append(_Line(points, label, colour, MARKERS[routing]))
-            for reference, colour in zip(references, itertools.cycle(THEIRS[theme]), strict=False):
+            for reference, colour in zip(others, itertools.cycle(THEIRS[theme]), strict=False):
                 lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
             panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
     xlabel = "SMs of a call" if report.on_gpu(result) else "SMs of a call (without meaning on the host)"
@@ -82,7 +82,7 @@ def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = (),
     """Latency against the number of tokens: a panel each for dispatch, combine, and both."""
     rows, kind, sizes, gpu = report.low_latency_rows(result), report.fp8_or_bf16(result), Sizes.of(result), report.on_gpu(result)
     parts = {f"dispatch_{kind}": f"Dispatch, {kind.upper()}", "combine": "Combine, BF16", f"both_{kind}": "Dispatch and combine"}
-    mine = report.low_latency_parts(result)
+    mine, others = report.low_latency_parts(result), [other for other in references if other.low_latency]
     works = {f"dispatch_{kind}": [f"dispatch_{kind}"], "combine": ["combine_bf16"]}
     works[f"both_{kind}"] = [f"dispatch_{kind}", "combine_bf16"]
     panels = []
@@ -93,7 +93,7 @@ def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = (),
             p99 = _filled({row.tokens: row.step_p99_us for row in rows})
             lines.append(_Line(step, "a step alone,\np50 to p99", OURS[theme]["worst"], "^", band=p99))
             lines.append(_Line({row.tokens: row.call_us for row in rows}, "no graph", OURS[theme]["unknown"], "s"))
-        for reference, colour in zip(references, itertools.cycle(THEIRS[theme]), strict=False):
+        for reference, colour in zip(others, itertools.cycle(THEIRS[theme]), strict=False):
             theirs = {tokens: us for (what, tokens), us in reference.low_latency.items() if what == part}
             lines.append(_Line(theirs, _name(reference, sizes), colour, "D", "--"))
         lines = [line for line in lines if line.points]

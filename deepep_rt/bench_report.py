@@ -235,12 +235,12 @@ def low_latency_parts(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 
 
 def _our_figures(result: Mapping[str, Any]) -> Reference:
-    commit = (result["commit"].get("id") or "unknown commit")[:12]
+    name = f"commit {(result['commit'].get('id') or 'unknown')[:12]}"
     where = f"{result['num_ranks']} x {result['machine']}, {result['date']}: {result['boundary']}"
     throughput = {(row.work, row.tokens, row.sms): Point(row.us, row.remote_gb_s) for row in throughput_rows(result)}
     parts = low_latency_parts(result).items() if low_latency_rows(result) else ()
     low_latency = {(part, tokens): us for part, by_tokens in parts for tokens, us in by_tokens.items() if us is not None}
-    return Reference(commit, where, Sizes.of(result), throughput, low_latency)
+    return Reference(name, where, Sizes.of(result), throughput, low_latency)
 
 
 def _peer_figures(name: str, where: str, sizes: Sizes, entry: Mapping[str, Any]) -> Reference:

@@ -231,7 +231,7 @@ def test_a_page_of_results_that_are_there(drawn):
     ratio = f"{row.graph_both_us / through.graph_both_us:.2f}"
     assert ["both_fp8", "128", f"{through.graph_both_us:.1f}", f"{row.graph_both_us:.1f}", ratio] in lines
     commit = result["commit"]["id"]
-    assert f"Compared with {commit[:12]}" in page.text
+    assert f"Compared with commit {commit[:12]}" in page.text
     assert page.text.count(commit) >= 1
     assert "host backend" not in page.text
     for text in (result["date"], result["boundary"], result["mpi"], "580.159.04", "hidden 7168, top-8 of 256"):
@@ -263,7 +263,7 @@ def labels_of(axes):
 
 def test_bandwidth_against_sms():
     result = report.read(THROUGHPUT)
-    figure = bench_figures.throughput(result, [reference for reference in references() if reference.throughput])
+    figure = bench_figures.throughput(result, references())
     assert "4 x NVIDIA H200, hidden 7168, top-8 of 256" in figure.get_suptitle()
     assert result["date"] in figure.get_suptitle()
     panels = {axes.get_title("left"): axes for axes in figure.axes}
@@ -288,7 +288,7 @@ def test_bandwidth_against_sms():
 
 def test_latency_against_tokens():
     result = report.read(NVSHMEM)
-    figure = bench_figures.low_latency(result, [reference for reference in references() if reference.low_latency])
+    figure = bench_figures.low_latency(result, references())
     dispatch, combine, both = figure.axes
     rows = report.low_latency_rows(result)
     for axes, name in ((dispatch, "graph_dispatch_us"), (combine, "graph_combine_us"), (both, "graph_both_us")):
@@ -310,9 +310,7 @@ def test_latency_against_tokens():
 def pictures():
     for path, theme in itertools.product(RESULTS, bench_figures.INK):
         result = report.read(path)
-        kind = "throughput" if report.throughput_rows(result) else "low_latency"
-        used = [reference for reference in references() if getattr(reference, kind)]
-        for name, others in (("alone", []), ("compared", used), ("crowded", used * 2)):
+        for name, others in (("alone", []), ("compared", references()), ("crowded", references() * 2)):
             yield pytest.param(result, others, theme, id=f"{path.stem}-{theme}-{name}")
 
 
