@@ -1,8 +1,10 @@
 """README and docs/ keep their word: Python blocks run, commands and options exist, tables are complete, links lead somewhere."""
 
 import functools
+import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -113,7 +115,10 @@ def run_python_blocks(text, tmp_path, check=""):
     script.write_text(program)
     mpirun = Path(sys.executable).with_name("mpirun")
     words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment = {**os.environ, "MASTER_PORT": str(free.getsockname()[1])}  # for blocks with torch.distributed
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
