@@ -190,7 +190,8 @@ def _public_calls() -> Iterator[tuple[str, Any, Any]]:
         if f"{name}" in MODULES and importlib.util.find_spec(name):
             modules.append(importlib.import_module(f"deepep_rt.{name}"))
     for module in modules:
-        for name in module.__all__:
+        defined = (name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__)
+        for name in getattr(module, "__all__", [name for name in defined if not name.startswith("_")]):
             thing, name = getattr(module, name), f"{module.__name__}.{name}"
             made_by_users = not inspect.isclass(thing) or thing.__module__ != "deepep_rt.results"
             if (inspect.isclass(thing) and issubclass(thing, Exception)) or not callable(thing):
