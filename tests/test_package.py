@@ -193,7 +193,7 @@ def _public_calls() -> Iterator[tuple[str, Any, Any]]:
         defined = (name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__)
         for name in getattr(module, "__all__", [name for name in defined if not name.startswith("_")]):
             thing, name = getattr(module, name), f"{module.__name__}.{name}"
-            made_by_users = not inspect.isclass(thing) or thing.__module__ != "deepep_rt.results"
+            made_by_users = not inspect.isclass(thing) or (module is deepep_rt and thing.__module__ != "deepep_rt.results")
             if (inspect.isclass(thing) and issubclass(thing, Exception)) or not callable(thing):
                 continue
             if made_by_users:
