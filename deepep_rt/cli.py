@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from . import jit, toolchain
+from . import bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
@@ -222,6 +223,34 @@ def _described(entry: Entry | CorruptEntry) -> dict[str, Any]:
     if isinstance(entry, CorruptEntry):
         return {"kernel": None, "arch": entry.arch, "key": entry.key, "corrupt": entry.reason}
     return {"kernel": entry.info["kernel"], "arch": entry.arch, "key": entry.key, **entry.info}
+
+
+# --- bench -------------------------------------------------------------------------------------------------------------------------
+
+
+@app.command("bench")
+def bench_(
+    what: Annotated[str, typer.Argument(help="throughput, low-latency or all.")] = "all",
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: bench-DATE-TIME.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few calls of each kind: does it run at all?")] = False,
+    compare: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Draw these results, or references, beside; may be repeated.")
+    ] = None,
+    from_: Annotated[
+        list[Path] | None, typer.Option("--from", metavar="FILE", help="Draw this result, and measure nothing; may be repeated.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="cuda, host (NumPy and MPI, at small sizes), or auto.")] = "auto",
+    hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: 7168; 512 without a GPU.")] = None,
+    topk: Annotated[int | None, typer.Option(help="Experts of a token. Default: 8.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 256.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to record, where this is no git checkout.")] = None,
+) -> None:
+    """Measure on the ranks of the current mpirun, and make pictures and a page: mpirun -n 8 python -m deepep_rt bench."""
+    if from_:
+        bench.draw(from_, out, compare or [])
+    else:
+        sizes = bench.Sizes(hidden, topk, experts)
+        bench.measure(what, out, compare or [], quick=quick, backend=backend, sizes=sizes, commit=commit)
 
 
 # --- text --------------------------------------------------------------------------------------------------------------------------

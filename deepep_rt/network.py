@@ -72,7 +72,15 @@ class NetworkOptions:
             raise EPConfigError(f"bootstrap_interface is {self.bootstrap_interface!r}; expected a name such as 'eth0', or None")
 
     def environment(self) -> dict[str, str]:
-        """The options that are set, as the variables that NVSHMEM reads."""
+        """The options that are set, as the variables that NVSHMEM reads.
+
+        Returns:
+            Values by name of the variable; what is None is not there.
+
+        Example:
+            >>> NetworkOptions(transport="none").environment()
+            {'NVSHMEM_REMOTE_TRANSPORT': 'none'}
+        """
         values: dict[str, Any] = {
             "NVSHMEM_REMOTE_TRANSPORT": self.transport,
             "NVSHMEM_IB_ENABLE_IBGDA": None if self.ibgda is None else int(self.ibgda),
@@ -87,7 +95,15 @@ class NetworkOptions:
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def common(self) -> dict[str, Any]:
-        """The options that all ranks have to agree on: both ends of a connection are made alike."""
+        """The options that all ranks have to agree on: both ends of a connection are made alike.
+
+        Returns:
+            Values by name of the option, without `nics` and `bootstrap_interface`.
+
+        Example:
+            >>> NetworkOptions(service_level=3).common()["service_level"]
+            3
+        """
         return {name: value for name, value in vars(self).items() if name not in _PER_HOST}
 
 

@@ -7,23 +7,16 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("rich")
+
+from deepep_rt import bench_report as report
+from deepep_rt.errors import EPConfigError
+
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "bench/reference/h200x8_peers.json"
 WORKS = {f"dispatch_{dtype}_{routing}" for dtype in ("bf16", "fp8") for routing in ("unknown", "known", "worst")} | {
     "combine_bf16"
 }
-
-
-@pytest.fixture(scope="module")
-def report():
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        import report
-
-        yield report
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
-        sys.modules.pop("report", None)
 
 
 @pytest.fixture(scope="module")
@@ -90,32 +83,82 @@ def test_table_and_comparison_are_printed(run):
     assert "best" in printed
 
 
-def test_peer_figures(report):
-    where, systems = report.load(PEERS)
-    assert "H200" in where
-    first = next(figures for name, figures in systems.items() if "V1" in name)
-    assert first["dispatch_bf16_known", 4096, 24] == 1001.9
-    assert first["dispatch_bf16_unknown", 8192, 24] == 2029.9
-    assert not any("NCCL 2" in name and "V2" not in name for name in systems)  # another kind of figure
+def test_peer_figures():
+    first, second, _ = report.load(PEERS)
+    assert "H200" in first.where
+    assert first.name.startswith("DeepEP V1")
+    assert first.throughput["dispatch_bf16_known", 4096, 24].us == 1001.9
+    assert first.throughput["dispatch_bf16_unknown", 8192, 24].us == 2029.9
+    assert first.low_latency["both_fp8", 1] == 27.7
+    assert first.low_latency["dispatch_bf16", 128] == 61.9
+    assert second.throughput
+    assert not second.low_latency
+    assert not any(reference.throughput for reference in report.load(PEERS)[2:])  # another kind of figure
 
 
-def test_compare_pairs_equal_work_and_the_best(report):
+def test_expected_rows_are_those_that_were_counted():
+    """The file of references says how many rows came; our results say it through bytes and times."""
+    sizes = report.load(PEERS)[0].sizes
+    assert round(8 * sizes.rows_per_peer(4096)) == pytest.approx(21673, abs=20)
+    for path in sorted((ROOT / "bench/results").glob("*.json")):
+        result = report.read(path)
+        for row in report.throughput_rows(result):
+            expected = report.Sizes.of(result).remote_bytes(row.work, row.tokens)
+            assert row.remote_gb_s * row.us * 1e3 == pytest.approx(expected, rel=0.01)
+
+
+def test_bandwidth_of_references_comes_from_their_own_sizes():
+    reference = report.load(PEERS)[0]
+    point = reference.throughput["combine_bf16", 4096, 24]
+    assert point.remote_gb_s == pytest.approx(21673 * 7 / 8 * 2 * 7168 / 957.4 / 1e3, rel=0.002)
+
+
+def test_other_problems_are_named():
+    sizes = report.load(PEERS)[0].sizes
+    assert report.caution(sizes, report.load(PEERS)[0]) == ""
+    assert "ranks 8 (here 4)" in report.caution(sizes._replace(num_ranks=4), report.load(PEERS)[0])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"work": 1}]}', '{"rows": []}', '{"systems": {}}'])
+def test_other_files_are_refused(tmp_path, text):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    for reader in (report.load, report.read):
+        with pytest.raises(EPConfigError, match=r"other\.json"):
+            reader(file)
+
+
+def test_compare_pairs_equal_work_and_the_best():
     def row(sms, us):
         return report.Row("combine_bf16", 4096, sms, us, 1.0, 1.0)
 
-    pairs = report.compare(
-        [row(24, 900.0), row(32, 800.0)], {("combine_bf16", 4096, 24): 990.0, ("combine_bf16", 4096, 64): 960.0}
-    )
-    assert pairs == [("combine_bf16", 4096, 24, 900.0, 990.0), ("combine_bf16", 4096, "best", 800.0, 960.0)]
-    assert report.compare([row(24, 900.0)], {("combine_bf16", 8192, 24): 1.0}) == []
+    theirs = {("combine_bf16", 4096, 24): report.Point(990.0, 1.0), ("combine_bf16", 4096, 64): report.Point(960.0, 1.0)}
+    first, best = report.compare([row(24, 900.0), row(32, 800.0)], theirs)
+    assert first == ("combine_bf16", 4096, 24, (900.0, 1.0), (990.0, 1.0))
+    assert best == ("combine_bf16", 4096, "best", (800.0, 1.0), (960.0, 1.0))
+    assert (first.ratio(same_problem=True), best.ratio(same_problem=True)) == ("1.10", "1.20")
+    assert report.compare([row(24, 900.0)], {("combine_bf16", 8192, 24): report.Point(1.0, 1.0)}) == []
 
 
-def test_a_result_compares_with_itself(report, run, capsys):
-    _, systems = report.load(run[1])
-    (figures,) = systems.values()
-    rows = [report.Row(**row) for row in json.loads(run[1].read_text())["rows"]]
-    pairs = report.compare(rows, figures)
+def test_other_problems_compare_by_bandwidth(capsys):
+    """4 ranks send fewer rows than 8: their times say nothing about each other."""
+    ours, theirs = report.Point(500.0, 300.0), report.Point(1000.0, 250.0)
+    pair = report.Pair("combine_bf16", 4096, 24, ours, theirs)
+    assert pair.ratio(same_problem=False) == "1.20"
+    assert pair._replace(theirs=report.Point(1000.0, 0.0)).ratio(same_problem=False) == "-"
+    result = report.read(ROOT / "bench/results/h200x4_2026-11-21.json")
+    report.print_result(result, report.load(PEERS))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of remote bandwidth" in printed
+    assert "ranks 8 (here 4)" in printed
+
+
+def test_a_result_compares_with_itself(run, capsys):
+    (reference,) = report.load(run[1])
+    result = report.read(run[1])
+    rows = report.throughput_rows(result)
+    pairs = report.compare(rows, reference.throughput)
     assert len(pairs) == len(rows) + 2 * len(WORKS)
-    assert all(ours == theirs for *_, ours, theirs in pairs)
-    report.print_comparison(rows, run[1])
+    assert all(pair.ours == pair.theirs for pair in pairs)
+    report.print_result(result, [reference])
     assert "1.00" in capsys.readouterr().out

@@ -224,3 +224,4 @@ def test_help_names_the_commands() -> None:
     done = subprocess.run([sys.executable, "-m", "deepep_rt", "--help"], capture_output=True, text=True, check=True, timeout=60)
     assert "compile" in done.stdout
     assert "cache" in done.stdout
+    assert "bench" in done.stdout

@@ -1,8 +1,9 @@
-"""The README keeps its word: its commands are the ones that CI runs, its code runs, and its tables are complete. Code in docs/ runs too."""
+"""README and docs/ keep their word: Python blocks run, commands and options exist, tables are complete, links lead somewhere."""
 
-import importlib.util
+import functools
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,7 +16,78 @@ from deepep_rt import errors
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md", *DOCS)}
+LANGUAGES = {"python", "bash", "dockerfile", "yaml", "toml", "json", "text", "{toctree}", "{eval-rst}"}
+SHELL = ("bash", "dockerfile", "yaml")
+
+
+def blocks(text):
+    """(language, content) of each code block; blocks by indentation have the language "text"."""
+    return re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text):
+    """The words of each command that a page shows, in blocks and between the lines."""
+    shown = [content for language, content in blocks(text) if language in SHELL]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    shown += [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]*python[^`]*)`", prose)]
+    for content in shown:
+        for line in content.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+            lexer.whitespace_split, words = True, []
+            for word in [*lexer, ";"]:
+                if set(word) <= set(";&|<>"):
+                    if words:
+                        yield words
+                    words = []
+                else:
+                    words.append(word)
+
+
+def check_commands(text):
+    for words in commands(text):
+        try:
+            check_command(words)
+        except Exception as error:  # of the command line's library
+            raise AssertionError(f"{shlex.join(words)}: {error}") from error
+
+
+def check_command(words):
+    """Fails if a command of the package, a program of ours, or an option of either does not exist."""
+    if words[-1] == "..." or not any("python" in word for word in words):
+        return
+    if "deepep_rt" in words and words[words.index("deepep_rt") - 1] == "-m":
+        check_cli(words[words.index("deepep_rt") + 1 :])
+    for i, word in enumerate(words):
+        if re.fullmatch(r"(?:examples|bench|tests)/\S*", word):
+            assert (ROOT / word).exists(), f"{word} does not exist"
+            if word.endswith(".py") and not word.startswith("tests/"):
+                options = {option.partition("=")[0] for option in words[i + 1 :] if option.startswith("--")}
+                assert options <= set(re.findall(r"--[a-z0-9-]+", help_of(word))), f"{word} has no {options}"
+
+
+def check_cli(words):
+    """Parses the words after `python -m deepep_rt`; nothing is run."""
+    typer = pytest.importorskip("typer")
+    from deepep_rt import cli
+
+    command = typer.main.get_command(cli.app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"there is no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    words = [word for word in words if word != "--help"]
+    if hasattr(command, "commands"):
+        assert not words, f"there is no option {words}"
+    else:
+        command.make_context("deepep_rt", list(words))
+
+
+@functools.cache
+def help_of(program):
+    done = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def command(name):
@@ -36,10 +108,11 @@ def test_example_command_installs_and_runs_the_example():
 
 def run_python_blocks(text, tmp_path, check=""):
     """Run all Python blocks of a document as one program, on two ranks."""
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
+    program = "\n".join(content for language, content in blocks(text) if language == "python") + check
+    for library in re.findall(r"^\s*(?:import|from) (torch|jax|cupy|ml_dtypes)\b", program, re.MULTILINE):
+        pytest.importorskip(library)
     script = tmp_path / "blocks.py"
-    script.write_text("\n".join(blocks) + check)
+    script.write_text(program)
     mpirun = Path(sys.executable).with_name("mpirun")
     words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, str(script)]
     with socket.socket() as free:
@@ -55,10 +128,54 @@ def test_python_blocks_run(tmp_path):
 
 @pytest.mark.parametrize("path", [path for path in DOCS if "```python\n" in path.read_text()], ids=lambda path: path.name)
 def test_python_blocks_of_the_documents_run(path, tmp_path):
-    text = path.read_text()
-    if "import torch" in text and importlib.util.find_spec("torch") is None:
-        pytest.skip("needs PyTorch")
-    run_python_blocks(text, tmp_path)
+    run_python_blocks(path.read_text(), tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_overlooked(page):
+    """A block in another language, or under another spelling of it, would escape the tests above and below."""
+    text = PAGES[page].read_text()
+    assert {language for language, _ in blocks(text)} <= LANGUAGES
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks(text)), (
+        "fences begin a line and come in pairs"
+    )
+    assert ">>> " not in text, "Python stands in blocks that can be run"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_exist(page):
+    check_commands(PAGES[page].read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```bash\npython -m deepep_rt compile --nonsense\n```",
+        "```bash\nmkdir x && mpirun -n 8 \\\n  python -m deepep_rt nonsense --json # why\n```",
+        "```dockerfile\nRUN python -m deepep_rt compile --ranks many\n```",
+        "Say `python -m deepep_rt cache list\n--nonsense` for it.",
+        "```bash\nmpirun -n 8 python bench/throughput.py --nonsense 3 > file\n```",
+        "```bash\nmpirun -n 8 python examples/nonsense.py\n```",
+    ],
+)
+def test_wrong_commands_would_be_found(text):
+    with pytest.raises(AssertionError, match=r"nonsense|many"):
+        check_commands(text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_extras_variables_and_links_exist(page):
+    text = PAGES[page].read_text()
+    extras = re.search(
+        r"^\[project.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )[1]
+    known = set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
+    named = {name for group in re.findall(r"(?:deepep_rt|'\.|\s\.)\[([a-z0-9_,]+)\]", text) for name in group.split(",")}
+    assert named <= known, named - known
+    read = set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", (ROOT / "deepep_rt/_env.py").read_text()))
+    assert set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", text)) <= read
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert link.startswith("https://") or (PAGES[page].parent / link).exists(), f"{link} leads nowhere"
 
 
 def test_every_variable_is_in_the_table():

@@ -1,10 +1,20 @@
-"""Clocks, and the one way in which this benchmark measures a call."""
+"""Clocks, and the one way in which the benchmarks measure a call."""
 
+from __future__ import annotations
+
+import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
+
+from .buffer import Buffer
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 BOUNDARY = {
     "cuda": "CUDA events around a loop of calls after an MPI barrier, mean of a loop; slowest rank of each repeat; median of the repeats",
@@ -15,12 +25,13 @@ BOUNDARY = {
 class CudaClock:
     """Time on the GPU, from the current stream's point of view."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         import cupy
 
         self._cuda = cupy.cuda
 
-    def loop(self, call, num_calls):
+    def loop(self, call: Callable[[int], Any], num_calls: int) -> float:
+        """Seconds of one call, mean over a loop; `call` gets its number."""
         start, end = self._cuda.Event(), self._cuda.Event()
         start.record()
         for i in range(num_calls):
@@ -33,28 +44,36 @@ class CudaClock:
 class WallClock:
     """Time on the host, where a call returns when it is done."""
 
-    def loop(self, call, num_calls):
+    def loop(self, call: Callable[[int], Any], num_calls: int) -> float:
+        """As in `CudaClock`."""
         start = time.perf_counter()
         for i in range(num_calls):
             call(i)
         return (time.perf_counter() - start) / num_calls
 
 
-def own_stream():
+def clock(on_gpu: bool) -> CudaClock | WallClock:
+    """The clock of a backend."""
+    return CudaClock() if on_gpu else WallClock()
+
+
+def own_stream() -> Any:
     """A stream to work on: `with` it, it is CuPy's current one."""
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)
 
 
-def host_seconds(call, *arguments):
+def host_seconds(call: Callable[..., Any], *arguments: Any) -> float:
     """Seconds of the host in one call."""
     start = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - start
 
 
-def measure(buffer, comm, clock, call, args):
+def measure(
+    buffer: Buffer, comm: Intracomm, clock: CudaClock | WallClock, call: Callable[[int], Any], args: argparse.Namespace
+) -> float:
     """Seconds of one call on the slowest rank; `call` gets the number of the call, to choose among its inputs."""
     for i in range(args.warmup):
         call(i)
@@ -69,7 +88,7 @@ def measure(buffer, comm, clock, call, args):
     return float(np.median(slowest))
 
 
-def measure_host(buffer, comm, call, args):
+def measure_host(buffer: Buffer, comm: Intracomm, call: Callable[[int], Any], args: argparse.Namespace) -> float:
     """Seconds that the host spends in one call, which it does not wait for: median of the calls, slowest rank."""
     comm.Barrier()
     spent = []

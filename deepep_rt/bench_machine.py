@@ -1,27 +1,33 @@
 """The machine that a benchmark runs on: arrays on it, and what a result file says about it."""
 
+from __future__ import annotations
+
 import platform
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-import deepep_rt
+from . import __version__
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 
 class Machine:
     """One rank's GPU, or none (backend "host")."""
 
-    def __init__(self, comm, backend):
+    def __init__(self, comm: Intracomm, backend: str) -> None:
         self.on_gpu, self._comm = backend == "cuda", comm
         if self.on_gpu:
             import cupy
 
             cupy.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cupy.cuda.runtime.getDeviceCount()).use()
 
-    def upload(self, array):
+    def upload(self, array: np.ndarray) -> Any:
         """To the GPU. CuPy keeps bfloat16 arrays but copies none, so the bytes go over as integers."""
         if not self.on_gpu:
             return array
@@ -30,28 +36,30 @@ class Machine:
         raw = cupy.asarray(array.view(f"u{array.dtype.itemsize}"))
         return cupy.ndarray(array.shape, array.dtype, raw.data)
 
-    def bf16(self, rng, num_rows, hidden):
+    def bf16(self, rng: np.random.Generator, num_rows: int, hidden: int) -> Any:
         """Random rows: one block of them over and over, as making them takes longer than measuring."""
         block = rng.standard_normal((min(max(num_rows, 1), 512), hidden), dtype=np.float32).astype(ml_dtypes.bfloat16)
         return self.upload(np.resize(block, (num_rows, hidden)))
 
-    def name(self):
+    def name(self) -> str:
+        """Of the GPU, or of the processor's kind."""
         if not self.on_gpu:
-            return f"{platform.machine()} host, no GPU"
+            return f"{platform.machine()}, host backend, no GPU"
         import cupy
 
         return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
-    def described(self):
+    def described(self) -> dict[str, Any]:
+        """What a result file says about the machine."""
         return {
             "machine": self.name(),
             "num_ranks": self._comm.size,
-            "deepep_rt": deepep_rt.__version__,
+            "deepep_rt": __version__,
             "mpi": " ".join(MPI.Get_library_version().splitlines()[0].strip("\0").split()),
             "drivers": self._drivers(),
         }
 
-    def _drivers(self):
+    def _drivers(self) -> dict[str, Any]:
         if not self.on_gpu:
             return {}
         import cupy

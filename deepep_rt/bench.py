@@ -1,0 +1,232 @@
+"""`python -m deepep_rt bench`: runs the benchmarks under the current mpirun, and makes pictures and a page of the results."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import bench_report as report
+from .bench_report import Reference
+from .config import Config
+from .errors import EPConfigError, EPError, EPUnavailableError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+PROGRAMS = {"throughput": "bench_throughput", "low-latency": "bench_low_latency"}
+LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun", "hydra", "srun", "slurmstepd")
+"""Processes that pass on what their ranks print."""
+
+
+class Sizes(NamedTuple):
+    """The problem to measure; None: 7168, 8 and 256 on GPUs, less without."""
+
+    hidden: int | None = None
+    topk: int | None = None
+    experts: int | None = None
+
+
+def measure(
+    what: str, out: Path | None, compare: Sequence[Path], *, quick: bool, backend: str, sizes: Sizes, commit: str | None
+) -> None:
+    """Run benchmarks on all ranks of the current mpirun, and write results, pictures and a page. Rank 0 talks.
+
+    Args:
+        what: "throughput", "low-latency" or "all".
+        out: Folder for what is written, made if need be; default: `bench-` and the time, in the current one.
+        compare: Results or references to draw and to list beside.
+        quick: A few calls of each kind.
+        backend: As in `Buffer`.
+        sizes: Of the problem.
+        commit: To be recorded, where this is no git checkout.
+
+    Raises:
+        EPConfigError: if an argument is wrong, or a file cannot be read.
+        EPUnavailableError: if a library is missing, or there is no GPU where one was asked for.
+    """
+    from mpi4py import MPI
+
+    with _together(MPI.COMM_WORLD) as comm:
+        if what not in (*PROGRAMS, "all"):
+            raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all'))}")
+        if backend not in ("auto", "cuda", "host"):
+            raise EPConfigError(f"--backend is {backend!r}; expected auto, cuda or host")
+        _need("matplotlib", "jinja2", "ml_dtypes")
+        references, folder = [reference for file in compare for reference in report.load(file)], _folder(comm, out)
+        results = []
+        for name in PROGRAMS if what == "all" else [what]:
+            result = _run(comm, name, quick, backend, sizes, commit)
+            if result is not None:
+                report.print_result(result, references)
+                report.write(folder / f"{name.replace('-', '_')}.json", result)  # before anything is drawn: it took minutes
+                results.append(result)
+        if results:
+            _draw(results, references, folder)
+
+
+def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> None:
+    """Make pictures and a page of result files; nothing is measured. Arguments and errors as in `measure`."""
+    _need("matplotlib", "jinja2")
+    if _rank() == 0:
+        results, references = [report.read(file) for file in files], [other for file in compare for other in report.load(file)]
+        folder = _folder(None, out)
+        for result in results:
+            report.print_result(result, references)
+        _draw(results, references, folder)
+
+
+def _rank() -> int:
+    """0 where there is no MPI: pages can be made anywhere."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return 0
+    return MPI.COMM_WORLD.rank
+
+
+def _need(*libraries: str) -> None:
+    """Before anything is measured: see that the page can be made of it."""
+    for name in libraries:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise EPUnavailableError(
+                f"the benchmarks' pictures and page need {name}, which cannot be imported ({error}); pip install 'deepep_rt[bench]'"
+            ) from None
+
+
+def _folder(comm: Intracomm | None, out: Path | None) -> Path:
+    """Where rank 0 writes; made before anything is measured, so that all ranks learn at once if it cannot be."""
+    folder, error = out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"), None
+    if comm is None or comm.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                error = "this user may not write to it"
+        except OSError as reason:
+            error = str(reason)
+    if error := error if comm is None else comm.bcast(error):
+        raise EPConfigError(f"{folder} cannot be written: {error}; choose another folder with --out")
+    return folder
+
+
+def _draw(results: Sequence[dict[str, Any]], references: Sequence[Reference], folder: Path) -> None:
+    from . import bench_figures, bench_page
+
+    drawn: dict[str, int] = {}
+    for result in results:
+        for name, figure in bench_page.pictures(result, references).items():
+            drawn[name] = drawn.get(name, 0) + 1
+            number = f"_{drawn[name]}" if drawn[name] > 1 else ""
+            (folder / f"{name}{number}.png").write_bytes(bench_figures.png(figure))
+    page = folder / "index.html"
+    page.write_text(bench_page.html(results, references))
+    print(f"the page is {page}, with its pictures beside it")
+
+
+def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: Sizes, commit: str | None) -> dict[str, Any] | None:
+    from . import comm as _comm
+
+    program = importlib.import_module(f".{PROGRAMS[name]}", __package__)
+    experts = sizes.experts or -(-256 // comm.size) * comm.size
+    config = Config(comm.size, 128, sizes.hidden or 7168, sizes.topk or 8, experts)
+    on_gpu = _comm.agree(comm, config, backend, "copy") == "cuda"
+    words = ["--backend", "cuda" if on_gpu else "host", "--topk", str(sizes.topk or 8), "--experts", str(experts)]
+    words += ["--hidden", str(sizes.hidden or (7168 if on_gpu else 512))]
+    words += ["--quick"] * quick + (["--commit", commit] if commit else [])
+    if not on_gpu:  # SMs mean nothing there, and time is dear
+        words += ["--tokens", "64,256", "--sms", "24", "--calls", "5"] if name == "throughput" else ["--tokens", "1,4,16,64"]
+    elif quick:
+        words += ["--tokens", "1024", "--sms", "16,24"] if name == "throughput" else ["--tokens", "1,128"]
+    args = program.parse_args(words)
+    with _progress(name, program.num_steps(args), quiet=comm.rank > 0) as step:
+        return program.run(comm, args, step)
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _together(world: Intracomm) -> Iterator[Intracomm]:
+    """A communicator to work on. If all ranks fail, rank 0 says why; if some do, they say why and end the others, which wait for them."""
+    comm, ends = world.Dup(), world.Dup()
+    try:
+        yield comm
+    except Exception as error:
+        failed = ends.Ibarrier()
+        deadline = time.monotonic() + 3
+        while not failed.Test():
+            if time.monotonic() > deadline:
+                if not isinstance(error, EPError):
+                    sys.excepthook(type(error), error, error.__traceback__)
+                print(f"rank {world.rank}: error: {error}; the other ranks are ended", file=sys.stderr, flush=True)
+                world.Abort(1)
+            time.sleep(0.01)
+        if world.rank:
+            sys.exit(1)
+        raise
+    comm.Free()
+    ends.Free()
+
+
+# --- progress ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(name: str, total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, otherwise a line for each tenth; to standard error. Gives what is to be called before each step."""
+    if quiet:
+        yield lambda doing: None
+        return
+    console = Console(stderr=True, force_terminal=_ends_on_a_terminal() or None, highlight=False)
+    if not console.is_terminal:
+        done, said = -1, -1
+
+        def line(doing: str) -> None:
+            nonlocal done, said
+            done += 1
+            if 10 * done // total > said:
+                said = 10 * done // total
+                print(f"{name}: {done} of {total} done; {doing}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    # drawn between measurements only: a thread that redraws would take time from the calls that are timed
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("", total=total)
+        started = False
+
+        def bar(doing: str) -> None:
+            nonlocal started
+            progress.update(task, description=doing, advance=int(started), refresh=True)
+            started = True
+
+        yield bar
+
+
+def _ends_on_a_terminal() -> bool:
+    """Whether an mpirun on this machine passes standard error on to a terminal: a rank itself sees only a pipe."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            name, parent = stat[stat.index("(") + 1 : stat.rindex(")")], int(stat.rpartition(")")[2].split()[1])
+            if not name.startswith(LAUNCHERS):
+                return False
+            if os.readlink(f"/proc/{pid}/fd/2").startswith(("/dev/pts/", "/dev/tty")):
+                return True
+        except (OSError, ValueError):
+            return False
+        pid = parent
+    return False

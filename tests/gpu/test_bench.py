@@ -1,0 +1,83 @@
+"""The benchmarks run on GPUs, and their results become pictures and a page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
+pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
+
+from deepep_rt import bench, bench_figures, bench_low_latency, bench_page, bench_throughput
+from deepep_rt import bench_report as report
+
+pytestmark = pytest.mark.gpu
+
+
+def sizes(comm):
+    return ["--backend", "cuda", "--quick", "--hidden", "2048", "--topk", "4", "--experts", str(8 * comm.size)]
+
+
+def on_rank_0(comm, result):
+    """A result as its file gives it; None on the other ranks."""
+    assert (result is None) == (comm.rank > 0)
+    return None if result is None else json.loads(json.dumps(result))
+
+
+def test_throughput(comm):
+    args = bench_throughput.parse_args([*sizes(comm), "--tokens", "128,512", "--sms", "8,16"])
+    steps = []
+    result = on_rank_0(comm, bench_throughput.run(comm, args, steps.append))
+    assert len(steps) == bench_throughput.num_steps(args) == 2 * 2 * 7
+    if result is None:
+        return
+    rows = report.throughput_rows(result)
+    assert {(row.work, row.tokens, row.sms) for row in rows} == {
+        (work, tokens, sms) for work in bench_throughput.WORKS for tokens in (128, 512) for sms in (8, 16)
+    }
+    assert all(row.us > 0 for row in rows)
+    for row in rows:
+        expected = report.Sizes.of(result).remote_bytes(row.work, row.tokens)
+        assert row.remote_gb_s * row.us * 1e3 == pytest.approx(expected, rel=0.1), row  # of random rows
+    assert set(result["copy_ceiling_gb_s"]["by_sms"]) == {"8", "16"}
+    assert result["drivers"]["NVRTC"]
+    assert len(bench_figures.throughput(result).axes) == 6
+    assert "GB/s from other ranks" in bench_figures.throughput(result).axes[0].get_ylabel() or comm.size == 1
+    assert "host backend" not in bench_page.html([result])
+
+
+def test_low_latency(comm):
+    args = bench_low_latency.parse_args([*sizes(comm), "--tokens", "1,32"])
+    steps = []
+    result = on_rank_0(comm, bench_low_latency.run(comm, args, steps.append))
+    assert len(steps) == bench_low_latency.num_steps(args) == 2
+    if result is None:
+        return
+    rows = report.low_latency_rows(result)
+    assert [row.tokens for row in rows] == [1, 32]
+    for row in rows:
+        missing = [name for name in report.low_latency_columns(result).values() if not getattr(row, name)]
+        assert not missing
+        assert len(report.low_latency_columns(result)) == 12, "all were measured"
+        assert row.step_p99_us >= row.step_p50_us
+    page = bench_page.html([result])
+    assert "in a captured chain" in page
+    assert "host backend" not in page
+
+
+def test_the_command_on_gpus(comm, tmp_path_factory, capsys):
+    folder = comm.bcast(tmp_path_factory.mktemp("bench") if comm.rank == 0 else None)
+    options = {"quick": True, "backend": "auto", "commit": "0123456789abcdef"}
+    bench.measure("low-latency", folder, [], sizes=bench.Sizes(2048, 4, 8 * comm.size), **options)
+    said = capsys.readouterr()
+    if comm.rank:
+        assert said.out == said.err == ""
+        return
+    assert "the page is" in said.out
+    assert "low-latency: 1 of 2 done" in said.err
+    result = report.read(folder / "low_latency.json")
+    assert report.on_gpu(result)
+    assert result["commit"]["id"] == "0123456789abcdef"
+    assert [row.tokens for row in report.low_latency_rows(result)] == [1, 128]
+    assert (folder / "index.html").stat().st_size > 50_000
