@@ -146,6 +146,17 @@ class Buffer:
     ) -> dict[str, int]:
         """Bytes of GPU memory that such a Buffer takes on each rank; nothing is allocated.
 
+        Args:
+            num_ranks: Ranks of the communicator.
+            num_max_tokens_per_rank: This and the others as for `Buffer`.
+            hidden: See `Buffer`.
+            num_topk: See `Buffer`.
+            num_experts: See `Buffer`.
+            dtype: See `Buffer`.
+            num_slots: See `Buffer`.
+            low_latency: See `Buffer`.
+            ranks_per_node: See `Buffer`.
+
         Returns:
             Bytes by region ("control", "landing", "pool", "low_latency" for communication; "handles"; "low_latency_results", one of them:
             as many are allocated as are held at once) and their sum under "total".
@@ -377,6 +388,10 @@ class Buffer:
             `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the framework of that call. There is one
             for each Buffer.
 
+        Raises:
+            EPInputError: if the buffer was made without `low_latency=True`.
+            EPOutOfMemoryError: if the first such call finds no GPU memory for it.
+
         Example:
             >>> y = buffer.get_low_latency_combine_buffer(sent.handle)
         """
@@ -443,6 +458,10 @@ class Buffer:
         Returns:
             Bytes a second that a rank sends to the others (on one rank: to itself), on the slowest rank.
 
+        Raises:
+            EPInputError: if a number is out of range.
+            EPTimeoutError: if a peer did not answer.
+
         Example:
             >>> print(f"{buffer.copy_ceiling() / 1e9:.0f} GB/s")
         """
@@ -461,13 +480,20 @@ class Buffer:
 
         Raises:
             EPTimeoutError: if a peer did not answer.
+
+        Example:
+            >>> buffer.synchronize()  # before a clock is read, or results are used by what knows no streams
         """
         backend = self._live()
         with backend.context:
             backend.synchronize()
 
     def destroy(self) -> None:
-        """Give the memory back. Collective; results that are still held must not be used afterwards. Safe to call twice."""
+        """Give the memory back. Collective; results that are still held must not be used afterwards. Safe to call twice.
+
+        Example:
+            >>> buffer.destroy()  # the end of `with Buffer(...) as buffer:` does the same
+        """
         backend, self._backend = self._backend, None
         if backend is not None:
             with backend.context:

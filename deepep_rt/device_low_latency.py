@@ -229,7 +229,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             with self.context:
                 receive()
                 views.update(copy())
-                event.move()
+                event._move()
 
         return views, order.hook(receive_and_copy)
 

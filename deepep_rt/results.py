@@ -31,16 +31,26 @@ class Event:
         self.handle = None
 
     def wait(self, stream: Any = None) -> None:
-        """Make `stream` (default: the caller's current stream) wait for this event; the host does not wait."""
+        """Make a stream wait for this event; the host does not wait.
+
+        Args:
+            stream: An integer handle or an array library's stream; default: the caller's current stream.
+
+        Example:
+            >>> result.event.wait()
+        """
 
     def synchronize(self) -> None:
         """Make the host wait for this event.
 
         Raises:
             EPTimeoutError: if a peer did not answer in the meantime.
+
+        Example:
+            >>> result.event.synchronize()
         """
 
-    def move(self) -> None:
+    def _move(self) -> None:
         """Let it stand for all that the call has queued by now: a hook has queued the rest."""
 
 

@@ -105,6 +105,6 @@ class _End(Event):
         driver.synchronize(self._stream)
         self._order.check()
 
-    def move(self) -> None:
+    def _move(self) -> None:
         if self._marker is not None:
             self._marker.record(self._stream)
