@@ -121,10 +121,7 @@ def dispatch(
         why = "fp8=True converts" if fp8 else "gradients come back as"
         raise EPInputError(f"x has dtype {x.dtype}; {why} {', '.join(COMBINE_DTYPES)}. Convert x, or detach() it")
     _check_fp8(buffer, fp8)
-    # torch.utils.checkpoint may leave the forward pass by an exception out of `apply`. Results that die on its way swallow it, because
-    # their memory is given back in Python. So they are held here too.
-    held: list[Any] = []
-    options = (_plain(handle), num_worst_tokens, expert_alignment, fp8, held)
+    options = (_plain(handle), num_worst_tokens, expert_alignment, fp8)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, plain, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
     )
@@ -181,7 +178,6 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         num_worst_tokens: int | None,
         expert_alignment: int,
         fp8: bool,
-        held: list[Any],
     ) -> tuple:
         rows, scales = _to_fp8(x) if fp8 else (x, None)
         options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment)
@@ -199,8 +195,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
             *(t for t in (recv_idx, sent.num_recv_tokens, sent.num_recv_tokens_per_expert) if t is not None)
         )
         counts = (sent.num_recv_tokens, sent.num_recv_tokens_per_expert)
-        held += (recv_x, recv_idx, recv_weights, *counts, sent.handle, x.new_empty(0, dtype=torch.float32))
-        return tuple(held)
+        return recv_x, recv_idx, recv_weights, *counts, sent.handle, x.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
@@ -219,7 +214,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         else:
             grad_weights = _aligned(grad_weights.masked_fill(elsewhere, 0))  # those zeros do not depend on the weights
         back = ctx.buffer.combine(_aligned(grad_x), handle, topk_weights=grad_weights)
-        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 7
+        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 6
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
