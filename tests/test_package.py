@@ -40,6 +40,7 @@ ORDER = [
     "results",
     "inputs",
     "streams",
+    "tables",
     "hooks",
     "mail",
     "host_arrays",
