@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.buffer_callback import buffer_callback
 
 from . import arrays, dlpack, tables
@@ -163,10 +164,47 @@ def errors() -> Iterator[None]:
     _failures.clear()
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # JAX raises either, by where it notices
         if not _failures:
             raise
         raise _failures[0] from error
+
+
+def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute a layer again for its gradient instead of keeping what it computed, calls included; `jax.checkpoint` in good order.
+
+    XLA may start what `jax.checkpoint` computes again at any time, also before the gradients of the layers above: on the CPU, ranks then
+    make their calls in different orders. Here the layer's first call waits for the gradient. `jax.checkpoint` is in order inside of
+    `jax.lax.scan`, and with a policy that keeps what calls return (they have the names "deepep_rt.dispatch" and "deepep_rt.combine").
+
+    Args:
+        layer: `layer(*arrays, after)` gives `after` to its first call. What it is to be differentiated in has to be among the arguments.
+
+    Returns:
+        `layer(*arrays, after=None)`.
+
+    Example:
+        >>> def layer(parameters, x, after):
+        ...     sent = dispatch(buffer, x, *router(parameters, x), after=after)
+        ...     return x + combine(buffer, experts(parameters, sent), sent.handle).x
+        >>> loss = lambda parameters, x: (checkpoint(layer)(parameters, x) ** 2).sum()
+    """
+
+    @jax.custom_vjp
+    def run(after: jax.Array, *arguments: Any) -> Any:
+        return layer(*arguments, after)
+
+    def forward(after: jax.Array, *arguments: Any) -> tuple[Any, Any]:
+        return run(after, *arguments), arguments
+
+    def backward(arguments: Any, gradient: Any) -> tuple[Any, ...]:
+        arguments, gradient = jax.lax.optimization_barrier((arguments, gradient))  # as jax.checkpoint: nothing is shared with the forward
+        start = next(leaf for leaf in jax.tree.leaves(gradient) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating))
+        _, pull = jax.vjp(run.__wrapped__, start.reshape(-1)[:1].astype(jnp.float32), *arguments)
+        return tuple(pull(gradient))
+
+    run.defvjp(forward, backward)
+    return lambda *arguments, after=None: run(_token() if after is None else after, *arguments)
 
 
 def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
@@ -216,13 +254,15 @@ def _dispatch(
         _copy(stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights))
         tables.save(sent.handle, config, table, stream)
 
-    token, recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = _call(buffer, work, after, given, shapes)
+    token, recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = _named(
+        "deepep_rt.dispatch", _call(buffer, work, [after], given, shapes)
+    )
     handle = Handle(table, num_recv, token, x.shape[0], rows)
     return Dispatched(_without_padding(recv_x, num_recv), recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
 
 
 def _dispatch_forward(buffer: Buffer, rows: int, *arguments: Any) -> tuple[Dispatched, Any]:
-    sent = _dispatch(buffer, rows, *arguments)
+    sent = _dispatch.__wrapped__(buffer, rows, *arguments)  # not as one opaque step, so that policies see the names inside
     return sent, (sent.handle, sent.recv_topk_idx)
 
 
@@ -241,16 +281,18 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> Combined:
-    token, out = _send_back(buffer, x, None, handle, after)
+    token, out = _named("deepep_rt.combine", _send_back(buffer, x, None, handle, after))
     return Combined(out, token)
 
 
-def _combine_forward(buffer: Buffer, *arguments: Any) -> tuple[Combined, Handle]:
-    return _combine(buffer, *arguments), arguments[1]
+def _combine_forward(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> tuple[Combined, Any]:
+    out = _combine.__wrapped__(buffer, x, handle, after)
+    return out, (handle, out.token)
 
 
-def _combine_backward(buffer: Buffer, handle: Handle, gradient: Combined) -> tuple[Any, ...]:
-    """Each row gets the gradient of its token."""
+def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[Any, ...]:
+    """Each row gets the gradient of its token. A combine that was computed again for the sake of gradients comes before."""
+    handle, done = kept
 
     def work(stream: int | None, arguments: list[View], results: list[View]) -> None:
         x, table = arguments
@@ -258,7 +300,7 @@ def _combine_backward(buffer: Buffer, handle: Handle, gradient: Combined) -> tup
         _copy(stream, (buffer.dispatch(x, handle=known, stream=stream).recv_x, results[0]))
 
     shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
-    token, rows = _call(buffer, work, gradient.token, [gradient.x, handle.tables], shapes)
+    token, rows = _call(buffer, work, [gradient.token, done], [gradient.x, handle.tables], shapes)
     return _without_padding(rows, handle.num_recv_tokens), None, token
 
 
@@ -280,17 +322,20 @@ def _send_back(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: 
 
     shapes = [((tokens, config.hidden), x.dtype)] + ([] if weights is None else [((tokens, config.num_topk), jnp.float32)])
     given = [handle.tables, x] + ([] if weights is None else [weights])
-    return _call(buffer, work, after, given, shapes)
+    return _call(buffer, work, [after], given, shapes)
 
 
 def _call(
     buffer: Buffer,
     work: Callable[[int | None, list[View], list[View]], None],
-    after: jax.Array,
+    after: list[jax.Array],
     given: list[jax.Array],
     shapes: Sequence[tuple[tuple[int, ...], Any]],
 ) -> list[jax.Array]:
-    """Put a call into the program: `work(stream, arguments, results)` runs when it is its turn. The first result is the token."""
+    """Put a call into the program: `work(stream, arguments, results)` runs when it is its turn, after what `after` depends on.
+
+    The first result is the token. It is the first of `after`, which nobody looks at: XLA only sees that it comes out of the call.
+    """
     on_host = buffer.backend == "host"
 
     def callback(ctx: Any, out: Any, *arguments: Any) -> None:
@@ -298,9 +343,9 @@ def _call(
             try:
                 backend = buffer._live()
                 with backend.context:
-                    _check_device(buffer, arguments[1])
+                    _check_device(buffer, arguments[-1])
                     look = _copy_of if on_host else _look
-                    views = [look(buffer, array) for array in arguments[1:]]
+                    views = [look(buffer, array) for array in arguments[len(after) :]]
                     work(None if on_host else ctx.stream, views, [_look(buffer, array) for array in out[1:]])
             except BaseException as error:
                 if not _failures:
@@ -308,7 +353,7 @@ def _call(
                 raise
 
     token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
-    return buffer_callback(callback, [token, *results], input_output_aliases={0: 0})(after, *given)
+    return buffer_callback(callback, [token, *results], input_output_aliases={0: 0})(*after, *given)
 
 
 def _look(buffer: Buffer, array: Any) -> View:
@@ -336,6 +381,11 @@ def _traced(buffer: Buffer, array: jax.Array) -> View:
     if array.dtype.name not in arrays.DTYPES:
         raise EPInputError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(arrays.DTYPES)}")
     return View(0, array.shape, array.dtype.name, buffer._site.device, None, _PLAIN)
+
+
+def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:
+    """Results that policies of `jax.checkpoint` can name."""
+    return [checkpoint_name(result, name) for result in results]
 
 
 def _token() -> jax.Array:
