@@ -102,7 +102,7 @@ def dispatch(
 
     Args:
         buffer: The Buffer, on the GPU that JAX computes on (`use_gpu_of_rank`), or on the host backend where JAX computes on the CPU.
-        x: `[num_tokens, hidden]`; for gradients bfloat16, float16 or float32.
+        x: `[num_tokens, hidden]`, at least one row; for gradients bfloat16, float16 or float32.
         topk_idx: `[num_tokens, num_topk]` int32, expert numbers; -1 skips.
         topk_weights: `[num_tokens, num_topk]` float32, or None.
         num_worst_tokens: Rows of the result, whatever arrives; default and most: `num_ranks * num_max_tokens_per_rank`. Rows past it are
@@ -125,7 +125,9 @@ def dispatch(
     weights = None if topk_weights is None else jnp.asarray(topk_weights)
     rows_, idx_, weights_ = (None if array is None else _traced(buffer, array) for array in (x, topk_idx, weights))
     dispatch_inputs(buffer._site, None, rows_, idx_, weights_, None, None, rows, 1)
-    return _dispatch(buffer, rows, x, topk_idx, weights, _token() if after is None else after)
+    if not x.shape[0]:
+        raise EPInputError("x has no rows, and XLA runs nothing for the sake of none; pass one whose topk_idx are all -1")
+    return _dispatch(buffer, rows, x, topk_idx, weights, _token(after))
 
 
 def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | None = None) -> Combined:
@@ -148,7 +150,7 @@ def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | 
     x = jnp.asarray(x)
     if not isinstance(handle, Handle):
         raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.dispatch")
-    return _combine(buffer, x, handle, handle.token if after is None else after)
+    return _combine(buffer, x, handle, _token(handle.token if after is None else after))
 
 
 @contextmanager
@@ -198,13 +200,15 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
         return run(after, *arguments), arguments
 
     def backward(arguments: Any, gradient: Any) -> tuple[Any, ...]:
-        arguments, gradient = jax.lax.optimization_barrier((arguments, gradient))  # as jax.checkpoint: nothing is shared with the forward
+        arguments, gradient = jax.lax.optimization_barrier(
+            (arguments, gradient)
+        )  # as jax.checkpoint: nothing is shared with the forward
         start = next(leaf for leaf in jax.tree.leaves(gradient) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating))
         _, pull = jax.vjp(run.__wrapped__, start.reshape(-1)[:1].astype(jnp.float32), *arguments)
         return tuple(pull(gradient))
 
     run.defvjp(forward, backward)
-    return lambda *arguments, after=None: run(_token() if after is None else after, *arguments)
+    return lambda *arguments, after=None: run(_token(after), *arguments)
 
 
 def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
@@ -388,8 +392,12 @@ def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:
     return [checkpoint_name(result, name) for result in results]
 
 
-def _token() -> jax.Array:
-    return jnp.zeros(1, jnp.float32)
+def _token(after: Any) -> jax.Array:
+    if after is None:
+        return jnp.zeros(1, jnp.float32)
+    if getattr(after, "shape", None) != (1,) or after.dtype != jnp.float32:
+        raise EPInputError(f"after is {getattr(after, 'aval', after)!s}; expected the token of an earlier call, or of its handle")
+    return after
 
 
 def _without_padding(rows: jax.Array, num_recv: jax.Array) -> jax.Array:
