@@ -197,14 +197,15 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
         return layer(*arguments, after)
 
     def forward(after: jax.Array, *arguments: Any) -> tuple[Any, Any]:
-        return run(after, *arguments), arguments
+        out = run(after, *arguments)
+        return out, (arguments, _sum(out))
 
-    def backward(arguments: Any, gradient: Any) -> tuple[Any, ...]:
-        arguments, gradient = jax.lax.optimization_barrier(
-            (arguments, gradient)
-        )  # as jax.checkpoint: nothing is shared with the forward
-        start = next(leaf for leaf in jax.tree.leaves(gradient) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating))
-        _, pull = jax.vjp(run.__wrapped__, start.reshape(-1)[:1].astype(jnp.float32), *arguments)
+    def backward(kept: Any, gradient: Any) -> tuple[Any, ...]:
+        arguments, done = kept
+        after, arguments = jax.lax.optimization_barrier(
+            (done + _sum(gradient), arguments)
+        )  # XLA shall not share what it computes again
+        _, pull = jax.vjp(run.__wrapped__, after, *arguments)
         return tuple(pull(gradient))
 
     run.defvjp(forward, backward)
@@ -231,7 +232,7 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
     node = comm.Split_type(_mpi().COMM_TYPE_SHARED)
     local_rank = node.Get_rank()
     node.Free()
-    if (count := _num_gpus()) and jax.config.jax_cuda_visible_devices == "all":
+    if count := _num_gpus():
         jax.config.update("jax_cuda_visible_devices", str(local_rank % count))
     devices = jax.local_devices()
     if len(devices) > 1:
@@ -340,14 +341,17 @@ def _call(
 
     The first result is the token. It is the first of `after`, which nobody looks at: XLA only sees that it comes out of the call.
     """
-    on_host = buffer.backend == "host"
+    on_host, checked = buffer.backend == "host", False
 
     def callback(ctx: Any, out: Any, *arguments: Any) -> None:
+        nonlocal checked
         with _one_at_a_time:
             try:
                 backend = buffer._live()
                 with backend.context:
-                    _check_device(buffer, arguments[-1])
+                    if not checked:
+                        _check_device(buffer, arguments[-1])
+                        checked = True
                     look = _copy_of if on_host else _look
                     views = [look(buffer, array) for array in arguments[len(after) :]]
                     work(None if on_host else ctx.stream, views, [_look(buffer, array) for array in out[1:]])
@@ -385,6 +389,12 @@ def _traced(buffer: Buffer, array: jax.Array) -> View:
     if array.dtype.name not in arrays.DTYPES:
         raise EPInputError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(arrays.DTYPES)}")
     return View(0, array.shape, array.dtype.name, buffer._site.device, None, _PLAIN)
+
+
+def _sum(tree: Any) -> jax.Array:
+    """A token that depends on every element of a tree of arrays."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return sum((leaf.sum(dtype=jnp.float32) for leaf in leaves), start=jnp.zeros(1, jnp.float32))
 
 
 def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:

@@ -201,6 +201,8 @@ def check_scan(comm: MPI.Intracomm) -> None:
 def check_recomputation(comm: MPI.Intracomm) -> None:
     """In order, every way: dispatch and combine again, then their gradients, layer by layer from the last."""
     keep = jax.checkpoint_policies.save_only_these_names(*NAMES)
+    model = _layers(comm)
+    mine = model.matrices[:, model.first : model.first + 4]
     with _buffer(comm) as buffer:
         layer = _parallel(buffer)
         for run, wanted in (
@@ -210,7 +212,12 @@ def check_recomputation(comm: MPI.Intracomm) -> None:
             (partial(_unrolled, jax.checkpoint(layer, policy=keep)), "dcdc" + "kc" * 2),
         ):
             with _calls(buffer) as calls:
-                _compare(comm, _layers(comm), run)
+                _compare(comm, model, run)
+                assert "".join(calls) == wanted, "".join(calls)
+            # The gradient is constant here, and so says nothing about when it may be worked on; part of it is padding.
+            with _calls(buffer) as calls:
+                alone = jax.jit(jax.grad(lambda x: run(x, model.idx, model.weights, mine, model.mixing)[1:].sum()))  # noqa: B023
+                jax.block_until_ready(alone(model.x))
                 assert "".join(calls) == wanted, "".join(calls)
 
 
@@ -304,8 +311,18 @@ def check_errors_of_a_call(comm: MPI.Intracomm) -> None:
         with raises(RuntimeError, "mine"), ep.errors():
             raise RuntimeError("mine")  # others pass through
         assert np.isfinite(jax.block_until_ready(call(x, idx))).all()
+
+
+def check_a_destroyed_buffer(comm: MPI.Intracomm) -> None:
+    """A compiled function may outlive its Buffer; it says so, as any exception in it reaches the caller."""
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer:
+        call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x)
+        jax.block_until_ready(call(model.x, model.idx[0]))
     with raises(EPDestroyedError, "destroyed"), ep.errors():
-        jax.block_until_ready(call(x, idx))
+        jax.block_until_ready(call(model.x, model.idx[0]))
+    with raises(Exception, "EPDestroyedError", "destroyed"):
+        jax.block_until_ready(call(model.x, model.idx[0]))
 
 
 def check_a_silent_rank(comm: MPI.Intracomm) -> None:
