@@ -330,7 +330,8 @@ def check_a_silent_rank(comm: MPI.Intracomm) -> None:
     if comm.Get_size() == 1:
         return
     with raises(EPTimeoutError, "rank 0"), _buffer(comm, timeout_s=1.0) as buffer:
-        call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x)
+        call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x).lower(model.x, model.idx[0]).compile()
+        comm.Barrier()  # or the first to have compiled would take the others for silent
         if comm.Get_rank() == 0:
             time.sleep(3.0)
             raise EPTimeoutError("rank 0 is the silent one", rank=0, peer=0, phase="")
