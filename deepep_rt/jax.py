@@ -29,7 +29,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from . import arrays, dlpack, tables
 from .arrays import HOST, Framework, View
-from .errors import EPInputError, EPUnavailableError
+from .errors import EPError, EPInputError, EPUnavailableError
 from .inputs import combine_inputs, dispatch_inputs
 from .results import DispatchHandle
 
@@ -46,7 +46,7 @@ _failures: list[BaseException] = []  # what callbacks raised, for `errors`
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["tables", "num_recv_tokens", "token"],
-    meta_fields=["num_tokens", "num_recv_rows"],
+    meta_fields=["num_tokens", "num_recv_rows", "buffer"],
 )
 @dataclass(frozen=True)
 class Handle:
@@ -62,6 +62,8 @@ class Handle:
     """Tokens that this rank dispatched."""
     num_recv_rows: int
     """Rows of `recv_x`."""
+    buffer: int
+    """Number of the Buffer in this process."""
 
 
 class Dispatched(NamedTuple):
@@ -103,7 +105,7 @@ def dispatch(
     Args:
         buffer: The Buffer, on the GPU that JAX computes on (`use_gpu_of_rank`), or on the host backend where JAX computes on the CPU.
         x: `[num_tokens, hidden]`, at least one row; for gradients bfloat16, float16 or float32.
-        topk_idx: `[num_tokens, num_topk]` int32, expert numbers; -1 skips.
+        topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers; -1 skips.
         topk_weights: `[num_tokens, num_topk]` float32, or None.
         num_worst_tokens: Rows of the result, whatever arrives; default and most: `num_ranks * num_max_tokens_per_rank`. Rows past it are
             dropped (their tokens lack these experts, and so do their gradients), and count in `handle.num_recv_tokens`.
@@ -122,6 +124,8 @@ def dispatch(
     config = buffer.config
     rows = config.num_max_recv_tokens if num_worst_tokens is None else num_worst_tokens
     x, topk_idx = jnp.asarray(x), jnp.asarray(topk_idx)
+    if topk_idx.dtype == jnp.int64:
+        topk_idx = topk_idx.astype(jnp.int32)
     weights = None if topk_weights is None else jnp.asarray(topk_weights)
     rows_, idx_, weights_ = (None if array is None else _traced(buffer, array) for array in (x, topk_idx, weights))
     dispatch_inputs(buffer._site, None, rows_, idx_, weights_, None, None, rows, 1)
@@ -166,10 +170,12 @@ def errors() -> Iterator[None]:
     _failures.clear()
     try:
         yield
+    except EPError:
+        raise
     except (RuntimeError, ValueError) as error:  # JAX raises either, by where it notices
         if not _failures:
             raise
-        raise _failures[0] from error
+        raise _failures.pop() from error
 
 
 def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,9 +208,8 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, ...]:
         arguments, done = kept
-        after, arguments = jax.lax.optimization_barrier(
-            (done + _sum(gradient), arguments)
-        )  # XLA shall not share what it computes again
+        # The barrier is there so that XLA does not keep what it shall compute again.
+        after, arguments = jax.lax.optimization_barrier((done + _sum(gradient), arguments))
         _, pull = jax.vjp(run.__wrapped__, after, *arguments)
         return tuple(pull(gradient))
 
@@ -235,7 +240,7 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
     if count := _num_gpus():
         jax.config.update("jax_cuda_visible_devices", str(local_rank % count))
     devices = jax.local_devices()
-    if len(devices) > 1:
+    if count and len(devices) > 1:
         raise EPUnavailableError(f"JAX sees {len(devices)} devices already; call use_gpu_of_rank before JAX is used for anything")
     return devices[0]
 
@@ -252,17 +257,10 @@ def _dispatch(
     if topk_weights is not None:
         given, shapes = [*given, topk_weights], [*shapes, (topk, jnp.float32)]
 
-    def work(stream: int | None, arguments: list[View], results: list[View]) -> None:
-        sent = buffer.dispatch(*arguments, num_worst_tokens=rows, stream=stream)
-        recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
-        _copy(stream, (sent.recv_x, recv_x), (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
-        _copy(stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights))
-        tables.save(sent.handle, config, table, stream)
-
     token, recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = _named(
-        "deepep_rt.dispatch", _call(buffer, work, [after], given, shapes)
+        "deepep_rt.dispatch", _call(buffer, _run_dispatch, (rows,), [after], given, shapes)
     )
-    handle = Handle(table, num_recv, token, x.shape[0], rows)
+    handle = Handle(table, num_recv, token, x.shape[0], rows, buffer._site.serial)
     return Dispatched(_without_padding(recv_x, num_recv), recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
 
 
@@ -299,13 +297,8 @@ def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[An
     """Each row gets the gradient of its token. A combine that was computed again for the sake of gradients comes before."""
     handle, done = kept
 
-    def work(stream: int | None, arguments: list[View], results: list[View]) -> None:
-        x, table = arguments
-        known = tables.load(buffer._site, table, handle.num_tokens, handle.num_recv_rows)
-        _copy(stream, (buffer.dispatch(x, handle=known, stream=stream).recv_x, results[0]))
-
     shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
-    token, rows = _call(buffer, work, [gradient.token, done], [gradient.x, handle.tables], shapes)
+    token, rows = _call(buffer, _run_known_dispatch, _sizes(handle), [gradient.token, done], [handle.tables, gradient.x], shapes)
     return _without_padding(rows, handle.num_recv_tokens), None, token
 
 
@@ -315,32 +308,62 @@ _combine.defvjp(_combine_forward, _combine_backward)
 def _send_back(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array) -> list[jax.Array]:
     """Combine rows, and weights if there are any: the token, and what they add up to."""
     config, tokens = buffer.config, handle.num_tokens
-    known = DispatchHandle(tokens, handle.num_recv_rows, None, buffer._site.serial, None, {})
+    known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {})
     seen = [None if array is None else _traced(buffer, array) for array in (x, weights)]
     combine_inputs(buffer._site, None, seen[0], known, seen[1], None)
 
-    def work(stream: int | None, arguments: list[View], results: list[View]) -> None:
-        table, y, *added = arguments
-        known = tables.load(buffer._site, table, tokens, handle.num_recv_rows)
-        done = buffer.combine(y, known, topk_weights=added[0] if added else None, stream=stream)
-        _copy(stream, *zip((done.x, done.topk_weights), results, strict=False))
-
     shapes = [((tokens, config.hidden), x.dtype)] + ([] if weights is None else [((tokens, config.num_topk), jnp.float32)])
     given = [handle.tables, x] + ([] if weights is None else [weights])
-    return _call(buffer, work, [after], given, shapes)
+    return _call(buffer, _run_combine, _sizes(handle), [after], given, shapes)
+
+
+def _sizes(handle: Handle) -> tuple[int, int]:
+    return handle.num_tokens, handle.num_recv_rows
+
+
+def _run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int) -> None:
+    sent = buffer.dispatch(*arguments, num_worst_tokens=rows, stream=stream)
+    recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
+    _copy(stream, (sent.recv_x, recv_x), (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
+    _copy(stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights))
+    tables.save(sent.handle, buffer.config, table, stream)
+
+
+def _run_known_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
+    table, x = arguments
+    _copy(stream, (buffer.dispatch(x, handle=tables.load(buffer._site, table, *sizes), stream=stream).recv_x, results[0]))
+
+
+def _run_combine(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
+    table, x, *weights = arguments
+    handle = tables.load(buffer._site, table, *sizes)
+    done = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, stream=stream)
+    _copy(stream, *zip((done.x, done.topk_weights), results, strict=False))
 
 
 def _call(
     buffer: Buffer,
-    work: Callable[[int | None, list[View], list[View]], None],
+    run: Callable[..., None],
+    sizes: tuple[int, ...],
     after: list[jax.Array],
     given: list[jax.Array],
     shapes: Sequence[tuple[tuple[int, ...], Any]],
 ) -> list[jax.Array]:
-    """Put a call into the program: `work(stream, arguments, results)` runs when it is its turn, after what `after` depends on.
+    """Put a call into the program: `run(buffer, stream, arguments, results, *sizes)`, after what `after` depends on.
 
     The first result is the token. It is the first of `after`, which nobody looks at: XLA only sees that it comes out of the call.
     """
+    made: dict[Any, Callable[..., None]] = vars(buffer).setdefault("_jax_callbacks", {})
+    if (
+        key := (run, sizes, len(after))
+    ) not in made:  # the same function each time, or JAX would compile calls outside of jit again
+        made[key] = _callback(buffer, *key)
+    token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
+    return buffer_callback(made[key], [token, *results], input_output_aliases={0: 0})(*after, *given)
+
+
+def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], num_after: int) -> Callable[..., None]:
+    """What XLA calls. It outlives the trace, so it must not hold arrays."""
     on_host, checked = buffer.backend == "host", False
 
     def callback(ctx: Any, out: Any, *arguments: Any) -> None:
@@ -353,15 +376,17 @@ def _call(
                         _check_device(buffer, arguments[-1])
                         checked = True
                     look = _copy_of if on_host else _look
-                    views = [look(buffer, array) for array in arguments[len(after) :]]
-                    work(None if on_host else ctx.stream, views, [_look(buffer, array) for array in out[1:]])
+                    given, results = (
+                        [look(buffer, array) for array in arguments[num_after:]],
+                        [_look(buffer, array) for array in out[1:]],
+                    )
+                    run(buffer, None if on_host else ctx.stream, given, results, *sizes)
             except BaseException as error:
                 if not _failures:
                     _failures.append(error)
                 raise
 
-    token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
-    return buffer_callback(callback, [token, *results], input_output_aliases={0: 0})(*after, *given)
+    return callback
 
 
 def _look(buffer: Buffer, array: Any) -> View:
@@ -454,7 +479,7 @@ def _num_gpus() -> int:
 
         ok(cuda.cuInit(0))
         return int(ok(cuda.cuDeviceGetCount()))
-    except (ImportError, RuntimeError):  # no bindings, no driver or no GPU
+    except Exception:  # no bindings, no GPU, or no driver, without which the bindings raise from whatever they tried last
         return 0
 
 

@@ -149,10 +149,29 @@ def check_what_arrives(comm: MPI.Intracomm) -> None:
                 assert (error <= oracle.combine_tolerance(dtype, size, ranks)).all()
 
 
+def check_wide_expert_numbers(comm: MPI.Intracomm) -> None:
+    """With 64-bit types switched on, expert numbers are int64 unless somebody says otherwise."""
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer:
+        want = ep.dispatch(buffer, model.x, model.idx[0])
+        jax.config.update("jax_enable_x64", True)
+        try:
+            idx = jnp.asarray(np.asarray(model.idx[0]), jnp.int64)
+            got = jax.jit(partial(ep.dispatch, buffer))(model.x, idx)
+            jax.block_until_ready(got)
+        finally:
+            jax.config.update("jax_enable_x64", False)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.dtype == b.dtype
+        np.testing.assert_array_equal(got.recv_topk_idx, want.recv_topk_idx)
+        np.testing.assert_array_equal(got.recv_x, want.recv_x)
+
+
 def check_gradients(comm: MPI.Intracomm) -> None:
     model = _layers(comm, 1)
     with _buffer(comm) as buffer, _calls(buffer) as calls:
-        _compare(comm, model, partial(_unrolled, _parallel(buffer)))
+        with jax.checking_leaks():  # what stays behind in callbacks must be no arrays
+            _compare(comm, model, partial(_unrolled, _parallel(buffer)))
         assert "".join(calls) == "dckc"
 
 
@@ -178,6 +197,10 @@ def check_gradients_outside_of_jit(comm: MPI.Intracomm) -> None:
         owner = np.where(model.idx[0] >= 0, model.idx[0] // 4, comm.Get_size())
         copies = [len(set(row) - {comm.Get_size()}) for row in owner.tolist()]  # a token comes back once from each rank
         np.testing.assert_allclose(pull(jnp.ones_like(model.x))[0], np.tile(np.array(copies)[:, None], HIDDEN), rtol=1e-6)
+        known = len(buffer._jax_callbacks)
+        for _ in range(3):
+            ep.combine(buffer, sent.recv_x, sent.handle)
+        assert len(buffer._jax_callbacks) == known, "each call would be compiled again"
 
 
 def check_two_layers_of_one_buffer(comm: MPI.Intracomm) -> None:
@@ -293,6 +316,8 @@ def check_wrong_arguments(comm: MPI.Intracomm) -> None:
             ep.combine(buffer, x, sent.handle)
         with raises(EPInputError, "tuple", "deepep_rt.jax.dispatch"):
             ep.combine(buffer, sent.recv_x, tuple(sent))
+        with _buffer(comm) as other, raises(EPInputError, "another Buffer"):
+            ep.combine(other, sent.recv_x, sent.handle)
         with raises(EPInputError, "after is float32[12,32]", "token"):
             call(x, idx, after=x)
 
