@@ -373,7 +373,7 @@ def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], 
                 backend = buffer._live()
                 with backend.context:
                     if not checked:
-                        _check_device(buffer, arguments[-1])
+                        _check_device(buffer, out[0])
                         checked = True
                     look = _copy_of if on_host else _look
                     given, results = (

@@ -105,22 +105,22 @@ def _compare(comm: MPI.Intracomm, model: SimpleNamespace, run: Callable[..., jax
 
 
 @contextmanager
-def _calls(buffer: Any) -> Any:
-    """The calls that reach the Buffer, in order: d(ispatch), k(nown routing), c(ombine)."""
+def _calls(*buffers: Any) -> Any:
+    """The calls that reach the Buffers, in order: d(ispatch), k(nown routing), c(ombine); capital letters for a second Buffer."""
     made: list[str] = []
-    dispatch, combine = buffer.dispatch, buffer.combine
 
-    def noting_dispatch(*args: Any, handle: Any = None, **options: Any) -> Any:
-        made.append("k" if handle else "d")
-        return dispatch(*args, handle=handle, **options)
+    def noting(call: Callable[..., Any], letter: Callable[[str], str], name: str) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            made.append(letter("k" if options.get("handle") else name))
+            return call(*args, **options)
 
-    def noting_combine(*args: Any, **options: Any) -> Any:
-        made.append("c")
-        return combine(*args, **options)
+        return noted
 
-    buffer.dispatch, buffer.combine = noting_dispatch, noting_combine
+    for buffer, letter in zip(buffers, (str.lower, str.upper), strict=False):
+        buffer.dispatch, buffer.combine = noting(buffer.dispatch, letter, "d"), noting(buffer.combine, letter, "c")
     yield made
-    del buffer.dispatch, buffer.combine
+    for buffer in buffers:
+        del buffer.dispatch, buffer.combine
 
 
 def check_what_arrives(comm: MPI.Intracomm) -> None:
@@ -256,30 +256,27 @@ def check_recomputation(comm: MPI.Intracomm) -> None:
 def check_independent_calls_keep_their_order(comm: MPI.Intracomm) -> None:
     """Micro-batches that do not depend on each other: `after` orders them, and their gradients the other way round."""
     models = [_layers(comm, 1), _layers(comm, 1, skip=0.7)]
-    with _buffer(comm) as buffer:
+    with _buffer(comm) as one, _buffer(comm) as two:
 
-        def loss(xs: list[jax.Array], pad: jax.Array) -> jax.Array:
-            first = ep.dispatch(buffer, xs[0], models[0].idx[0])
-            # This one is ready at once, and the other only when the work on `pad` is done, if nothing orders them.
-            second = ep.dispatch(buffer, xs[1], models[1].idx[0], after=first.handle.token)
-            one = ep.combine(buffer, first.recv_x + pad.sum() * 0, first.handle, after=second.handle.token)
-            two = ep.combine(buffer, second.recv_x, second.handle, after=one.token)
-            return (one.x**2).sum() + (two.x**3).sum()
+        @jax.jit
+        @jax.value_and_grad
+        def step(xs: list[jax.Array], slow: jax.Array) -> jax.Array:
+            late = xs[0] + jnp.sin(slow @ slow).sum() * 0  # without `after`, the second would be dispatched first
+            first = ep.dispatch(one, late, models[0].idx[0])
+            second = ep.dispatch(two, xs[1], models[1].idx[0], after=first.handle.token)
+            done = ep.combine(one, first.recv_x, first.handle, after=second.handle.token)
+            last = ep.combine(two, second.recv_x, second.handle, after=done.token)
+            return (done.x**2).sum() + (last.x**3).sum()
 
-        step = jax.jit(jax.value_and_grad(loss))
-        pad = jnp.ones((300 * (1 + comm.Get_rank()), 300))
-        results = []
+        slow = jnp.ones((300 * (1 + comm.Get_rank()),) * 2)
+        sets = [[len({e // 4 for e in row if e >= 0}) for row in model.idx[0].tolist()] for model in models]
+        copies = [np.array(counts, np.float32)[:, None] for counts in sets]  # a token comes back once from each rank
         for _ in range(10):
-            with _calls(buffer) as calls:
-                results.append(jax.block_until_ready(step([model.x for model in models], pad @ pad[:300].T)))
-                assert "".join(calls) == "ddcckkcc", calls
-        copies = [
-            np.array([len({e // 4 for e in row if e >= 0}) for row in model.idx[0].tolist()], np.float32)[:, None]
-            for model in models
-        ]
-        for _, grads in results:
-            np.testing.assert_allclose(grads[0], 2 * copies[0] ** 2 * models[0].x, rtol=1e-5)
-            np.testing.assert_allclose(grads[1], 3 * copies[1] ** 3 * models[1].x ** 2, rtol=1e-5)
+            with _calls(one, two) as calls:
+                _, gradients = jax.block_until_ready(step([model.x for model in models], slow))
+                assert "".join(calls) == "dDcCKkCc", "".join(calls)
+            np.testing.assert_allclose(gradients[0], 2 * copies[0] ** 2 * models[0].x, rtol=1e-5)
+            np.testing.assert_allclose(gradients[1], 3 * copies[1] ** 3 * models[1].x ** 2, rtol=1e-5)
 
 
 def check_ranks_without_tokens(comm: MPI.Intracomm) -> None:
