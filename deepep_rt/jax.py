@@ -198,21 +198,21 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
         >>> loss = lambda parameters, x: (checkpoint(layer)(parameters, x) ** 2).sum()
     """
 
-    @jax.custom_vjp
-    def run(after: jax.Array, *arguments: Any) -> Any:
+    def once(after: jax.Array, *arguments: Any) -> Any:
         return layer(*arguments, after)
 
     def forward(after: jax.Array, *arguments: Any) -> tuple[Any, Any]:
-        out = run(after, *arguments)
+        out = once(after, *arguments)
         return out, (arguments, _sum(out))
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, ...]:
         arguments, done = kept
         # The barrier is there so that XLA does not keep what it shall compute again.
         after, arguments = jax.lax.optimization_barrier((done + _sum(gradient), arguments))
-        _, pull = jax.vjp(run.__wrapped__, after, *arguments)
+        _, pull = jax.vjp(once, after, *arguments)
         return tuple(pull(gradient))
 
+    run = jax.custom_vjp(once)
     run.defvjp(forward, backward)
     return lambda *arguments, after=None: run(_token(after), *arguments)
 
@@ -245,8 +245,7 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
     return devices[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dispatch(
+def _dispatch_once(
     buffer: Buffer, rows: int, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, after: jax.Array
 ) -> Dispatched:
     config = buffer.config
@@ -265,7 +264,7 @@ def _dispatch(
 
 
 def _dispatch_forward(buffer: Buffer, rows: int, *arguments: Any) -> tuple[Dispatched, Any]:
-    sent = _dispatch.__wrapped__(buffer, rows, *arguments)  # not as one opaque step, so that policies see the names inside
+    sent = _dispatch_once(buffer, rows, *arguments)  # not `_dispatch`, whose inside policies do not see, nor the names there
     return sent, (sent.handle, sent.recv_topk_idx)
 
 
@@ -279,17 +278,17 @@ def _dispatch_backward(buffer: Buffer, rows: int, kept: Any, gradient: Dispatche
     return x, None, *(weights or [None]), token
 
 
+_dispatch = jax.custom_vjp(_dispatch_once, nondiff_argnums=(0, 1))
 _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> Combined:
+def _combine_once(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> Combined:
     token, out = _named("deepep_rt.combine", _send_back(buffer, x, None, handle, after))
     return Combined(out, token)
 
 
 def _combine_forward(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> tuple[Combined, Any]:
-    out = _combine.__wrapped__(buffer, x, handle, after)
+    out = _combine_once(buffer, x, handle, after)
     return out, (handle, out.token)
 
 
@@ -302,6 +301,7 @@ def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[An
     return _without_padding(rows, handle.num_recv_tokens), None, token
 
 
+_combine = jax.custom_vjp(_combine_once, nondiff_argnums=(0,))
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
