@@ -212,6 +212,23 @@ def check_gradients_outside_of_jit(comm: MPI.Intracomm) -> None:
         assert len(buffer._jax_callbacks) == known, "each call would be compiled again"
 
 
+def check_gradients_of_dropped_rows(comm: MPI.Intracomm) -> None:
+    """Rows for which there was no room come back neither way: there and back is a factor for each token, and so is its gradient."""
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer:
+
+        @jax.jit
+        def there_and_back(x: jax.Array) -> jax.Array:
+            sent = ep.dispatch(buffer, x, model.idx[0], num_worst_tokens=7)
+            return ep.combine(buffer, sent.recv_x, sent.handle).x
+
+        out, pull = jax.vjp(there_and_back, model.x)
+        factors = np.asarray(out / model.x)
+        np.testing.assert_allclose(factors, np.round(factors), atol=1e-4)
+        np.testing.assert_allclose(pull(jnp.ones_like(out))[0], factors, atol=1e-4)
+        assert comm.allreduce(float(factors[:, 0].sum())) < 7 * comm.Get_size() + 0.5
+
+
 def check_two_layers_of_one_buffer(comm: MPI.Intracomm) -> None:
     with _buffer(comm) as buffer, _calls(buffer) as calls:
         _compare(comm, _layers(comm), partial(_unrolled, _parallel(buffer)))
