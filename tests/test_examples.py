@@ -39,6 +39,16 @@ def test_low_latency_decode(num_ranks, options, kind):
     assert all(" us a step" in line for line in lines[1:-1])
 
 
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_moe_jax(num_ranks):
+    first, *steps, last, end = run(num_ranks, "moe_jax.py")
+    assert first.startswith(f"host: {num_ranks} ranks")
+    assert [line.split(":")[0] for line in steps] == [f"step {step:3}" for step in range(0, 50, 6)]
+    assert "largest difference" in last
+    assert end == "OK"
+
+
 @pytest.mark.parametrize("options", [[], ["--even"]])
 def test_overlap_micro_batches(options):
     (line,) = run(2, "overlap_micro_batches.py", *options)

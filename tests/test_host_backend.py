@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -58,6 +59,12 @@ def test_program(program: str, num_ranks: int) -> None:
     output = _launch(num_ranks, program).stdout
     assert ": passed" in output, f"no check ran: {output}"
     assert ": failed" not in output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_inside_of_compiled_jax_functions(num_ranks: int) -> None:
+    test_program("in_jit", num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

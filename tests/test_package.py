@@ -53,6 +53,7 @@ ORDER = [
     "host_low_latency",
     "device",
     "device_low_latency",
+    "tables",
     "buffer",
     "__init__",
     "torch",

@@ -1,0 +1,100 @@
+"""Trains a mixture-of-experts layer whose experts live on different ranks, compiled by JAX, and compares with the same layer on one rank.
+
+mpirun -n 4 python examples/moe_jax.py
+"""
+
+import os
+
+import numpy as np
+from common import comm, need, parse, say
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes the memory that the Buffer needs
+jax = need("jax")
+import jax.numpy as jnp  # noqa: E402
+
+from deepep_rt import Buffer  # noqa: E402
+from deepep_rt.jax import combine, dispatch, use_gpu_of_rank  # noqa: E402
+
+
+def random(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def tokens_of(rank, args):
+    """What a rank learns from: tokens, and what the layer shall make of them."""
+    x = random(1 + rank, args.tokens, args.hidden)
+    return x, np.roll(x, 1, axis=1) * np.sign(x)
+
+
+def run_experts(x, topk_idx, topk_weights, w1, w2):
+    """For each row of x the weighted sum over those of its experts that are here. Every expert sees every row, which keeps this short."""
+    y = jax.vmap(lambda w1, w2: jax.nn.silu(x @ w1) @ w2)(w1, w2)
+    gate = (jax.nn.one_hot(topk_idx, len(w1)) * topk_weights[..., None]).sum(axis=1)  # an expert -1 has no place in it
+    return jnp.einsum("erh,re->rh", y, gate)
+
+
+def train(layer, parameters, x, target, args, over_ranks=lambda array: array):
+    """The loss of each step. Every rank has a part of it; `over_ranks` adds the parts up."""
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(parameters):
+        router, w1, w2 = parameters
+        weights, experts = jax.lax.top_k(jax.nn.softmax(x @ router), args.topk)
+        return jnp.square(layer(x, experts, weights, w1, w2) - target).sum() / (comm.size * args.tokens * args.hidden)
+
+    losses = []
+    for _ in range(args.steps):
+        loss, (router, *experts) = loss_of(parameters)
+        gradients = over_ranks(router), *experts  # the experts' rows, and so their gradients, came from all ranks
+        parameters = jax.tree.map(lambda p, g: p - args.hidden / 2 * g, parameters, gradients)
+        losses.append(float(over_ranks(loss)))
+    return losses
+
+
+def main():
+    sizes = {"tokens": ("tokens of each rank", 512, 64), "hidden": ("length of a row", 512, 64), "steps": ("of training", 50, 50)}
+    sizes |= {"topk": ("experts of a token", 2, 2), "experts": ("of all ranks, rounded down to a multiple of them", 16, 8)}
+    args = parse(__doc__, sizes)
+    args.experts -= args.experts % comm.size
+    if args.on_gpu:
+        use_gpu_of_rank(comm)
+        jax.config.update("jax_default_matmul_precision", "highest")  # two ways to the same sums shall not differ by TF32
+    else:
+        jax.config.update("jax_platforms", "cpu")
+    shapes = (
+        (args.hidden, args.experts),
+        (args.experts, args.hidden, 2 * args.hidden),
+        (args.experts, 2 * args.hidden, args.hidden),
+    )
+    router, w1, w2 = (jnp.asarray(random(0, *shape) / shape[-2] ** 0.5) for shape in shapes)
+    local = slice(comm.rank * args.experts // comm.size, (comm.rank + 1) * args.experts // comm.size)
+
+    sizes = dict(num_max_tokens_per_rank=args.tokens, hidden=args.hidden, num_topk=args.topk, num_experts=args.experts)
+    with Buffer(comm, **sizes, dtype="float32", backend=args.backend) as buffer:
+
+        def layer(x, topk_idx, topk_weights, w1, w2):
+            sent = dispatch(buffer, x, topk_idx, topk_weights)  # each token to the ranks of its experts
+            y = run_experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, w1, w2)
+            return combine(buffer, y, sent.handle).x  # back to the tokens' ranks, added up
+
+        def over_ranks(array):
+            return comm.allreduce(np.asarray(array))
+
+        losses = train(layer, (router, w1[local], w2[local]), *tokens_of(comm.rank, args), args, over_ranks)
+        say(
+            f"{buffer.backend}: {comm.size} ranks, {args.tokens} tokens of {args.hidden}, top-{args.topk} of {args.experts} experts"
+        )
+
+    everything = map(np.concatenate, zip(*(tokens_of(rank, args) for rank in range(comm.size)), strict=True))
+    alone = train(run_experts, (router, w1, w2), *everything, args)
+    for step in range(0, args.steps, max(args.steps // 8, 1)):
+        say(f"step {step:3}: loss {losses[step]:.6f}, on one rank {alone[step]:.6f}")
+    error = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
+    assert losses[-1] < 0.8 * losses[0], f"the loss fell from {losses[0]} to {losses[-1]} only"
+    assert error < 1e-3, f"the losses differ by up to {error:.1e} of themselves"
+    say(f"largest difference: {error:.1e} of the loss\nOK")
+
+
+if __name__ == "__main__":
+    main()

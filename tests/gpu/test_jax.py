@@ -1,0 +1,226 @@
+"""deepep_rt.jax on GPUs: the checks of the host backend, long training, command buffers, and a Buffer that others use too."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from helpers import make, routing, rows, same
+
+from deepep_rt import EPInputError
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "mpi_host"), str(ROOT / "examples")]
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX is first used, which is later
+TIMEOUT_S = 60.0  # ranks compile for different times
+
+HOST_ONLY = {"check_errors_of_a_call"}  # GPUs report a bad expert later: test_bad_expert
+
+
+def _checks():
+    if importlib.util.find_spec("jax") is None:
+        return []
+    try:
+        import in_jit
+    except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
+        return []
+    found = [
+        f for name, f in inspect.getmembers(in_jit, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
+    ]
+    return [pytest.param(f, id=f.__name__) for f in sorted(found, key=lambda f: f.__code__.co_firstlineno)]
+
+
+@pytest.fixture
+def jax(comm):
+    """JAX on the GPU of this rank, whether or not an earlier test of this process has made it see all of them."""
+    jax = pytest.importorskip("jax")
+    from deepep_rt import EPUnavailableError
+    from deepep_rt.jax import use_gpu_of_rank
+
+    try:
+        use_gpu_of_rank(comm)
+    except EPUnavailableError:
+        assert len(jax.local_devices()) > 1
+    found = [device for device in jax.local_devices() if device.local_hardware_id == torch.cuda.current_device()]
+    assert found, f"GPU {torch.cuda.current_device()} is not among {jax.local_devices()}"
+    assert found[0].platform == "gpu", "this JAX is a build without CUDA"
+    with jax.default_device(found[0]), jax.default_matmul_precision("highest"):
+        yield jax
+
+
+@pytest.mark.parametrize("check", _checks())
+def test_check(check, jax, comm, monkeypatch):
+    import spmd
+
+    monkeypatch.setattr(spmd, "backend", "cuda")
+    monkeypatch.setattr(spmd, "more", {"timeout_s": TIMEOUT_S})
+    monkeypatch.setattr(spmd, "MEETING_S", TIMEOUT_S + 20)
+    assert spmd._run(check, comm)
+
+
+@pytest.mark.parametrize("options", [{}, {"xla_gpu_graph_min_graph_size": 1}], ids=["default", "small_command_buffers"])
+def test_hundred_steps(jax, comm, options):
+    """Training inside of one compiled function; XLA makes CUDA graphs of what lies between the calls, and of no call."""
+    import in_jit
+    import jax.numpy as jnp
+
+    from deepep_rt import jax as ep
+
+    ranks, rank, steps, tokens, hidden, topk, local = comm.Get_size(), comm.Get_rank(), 100, 256, 512, 4, 4
+    experts = local * ranks
+    rng = np.random.default_rng(0)
+    x, target = (jnp.asarray(rng.standard_normal((ranks, tokens, hidden), np.float32)) for _ in range(2))
+    idx = jnp.asarray(np.argsort(rng.random((ranks, tokens, experts)), axis=2)[..., :topk].astype(np.int32))
+    weights = jnp.asarray(rng.random((ranks, tokens, topk), np.float32))
+    matrices = jnp.asarray(rng.standard_normal((experts, hidden, hidden), np.float32) / hidden**0.5)
+
+    def step(layer, learnt, x, idx, target):
+        def loss_of(learnt):
+            matrices, weights = learnt
+            return jnp.square(layer(x, idx, weights, matrices) - target).sum() / (ranks * tokens * hidden)
+
+        loss, gradients = jax.value_and_grad(loss_of)(learnt)
+        return loss, jax.tree.map(lambda p, g: p - 100 * g, learnt, gradients)
+
+    mine = slice(rank * local, (rank + 1) * local)
+    with make(comm, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=topk, num_experts=experts, dtype="float32") as buffer:
+
+        def layer(x, idx, weights, matrices):
+            sent = ep.dispatch(buffer, x, idx, weights)
+            y = in_jit._apply(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, matrices)
+            return ep.combine(buffer, y, sent.handle).x
+
+        learnt, given = (matrices[mine], weights[rank]), (x[rank], idx[rank], target[rank])
+        compiled = jax.jit(lambda *a: step(layer, *a)).lower(learnt, *given).compile(compiler_options=options)
+        comm.Barrier()
+        losses = []
+        with in_jit._calls(buffer) as calls:
+            start = time.perf_counter()
+            for _ in range(steps):
+                loss, learnt = compiled(learnt, *given)
+                losses.append(loss)
+            jax.block_until_ready(learnt)
+            seconds = time.perf_counter() - start
+            assert "".join(calls) == "dckc" * steps, "calls were captured, or made out of order"
+        buffer.synchronize()
+    graphs = compiled.as_text().count("command_buffer")
+    if rank == 0:
+        print(f"{1e6 * seconds / steps:.0f} us a step of 4 calls; command buffers in the program: {graphs}")
+
+    alone = jax.jit(lambda *a: step(in_jit._apply, *a))
+    x, idx, weights, target = (a.reshape(ranks * tokens, -1) for a in (x, idx, weights, target))
+    wanted, wanted_losses = (matrices, weights), []
+    for _ in range(steps):
+        loss, wanted = alone(wanted, x, idx, target)
+        wanted_losses.append(loss)
+    total = np.zeros(steps, np.float32)
+    comm.Allreduce(np.array(losses, np.float32), total)
+    np.testing.assert_allclose(total, np.array(wanted_losses), rtol=1e-4)
+    assert total[-1] < 0.9 * total[0], "nothing was learnt"
+    np.testing.assert_allclose(learnt[0], wanted[0][mine], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(learnt[1], wanted[1].reshape(ranks, tokens, -1)[rank], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_worst_tokens", [None, 300])
+def test_same_bits_as_the_host_backend(jax, comm, num_worst_tokens):
+    """Wide bfloat16 rows; padding is zero although the pool, where rows land, is full of something else."""
+    from helpers import poison
+
+    from deepep_rt import jax as ep
+
+    with make(comm, num_max_tokens_per_rank=256) as buffer, make(comm, "host", num_max_tokens_per_rank=256) as host:
+        worst = comm.Get_size() * 256 if num_worst_tokens is None else num_worst_tokens
+        idx, weights = (a.cpu().numpy() for a in routing(comm, 1, 256, 8, buffer.config.num_experts, dtype=torch.int32))
+        x = rows(comm, 2, 256, 7168).cpu().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        sent = host.dispatch(x, idx, weights, num_worst_tokens=worst)
+        back = host.combine(sent.recv_x, sent.handle).x
+        poison(buffer)
+
+        @jax.jit
+        def both(x, idx, weights):
+            got = ep.dispatch(buffer, x, idx, weights, num_worst_tokens=num_worst_tokens)
+            return got, ep.combine(buffer, got.recv_x, got.handle).x
+
+        for _ in range(3):
+            got, out = both(x, idx, weights)
+            np.testing.assert_array_equal(np.asarray(got.recv_topk_idx), sent.recv_topk_idx)
+            np.testing.assert_array_equal(np.asarray(got.recv_topk_weights), sent.recv_topk_weights)
+            np.testing.assert_array_equal(np.asarray(got.recv_x).view(np.uint16), sent.recv_x.view(np.uint16))
+            np.testing.assert_array_equal(np.asarray(out).view(np.uint16), back.view(np.uint16))
+
+
+def test_others_use_the_buffer_too(jax, comm):
+    """PyTorch on its stream, JAX arrays outside of compiled functions, and compiled functions, in turns."""
+    from deepep_rt import jax as ep
+
+    sizes = dict(hidden=512, dtype="float32", num_max_tokens_per_rank=128)
+    with make(comm, **sizes) as buffer, make(comm, "host", **sizes) as host:
+        idx, weights = routing(comm, 3, 100, 8, buffer.config.num_experts, dtype=torch.int32)
+        x = rows(comm, 3, 100, 512, dtype=torch.float32)
+        want = host.dispatch(x.cpu(), idx.cpu(), weights.cpu())
+        count = want.recv_x.shape[0]
+        compiled = jax.jit(lambda *arrays: ep.dispatch(buffer, *arrays))
+        arrays = [a.cpu().numpy() for a in (x, idx, weights)]
+        for _ in range(5):
+            got = jax.block_until_ready(compiled(*arrays))
+            with torch.cuda.stream(torch.cuda.Stream()):
+                sent = buffer.dispatch(x, idx, weights)
+                same(sent.recv_x, want.recv_x)
+            plain = buffer.dispatch(*map(jax.device_put, arrays))
+            assert isinstance(plain.recv_x, jax.Array)
+            np.testing.assert_array_equal(np.asarray(plain.recv_x), want.recv_x.numpy())
+            np.testing.assert_array_equal(np.asarray(got.recv_x)[:count], want.recv_x.numpy())
+            assert not np.asarray(got.recv_x)[count:].any()
+            out = ep.combine(buffer, got.recv_x, got.handle).x
+            np.testing.assert_array_equal(np.asarray(out), host.combine(want.recv_x, want.handle).x.numpy())
+
+
+def test_bad_expert(jax, comm):
+    """Reported by the device after the call: the next one raises, or `synchronize`."""
+    from deepep_rt import jax as ep
+
+    with make(comm, hidden=512, check_inputs=True) as buffer:
+        idx, _ = (a.cpu().numpy() for a in routing(comm, 4, 40, 8, buffer.config.num_experts, dtype=torch.int32))
+        idx[3, 2] = buffer.config.num_experts
+        x = np.zeros((40, 512), ml_dtypes.bfloat16)
+
+        def call():
+            with ep.errors():
+                jax.block_until_ready(jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x)(x, idx))
+                buffer.synchronize()
+
+        with pytest.raises(EPInputError, match=rf"topk_idx\[3\] holds expert {buffer.config.num_experts}"):
+            call()
+        idx[3, 2] = -1
+        call()
+
+
+def test_jax_on_the_cpu(jax, comm):
+    from deepep_rt import jax as ep
+
+    with make(comm, hidden=512) as buffer, jax.default_device(jax.local_devices(backend="cpu")[0]):
+
+        def call():
+            with ep.errors():
+                jax.block_until_ready(ep.dispatch(buffer, np.zeros((4, 512), ml_dtypes.bfloat16), np.zeros((4, 8), np.int32)))
+
+        with pytest.raises(EPInputError, match="JAX computes on the CPU"):
+            call()
+
+
+def test_example(jax, comm, monkeypatch):
+    import moe_jax
+
+    monkeypatch.setattr(moe_jax, "use_gpu_of_rank", lambda comm: None)  # the fixture has chosen
+    monkeypatch.setattr(sys, "argv", ["moe_jax.py", "--backend", "cuda", "--tokens", "128", "--hidden", "256"])
+    moe_jax.main()

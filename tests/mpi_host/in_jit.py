@@ -1,0 +1,392 @@
+"""deepep_rt.jax: calls inside compiled functions, against the same layer computed densely. `platform` is where JAX computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from mpi4py import MPI
+from spmd import inputs_of_all, main, make_buffer, raises
+
+from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError
+from deepep_rt import jax as ep
+
+HIDDEN, TOPK, TOKENS = 32, 3, 12
+NAMES = ("deepep_rt.dispatch", "deepep_rt.combine")
+
+
+def _layers(comm: MPI.Intracomm, num: int = 2, tokens: int = TOKENS, skip: float = 0.2) -> SimpleNamespace:
+    """Random layers of 4 experts a rank, this rank's tokens, and the routing of each layer (with skipped experts)."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    experts, common, own = 4 * ranks, np.random.default_rng(1), np.random.default_rng([2, rank])
+    idx = own.random((num, tokens, experts)).argsort(axis=2)[:, :, :TOPK]
+    idx = np.where(own.random(idx.shape) < skip, -1, idx).astype(np.int32)
+    return SimpleNamespace(
+        experts=experts,
+        first=4 * rank,
+        matrices=jnp.asarray(common.standard_normal((num, experts, HIDDEN, HIDDEN), np.float32) / 8),
+        mixing=jnp.asarray(common.standard_normal((num, HIDDEN, HIDDEN), np.float32) / 8),
+        x=jnp.asarray(own.standard_normal((tokens, HIDDEN), np.float32)),
+        idx=jnp.asarray(idx),
+        weights=jnp.asarray(own.random(idx.shape, np.float32)),
+    )
+
+
+def _buffer(comm: MPI.Intracomm, **settings: Any) -> Any:
+    return make_buffer(comm, **{**dict(num_experts=4 * comm.Get_size(), hidden=HIDDEN, num_topk=TOPK), **settings})
+
+
+def _apply(x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array) -> jax.Array:
+    """Sum over a token's experts of weight * tanh(token @ matrix), with every expert computed for every token."""
+    gate = (jax.nn.one_hot(idx, len(matrices)) * weights[..., None]).sum(1)  # -1 has no place
+    return jnp.einsum("ned,ne->nd", jnp.tanh(jnp.einsum("nh,ehd->ned", x, matrices)), gate)
+
+
+def _dense(
+    x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array, mixing: jax.Array, after: Any = None
+) -> jax.Array:
+    """The layer without communication. What is mixed in is linear: its gradient needs what combine returned, but gives none of it."""
+    return x + _apply(x, idx, weights, matrices) @ mixing
+
+
+def _parallel(buffer: Any) -> Callable[..., jax.Array]:
+    """The layer over all ranks; `matrices` are those of this rank's experts."""
+
+    def layer(
+        x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array, mixing: jax.Array, after: Any = None
+    ) -> jax.Array:
+        sent = ep.dispatch(buffer, x, idx, weights, after=after)
+        y = _apply(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, matrices)
+        return x + ep.combine(buffer, y, sent.handle).x @ mixing
+
+    return layer
+
+
+def _unrolled(layer: Callable[..., jax.Array], x: jax.Array, *stacked: jax.Array) -> jax.Array:
+    for parts in zip(*stacked, strict=True):
+        x = layer(x, *parts)
+    return x
+
+
+def _scanned(layer: Callable[..., jax.Array], x: jax.Array, *stacked: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, parts: (layer(x, *parts), None), x, stacked)[0]
+
+
+def _loss(run: Callable[..., jax.Array], idx: jax.Array, x: jax.Array, *others: jax.Array) -> jax.Array:
+    weights, matrices, mixing = others
+    return jnp.square(run(x, idx, weights, matrices, mixing)).sum()
+
+
+def _gradients(run: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(partial(_loss, run), argnums=(1, 2, 3, 4)))
+
+
+def _compare(comm: MPI.Intracomm, model: SimpleNamespace, run: Callable[..., jax.Array]) -> None:
+    """Values and gradients of `run(x, idx, weights, this rank's matrices, mixing)` against those of the dense layers."""
+    mine = slice(model.first, model.first + 4)
+    given = model.idx, model.x, model.weights
+    if not hasattr(model, "wanted"):
+        loss, (x, weights, matrices, mixing) = _gradients(partial(_unrolled, _dense))(*given, model.matrices, model.mixing)
+        total = np.zeros_like(matrices)  # every rank's tokens count in the gradient of an expert
+        comm.Allreduce(np.array(matrices), total)
+        model.wanted = loss, (x, weights, total[:, mine], mixing)
+    loss, gradients = jax.block_until_ready(_gradients(run)(*given, model.matrices[:, mine], model.mixing))
+    np.testing.assert_allclose(loss, model.wanted[0], rtol=1e-5)
+    for name, a, b in zip(("x", "topk_weights", "matrices", "mixing"), gradients, model.wanted[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"gradient of {name}")
+
+
+@contextmanager
+def _calls(*buffers: Any) -> Any:
+    """The calls that reach the Buffers, in order: d(ispatch), k(nown routing), c(ombine); capital letters for a second Buffer."""
+    made: list[str] = []
+
+    def noting(call: Callable[..., Any], letter: Callable[[str], str], name: str) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            made.append(letter("k" if options.get("handle") else name))
+            return call(*args, **options)
+
+        return noted
+
+    for buffer, letter in zip(buffers, (str.lower, str.upper), strict=False):
+        buffer.dispatch, buffer.combine = noting(buffer.dispatch, letter, "d"), noting(buffer.combine, letter, "c")
+    yield made
+    for buffer in buffers:
+        del buffer.dispatch, buffer.combine
+
+
+def check_what_arrives(comm: MPI.Intracomm) -> None:
+    """Bit for bit, with room for everything and without; padding is zero, so that it can be summed over."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    experts = 4 * ranks
+    inputs = inputs_of_all(
+        comm, 3, lambda rank: 5 * (rank % 3) + 1, hidden=HIDDEN, num_topk=TOPK, num_experts=experts, idx_dtype="int32"
+    )
+    with _buffer(comm) as buffer:
+        for dtype in ("float32", "bfloat16", "float16", "int8"):
+            for rows in (None, 7, 0):
+                mine = inputs[rank]
+                x = jnp.asarray(mine.x.astype(dtype))
+                got = jax.jit(partial(ep.dispatch, buffer, num_worst_tokens=rows))(x, mine.topk_idx, mine.topk_weights)
+                room = ranks * 64 if rows is None else rows
+                want = oracle.expected_dispatch(rank, inputs, experts, num_worst_tokens=room)
+                np.testing.assert_array_equal(got.recv_x, want.x.astype(dtype))
+                np.testing.assert_array_equal(got.recv_topk_idx, want.topk_idx)
+                np.testing.assert_array_equal(got.recv_topk_weights, want.topk_weights)
+                np.testing.assert_array_equal(got.num_recv_tokens_per_expert, want.num_recv_per_expert)
+                assert got.handle.num_recv_tokens.tolist() == [want.num_recv]
+                assert got.recv_topk_idx.dtype == jnp.int32
+                if dtype == "int8":
+                    continue
+                back = jax.jit(partial(ep.combine, buffer))(got.recv_x, got.handle).x
+                total, size, _ = oracle.expected_combine(
+                    rank,
+                    inputs,
+                    [oracle.expected_dispatch(r, inputs, experts, num_worst_tokens=room).x.astype(dtype) for r in range(ranks)],
+                    experts,
+                    all_worst=[room] * ranks,
+                )
+                error = np.abs(np.asarray(back, np.float64) - total)
+                assert (error <= oracle.combine_tolerance(dtype, size, ranks)).all()
+
+
+def check_wide_expert_numbers(comm: MPI.Intracomm) -> None:
+    """With 64-bit types switched on, expert numbers are int64 unless somebody says otherwise."""
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer:
+        want = ep.dispatch(buffer, model.x, model.idx[0])
+        jax.config.update("jax_enable_x64", True)
+        try:
+            idx = jnp.asarray(np.asarray(model.idx[0]), jnp.int64)
+            got = jax.jit(partial(ep.dispatch, buffer))(model.x, idx)
+            jax.block_until_ready(got)
+        finally:
+            jax.config.update("jax_enable_x64", False)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.dtype == b.dtype
+        np.testing.assert_array_equal(got.recv_topk_idx, want.recv_topk_idx)
+        np.testing.assert_array_equal(got.recv_x, want.recv_x)
+
+
+def check_gradients(comm: MPI.Intracomm) -> None:
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer, _calls(buffer) as calls:
+        with jax.checking_leaks():  # what stays behind in callbacks must be no arrays
+            _compare(comm, model, partial(_unrolled, _parallel(buffer)))
+        assert "".join(calls) == "dckc"
+
+
+def check_gradient_of_weights_alone(comm: MPI.Intracomm) -> None:
+    """A weight's gradient comes from the rank of its expert only, not from the zeros that stand for it on the other ranks."""
+    model = _layers(comm, 1)
+    idx, weights = model.idx[0], model.weights[0]
+    with _buffer(comm) as buffer:
+
+        @jax.jit
+        def gradient(weights: jax.Array) -> jax.Array:
+            return jax.grad(lambda w: jnp.exp(ep.dispatch(buffer, model.x, idx, w).recv_topk_weights).sum())(weights)
+
+        np.testing.assert_allclose(gradient(weights), np.where(idx >= 0, np.exp(weights), 0), rtol=1e-6)
+
+
+def check_gradients_outside_of_jit(comm: MPI.Intracomm) -> None:
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer:
+        sent = ep.dispatch(buffer, model.x, model.idx[0])
+        assert sent.recv_topk_weights is None
+        _, pull = jax.vjp(lambda x: ep.combine(buffer, ep.dispatch(buffer, x, model.idx[0]).recv_x, sent.handle).x, model.x)
+        owner = np.where(model.idx[0] >= 0, model.idx[0] // 4, comm.Get_size())
+        copies = [len(set(row) - {comm.Get_size()}) for row in owner.tolist()]  # a token comes back once from each rank
+        np.testing.assert_allclose(pull(jnp.ones_like(model.x))[0], np.tile(np.array(copies)[:, None], HIDDEN), rtol=1e-6)
+        known = len(buffer._jax_callbacks)
+        for _ in range(3):
+            ep.combine(buffer, sent.recv_x, sent.handle)
+        assert len(buffer._jax_callbacks) == known, "each call would be compiled again"
+
+
+def check_gradients_of_dropped_rows(comm: MPI.Intracomm) -> None:
+    """Rows for which there was no room come back neither way: there and back is a factor for each token, and so is its gradient."""
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer:
+
+        @jax.jit
+        def there_and_back(x: jax.Array) -> jax.Array:
+            sent = ep.dispatch(buffer, x, model.idx[0], num_worst_tokens=7)
+            return ep.combine(buffer, sent.recv_x, sent.handle).x
+
+        out, pull = jax.vjp(there_and_back, model.x)
+        factors = np.asarray(out / model.x)
+        np.testing.assert_allclose(factors, np.round(factors), atol=1e-4)
+        np.testing.assert_allclose(pull(jnp.ones_like(out))[0], factors, atol=1e-4)
+        assert comm.allreduce(float(factors[:, 0].sum())) < 7 * comm.Get_size() + 0.5
+
+
+def check_two_layers_of_one_buffer(comm: MPI.Intracomm) -> None:
+    with _buffer(comm) as buffer, _calls(buffer) as calls:
+        _compare(comm, _layers(comm), partial(_unrolled, _parallel(buffer)))
+        assert "".join(calls) == "dcdckckc"
+
+
+def check_a_buffer_for_each_layer(comm: MPI.Intracomm) -> None:
+    with _buffer(comm) as one, _buffer(comm, num_max_tokens_per_rank=TOKENS) as two:
+        first, second = _parallel(one), _parallel(two)
+        _compare(comm, _layers(comm), lambda x, *stacked: second(first(x, *(s[0] for s in stacked)), *(s[1] for s in stacked)))
+
+
+def check_scan(comm: MPI.Intracomm) -> None:
+    with _buffer(comm) as buffer, _calls(buffer) as calls:
+        _compare(comm, _layers(comm, 3), partial(_scanned, _parallel(buffer)))
+        assert "".join(calls) == "dcdcdckckckc"
+
+
+def check_recomputation(comm: MPI.Intracomm) -> None:
+    """In order, every way: dispatch and combine again, then their gradients, layer by layer from the last."""
+    keep = jax.checkpoint_policies.save_only_these_names(*NAMES)
+    model = _layers(comm)
+    mine = model.matrices[:, model.first : model.first + 4]
+    with _buffer(comm) as buffer:
+        layer = _parallel(buffer)
+        for run, wanted in (
+            (partial(_unrolled, ep.checkpoint(layer)), "dcdc" + "dckc" * 2),
+            (partial(_scanned, ep.checkpoint(layer)), "dcdc" + "dckc" * 2),
+            (partial(_scanned, jax.checkpoint(layer)), "dcdc" + "dckc" * 2),
+            (partial(_unrolled, jax.checkpoint(layer, policy=keep)), "dcdc" + "kc" * 2),
+        ):
+            with _calls(buffer) as calls:
+                _compare(comm, model, run)
+                assert "".join(calls) == wanted, "".join(calls)
+            # The gradient is constant here, and so says nothing about when it may be worked on; part of it is padding.
+            with _calls(buffer) as calls:
+                alone = jax.jit(jax.grad(lambda x: run(x, model.idx, model.weights, mine, model.mixing)[1:].sum()))  # noqa: B023
+                jax.block_until_ready(alone(model.x))
+                assert "".join(calls) == wanted, "".join(calls)
+
+
+def check_independent_calls_keep_their_order(comm: MPI.Intracomm) -> None:
+    """Micro-batches that do not depend on each other: `after` orders them, and their gradients the other way round."""
+    models = [_layers(comm, 1), _layers(comm, 1, skip=0.7)]
+    with _buffer(comm) as one, _buffer(comm) as two:
+
+        @jax.jit
+        @jax.value_and_grad
+        def step(xs: list[jax.Array], slow: jax.Array) -> jax.Array:
+            late = xs[0] + jnp.sin(slow @ slow).sum() * 0  # without `after`, the second would be dispatched first
+            first = ep.dispatch(one, late, models[0].idx[0])
+            second = ep.dispatch(two, xs[1], models[1].idx[0], after=first.handle.token)
+            done = ep.combine(one, first.recv_x, first.handle, after=second.handle.token)
+            last = ep.combine(two, second.recv_x, second.handle, after=done.token)
+            return (done.x**2).sum() + (last.x**3).sum()
+
+        slow = jnp.ones((300 * (1 + comm.Get_rank()),) * 2)
+        sets = [[len({e // 4 for e in row if e >= 0}) for row in model.idx[0].tolist()] for model in models]
+        copies = [np.array(counts, np.float32)[:, None] for counts in sets]  # a token comes back once from each rank
+        for _ in range(10):
+            with _calls(one, two) as calls:
+                _, gradients = jax.block_until_ready(step([model.x for model in models], slow))
+                assert "".join(calls) == "dDcCKkCc", "".join(calls)
+            np.testing.assert_allclose(gradients[0], 2 * copies[0] ** 2 * models[0].x, rtol=1e-5)
+            np.testing.assert_allclose(gradients[1], 3 * copies[1] ** 3 * models[1].x ** 2, rtol=1e-5)
+
+
+def check_ranks_without_tokens(comm: MPI.Intracomm) -> None:
+    """All choices are -1: of one rank (which has but one row, too), then of every rank."""
+    first = comm.Get_rank() == 0
+    for tokens, skip in ((1 if first else TOKENS, 1.0 if first else 0.2), (TOKENS, 1.0)):
+        with _buffer(comm) as buffer:
+            _compare(comm, _layers(comm, tokens=tokens, skip=skip), partial(_unrolled, _parallel(buffer)))
+
+
+def check_many_steps(comm: MPI.Intracomm) -> None:
+    """One compiled function, another routing each time; results stay right when nobody waits in between."""
+    model = _layers(comm, 20)
+    with _buffer(comm) as buffer:
+        step, dense = jax.jit(_parallel(buffer)), jax.jit(_dense)
+        mine = slice(model.first, model.first + 4)
+        x, want = model.x, model.x
+        for idx, weights, matrices, mixing in zip(model.idx, model.weights, model.matrices, model.mixing, strict=True):
+            x, want = step(x, idx, weights, matrices[mine], mixing), dense(want, idx, weights, matrices, mixing)
+        np.testing.assert_allclose(x, want, rtol=1e-3, atol=1e-4)
+
+
+def check_wrong_arguments(comm: MPI.Intracomm) -> None:
+    """Found while tracing: nothing runs, on no rank."""
+    model = _layers(comm, 1)
+    x, idx, weights = model.x, model.idx[0], model.weights[0]
+    with _buffer(comm) as buffer, _calls(buffer) as calls:
+        call = jax.jit(partial(ep.dispatch, buffer), static_argnames="num_worst_tokens")
+        for words, bad in (
+            (("x has shape", f"expected [num_tokens, {HIDDEN}]"), lambda: call(x[:, :16], idx, weights)),
+            (("topk_idx", "int32"), lambda: call(x, weights, weights)),
+            (("topk_weights has shape",), lambda: call(x, idx, weights[:3])),
+            (("65 tokens", "num_max_tokens_per_rank=64"), lambda: call(jnp.zeros((65, HIDDEN)), jnp.zeros((65, TOPK), int))),
+            (("no rows", "-1"), lambda: call(x[:0], idx[:0], weights[:0])),
+            (("num_worst_tokens",), lambda: call(x, idx, num_worst_tokens=10**6)),
+            (("complex64",), lambda: call(x.astype(jnp.complex64), idx)),
+        ):
+            with raises(EPInputError, *words):
+                bad()
+        assert not calls
+        sent = call(x, idx, weights)
+        with raises(EPInputError, "x has shape", f"expected [{sent.recv_x.shape[0]}, {HIDDEN}]"):
+            ep.combine(buffer, x, sent.handle)
+        with raises(EPInputError, "tuple", "deepep_rt.jax.dispatch"):
+            ep.combine(buffer, sent.recv_x, tuple(sent))
+        with _buffer(comm) as other, raises(EPInputError, "another Buffer"):
+            ep.combine(other, sent.recv_x, sent.handle)
+        with raises(EPInputError, "after is float32[12,32]", "token"):
+            call(x, idx, after=x)
+
+
+def check_errors_of_a_call(comm: MPI.Intracomm) -> None:
+    """What a callback raises: wrapped by JAX as text, or itself inside of `errors`; the Buffer stays usable."""
+    model = _layers(comm, 1)
+    x, idx = model.x, model.idx[0]
+    bad = idx.at[3, 1].set(model.experts + 5)
+    with _buffer(comm) as buffer:
+        call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x)
+        with raises(EPInputError, "token 3", f"expert {model.experts + 5}"), ep.errors():
+            jax.block_until_ready(call(x, bad))
+        with raises(Exception, "EPInputError", f"expert {model.experts + 5}"):
+            jax.block_until_ready(call(x, bad))
+        with raises(RuntimeError, "mine"), ep.errors():
+            raise RuntimeError("mine")  # others pass through
+        assert np.isfinite(jax.block_until_ready(call(x, idx))).all()
+
+
+def check_a_destroyed_buffer(comm: MPI.Intracomm) -> None:
+    """A compiled function may outlive its Buffer; it says so, as any exception in it reaches the caller."""
+    model = _layers(comm, 1)
+    with _buffer(comm) as buffer:
+        call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x)
+        jax.block_until_ready(call(model.x, model.idx[0]))
+    with raises(EPDestroyedError, "destroyed"), ep.errors():
+        jax.block_until_ready(call(model.x, model.idx[0]))
+    with raises(Exception, "EPDestroyedError", "destroyed"):
+        jax.block_until_ready(call(model.x, model.idx[0]))
+
+
+def check_a_silent_rank(comm: MPI.Intracomm) -> None:
+    model = _layers(comm, 1)
+    if comm.Get_size() == 1:
+        return
+    with raises(EPTimeoutError, "rank 0"), _buffer(comm, timeout_s=1.0) as buffer:
+        call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x).lower(model.x, model.idx[0]).compile()
+        comm.Barrier()  # or the first to have compiled would take the others for silent
+        if comm.Get_rank() == 0:
+            time.sleep(3.0)
+            raise EPTimeoutError("rank 0 is the silent one", rank=0, peer=0, phase="")
+        with ep.errors():
+            jax.block_until_ready(call(model.x, model.idx[0]))
+            buffer.synchronize()
+
+
+if __name__ == "__main__":
+    main(__name__)
