@@ -48,6 +48,12 @@ def timeout_s() -> float:
         raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 30") from None
 
 
+def put_gpu_first(index: int, count: int) -> None:
+    """`CUDA_VISIBLE_DEVICES`: the same GPUs, another one first. CUDA looks at it when it starts."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([names[index], *names[:index], *names[index + 1 :]])
+
+
 _READERS = {
     "DEEPEP_RT_CACHE_DIR": cache_dir,
     "DEEPEP_RT_ASSERT_CACHED": assert_cached,

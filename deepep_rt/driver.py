@@ -34,8 +34,18 @@ def use_device(local_rank: int) -> int:
     if int(ok(driver.cuCtxGetCurrent())):
         return int(ok(driver.cuCtxGetDevice()))
     ordinal = local_rank % ok(driver.cuDeviceGetCount())
-    ok(driver.cuCtxSetCurrent(ok(driver.cuDevicePrimaryCtxRetain(ok(driver.cuDeviceGet(ordinal))))))
+    make_current(ordinal)
     return ordinal
+
+
+def make_current(ordinal: int) -> None:
+    """Make a GPU's primary context current."""
+    ok(driver.cuCtxSetCurrent(ok(driver.cuDevicePrimaryCtxRetain(ok(driver.cuDeviceGet(ordinal))))))
+
+
+def has_started() -> bool:
+    """Whether somebody has started CUDA in this process, which settles what GPUs it sees."""
+    return driver.cuCtxGetCurrent()[0] != driver.CUresult.CUDA_ERROR_NOT_INITIALIZED
 
 
 class CurrentContext:

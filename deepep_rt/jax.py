@@ -15,6 +15,8 @@ function again just work.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.buffer_callback import buffer_callback
 
-from . import arrays, dlpack, tables
+from . import _env, arrays, dlpack, tables
 from .arrays import HOST, Framework, View
 from .errors import EPError, EPInputError, EPUnavailableError
 from .inputs import combine_inputs, dispatch_inputs
@@ -111,6 +113,9 @@ def dispatch(
             dropped (their tokens lack these experts, and so do their gradients), and count in `handle.num_recv_tokens`.
         after: The `token` of a call that this one comes after on all ranks, where nothing else of it depends on that call.
 
+    Returns:
+        What arrived at this rank, in the order (source rank, source token): see `Dispatched`.
+
     Raises:
         EPInputError: while it is traced, if a shape or dtype is wrong.
         EPUnavailableError: if MPI may not be called from XLA's threads (host backend).
@@ -144,6 +149,9 @@ def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | 
         x: `[num_worst_tokens, hidden]` bfloat16, float16 or float32, in the order of `recv_x`; padding is not read.
         handle: The handle of the dispatch that brought the tokens.
         after: As in `dispatch`; default: the token of `handle`.
+
+    Returns:
+        `x` `[num_tokens, hidden]`, dtype of `x`, and the `token` of the call.
 
     Raises:
         EPInputError: while it is traced, if a shape or dtype is wrong.
@@ -218,18 +226,18 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
-    """Let JAX see one GPU, the one that a Buffer of this process takes; where there is none, its CPU.
+    """Let JAX compute on the GPU of this rank, on which a Buffer of this process is then made too; where there is none, on the CPU.
 
-    Call it before JAX is used for anything. It does not hide the other GPUs from CUDA, whose memory Buffers have to reach.
+    Call it first of all. While CUDA has not started in this process, JAX is shown that GPU only, and CUDA is shown it as the first of all:
+    the kernels write to the memory of the others. Later, JAX sees all GPUs and starts on each of them (set
+    `XLA_PYTHON_CLIENT_PREALLOCATE=false`, or it takes memory there), and computes on that one by default.
 
     Args:
-        comm: An mpi4py communicator; the GPU is the one with the number of this rank among those of the same host.
+        comm: An mpi4py communicator; the GPU is the one with the number of this rank among those of the same host, unless the process
+            has chosen one already.
 
     Returns:
         The device.
-
-    Raises:
-        EPUnavailableError: if JAX has been used already and sees several GPUs.
 
     Example:
         >>> use_gpu_of_rank(MPI.COMM_WORLD)
@@ -237,12 +245,21 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
     node = comm.Split_type(_mpi().COMM_TYPE_SHARED)
     local_rank = node.Get_rank()
     node.Free()
-    if count := _num_gpus():
-        jax.config.update("jax_cuda_visible_devices", str(local_rank % count))
-    devices = jax.local_devices()
-    if count and len(devices) > 1:
-        raise EPUnavailableError(f"JAX sees {len(devices)} devices already; call use_gpu_of_rank before JAX is used for anything")
-    return devices[0]
+    if not (count := _count_gpus()):
+        return jax.local_devices()[0]
+    from . import driver
+
+    if not driver.has_started():
+        # Not JAX's setting alone: JAX 0.11 fails with "Device id 1 is out of range" on any GPU but the first.
+        _env.put_gpu_first(local_rank % count, count)
+        jax.config.update("jax_cuda_visible_devices", "0")
+        local_rank = 0
+    ordinal = driver.use_device(local_rank)
+    found = jax.local_devices()
+    device = next((d for d in found if d.platform == "gpu" and d.local_hardware_id == ordinal), found[0])
+    jax.config.update("jax_default_device", device)
+    driver.make_current(ordinal)  # JAX has made another one current while it started
+    return device
 
 
 def _dispatch_once(
@@ -471,16 +488,11 @@ def _check_device(buffer: Buffer, array: Any) -> None:
             )
 
 
-def _num_gpus() -> int:
-    try:
-        from cuda.bindings import driver as cuda
-
-        from .driver import ok
-
-        ok(cuda.cuInit(0))
-        return int(ok(cuda.cuDeviceGetCount()))
-    except Exception:  # no bindings, no GPU, or no driver, without which the bindings raise from whatever they tried last
-        return 0
+def _count_gpus() -> int:
+    """Asked in a process of its own: CUDA does not start here before it is decided which GPUs it sees."""
+    code = "from cuda.bindings import driver; driver.cuInit(0); print(driver.cuDeviceGetCount()[1])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout
+    return int(said) if said.strip().isdigit() else 0  # no bindings, no driver, or no GPU
 
 
 def _mpi() -> Any:

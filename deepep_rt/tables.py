@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from . import arrays, layout
 from .arrays import HOST, View
 from .config import Config
 from .inputs import Site
 from .results import DispatchHandle
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ def num_words(config: Config, backend: str) -> int:
     """Length of the array."""
     if backend == "cuda":
         return layout.handle(config).num_bytes // 4
-    return 1 + config.num_ranks * (3 + config.num_max_tokens_per_rank)
+    return 1 + config.num_ranks * (3 + config.num_ranks + config.num_max_tokens_per_rank)
 
 
 def save(handle: DispatchHandle, config: Config, out: View, stream: int | None) -> None:
@@ -60,11 +58,11 @@ def copy(source: int, out: View, stream: int | None) -> None:
 
 
 def _save_host(handle: DispatchHandle, config: Config, words: np.ndarray) -> None:
-    routing, ranks = handle._routing, config.num_ranks
+    routing = handle._routing
     words[0] = routing.serial
-    per_rank = words[1 : 1 + 3 * ranks].reshape(3, ranks)
+    per_rank, num_sent, sent = _parts(config, words)
     per_rank[:] = routing.num_received, routing.first_row, [len(tokens) for tokens in routing.sent_tokens]
-    sent = words[1 + 3 * ranks :].reshape(ranks, config.num_max_tokens_per_rank)
+    num_sent[:] = routing.num_sent
     for row, tokens in zip(sent, routing.sent_tokens, strict=True):
         row[: len(tokens)], row[len(tokens) :] = tokens, -1
 
@@ -72,8 +70,14 @@ def _save_host(handle: DispatchHandle, config: Config, words: np.ndarray) -> Non
 def _load_host(config: Config, words: np.ndarray) -> object:
     from .host import Routing
 
+    per_rank, num_sent, sent = _parts(config, words)
+    num_received, first_row, counts = per_rank.astype("int64")
+    tokens = tuple(row[:count].copy() for row, count in zip(sent, counts, strict=True))
+    return Routing(int(words[0]), tokens, num_received, first_row, num_sent.copy())
+
+
+def _parts(config: Config, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What comes after the serial number: three numbers for each rank, `num_sent`, and the tokens that go to each rank."""
     ranks = config.num_ranks
-    num_received, first_row, num_sent = words[1 : 1 + 3 * ranks].reshape(3, ranks).copy()
-    sent = words[1 + 3 * ranks :].reshape(ranks, config.num_max_tokens_per_rank)
-    tokens = tuple(row[:count].copy() for row, count in zip(sent, num_sent, strict=True))
-    return Routing(int(words[0]), tokens, num_received.astype("int64"), first_row.astype("int64"))
+    per_rank, num_sent, sent = np.split(words[1:], np.cumsum([3 * ranks, ranks * ranks]))
+    return per_rank.reshape(3, ranks), num_sent.reshape(ranks, ranks), sent.reshape(ranks, config.num_max_tokens_per_rank)

@@ -53,15 +53,15 @@ def train(layer, parameters, x, target, args, over_ranks=lambda array: array):
 
 
 def main():
+    device = use_gpu_of_rank(comm)  # before anything else starts CUDA
     sizes = {"tokens": ("tokens of each rank", 512, 64), "hidden": ("length of a row", 512, 64), "steps": ("of training", 50, 50)}
     sizes |= {"topk": ("experts of a token", 2, 2), "experts": ("of all ranks, rounded down to a multiple of them", 16, 8)}
     args = parse(__doc__, sizes)
     args.experts -= args.experts % comm.size
-    if args.on_gpu:
-        use_gpu_of_rank(comm)
-        jax.config.update("jax_default_matmul_precision", "highest")  # two ways to the same sums shall not differ by TF32
-    else:
-        jax.config.update("jax_platforms", "cpu")
+    args.on_gpu &= device.platform == "gpu"
+    if not args.on_gpu:
+        jax.config.update("jax_default_device", jax.devices("cpu")[0])
+    jax.config.update("jax_default_matmul_precision", "highest")  # two ways to the same sums shall not differ by TF32
     shapes = (
         (args.hidden, args.experts),
         (args.experts, args.hidden, 2 * args.hidden),
@@ -71,7 +71,7 @@ def main():
     local = slice(comm.rank * args.experts // comm.size, (comm.rank + 1) * args.experts // comm.size)
 
     sizes = dict(num_max_tokens_per_rank=args.tokens, hidden=args.hidden, num_topk=args.topk, num_experts=args.experts)
-    with Buffer(comm, **sizes, dtype="float32", backend=args.backend) as buffer:
+    with Buffer(comm, **sizes, dtype="float32", backend="cuda" if args.on_gpu else "host") as buffer:
 
         def layer(x, topk_idx, topk_weights, w1, w2):
             sent = dispatch(buffer, x, topk_idx, topk_weights)  # each token to the ranks of its experts

@@ -42,19 +42,16 @@ def _checks():
 
 @pytest.fixture
 def jax(comm):
-    """JAX on the GPU of this rank, whether or not an earlier test of this process has made it see all of them."""
+    """JAX on the GPU of this rank. PyTorch has started CUDA by now, so JAX sees all of them (run by itself, the example
+    is about the other case).
+    """
     jax = pytest.importorskip("jax")
-    from deepep_rt import EPUnavailableError
     from deepep_rt.jax import use_gpu_of_rank
 
-    try:
-        use_gpu_of_rank(comm)
-    except EPUnavailableError:
-        assert len(jax.local_devices()) > 1
-    found = [device for device in jax.local_devices() if device.local_hardware_id == torch.cuda.current_device()]
-    assert found, f"GPU {torch.cuda.current_device()} is not among {jax.local_devices()}"
-    assert found[0].platform == "gpu", "this JAX is a build without CUDA"
-    with jax.default_device(found[0]), jax.default_matmul_precision("highest"):
+    device = use_gpu_of_rank(comm)
+    assert device.platform == "gpu", "this JAX is a build without CUDA"
+    assert device.local_hardware_id == torch.cuda.current_device()
+    with jax.default_matmul_precision("highest"):
         yield jax
 
 
@@ -221,6 +218,5 @@ def test_jax_on_the_cpu(jax, comm):
 def test_example(jax, comm, monkeypatch):
     import moe_jax
 
-    monkeypatch.setattr(moe_jax, "use_gpu_of_rank", lambda comm: None)  # the fixture has chosen
     monkeypatch.setattr(sys, "argv", ["moe_jax.py", "--backend", "cuda", "--tokens", "128", "--hidden", "256"])
     moe_jax.main()
