@@ -31,7 +31,7 @@ def commands(text):
     """The words of each command that a page shows, in blocks and between the lines."""
     shown = [content for language, content in blocks(text) if language in SHELL]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    shown += [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]*python[^`]*)`", prose)]
+    shown += [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]*)`", prose) if "python" in code]
     for content in shown:
         for line in content.replace("\\\n", " ").splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
