@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from .errors import EPConfigError
+from .screen import console
+
+_WIDTH_OF_LOGS = 120
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -362,11 +364,6 @@ def low_latency_columns(result: Mapping[str, Any]) -> dict[str, str]:
     return {head: name for head, name in _LOW_LATENCY_COLUMNS.items() if any(getattr(row, name) is not None for row in rows)}
 
 
-def console() -> Console:
-    """Standard output; in a log file lines are not folded at 80 columns."""
-    return Console(width=None if Console().is_terminal else 120)
-
-
 def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> None:
     """Print the tables of a result, and the comparisons with other systems."""
     if throughput_rows(result):
@@ -394,7 +391,7 @@ def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]
     for row in rows:
         bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share(row, ceiling))
         table.add_row(row.work, str(row.tokens), str(row.sms), f"{row.us:.1f}", *bandwidths, figure(row.host_us))
-    console().print(table)
+    console(_WIDTH_OF_LOGS).print(table)
     for reference in references:
         if reference.throughput:
             _print_comparison(rows, Sizes.of(result), reference)
@@ -408,7 +405,9 @@ def _print_comparison(rows: list[Row], sizes: Sizes, reference: Reference) -> No
     pairs = compare(rows, reference.throughput)
     for pair in pairs:
         table.add_row(pair.work, *compared(pair, not caution(sizes, reference)))
-    console().print(table if pairs else f"compared with {reference.name}: no figure for this work and these numbers of tokens")
+    console(_WIDTH_OF_LOGS).print(
+        table if pairs else f"compared with {reference.name}: no figure for this work and these numbers of tokens"
+    )
 
 
 def _print_low_latency(result: Mapping[str, Any], references: Iterable[Reference]) -> None:
@@ -424,7 +423,7 @@ def _print_low_latency(result: Mapping[str, Any], references: Iterable[Reference
         theirs = [reference.low_latency.get((both, row.tokens)) for reference in others]
         figures = [getattr(row, column) for column in columns.values()]
         table.add_row(str(row.tokens), *map(figure, [*figures, *theirs]))
-    console().print(table)
+    console(_WIDTH_OF_LOGS).print(table)
 
 
 def _git() -> dict[str, Any]:

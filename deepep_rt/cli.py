@@ -20,6 +20,7 @@ from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Toke
 from .config import COMBINE_DTYPES, Config
 from .errors import EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
+from .screen import console
 
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
@@ -28,6 +29,8 @@ app.command()(doctor)
 
 ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 """What `--arch all` means, as far as the installed NVRTC knows them."""
+
+_WIDTH_OF_LOGS = 220  # holds the table of the cache
 
 
 def run(args: Sequence[str] | None = None) -> None:
@@ -155,7 +158,7 @@ def _print_compiled(rows: list[dict[str, Any]]) -> None:
         seconds = f"{row['compile_seconds']:.2f}" if row["status"] == "compiled" else "-"
         name = _title(row["kernel"], row["dtype"])
         table.add_row(name, row["arch"], *_usage(row), _number(row.get("bytes")), seconds, row.get("reason") or row["status"])
-    _console().print(table)
+    console(_WIDTH_OF_LOGS).print(table)
 
 
 # --- cache -------------------------------------------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ def list_(as_json: Json = False) -> None:
         built_with = ", ".join(f"{name} {info['versions'][name]}" for name in tools)
         numbers = (_number(info["bytes"]), *_usage(info))
         table.add_row(info["kernel"], entry.arch, entry.key[:12], *numbers, nvshmem, built_with, info["created"])
-    _console().print(table)
+    console(_WIDTH_OF_LOGS).print(table)
     total = sum(len(entry.code) for entry in entries if isinstance(entry, Entry))
     print(f"{len(entries)} {_plural(len(entries))}, {total:,} bytes, in {store.folder}")
 
@@ -287,12 +290,6 @@ def _table(*columns: str) -> Table:
         right = column in ("registers", "shared", "stack", "spills", "bytes", "seconds")
         table.add_column(column, justify="right" if right else "left", no_wrap=column != "built with")
     return table
-
-
-def _console() -> Console:
-    """Standard output; in a log file lines are not folded at 80 columns."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=220)
 
 
 def _progress() -> Progress:

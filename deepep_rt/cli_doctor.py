@@ -6,10 +6,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .cli_options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .errors import EPConfigError
+from .screen import console
 
 _WIDTH_OF_LOGS = 150  # holds the table of 8 GPUs
 
@@ -52,6 +52,5 @@ def doctor(
     if as_json:
         print(json.dumps(doctor.as_json(situation, found), indent=2))
     else:
-        console = Console(highlight=False)
-        doctor.show(situation, found, console if console.is_terminal else Console(highlight=False, width=_WIDTH_OF_LOGS))
+        doctor.show(situation, found, console(_WIDTH_OF_LOGS))
     raise typer.Exit(1 if doctor.is_broken(found) else 0)

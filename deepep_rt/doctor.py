@@ -225,7 +225,7 @@ def _gpu_row(
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, min_width=len(title))
     for column in columns:
         table.add_column(column, no_wrap=True)
     for row in rows:

@@ -54,7 +54,8 @@ _ALL = (
         "MPI was found, but MPI_Init failed or hung, or not all ranks came. No Buffer can be made.",
         "The message is MPI's own. Common causes: a mpirun of another MPI, a full or tiny /dev/shm, a network interface "
         "that MPI should not use (Open MPI: --mca btl_tcp_if_include, MPICH: FI_PROVIDER=tcp or FI_TCP_IFACE), hosts that "
-        "cannot reach each other.",
+        "cannot reach each other. As root, Open MPI starts only with OMPI_ALLOW_RUN_AS_ROOT=1 and "
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.",
     ),
     # --- GPUs
     Kind(

@@ -47,14 +47,14 @@ def train(layer, parameters, x, target, args, over_ranks=lambda array: array):
     for _ in range(args.steps):
         loss, (router, *experts) = loss_of(parameters)
         gradients = over_ranks(router), *experts  # the experts' rows, and so their gradients, came from all ranks
-        parameters = jax.tree.map(lambda p, g: p - args.hidden / 2 * g, parameters, gradients)
+        parameters = jax.tree.map(lambda p, g: p - 32 * g, parameters, gradients)
         losses.append(float(over_ranks(loss)))
     return losses
 
 
 def main():
     device = use_gpu_of_rank(comm)  # before anything else starts CUDA
-    sizes = {"tokens": ("tokens of each rank", 512, 64), "hidden": ("length of a row", 512, 64), "steps": ("of training", 50, 50)}
+    sizes = {"tokens": ("tokens of each rank", 512, 64), "hidden": ("length of a row", 512, 64), "steps": ("of training", 25, 50)}
     sizes |= {"topk": ("experts of a token", 2, 2), "experts": ("of all ranks, rounded down to a multiple of them", 16, 8)}
     args = parse(__doc__, sizes)
     args.experts -= args.experts % comm.size
@@ -90,10 +90,10 @@ def main():
     alone = train(run_experts, (router, w1, w2), *everything, args)
     for step in range(0, args.steps, max(args.steps // 8, 1)):
         say(f"step {step:3}: loss {losses[step]:.6f}, on one rank {alone[step]:.6f}")
-    error = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
+    error = max(abs(a - b) for a, b in zip(losses, alone, strict=True)) / losses[0]
     assert losses[-1] < 0.8 * losses[0], f"the loss fell from {losses[0]} to {losses[-1]} only"
-    assert error < 1e-3, f"the losses differ by up to {error:.1e} of themselves"
-    say(f"largest difference: {error:.1e} of the loss\nOK")
+    assert error < 1e-4, f"the losses differ by up to {error:.1e} of the first one"  # near ties of the router amplify rounding
+    say(f"largest difference: {error:.1e} of the first loss\nOK")
 
 
 if __name__ == "__main__":

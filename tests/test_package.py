@@ -67,6 +67,7 @@ ORDER = [
     "compat_normal",
     "compat_low_latency",
     "compat",
+    "screen",
     "doctor_gpus",
     "doctor_probes",
     "doctor_run",

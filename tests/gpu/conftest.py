@@ -38,6 +38,9 @@ def pytest_runtest_logreport(report):
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD
-        print(f"\n--- rank {comm.Get_rank()}: {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+        print(
+            f"\n--- rank {comm.Get_rank()}: {report.nodeid} ({report.when})\n{report.longreprtext}\n{report.capstdout}",
+            flush=True,
+        )
         if comm.Get_size() > 1:
             comm.Abort(1)
