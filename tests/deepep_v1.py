@@ -1,6 +1,6 @@
 """A program of the kind that people wrote against DeepEP V1, with the checks that they make. Only the import is another one.
 
-It runs on the host backend (`tests/mpi_host/compat.py`) and on GPUs (`tests/gpu/test_compat.py`): `World` says on which device, and
+It runs on the host backend (`tests/mpi_host/compat.py`) and on GPUs (`tests/gpu/test_compat_on_gpus.py`): `World` says on which device, and
 whether Buffers are made from a process group of `torch.distributed` or from a communicator.
 """
 

@@ -1,6 +1,6 @@
 """Gradients through deepep_rt.torch, against the same computed without the library, in float64, on every rank for all of them.
 
-`tests/gpu/test_torch.py` runs these checks on GPUs.
+`tests/gpu/test_torch_on_gpus.py` runs these checks on GPUs.
 """
 
 from __future__ import annotations
