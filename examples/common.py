@@ -82,3 +82,17 @@ def _by_bits(source, target):
 def say(*words, **options):
     if comm.rank == 0:
         print(*words, **options, flush=True)
+
+
+def compare(losses, alone):
+    """Show the losses of a training over all ranks and on one rank, and check that they fall, and fall alike.
+
+    Rounding differs; near ties of the router amplify that, so differences are measured against the first loss.
+    """
+    for step in range(0, len(losses), max(1, len(losses) // 8)):
+        say(f"step {step:3}: loss {losses[step]:.6f}, on one rank {alone[step]:.6f}")
+    error = max(abs(a - b) for a, b in zip(losses, alone, strict=True)) / alone[0]
+    assert losses[-1] < 0.8 * losses[0], f"the loss fell from {losses[0]} to {losses[-1]} only"
+    assert error < 1e-4, f"the losses differ by up to {error:.1e} of the first one"
+    comm.Barrier()
+    say(f"largest difference: {error:.1e} of the first loss\nOK")

@@ -6,7 +6,7 @@ mpirun -n 4 python examples/moe_jax.py
 import os
 
 import numpy as np
-from common import comm, need, parse, say
+from common import comm, compare, need, parse, say
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes the memory that the Buffer needs
 jax = need("jax")
@@ -88,12 +88,7 @@ def main():
 
     everything = map(np.concatenate, zip(*(tokens_of(rank, args) for rank in range(comm.size)), strict=True))
     alone = train(run_experts, (router, w1, w2), *everything, args)
-    for step in range(0, args.steps, max(args.steps // 8, 1)):
-        say(f"step {step:3}: loss {losses[step]:.6f}, on one rank {alone[step]:.6f}")
-    error = max(abs(a - b) for a, b in zip(losses, alone, strict=True)) / losses[0]
-    assert losses[-1] < 0.8 * losses[0], f"the loss fell from {losses[0]} to {losses[-1]} only"
-    assert error < 1e-4, f"the losses differ by up to {error:.1e} of the first one"  # near ties of the router amplify rounding
-    say(f"largest difference: {error:.1e} of the first loss\nOK")
+    compare(losses, alone)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ mpirun -n 4 python examples/moe_torch.py --distributed gloo   # (on GPUs also nc
 
 import os
 
-from common import MPI, comm, need, parse, say
+from common import MPI, comm, compare, need, parse, say
 
 torch = need("torch")
 
@@ -94,13 +94,7 @@ def main():
 
     everything = (torch.cat(parts) for parts in zip(*(tokens_of(rank, args) for rank in range(comm.size)), strict=True))
     alone = train(run_experts, (router, w1, w2), *everything, args)
-    for step in range(0, args.steps, max(1, args.steps // 8)):
-        say(f"step {step:3}: loss {losses[step]:.6f}, on one rank {alone[step]:.6f}")
-    error = max(abs(a - b) for a, b in zip(losses, alone, strict=True)) / alone[0]
-    assert losses[-1] < 0.8 * losses[0], f"the loss fell from {losses[0]} to {losses[-1]} only"
-    assert error < 1e-4, f"the losses differ by up to {error:.1e} of the first one"
-    comm.Barrier()
-    say(f"largest difference: {error:.1e} of the first loss\nOK")
+    compare(losses, alone)
     if args.distributed:
         torch.distributed.destroy_process_group()
 
