@@ -492,7 +492,7 @@ class Buffer:
         """Give the memory back. Collective; results that are still held must not be used afterwards. Safe to call twice.
 
         Example:
-            >>> buffer.destroy()  # the end of `with Buffer(...) as buffer:` does the same
+            >>> buffer.destroy()  # the end of a with block does the same
         """
         backend, self._backend = self._backend, None
         if backend is not None:

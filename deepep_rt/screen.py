@@ -6,7 +6,10 @@ import sys
 
 from rich.console import Console
 
+_UNKNOWN = 80  # columns that rich assumes where nothing tells
+
 
 def console(width_of_logs: int) -> Console:
-    """Standard output. Where it is no terminal, lines are so many columns wide: not folded at 80 in log files and under mpirun."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else width_of_logs)
+    """Standard output. Where it is no terminal (a log file, mpirun) and COLUMNS does not say, lines are so many columns wide."""
+    found = Console(highlight=False)
+    return found if sys.stdout.isatty() or found.width != _UNKNOWN else Console(highlight=False, width=width_of_logs)

@@ -154,7 +154,7 @@ def test_eight_gpus(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
     assert all(gpu["uuid"] in text for gpu in facts["driver"]["gpus"])
     assert text.count("NV18") == 56
     assert "590.12.01, CUDA 13.1" in text
-    narrow = doctor.text("--backend", "cuda", **gpu_machine, COLUMNS="80", FORCE_COLOR="1", FAKE_NO_ACCESS="1")
+    narrow = doctor.text("--backend", "cuda", **gpu_machine, COLUMNS="90", FORCE_COLOR="1", FAKE_NO_ACCESS="1")
     assert narrow.count("NV18") == 54
     assert narrow.count("none\x1b") == 2, "GPUs 0 and 1 do not reach each other"
     assert "Paths between them" in narrow
