@@ -230,8 +230,8 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
 
     Call it first of all. While CUDA has not started in this process, JAX is shown that GPU only, and CUDA is shown it as the first of all:
     the kernels write to the memory of the others. Later, JAX sees all GPUs and starts on each of them (set
-    `XLA_PYTHON_CLIENT_PREALLOCATE=false`, or it takes memory there), and computes on that one by default; docs/jax.md says what is not known yet
-    about that.
+    `XLA_PYTHON_CLIENT_PREALLOCATE=false`, or it takes memory there), and computes on that one by default; docs/jax.md says what is not
+    known yet about that.
 
     Args:
         comm: An mpi4py communicator; the GPU is the one with the number of this rank among those of the same host, unless the process
