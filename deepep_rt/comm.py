@@ -52,7 +52,7 @@ def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, netw
 
     Raises:
         EPConfigError: on every rank, if a setting differs; names it, and who has which value.
-        EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU.
+        EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU, or a CUDA driver does not start.
         EPTimeoutError: if a rank does not come at all.
     """
     meet(comm, 0, config.timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time")
@@ -69,6 +69,12 @@ def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, netw
         rank, reason = next(iter(without.items()))
         raise EPUnavailableError(f"backend='cuda', but rank {rank} cannot use a GPU: {reason}")
     if backend == "auto":
+        broken = [rank for rank, reason in without.items() if reason.startswith(_BROKEN)]
+        if broken:
+            raise EPUnavailableError(
+                f"backend='auto', but on rank {broken[0]} {without[broken[0]]}; python -m deepep_rt doctor says more. To do without GPUs, "
+                f"choose backend='host'"
+            )
         if without and len(without) < len(reasons):
             raise EPUnavailableError(
                 f"some ranks have a GPU and some have none (without: {sorted(without)}, {next(iter(without.values()))}); "
@@ -87,6 +93,9 @@ def announce(comm: Intracomm, backend: str, transport: str, num_bytes: int) -> N
         )  # fmt: skip
 
 
+_BROKEN = "the CUDA driver fails:"  # how the reason begins where there ought to be a GPU
+
+
 def _why_no_gpu() -> str | None:
     """The reason why this process cannot use a GPU, or None."""
     try:
@@ -100,7 +109,8 @@ def _why_no_gpu() -> str | None:
     except Exception as error:  # without a driver the binding raises from whatever it tried last
         return f"no CUDA driver ({error})"
     if status != driver.CUresult.CUDA_SUCCESS:
-        return f"the CUDA driver says {status.name}"
+        nothing = status.name in ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
+        return f"{'the CUDA driver says' if nothing else _BROKEN} {status.name}"
     return None if count[0] else "the CUDA driver sees no GPU (CUDA_VISIBLE_DEVICES?)"
 
 

@@ -1,0 +1,67 @@
+"""backend="auto": the host backend where there is no GPU, and an error where there ought to be one. The driver is made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepep_rt import EPUnavailableError, comm
+from deepep_rt.config import Config
+
+driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+
+class Ranks:
+    """A communicator of this rank and others whose reasons for having no GPU are given."""
+
+    def __init__(self, *others: str | None) -> None:
+        self.others = others
+
+    def allgather(self, mine: tuple[Any, str | None]) -> list[tuple[Any, str | None]]:
+        return [mine, *((mine[0], reason) for reason in self.others)]
+
+
+def choose(
+    monkeypatch: pytest.MonkeyPatch, status: str, backend: str = "auto", others: tuple[str | None, ...] = (), gpus: int = 1
+) -> str:
+    def start(flags: int) -> tuple:
+        if status == "no driver":
+            raise RuntimeError("libcuda.so.1 was not found")
+        return (getattr(driver.CUresult, status),)
+
+    monkeypatch.setattr(driver, "cuInit", start)
+    monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_SUCCESS, gpus))
+    monkeypatch.setattr(comm, "meet", lambda *_: [])
+    return comm.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
+
+
+@pytest.mark.parametrize(
+    ("status", "gpus", "chosen"),
+    [
+        ("CUDA_SUCCESS", 1, "cuda"),
+        ("CUDA_SUCCESS", 0, "host"),
+        ("CUDA_ERROR_NO_DEVICE", 1, "host"),
+        ("CUDA_ERROR_STUB_LIBRARY", 1, "host"),
+        ("no driver", 1, "host"),
+    ],
+)
+def test_what_is_chosen(monkeypatch: pytest.MonkeyPatch, status: str, gpus: int, chosen: str) -> None:
+    assert choose(monkeypatch, status, gpus=gpus) == chosen
+
+
+def test_a_broken_driver_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EPUnavailableError, match=r"on rank 0 the CUDA driver fails: CUDA_ERROR_SYSTEM_NOT_READY.*doctor.*'host'"):
+        choose(monkeypatch, "CUDA_ERROR_SYSTEM_NOT_READY")
+    with pytest.raises(EPUnavailableError, match="on rank 1 the CUDA driver fails: CUDA_ERROR_UNKNOWN"):
+        choose(monkeypatch, "CUDA_SUCCESS", others=("the CUDA driver fails: CUDA_ERROR_UNKNOWN",))
+    assert choose(monkeypatch, "CUDA_ERROR_SYSTEM_NOT_READY", backend="host") == "host"
+
+
+def test_some_with_and_some_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EPUnavailableError, match=r"some ranks have a GPU and some have none \(without: \[1\], no CUDA driver"):
+        choose(monkeypatch, "CUDA_SUCCESS", others=("no CUDA driver (libcuda.so.1 was not found)",))
+    with pytest.raises(
+        EPUnavailableError, match="backend='cuda', but rank 0 cannot use a GPU: the CUDA driver says CUDA_ERROR_NO_DEVICE"
+    ):
+        choose(monkeypatch, "CUDA_ERROR_NO_DEVICE", backend="cuda")
