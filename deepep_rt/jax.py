@@ -228,17 +228,16 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
 def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
     """Let JAX compute on the GPU of this rank, on which a Buffer of this process is then made too; where there is none, on the CPU.
 
-    Call it first of all. While CUDA has not started in this process, JAX is shown that GPU only, and CUDA is shown it as the first of all:
-    the kernels write to the memory of the others. Later, JAX sees all GPUs and starts on each of them (set
-    `XLA_PYTHON_CLIENT_PREALLOCATE=false`, or it takes memory there), and computes on that one by default; docs/jax.md says what is not
-    known yet about that.
+    Call it first of all. It shows JAX that GPU alone, and CUDA that GPU as the first of all: the kernels write to the memory of the others.
 
     Args:
-        comm: An mpi4py communicator; the GPU is the one with the number of this rank among those of the same host, unless the process
-            has chosen one already.
+        comm: An mpi4py communicator; the GPU is the one with the number of this rank among those of the same host.
 
     Returns:
         The device.
+
+    Raises:
+        EPUnavailableError: if CUDA was started before in this process, and the rank's GPU is not the first there.
 
     Example:
         >>> use_gpu_of_rank(MPI.COMM_WORLD)
@@ -251,15 +250,16 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
     from . import driver
 
     if not driver.has_started():
-        # Not JAX's setting alone: JAX 0.11 fails with "Device id 1 is out of range" on any GPU but the first.
         _env.put_gpu_first(local_rank % count, count)
-        jax.config.update("jax_cuda_visible_devices", "0")
         local_rank = 0
-    ordinal = driver.use_device(local_rank)
-    found = jax.local_devices()
-    device = next((d for d in found if d.platform == "gpu" and d.local_hardware_id == ordinal), found[0])
-    jax.config.update("jax_default_device", device)
-    driver.make_current(ordinal)  # JAX has made another one current while it started
+    if ordinal := driver.use_device(local_rank):
+        raise EPUnavailableError(
+            f"CUDA was started before, with the GPU of this rank as number {ordinal}, and JAX 0.11 fails on any but the first that it "
+            f"sees; call use_gpu_of_rank before anything starts CUDA (PyTorch, CuPy)"
+        )
+    jax.config.update("jax_cuda_visible_devices", "0")
+    device = jax.local_devices()[0]
+    driver.make_current(0)  # JAX has made another one current while it started
     return device
 
 

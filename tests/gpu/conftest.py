@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ranks import comm, pytest_runtest_logreport, together
 
-
-@pytest.fixture(scope="session")
-def comm():
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+__all__ = ["comm", "pytest_runtest_logreport", "together"]
 
 
 @pytest.fixture(autouse=True)
@@ -18,29 +14,3 @@ def _device(request):
         import torch
 
         torch.cuda.set_device(request.getfixturevalue("comm").Get_rank() % torch.cuda.device_count())
-
-
-@pytest.fixture(autouse=True)
-def _together(request):
-    """Ranks start and end each test together, so that a failure on one does not shift the others."""
-    if "comm" in request.fixturenames:
-        comm = request.getfixturevalue("comm")
-        comm.Barrier()
-        yield
-        comm.Barrier()
-    else:
-        yield
-
-
-def pytest_runtest_logreport(report):
-    """A failure is shown at once and ends the job: the other ranks would wait for this one in MPI, without a limit."""
-    if report.failed:
-        from mpi4py import MPI
-
-        comm = MPI.COMM_WORLD
-        print(
-            f"\n--- rank {comm.Get_rank()}: {report.nodeid} ({report.when})\n{report.longreprtext}\n{report.capstdout}",
-            flush=True,
-        )
-        if comm.Get_size() > 1:
-            comm.Abort(1)

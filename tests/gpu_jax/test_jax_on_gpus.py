@@ -20,7 +20,7 @@ from deepep_rt import EPInputError
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "mpi_host"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/mpi_host", "examples")]
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX is first used, which is later
 TIMEOUT_S = 60.0  # ranks compile for different times
 
@@ -38,21 +38,6 @@ def _checks():
         f for name, f in inspect.getmembers(in_jit, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
     ]
     return [pytest.param(f, id=f.__name__) for f in sorted(found, key=lambda f: f.__code__.co_firstlineno)]
-
-
-@pytest.fixture
-def jax(comm):
-    """JAX on the GPU of this rank. PyTorch has started CUDA by now, so JAX sees all of them (run by itself, the example
-    is about the other case).
-    """
-    jax = pytest.importorskip("jax")
-    from deepep_rt.jax import use_gpu_of_rank
-
-    device = use_gpu_of_rank(comm)
-    assert device.platform == "gpu", "this JAX is a build without CUDA"
-    assert device.local_hardware_id == torch.cuda.current_device()
-    with jax.default_matmul_precision("highest"):
-        yield jax
 
 
 @pytest.mark.parametrize("check", _checks())
