@@ -1,0 +1,174 @@
+"""`streams`: what waits for what. The driver is a list of what it was asked to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from deepep_rt import arrays, driver
+from deepep_rt.streams import CallOrder
+
+OWN, CALLERS, OTHER = 3, 11, 12
+
+
+class Driver:
+    """Events are numbered in the order in which they are made; a wait is (stream, event), or (stream, "all of", other stream)."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple] = []
+        self.records: list[tuple[int, int]] = []  # (event, stream)
+        self.captures: dict[int, int] = {}  # stream -> number of the capture
+        self.finished: set[int] = set()
+        self.num_events = 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+
+    class Event:
+        def __init__(self, stream: int) -> None:
+            fake.num_events += 1
+            self.handle = fake.num_events
+            self.record(stream)
+
+        def record(self, stream: int) -> None:
+            fake.records.append((self.handle, stream))
+
+        def done(self) -> bool:
+            return self.handle in fake.finished
+
+        def synchronize(self) -> None:
+            fake.waits.append(("host", self.handle))
+
+    monkeypatch.setattr(driver, "CudaEvent", Event)
+    monkeypatch.setattr(driver, "new_stream", lambda: OWN)
+    monkeypatch.setattr(driver, "capture_id", fake.captures.get)
+    monkeypatch.setattr(driver, "wait_event", lambda stream, event: fake.waits.append((stream, event)))
+    monkeypatch.setattr(driver, "wait_stream", lambda stream, other: fake.waits.append((stream, "all of", other)))
+    monkeypatch.setattr(driver, "synchronize", lambda stream: fake.waits.append(("host", "all of", stream)))
+    return fake
+
+
+@pytest.fixture
+def order(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> CallOrder:
+    caller = SimpleNamespace(current_stream=lambda device: CALLERS)
+    monkeypatch.setattr(arrays, "framework_of", lambda x, what: caller)
+    return CallOrder(0, lambda: fake.waits.append("check"))
+
+
+def call(order: CallOrder, arguments: Any = (), **how: Any) -> Any:
+    """A whole call; its waits are what the driver has noted since."""
+    settings: dict[str, Any] = {"async_finish": False, "previous_event": None, "stream": None}
+    made = order.begin(None, *{**settings, **how}.values())
+    order.enter(made)
+    order.leave(made, arguments)
+    return made
+
+
+def test_calls_in_line_with_the_callers_work_wait_for_nothing(order: CallOrder, fake: Driver) -> None:
+    call(order)
+    fake.waits.clear()
+    for _ in range(3):
+        assert call(order).stream == CALLERS
+    assert fake.waits == []
+    assert fake.num_events == 1, "one event stands for the last call, again and again"
+    assert fake.records[-1] == (1, CALLERS)
+
+
+def test_another_stream_waits_for_the_last_call(order: CallOrder, fake: Driver) -> None:
+    call(order)
+    fake.waits.clear()
+    assert call(order, stream=OTHER).stream == OTHER
+    assert fake.waits == [(OTHER, 1)]
+
+
+def test_a_call_beside_the_callers_work_waits_for_what_fills_its_arguments(order: CallOrder, fake: Driver) -> None:
+    call(order)
+    fake.waits.clear()
+    assert call(order, async_finish=True).stream == OWN
+    assert fake.waits == [(OWN, 1), (OWN, "all of", CALLERS)]
+
+
+@pytest.mark.parametrize("event", [77, SimpleNamespace(cuda_event=77), SimpleNamespace(ptr=77)])
+def test_an_event_stands_for_the_callers_stream(order: CallOrder, fake: Driver, event: Any) -> None:
+    call(order, async_finish=True)
+    fake.waits.clear()
+    call(order, async_finish=True, previous_event=event)
+    assert fake.waits == [(OWN, 77)]
+
+
+def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: CallOrder, fake: Driver) -> None:
+    class Array:
+        dropped: list[int] = []  # noqa: RUF012
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __del__(self) -> None:
+            self.dropped.append(self.number)
+
+    call(order, [Array(1)])
+    assert Array.dropped == [1], "in line with the caller's work, its allocator keeps the order"
+    call(order, [Array(2)], async_finish=True)
+    call(order, [Array(3)], async_finish=True)
+    assert Array.dropped == [1]
+    fake.finished.add(2)  # the event after the first of the two
+    call(order)
+    assert Array.dropped == [1, 2]
+    order.forget_arguments()
+    assert Array.dropped == [1, 2, 3]
+
+
+def test_captured_calls_are_ordered_within_their_capture(order: CallOrder, fake: Driver) -> None:
+    call(order)
+    fake.waits.clear()
+    fake.captures.update({CALLERS: 5, OTHER: 5})
+    call(order)
+    assert fake.waits == [], "work outside of the capture cannot be waited for"
+    last = fake.num_events
+    call(order, stream=OTHER)
+    assert fake.waits == [(OTHER, last)]
+    fake.captures.update({CALLERS: 6})
+    fake.waits.clear()
+    call(order)
+    assert fake.waits == [], "another capture"
+    fake.captures.clear()
+    call(order)
+    assert fake.waits == [], "the last call outside of captures was on this stream"
+
+
+def test_the_event_of_a_call_in_line(order: CallOrder, fake: Driver) -> None:
+    event = order.event(call(order))
+    assert event.handle is None
+    fake.waits.clear()
+    event.wait()
+    assert fake.waits == []
+    event.wait(OTHER)
+    assert fake.waits == [(OTHER, "all of", CALLERS)]
+    fake.waits.clear()
+    event.synchronize()
+    assert fake.waits == [("host", "all of", CALLERS), "check"]
+
+
+def test_the_event_of_a_call_beside_the_caller(order: CallOrder, fake: Driver) -> None:
+    event = order.event(call(order, async_finish=True))
+    assert fake.records[-1] == (event.handle, OWN)
+    fake.waits.clear()
+    event.wait()
+    event.wait(OTHER)
+    assert fake.waits == [(CALLERS, event.handle), (OTHER, event.handle)]
+    count = len(fake.records)
+    event._move()
+    assert fake.records[count:] == [(event.handle, OWN)], "a hook has queued the rest"
+
+
+def test_waiting_for_everything(order: CallOrder, fake: Driver) -> None:
+    call(order)
+    fake.waits.clear()
+    order.synchronize()
+    assert fake.waits == [("host", 1), ("host", "all of", OWN), "check"]
