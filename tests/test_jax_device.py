@@ -11,7 +11,7 @@ pytest.importorskip("jax", exc_type=ImportError)
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from deepep_rt import EPUnavailableError, _env, driver
-from deepep_rt import jax as ep
+from deepep_rt import jax_device as ep
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def _mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    monkeypatch.setattr(ep, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(ep, "count_gpus", lambda: 2)
     monkeypatch.setattr(driver, "make_current", lambda ordinal: None)
 
 
@@ -62,5 +62,5 @@ def test_after_cuda_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ep, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(ep, "count_gpus", lambda: 0)
     assert ep.use_gpu_of_rank(COMM) == ep.jax.local_devices()[0]

@@ -57,6 +57,8 @@ ORDER = [
     "buffer",
     "__init__",
     "torch",
+    "jax_device",
+    "jax_calls",
     "jax",
     "compat_config",
     "compat_events",

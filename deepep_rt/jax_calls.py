@@ -1,0 +1,140 @@
+"""A call of a Buffer as a step of a compiled program: XLA calls back, and the call is launched on its stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
+
+from . import arrays, dlpack, tables
+from .arrays import HOST, Framework, View
+from .errors import EPError, EPInputError
+from .jax_device import check_device
+
+if TYPE_CHECKING:
+    from .buffer import Buffer
+
+_PLAIN = Framework()  # results stay Views: a callback must not make JAX arrays
+_one_at_a_time = threading.RLock()  # XLA may run callbacks of independent programs at once
+_failures: list[BaseException] = []  # what callbacks raised, for `errors`
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """Raise what went wrong in a call as what it is: JAX shows every exception of a callback as `JaxRuntimeError`, with its text inside.
+
+    Results have to be waited for inside of the block, because JAX raises where somebody waits.
+
+    Example:
+        >>> with errors():
+        ...     jax.block_until_ready(step(parameters, batch))  # raises EPTimeoutError
+    """
+    _failures.clear()
+    try:
+        yield
+    except EPError:
+        raise
+    except (RuntimeError, ValueError) as error:  # JAX raises either, by where it notices
+        if not _failures:
+            raise
+        raise _failures.pop() from error
+
+
+def call(
+    buffer: Buffer,
+    run: Callable[..., None],
+    sizes: tuple[int, ...],
+    after: list[jax.Array],
+    given: list[jax.Array],
+    shapes: Sequence[tuple[tuple[int, ...], Any]],
+) -> list[jax.Array]:
+    """Put a call into the program: `run(buffer, stream, arguments, results, *sizes)`, after what `after` depends on.
+
+    The first result is the token. It is the first of `after`, which nobody looks at: XLA only sees that it comes out of the call.
+    """
+    made: dict[Any, Callable[..., None]] = vars(buffer).setdefault("_jax_callbacks", {})
+    if (
+        key := (run, sizes, len(after))
+    ) not in made:  # the same function each time, or JAX would compile calls outside of jit again
+        made[key] = _callback(buffer, *key)
+    token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
+    return buffer_callback(made[key], [token, *results], input_output_aliases={0: 0})(*after, *given)
+
+
+def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], num_after: int) -> Callable[..., None]:
+    """What XLA calls. It outlives the trace, so it must not hold arrays."""
+    on_host, checked = buffer.backend == "host", False
+
+    def callback(ctx: Any, out: Any, *arguments: Any) -> None:
+        nonlocal checked
+        with _one_at_a_time:
+            try:
+                backend = buffer._live()
+                with backend.context:
+                    if not checked:
+                        check_device(buffer, out[0])
+                        checked = True
+                    look = _copy_of if on_host else _look
+                    given, results = (
+                        [look(buffer, array) for array in arguments[num_after:]],
+                        [_look(buffer, array) for array in out[1:]],
+                    )
+                    run(buffer, None if on_host else ctx.stream, given, results, *sizes)
+            except BaseException as error:
+                if not _failures:
+                    _failures.append(error)
+                raise
+
+    return callback
+
+
+def _look(buffer: Buffer, array: Any) -> View:
+    """An array of XLA's, while the callback runs."""
+    ptr, shape, *_ = dlpack.parse(array.__dlpack__())
+    return View(ptr, shape, array.dtype.name, buffer._site.device, None, _PLAIN)
+
+
+def _copy_of(buffer: Buffer, array: Any) -> View:
+    """A copy of an argument: after a time-out, MPI may still read it when XLA has given its memory to somebody else."""
+    import numpy as np
+
+    memory = np.asarray(array).copy()
+    return View(memory.ctypes.data, memory.shape, memory.dtype.name, HOST, memory, _PLAIN)
+
+
+def traced(buffer: Buffer, array: jax.Array) -> View:
+    """Stands for an array whose address is not known yet, so that its shape and dtype are checked by those who check all others."""
+    if array.dtype.name not in arrays.DTYPES:
+        raise EPInputError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(arrays.DTYPES)}")
+    return View(0, array.shape, array.dtype.name, buffer._site.device, None, _PLAIN)
+
+
+def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int) -> None:
+    sent = buffer.dispatch(*arguments, num_worst_tokens=rows, stream=stream)
+    recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
+    _copy(stream, (sent.recv_x, recv_x), (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
+    _copy(stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights))
+    tables.save(sent.handle, buffer.config, table, stream)
+
+
+def run_known_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
+    table, x = arguments
+    _copy(stream, (buffer.dispatch(x, handle=tables.load(buffer._site, table, *sizes), stream=stream).recv_x, results[0]))
+
+
+def run_combine(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
+    table, x, *weights = arguments
+    handle = tables.load(buffer._site, table, *sizes)
+    done = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, stream=stream)
+    _copy(stream, *zip((done.x, done.topk_weights), results, strict=False))
+
+
+def _copy(stream: int | None, *pairs: tuple[View | None, View]) -> None:
+    for source, out in pairs:
+        assert source is not None
+        tables.copy(source.ptr, out, stream)
