@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import doctor_run, layout
-from .doctor_findings import (
+from .doctor_facts import (
     Finding,
     Situation,
     differences,

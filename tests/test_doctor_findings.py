@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from deepep_rt.doctor_findings import Situation, differences, findings, ranges
+from deepep_rt.doctor_facts import Situation, differences, ranges
+from deepep_rt.doctor_findings import findings
 from deepep_rt.doctor_kinds import KINDS, MIN_NVSHMEM
 
 SIZES = dict(num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)

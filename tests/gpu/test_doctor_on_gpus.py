@@ -22,7 +22,8 @@ pytest.importorskip("typer")
 from helpers import make  # noqa: E402
 
 from deepep_rt import Buffer, doctor_run, jit  # noqa: E402
-from deepep_rt.doctor_findings import Situation, findings, gpu_of  # noqa: E402
+from deepep_rt.doctor_facts import Situation, gpu_of  # noqa: E402
+from deepep_rt.doctor_findings import findings  # noqa: E402
 
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "HYDI_", "SLURM_", "DEEPEP_RT_SHARE_GPUS")
 
