@@ -51,7 +51,7 @@ class Buffer:
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
         num_sms: SMs that a dispatch or combine occupies.
         low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it).
-        low_latency_sms: SMs that a low-latency call occupies at most.
+        low_latency_sms: SMs that a low-latency call occupies, however few tokens it has (fewer only for a small `num_max_tokens_per_rank`).
         ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls go through NVSHMEM between such groups.
             Default: the ranks of a host. 1 sends everything through NVSHMEM.
         network: How NVSHMEM reaches the ranks on other hosts; takes effect when it starts, with the first Buffer of the process.
@@ -62,7 +62,8 @@ class Buffer:
 
     Raises:
         EPConfigError: if a size is wrong, or the ranks disagree on one.
-        EPUnavailableError: if `backend="cuda"` and something that it needs is missing.
+        EPUnavailableError: if `backend="cuda"` and something that it needs is missing; with "auto", if only some ranks have a GPU, or
+            there is a CUDA driver that does not start.
         EPOutOfMemoryError: if the GPU has less free memory than `size_hint` says.
 
     Example:

@@ -46,8 +46,8 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
         local_rank = 0
     if ordinal := driver.use_device(local_rank):
         raise EPUnavailableError(
-            f"CUDA was started before, with the GPU of this rank as number {ordinal}, and JAX 0.11 fails on any but the first that it "
-            f"sees; call use_gpu_of_rank before anything starts CUDA (PyTorch, CuPy)"
+            f"CUDA was started before, with the GPU of this rank as number {ordinal}, and JAX is only known to work here on number 0; "
+            f"call use_gpu_of_rank before anything starts CUDA (PyTorch, CuPy)"
         )
     jax.config.update("jax_cuda_visible_devices", "0")
     device = jax.local_devices()[0]
