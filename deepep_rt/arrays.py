@@ -229,6 +229,13 @@ class _Jax(Framework):
         return jax.dlpack.from_dlpack(view)
 
 
+class _Seen(Framework):
+    """What was looked at already."""
+
+    def view(self, array: View, what: str, stream: int | None) -> View:
+        return array
+
+
 _MAKERS: dict[str, Callable[[], Framework]] = {
     "numpy": _Numpy,
     "cupy": _Cupy,
@@ -236,7 +243,7 @@ _MAKERS: dict[str, Callable[[], Framework]] = {
     "jax": _Jax,
     "jaxlib": _Jax,
 }
-_frameworks: dict[type, Framework] = {}  # array class -> its framework
+_frameworks: dict[type, Framework] = {View: _Seen()}  # array class -> its framework
 _singletons: dict[type[Framework], Framework] = {}
 
 
@@ -247,7 +254,7 @@ def framework_of(array: Any, what: str) -> Framework:
         EPInputError: if `array` is no array, neither of a known framework nor through DLPack.
     """
     kind = type(array)
-    if found := _frameworks.get(kind):
+    if (found := _frameworks.get(kind)) is not None:
         return found
     for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
         if maker := _MAKERS.get(base.__module__.partition(".")[0]):
@@ -272,8 +279,6 @@ def view(array: Any, what: str, stream: int | None = None) -> View:
     Raises:
         EPInputError: if it is no array, of an unsupported dtype, or not contiguous.
     """
-    if type(array) is View:
-        return array
     return (_frameworks.get(type(array)) or framework_of(array, what)).view(array, what, stream)
 
 

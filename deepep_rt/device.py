@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _env, comm, driver, jit, layout, structs
-from .arrays import HOST, View
+from .arrays import HOST, Framework, View
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
 from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
@@ -18,7 +19,7 @@ from .launch import Launcher
 from .network import NetworkOptions
 from .page import HostPage
 from .pool import Block, Pool, Slot, Slots, StreamMemory
-from .results import CombineResult, DispatchHandle, DispatchResult
+from .results import CombineResult, DispatchHandle, DispatchResult, Views
 from .streams import CallOrder
 
 if TYPE_CHECKING:
@@ -142,21 +143,20 @@ class DeviceBackend:
         if tell_host:
             num_rows, counts = self._await_counts()
         owner, base = self._owner(place, shape, num_rows, row_bytes, call)
-        like = inputs.x
+        # How the results look. The arguments that say so are let go: results may outlive them.
+        framework, alike = x.framework, (("x", x), ("scales", scales), ("topk_idx", idx), ("topk_weights", weights))
+        kinds = {name: (like.dtype, like.shape[1:]) for name, like in alike if like}
+        kinds["src_idx"] = "int32", (2,)
 
-        def make(name: str, shape_: tuple[int, ...], dtype: str) -> View:
-            return self._result(base + shape.offsets[name], shape_, dtype, owner, like, stream)
+        def views() -> Views:
+            made: Views = {
+                name: self._result(base + shape.offsets[name], (num_rows, *row), dtype, owner, framework, stream)
+                for name, (dtype, row) in kinds.items()
+            }
+            return {**made, **self._counts_of(slot, framework, stream)}
 
-        views: dict[str, View | None] = {
-            "x": make("x", (num_rows, *inputs.x.shape[1:]), x.dtype),
-            "scales": make("scales", (num_rows, *scales.shape[1:]), scales.dtype) if scales else None,
-            "topk_idx": make("topk_idx", (num_rows, config.num_topk), idx.dtype) if idx else None,
-            "topk_weights": make("topk_weights", (num_rows, config.num_topk), "float32") if weights else None,
-            "src_idx": make("src_idx", (num_rows, 2), "int32"),
-            **self._counts_of(slot, like, stream),
-        }
-        handle = known or DispatchHandle(inputs.x.shape[0], num_rows, counts, site.serial, slot, {})
-        return DispatchResult(handle, self._order.event(call), self._to_caller(views, host_caller, stream))
+        handle = known or DispatchHandle(x.shape[0], num_rows, counts, site.serial, slot, {})
+        return DispatchResult(handle, self._order.event(call), self._for_caller(views, host_caller, stream))
 
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
         """One launch: rows land in the landing region and are added up into a block of the pool."""
@@ -194,14 +194,17 @@ class DeviceBackend:
             },
         )
         self._order.leave(call, (x, weights, biases, handle, inputs))
-        like = inputs.x
-        views: dict[str, View | None] = {
-            "x": self._result(out, (num_tokens, config.hidden), x.dtype, owner, like, stream),
-            "topk_weights": self._result(out_weights, (num_tokens, config.num_topk), "float32", owner, like, stream)
-            if weights
-            else None,
-        }
-        return CombineResult(self._order.event(call), self._to_caller(views, like.device == HOST, stream))
+        dtype, framework, with_weights = x.dtype, x.framework, weights is not None
+
+        def views() -> Views:
+            made: Views = {"x": self._result(out, (num_tokens, config.hidden), dtype, owner, framework, stream)}
+            if with_weights:
+                made["topk_weights"] = self._result(
+                    out_weights, (num_tokens, config.num_topk), "float32", owner, framework, stream
+                )
+            return made
+
+        return CombineResult(self._order.event(call), self._for_caller(views, inputs.x.device == HOST, stream))
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes a second that every rank pushes to all others at once; see `Buffer.copy_ceiling`."""
@@ -386,17 +389,14 @@ class DeviceBackend:
         self._check()
         return counts
 
-    def _counts_of(self, slot: Slot, like: View, stream: int) -> dict[str, View]:
-        offsets, config = self._handle_map.offsets, self.config
+    def _counts_of(self, slot: Slot, framework: Framework, stream: int) -> dict[str, View]:
         return {
-            "num_recv": self._result(slot.ptr + offsets["num_recv"], (1,), "int32", slot, like, stream),
-            "num_recv_per_expert": self._result(
-                slot.ptr + offsets["num_recv_per_expert"], (config.num_local_experts,), "int32", slot, like, stream
-            ),
+            name: self._result(slot.ptr + self._handle_map.offsets[name], shape, "int32", slot, framework, stream)
+            for name, shape in (("num_recv", (1,)), ("num_recv_per_expert", (self.config.num_local_experts,)))
         }
 
-    def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, like: View, stream: int) -> View:
-        return View(ptr, shape, dtype, self.device, owner, like.framework, stream)
+    def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
+        return View(ptr, shape, dtype, self.device, owner, framework, stream)
 
     def _on_device(self, stream: int, *views: View | None) -> list[Any]:
         """The same arrays in GPU memory: those of host memory are copied."""
@@ -409,11 +409,15 @@ class DeviceBackend:
             staged.append(view)
         return staged
 
-    def _to_caller(self, views: dict[str, View | None], host_caller: bool, stream: int) -> dict[str, View | None]:
-        """Results for a caller whose arrays are in host memory are copied there."""
+    def _for_caller(self, views: Callable[[], Views], host_caller: bool, stream: int) -> Callable[[], Views]:
+        """Results for a caller whose arrays are in host memory are copied there, now."""
         if not host_caller:
             return views
-        copied: dict[str, View | None] = {}
+        copied = self._to_host(views(), stream)
+        return lambda: copied
+
+    def _to_host(self, views: Views, stream: int) -> Views:
+        copied: Views = {}
         for name, view in views.items():
             if view is not None:
                 memory = np.empty(view.nbytes + 64, np.uint8)

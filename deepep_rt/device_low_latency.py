@@ -16,13 +16,21 @@ from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Sit
 from .kernels import TABLE
 from .network import NetworkOptions
 from .pool import Slot, Slots
-from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from .structs import LL_RECEIVE, LL_SEND
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _log = logging.getLogger("deepep_rt")
+
+
+class _Results:
+    """Results of one kind of dispatch: their memory, and what lies where in it."""
+
+    def __init__(self, parts: layout.Map) -> None:
+        self.memory = Slots(parts.num_bytes, 0)
+        self.x, self.scales = parts.offsets["x"], parts.offsets["scales"]
 
 
 class DeviceLowLatencyBackend(DeviceBackend):
@@ -34,7 +42,12 @@ class DeviceLowLatencyBackend(DeviceBackend):
         super().__init__(communicator, config, copy_when_full=copy_when_full, network=network)
         self._ll_handle_map = layout.low_latency_handle(config)
         self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
-        self._ll_results: dict[int, Slots] = {}  # by size: memory of results is kept, and handed out again
+        # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
+        self._ll_results = {
+            kind: _Results(layout.low_latency_result(config, use_fp8=kind[0], use_ue8m0=kind[1]))
+            for kind in ((False, False), (True, False), (True, True))
+        }
+        self._ll_sums = Slots(config.num_max_tokens_per_rank * config.hidden * 2, 0)
         self._has_fp8 = has_fp8(self._arch)
         # The same in every call: a rank with few tokens may get many from others.
         self._num_blocks = min(config.low_latency_sms, max(2 * config.num_max_tokens_per_rank, 16))
@@ -83,7 +96,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self.abandon()  # they may not come to free symmetric memory, which takes all ranks
         super().destroy()
         if self._broken is None:
-            for slots in (self._ll_handles, *self._ll_results.values()):
+            for slots in (self._ll_handles, self._ll_sums, *(results.memory for results in self._ll_results.values())):
                 slots.destroy()
 
     def low_latency_dispatch(
@@ -96,8 +109,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._dispatch_hooks.start(with_hook)
         self._order.enter(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
-        shape = layout.low_latency_result(config, use_fp8=inputs.use_fp8, use_ue8m0=inputs.use_ue8m0)
-        memory = self._result_memory(shape.num_bytes, stream, call.caller_stream)
+        results = self._ll_results[inputs.use_fp8, inputs.use_ue8m0]
+        memory = results.memory.take(stream, call.caller_stream)
+        recv_x, recv_scales = memory.ptr + results.x, memory.ptr + results.scales
         slot = self._ll_handles.take(stream, call.caller_stream)
         values = {
             "num_tokens": x.shape[0],
@@ -105,8 +119,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "topk_idx": idx.ptr,
             "topk_weights": weights.ptr if weights else 0,
             "handle": slot.ptr,
-            "recv_x": memory.ptr + shape.offsets["x"],
-            "recv_scales": memory.ptr + shape.offsets["scales"],
+            "recv_x": recv_x,
+            "recv_scales": recv_scales,
             "recv_stats": inputs.recv_stats.ptr if inputs.recv_stats else 0,
             "wait_stats": inputs.wait_stats.ptr if inputs.wait_stats else 0,
             "idx_bytes": idx.itemsize,
@@ -116,19 +130,23 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "check": config.check_inputs,
         }
         receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook)
-        like = inputs.x
-        experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
-        counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
-        views: dict[str, View | None] = {"num_recv_per_expert": self._result(counts, (experts,), "int32", slot, like, stream)}
-        if inputs.use_fp8:
-            kind, groups = "uint8" if inputs.use_ue8m0 else "float32", hidden // FP8_GROUP
-            views["x"] = self._result(values["recv_x"], (experts, most, hidden), "float8_e4m3fn", memory, like, stream)
-            views["scales"] = self._result(values["recv_scales"], (experts, most, groups), kind, memory, like, stream)
-        else:
-            views["x"] = self._result(values["recv_x"], (experts, most, hidden), "bfloat16", memory, like, stream)
+        framework, kind = x.framework, ("uint8" if inputs.use_ue8m0 else "float32") if inputs.use_fp8 else None
+
+        def views() -> Views:
+            experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
+            counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
+            dtype = "float8_e4m3fn" if kind else "bfloat16"
+            made: Views = {
+                "num_recv_per_expert": self._result(counts, (experts,), "int32", slot, framework, stream),
+                "x": self._result(recv_x, (experts, most, hidden), dtype, memory, framework, stream),
+            }
+            if kind:
+                made["scales"] = self._result(recv_scales, (experts, most, hidden // FP8_GROUP), kind, memory, framework, stream)
+            return made
+
         event = self._order.event(call)
-        views, hook = self._deliver(views, like, stream, receive, self._dispatch_hooks, event)
-        handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, like.framework)
+        views, hook = self._deliver(views, inputs.x, stream, receive, self._dispatch_hooks, event)
+        handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, framework)
         return LowLatencyDispatchResult(handle, event, hook, views)
 
     def low_latency_combine(
@@ -151,7 +169,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if inputs.out is not None:
             owner, out = inputs.out.owner, inputs.out.ptr
         else:
-            owner = self._result_memory(max(1, config.num_max_tokens_per_rank) * config.hidden * 2, stream, call.caller_stream)
+            owner = self._ll_sums.take(stream, call.caller_stream)
             out = owner.ptr
         values = {
             "num_tokens": num_tokens,
@@ -167,18 +185,20 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "receive_warps": self._share(num_tokens),
         }
         receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook)
-        like = inputs.y
-        view = inputs.out or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, like, stream)
+        framework, given = y.framework, inputs.out
+
+        def views() -> Views:
+            return {"x": given or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, framework, stream)}
+
         event = self._order.event(call)
-        views, hook = self._deliver({"x": view}, like, stream, receive, self._combine_hooks, event, inputs.out)
+        views, hook = self._deliver(views, inputs.y, stream, receive, self._combine_hooks, event, given)
         return LowLatencyCombineResult(event, hook, views)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         config = self.config
         shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
         if self._ll_combine_buffer is None:
-            num_bytes = layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
-            self._ll_combine_buffer = self._result_memory(num_bytes, self._order.own_stream)
+            self._ll_combine_buffer = self._ll_results[False, False].memory.take(self._order.own_stream)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
@@ -208,35 +228,34 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
     def _deliver(
         self,
-        views: dict[str, View | None],
+        views: Callable[[], Views],
         like: View,
         stream: int,
         receive: Callable[[], None] | None,
         order: HookOrder,
         event: Event,
         given: View | None = None,
-    ) -> tuple[dict[str, View | None], Hook | None]:
+    ) -> tuple[Callable[[], Views], Hook | None]:
         """Results for the caller, now or from its hook. A caller with arrays in host memory gets copies, except of what it gave."""
+        if receive is None and like.device != HOST:
+            return views, None  # the way that has to be short
+        made, on_host = views(), like.device == HOST
 
-        def copy() -> dict[str, View | None]:
-            made = {name: view for name, view in views.items() if view is not given}
-            return {**views, **self._to_caller(made, like.device == HOST, stream)}
-
-        if receive is None:
-            return (views if like.device != HOST else copy()), None
+        def copy() -> None:
+            if on_host:
+                made.update(self._to_host({name: view for name, view in made.items() if view is not given}, stream))
 
         def receive_and_copy() -> None:
+            assert receive is not None
             with self.context:
                 receive()
-                views.update(copy())
+                copy()
                 event._move()
 
-        return views, order.hook(receive_and_copy)
-
-    def _result_memory(self, num_bytes: int, stream: int, reader: int | None = None) -> Slot:
-        if num_bytes not in self._ll_results:
-            self._ll_results[num_bytes] = Slots(num_bytes, 0)
-        return self._ll_results[num_bytes].take(stream, reader)
+        if receive is None:
+            copy()
+            return lambda: made, None
+        return lambda: made, order.hook(receive_and_copy)
 
     def _share(self, num_items: int) -> int:
         """Warps that share an item when all items are worked on at once: a power of two up to a block's warps."""

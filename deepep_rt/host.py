@@ -140,7 +140,7 @@ class HostBackend:
             out = Result(total.shape, x.dtype)
             from_float32(total, x.dtype, out.rows)
         views = {"x": out.view(x.framework), "topk_weights": None if weights is None else weights.view(x.framework)}
-        return CombineResult(event=Event(), _views=views)
+        return CombineResult(event=Event(), _make_views=lambda: views)
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes a second that MPI carries from this rank to the others; see `Buffer.copy_ceiling`."""
@@ -253,7 +253,7 @@ class HostBackend:
         views.update({name: result.view(framework) for name, result in results.items()})
         for name, view in handle._views.items():  # copies: the handle's own stay as they are whatever the caller does
             views[name] = Result.of(view.owner.view(np.int32).reshape(view.shape)).view(framework)
-        return DispatchResult(handle=handle, event=Event(), _views=views)
+        return DispatchResult(handle=handle, event=Event(), _make_views=lambda: views)
 
     def _keep_local(self, results: dict[str, Result], num_arrived: int) -> None:
         """Turn expert numbers into local ones, and blank the entries of other ranks and of padding."""

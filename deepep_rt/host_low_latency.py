@@ -146,7 +146,7 @@ class HostLowLatencyBackend(HostBackend):
         views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
         views.update({name: result.view(framework) for name, result in made.items()})
         handle = LowLatencyHandle(x.shape[0], site.serial, routing, weights is not None, framework)
-        return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _views=views)
+        return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
 
     def low_latency_combine(
         self, site: Site, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool
@@ -168,7 +168,7 @@ class HostLowLatencyBackend(HostBackend):
         hook = self._combine_hooks.hook(receive) if return_recv_hook else None
         if hook is None:
             receive()
-        return LowLatencyCombineResult(event=Event(), hook=hook, _views={"x": out})
+        return LowLatencyCombineResult(event=Event(), hook=hook, _make_views=lambda: {"x": out})
 
     def _reduce_early(self, site: Site, inputs: LowLatencyCombineInputs, call: Call) -> np.ndarray:
         """Add up the rows of a token that are here, send the sum as bfloat16, and add up the sums at home."""

@@ -182,7 +182,7 @@ def low_latency_dispatch_inputs(
     rows = _look(site, x, "x", stream)
     if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
         raise EPInputError(f"x is {rows.dtype} {list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]")
-    _check_row(site, rows, "x")
+    _check_start(rows, "x")
     num_tokens = rows.shape[0]
     if num_tokens > config.num_max_tokens_per_rank:
         raise EPInputError(f"x has {num_tokens} tokens, more than num_max_tokens_per_rank={config.num_max_tokens_per_rank}")
@@ -223,8 +223,7 @@ def low_latency_combine_inputs(
         raise EPInputError("handle comes from another Buffer; use the one whose low_latency_dispatch returned it")
     rows = _look(site, y, "y", stream)
     _check_shape(rows, "y", (config.num_local_experts, config.num_max_recv_tokens, config.hidden), ("bfloat16",))
-    if rows.device != HOST and rows.ptr % ROW_ALIGNMENT:
-        raise EPInputError(f"y starts at an address that is not a multiple of {ROW_ALIGNMENT} bytes; pass a copy")
+    _check_start(rows, "y")
     idx = _look(site, topk_idx, "topk_idx", stream)
     _check_shape(idx, "topk_idx", (handle.num_tokens, config.num_topk), ("int32", "int64"))
     weights = _look(site, topk_weights, "topk_weights", stream)
@@ -274,7 +273,11 @@ def _check_row(site: Site, view: View, what: str) -> None:
         raise EPInputError(
             f"{what} has dtype {view.dtype}, wider than this buffer's {site.config.dtype}; make the buffer with dtype={view.dtype!r}"
         )
-    if view.device != HOST and view.ptr % ROW_ALIGNMENT:
+    _check_start(view, what)
+
+
+def _check_start(view: View, what: str) -> None:
+    if view.ptr % ROW_ALIGNMENT and view.device != HOST:
         raise EPInputError(f"{what} starts at an address that is not a multiple of {ROW_ALIGNMENT} bytes; pass a copy")
 
 

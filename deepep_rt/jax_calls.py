@@ -63,7 +63,9 @@ def call(
     ) not in made:  # the same function each time, or JAX would compile calls outside of jit again
         made[key] = _callback(buffer, *key)
     token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
-    return buffer_callback(made[key], [token, *results], input_output_aliases={0: 0})(*after, *given)
+    done = buffer_callback(made[key], [token, *results], input_output_aliases={0: 0})(*after, *given)
+    # In a scan on a GPU, XLA would fuse the call with what stacks its results, keep the call for its other results, and so make it twice.
+    return jax.lax.optimization_barrier(done)
 
 
 def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], num_after: int) -> Callable[..., None]:

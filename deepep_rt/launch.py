@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ class Launcher:
             head[name] = value
         self._start = offset(dtype, self.names[0]) if self.names else dtype.itemsize
         self._packer = struct.Struct(_format(dtype, self.names, self._start))
+        self._values_in_order = itemgetter(*self.names)
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._arguments_at = ctypes.addressof(self._argument)
         self._function = function.handle
         self._config = config = driver.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
@@ -54,10 +57,10 @@ class Launcher:
 
     def __call__(self, stream: int, num_blocks: int, values: Mapping[str, int]) -> None:
         """Launch `num_blocks` blocks on `stream`; `values` has every member that is not fixed."""
-        self._packer.pack_into(self._buffer, self._start, *map(values.__getitem__, self.names))
+        self._packer.pack_into(self._buffer, self._start, *self._values_in_order(values))
         config = self._config
         config.gridDimX, config.hStream = num_blocks, stream
-        ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._argument), 0))
+        ok(driver.cuLaunchKernelEx(config, self._function, self._arguments_at, 0))
 
 
 def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:

@@ -133,7 +133,6 @@ def low_latency_handle(config: Config) -> Map:
     )
 
 
-@functools.lru_cache
 def low_latency_result(config: Config, *, use_fp8: bool, use_ue8m0: bool) -> Map:
     """What a low-latency dispatch fills: worst case, expert by expert."""
     rows = config.num_experts * config.num_max_tokens_per_rank  # local experts * ranks * tokens

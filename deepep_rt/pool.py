@@ -53,7 +53,7 @@ class Block:
 
     __slots__ = ("_pool", "_users", "num_bytes", "offset")
 
-    def __init__(self, pool: Pool, offset: int, num_bytes: int, users: set[int]) -> None:
+    def __init__(self, pool: Pool, offset: int, num_bytes: int, users: tuple[int, ...]) -> None:
         self.offset, self.num_bytes = offset, num_bytes
         self._pool, self._users = pool, users
 
@@ -63,7 +63,8 @@ class Block:
 
     def used_on(self, stream: int) -> None:
         """Another stream works with it."""
-        self._users.add(stream)
+        if stream not in self._users:
+            self._users += (stream,)
 
     def trim(self, num_bytes: int) -> None:
         """Give the tail back: nothing was, or will be, written there."""
@@ -159,12 +160,13 @@ class Slot:
 
     __slots__ = ("_slots", "_users", "ptr")
 
-    def __init__(self, slots: Slots, ptr: int, users: set[int]) -> None:
+    def __init__(self, slots: Slots, ptr: int, users: tuple[int, ...]) -> None:
         self.ptr, self._slots, self._users = ptr, slots, users
 
     def used_on(self, stream: int) -> None:
         """Another stream works with it."""
-        self._users.add(stream)
+        if stream not in self._users:
+            self._users += (stream,)
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
@@ -188,5 +190,5 @@ class StreamMemory:
             _free(self.ptr, self.stream)
 
 
-def _users(stream: int, reader: int | None) -> set[int]:
-    return {stream} if reader is None else {stream, reader}
+def _users(stream: int, reader: int | None) -> tuple[int, ...]:
+    return (stream,) if reader is None or reader == stream else (stream, reader)

@@ -69,10 +69,17 @@ class DispatchHandle:
     _views: dict[str, View] = field(repr=False)
 
 
-class _Arrays:
-    """Views that become arrays of the caller's framework on first use."""
+Views = dict[str, View | None]
 
-    _views: dict[str, View | None]
+
+class _Arrays:
+    """Arrays of the caller's framework, made when somebody looks at them: calls have no time for what nobody looks at."""
+
+    _make_views: Callable[[], Views]
+
+    @cached_property
+    def _views(self) -> Views:
+        return self._make_views()
 
     def _array(self, name: str) -> Any:
         view = self._views.get(name)
@@ -89,7 +96,7 @@ class DispatchResult(_Arrays):
 
     handle: DispatchHandle
     event: Event
-    _views: dict[str, View | None] = field(repr=False)
+    _make_views: Callable[[], Views] = field(repr=False)
 
     @cached_property
     def recv_x(self) -> Any:
@@ -137,7 +144,7 @@ class CombineResult(_Arrays):
     """Rows added up over the ranks, back at the tokens' own rank."""
 
     event: Event
-    _views: dict[str, View | None] = field(repr=False)
+    _make_views: Callable[[], Views] = field(repr=False)
 
     @cached_property
     def x(self) -> Any:
@@ -170,7 +177,7 @@ class LowLatencyDispatchResult(_Arrays):
     event: Event
     hook: Callable[[], None] | None
     """With `return_recv_hook=True`: call it to receive; the arrays hold nothing before. Otherwise None."""
-    _views: dict[str, View | None] = field(repr=False)
+    _make_views: Callable[[], Views] = field(repr=False)
 
     @cached_property
     def recv_x(self) -> Any:
@@ -201,7 +208,7 @@ class LowLatencyCombineResult(_Arrays):
     event: Event
     hook: Callable[[], None] | None
     """With `return_recv_hook=True`: call it to receive; `x` holds nothing before. Otherwise None."""
-    _views: dict[str, View | None] = field(repr=False)
+    _make_views: Callable[[], Views] = field(repr=False)
 
     @cached_property
     def x(self) -> Any:

@@ -91,8 +91,10 @@ class _End(Event):
     def __init__(self, order: CallOrder, call: Call) -> None:
         assert call.stream is not None
         self._order, self._stream, self._caller_stream = order, call.stream, call.caller_stream
-        self._marker = driver.CudaEvent(call.stream) if call.async_finish else None
-        self.handle = None if self._marker is None else self._marker.handle
+        self._marker = self.handle = None
+        if call.async_finish:
+            self._marker = driver.CudaEvent(call.stream)
+            self.handle = self._marker.handle
 
     def wait(self, stream: Any = None) -> None:
         waiting = self._caller_stream or 0 if stream is None else driver.stream_handle(stream)

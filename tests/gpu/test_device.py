@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -161,6 +162,24 @@ def test_streams(comm):
             on_side = gpu.dispatch(x, idx, weights, stream=side)
             side.synchronize()
             same(on_side.recv_x, want.recv_x)
+
+
+def test_results_let_their_arguments_go(comm):
+    """Results are made when somebody looks at them, and must not keep what the caller has dropped until then."""
+    with make(comm, low_latency=True, num_max_tokens_per_rank=64) as buffer:
+        idx, weights = routing(comm, 1, 20, 8, buffer.config.num_experts)
+        x = rows(comm, 1, 20, 7168)
+        sent = buffer.dispatch(x, idx, weights)
+        y = rows(comm, 2, *sent.recv_x.shape)
+        back = buffer.combine(y, sent.handle)
+        quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+        z = rows(comm, 3, *quick.recv_x.shape)
+        home = buffer.low_latency_combine(z, idx, weights, quick.handle)
+        arguments = [weakref.ref(a) for a in (x, idx, weights, y, z)]
+        del x, idx, weights, y, z
+        assert [ref() for ref in arguments] == [None] * 5
+        assert back.x.shape == home.x.shape == (20, 7168)
+        torch.cuda.synchronize()
 
 
 def test_pool_is_full(comm):

@@ -244,7 +244,7 @@ def check_a_buffer_for_each_layer(comm: MPI.Intracomm) -> None:
 def check_scan(comm: MPI.Intracomm) -> None:
     with _buffer(comm) as buffer, _calls(buffer) as calls:
         _compare(comm, _layers(comm, 3), partial(_scanned, _parallel(buffer)))
-        assert "".join(calls) == "dcdcdckckckc"
+        assert "".join(calls) == "dcdcdckckckc", "".join(calls)
 
 
 def check_recomputation(comm: MPI.Intracomm) -> None:
