@@ -1,11 +1,11 @@
 // ll_combine: the experts' outputs back to the ranks of their tokens, weighted and added up. Launched for sending, for receiving, or both.
 //
-// Sending. What arrived in ll_dispatch is sent back entry by entry: a group of p.send_warps warps adds up the outputs of this rank's
+// Sending. What arrived in ll_dispatch is sent back entry by entry: a group of warps (p.log2_send_warps) adds up the outputs of this rank's
 // experts for the token, times their weights, and writes one bfloat16 row to the token's rank (p.reduce_early; otherwise one unweighted row
 // for each expert). Unless the weights came with the dispatch, block 0 of every rank first sends its tokens' weights around. What goes over
 // the network is written to memory of this rank first, and put from there.
 //
-// Receiving. A group of p.receive_warps warps shares a token. Each thread adds up some columns of the token's rows as they come, in
+// Receiving. A group of warps (p.log2_receive_warps) shares a token. Each thread adds up some columns of the token's rows as they come, in
 // float32: in rank order (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product
 // is rounded before it is added: the result is the same in each run, and on the host backend.
 //
@@ -48,11 +48,15 @@ __device__ __forceinline__ u64 staged_offset(u32 epoch, int entry) {
 
 // Some warps of a block that work on one item together.
 struct Group {
-  int num_warps;  // a power of two
-  int idx;        // of the group in the block
-  int thread;     // in the group
+  int num_warps, per_block;
+  int idx;     // of the group in the block
+  int thread;  // in the group
 
-  __device__ explicit Group(int num_warps) : num_warps(num_warps), idx(warp_idx() / num_warps), thread(threadIdx.x % (num_warps * 32)) {}
+  __device__ __forceinline__ explicit Group(int log2_warps)
+      : num_warps(1 << log2_warps),
+        per_block(kWarps >> log2_warps),
+        idx(warp_idx() >> log2_warps),
+        thread(threadIdx.x & ((32 << log2_warps) - 1)) {}
 
   __device__ __forceinline__ void sync() const {
     __syncwarp();
@@ -100,35 +104,45 @@ __device__ inline float late_weight(const Params& p, u32 epoch, int source, int 
   u64 word = 0;
   if (is_far(p, source)) ok = wait_epoch(p, at<const u64>(mine, weight_flag_offset(epoch, source)), epoch, kPhaseLlWeights, source);
   const u64* words = at<const u64>(mine, weights_offset(epoch, source)) + token * kNumTopk;
-  ok = ok && wait_epoch(p, words + lane, epoch, kPhaseLlWeights, source, &word);
+  ok = ok && wait_word(p, words + lane, epoch, kPhaseLlWeights, source, word);
   return __uint_as_float(word >> 32);
 }
 
 // Writes the sum of some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight.
-// Called by all warps of a group; each does its part of the columns.
-template <class From>
+// Called by all warps of a group; each does its part of the columns, and loads kPieces of kRows rows at once.
+template <int kPieces, int kRows, class From>
 __device__ __forceinline__ void write_sum(const Group& group, Vec16* to, u32 which, float weight, From from) {
-  constexpr int kAtOnce = 4;
   const int step = group.num_warps * 32;
-  for (int first = group.thread; first - lane_idx() < kRowVecs; first += step * kAtOnce) {
-    float sum[kAtOnce][8] = {};
-    for (u32 left = which; left; left &= left - 1) {
-      const int i = __ffs(left) - 1;
-      const Vec16* row = from(i);
-      const float w = __shfl_sync(~0u, weight, i);
-      Vec16 held[kAtOnce];
+  for (int first = group.thread; first - lane_idx() < kRowVecs; first += step * kPieces) {
+    auto exists = [&](int j) { return first + j * step < kRowVecs; };
+    float sum[kPieces][8] = {};
+    u32 left = which;
+    while (left) {
+      Vec16 held[kRows][kPieces];
+      float w[kRows];
+      bool has[kRows];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j * step < kRowVecs) held[j] = ld_streaming(row + first + j * step);
+      for (int r = 0; r < kRows; ++r, left &= left - 1) {
+        has[r] = left;
+        const int i = left ? __ffs(left) - 1 : 0;
+        const Vec16* row = from(i);
+        w[r] = __shfl_sync(~0u, weight, i);
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          if (has[r] && exists(j)) held[r][j] = ld_streaming(row + first + j * step);
+        }
       }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j * step < kRowVecs) add_scaled_to<kBfloat16>(sum[j], held[j], w);
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          if (has[r] && exists(j)) add_scaled_to<kBfloat16>(sum[j], held[r][j], w[r]);
+        }
       }
     }
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (first + j * step < kRowVecs) st_relaxed_sys(to + first + j * step, rounded<kBfloat16>(sum[j]));
+    for (int j = 0; j < kPieces; ++j) {
+      if (exists(j)) st_relaxed_sys(to + first + j * step, rounded<kBfloat16>(sum[j]));
     }
   }
 }
@@ -150,7 +164,12 @@ __device__ inline void send_entry(const Params& p, const Call& call, const Group
     const float weight = p.has_weights ? early_weight : late_weight(p, epoch, source, token, ok);
     if (!p.has_weights && !group.all(ok)) return;
     auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
-    write_sum(group, row_for(p.rank), __ballot_sync(~0u, row >= 0), weight, from);
+    const u32 which = __ballot_sync(~0u, row >= 0);
+    if (group.num_warps * 32 * 2 >= kRowVecs) {
+      write_sum<2, 4>(group, row_for(p.rank), which, weight, from);
+    } else {
+      write_sum<4, 1>(group, row_for(p.rank), which, weight, from);
+    }
     if (!far) return;
     group.sync();
     if (group.thread < 32) put(p, source, row_offset(epoch, p.rank, token), staged, row_bytes, flag_offset(epoch, p.rank, token), epoch);
@@ -296,14 +315,14 @@ struct Share {
   int first, step;
 
   __device__ explicit Share(const Params& p)
-      : group(p.receive_warps), first(blockIdx.x + group.idx * gridDim.x), step(kWarps / group.num_warps * gridDim.x) {}
+      : group(p.log2_receive_warps), first(blockIdx.x + group.idx * gridDim.x), step(group.per_block * gridDim.x) {}
 };
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
   __shared__ Call call;
   __shared__ u32 items[2][kWarps];
   overlap_kernels();
-  const Group senders(p.send_warps);
+  const Group senders(p.log2_send_warps);
   const Share share(p);
   // Whatever does not depend on the call's numbers is loaded while they come.
   const bool takes = p.phases & kLlSend && senders.thread == 0;
@@ -315,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __g
   __syncthreads();
   if (call.failed) return;
   if (p.phases & kLlSend) send(p, call, senders, items, num_entries);
-  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_entries + kWarps / p.send_warps * gridDim.x);
+  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_entries + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;
   if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size are about to meet at the same barriers
   for (int token = share.first; token < p.num_tokens; token += share.step) {

@@ -6,9 +6,10 @@
 // asked to, and write it to each receiver's inbox. The last warp works out the token's places among this rank's choices of each expert, and
 // tells its receivers. What goes over the network is written to memory of this rank first, and put from there once the block is done.
 //
-// Receiving. With the headers of all sources every warp knows where a source's rows begin in each expert: the order (source, token, choice)
-// needs no counting of what has arrived. Several warps may share a token of a source: each learns where its row belongs, waits for its part
-// of the row, and copies that to the experts; the first one writes what combine has to know to the handle.
+// Receiving. With the headers of all sources, of which each block keeps a copy, every warp knows where a source's rows begin in each
+// expert: the order (source, token, choice) needs no counting of what has arrived. Several warps may share a token of a source: each learns
+// where its row belongs, waits for its part of the row, and copies that to the experts; the first one writes what combine has to know to
+// the handle.
 //
 // Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on.
 // No block waits for another one of its grid, but for the acknowledgement by block 0, which starts first: tokens are taken by whoever runs,
@@ -23,17 +24,22 @@
 #include "ll_dispatch_send.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __grid_constant__ Params p) {
-  extern __shared__ short table[];
+  extern __shared__ Table table[];
   __shared__ Shared shared;
   overlap_kernels();
   for (int e = threadIdx.x; e < kNumExperts; e += kLlThreads) shared.choices[e] = 0;
   __syncthreads();
   if (p.phases & kLlSend) {
-    send(p, table, shared);
+    send(p, table->experts, shared);
   } else {
     if (warp_idx() == 0) begin(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
     __syncthreads();
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), shared.call, p.num_tokens + 1 + gridDim.x);
-  if (p.phases & kLlReceive && !shared.call.failed) receive(p, shared);
+  if (!(p.phases & kLlReceive) || shared.call.failed) return;
+  if (p.use_fp8) {
+    receive<kHidden / 16>(p, table->comes, shared);
+  } else {
+    receive<kHidden / 8>(p, table->comes, shared);
+  }
 }

@@ -18,9 +18,16 @@ struct Sources {
 struct Shared {
   Call call;
   Sources sources;
-  i32 choices[kNumExperts];  // how often each expert is chosen
+  i32 choices[kNumExperts];  // how often each expert is chosen: by tokens of this rank, then (local experts) by those of each source
   u32 item[2];               // the item at hand, by turns
 };
+
+// Dynamic shared memory.
+union Table {
+  short experts[kNumMaxTokens * kNumTopk];  // sending: of all tokens, -1 for none
+  u32 comes[kNumRanks * kLlBitmapWords];    // receiving: which tokens of each source come, a bit for each
+};
+static_assert(sizeof(Table) == kLlTableBytes);
 
 __device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlDispatch); }
 

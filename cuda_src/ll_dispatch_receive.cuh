@@ -16,7 +16,7 @@ __device__ inline bool read_headers(const Params& p, const Call& call, Sources& 
       if (source < kNumRanks && !call.out[source]) {
         const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
         ok &= wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
-          tokens = ld_acquire_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows);
+          tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows);
           return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received;
         });
       }
@@ -39,111 +39,129 @@ __device__ inline bool read_headers(const Params& p, const Call& call, Sources& 
   return sources.ok;
 }
 
-// The sum of a header's word over the first `count` sources, `word` being that of source 0; they are loaded several at once, and only
-// waited for where they have not come. -1: the time is up.
-__device__ __forceinline__ int sum_of(const Params& p, const Call& call, const u64* word, int count) {
-  constexpr int kAtOnce = kNumRanks < 4 ? kNumRanks : 4;  // more would spill
-  auto word_at = [&](int s) { return at<const u64>(reinterpret_cast<u64>(word), static_cast<u64>(s) * kLlHeaderStride); };
-  int sum = 0;
-  for (int first = 0; first < count; first += kAtOnce) {
-    u64 held[kAtOnce];
-    auto counts = [&](int i) { return first + i < count && !call.out[first + i]; };
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) held[i] = counts(i) ? ld_relaxed_sys(word_at(first + i)) : word_of(0, call.received);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int s = first + i;
-      if (static_cast<u32>(held[i]) != call.received && !wait_epoch(p, word_at(s), call.received, kPhaseLlCounts, s, &held[i])) return -1;
-      sum += held[i] >> 32;
-    }
+// All threads, once, after read_headers: copies the rest of all headers. False: the time is up.
+__device__ inline bool read_counts(const Params& p, const Call& call, i32* choices, u32* comes) {
+  bool ok = true;
+  auto header_of = [&](int source) { return at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source)); };
+  auto await = [&](int source, const u64* word) {
+    u64 found = 0;
+    if (!call.out[source]) ok &= wait_word(p, word, call.received, kPhaseLlCounts, source, found);
+    return static_cast<u32>(found >> 32);
+  };
+  for (int i = threadIdx.x; i < kNumExperts; i += kLlThreads) {
+    const int source = i / kNumLocalExperts;
+    choices[i] = await(source, header_of(source)->num_choices + i % kNumLocalExperts);
   }
-  return sum;
+  for (int i = kLlThreads - 1 - threadIdx.x; i < kNumRanks * kLlBitmapWords; i += kLlThreads) {  // threads that had less to do
+    const int source = i / kLlBitmapWords;
+    comes[i] = await(source, header_of(source)->tokens + i % kLlBitmapWords);
+  }
+  return __syncthreads_and(ok);
 }
 
 // The part of an item that a warp does. Warps share items while there are enough of them for all; where time-outs mask, an item is taken
 // whole or not at all.
 struct Part {
   int count, idx;
+  int group, groups;  // of the warps that share an item, among those of the grid
 
-  __device__ __forceinline__ explicit Part(int num_items) : count(1) {
-    while (!kMasksOnTimeout && count < kWarps && 2 * count * num_items <= kWarps * static_cast<int>(gridDim.x)) count *= 2;
-    idx = warp_idx() % count;
+  __device__ __forceinline__ explicit Part(int num_items) {
+    int log2_count = 0;
+    while (!kMasksOnTimeout && 1 << log2_count < kWarps && num_items << (log2_count + 1) <= kWarps * static_cast<int>(gridDim.x)) {
+      ++log2_count;
+    }
+    count = 1 << log2_count, idx = warp_idx() & (count - 1);
+    group = blockIdx.x + (warp_idx() >> log2_count) * gridDim.x, groups = (kWarps >> log2_count) * gridDim.x;
   }
 };
 
-// Copies one warp's part of a row to its places as it comes. Nearly all of the time is spent waiting for memory, so loads are started
-// before it is known where they go: find_place() gives, in lane k, the place of the token's choice k.
-template <int kVecs, class FindPlace>
-__device__ inline bool receive_row(const Params& p, u32 epoch, const LlMessage* message, int source, Part part, FindPlace find_place) {
-  constexpr int kAtOnce = kLlPieces;
-  const int lane = lane_idx(), thread = part.idx * 32 + lane, step = part.count * 32;
-  Vec16* row = reinterpret_cast<Vec16*>(body_of(message));
-  u32* scales = reinterpret_cast<u32*>(body_of(message) + kHidden);
-  u32 scale = p.use_fp8 && thread < kScalesPerRow ? ld_relaxed_sys(scales + thread) : 0;
-  int place = 0;
-  u32 places = 0;
-  auto row_of = [&](u32 left) { return static_cast<u64>(__shfl_sync(~0u, place, __ffs(left) - 1)); };
-  bool ok = true;
-  for (int first = thread; first - lane < kVecs; first += step * kAtOnce) {
-    Vec16 held[kAtOnce];
-    auto exists = [&](int j) { return first + j * step < kVecs; };
-    auto load = [&] {
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (exists(j)) held[j] = ld_relaxed_sys(row + first + j * step);
-      }
-    };
-    auto all_come = [&] {
-      bool come = true;
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (exists(j)) come &= has_come(held[j]);
-      }
-      return come;
-    };
-    load();
-    if (first == thread) {
-      place = find_place();
-      places = __ballot_sync(~0u, place >= 0);
-    }
-    ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
-      if (all_come()) return true;
-      if (has_come(ld_relaxed_sys(row + first))) load();  // one piece stands for the others: polling is cheap
-      return false;
-    });
-    __syncwarp();
+// One warp's part of a row on its way from the inbox to its experts. Nearly all of the time is spent waiting for memory, so loads are
+// started before it is known where they go, and whether there is a row at all.
+template <int kVecs>
+struct RowPart {
+  static constexpr int kAtOnce = kLlPieces;
+  Vec16* row;
+  u32* scales;
+  int thread, step;
+  Vec16 held[kAtOnce];
+  u32 scale;
+
+  __device__ __forceinline__ RowPart(const LlMessage* message, Part part)
+      : row(reinterpret_cast<Vec16*>(body_of(message))),
+        scales(reinterpret_cast<u32*>(body_of(message) + kHidden)),
+        thread(part.idx * 32 + lane_idx()),
+        step(part.count * 32) {}
+
+  __device__ __forceinline__ bool exists(int first, int j) const { return first + j * step < kVecs; }
+
+  __device__ __forceinline__ void load(int first) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (exists(j)) st_vec(row + first + j * step, not_yet());
+      if (exists(first, j)) held[j] = ld_relaxed_sys(row + first + j * step);
     }
-    for (u32 left = places; left; left &= left - 1) {
-      Vec16* to = at<Vec16>(p.recv_x, 0) + row_of(left) * kVecs;
+  }
+
+  __device__ __forceinline__ void start(const Params& p) {
+    scale = p.use_fp8 && thread < kScalesPerRow ? ld_relaxed_sys(scales + thread) : 0;
+    load(thread);
+  }
+
+  __device__ __forceinline__ bool all_come(int first) const {
+    bool come = true;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (exists(first, j)) come &= has_come(held[j]);
+    }
+    return come;
+  }
+
+  // After start. `place`: in lane k, where the row belongs for the token's choice k, or negative. False: the time is up.
+  __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int place) {
+    const int lane = lane_idx();
+    const u32 places = __ballot_sync(~0u, place >= 0);
+    auto row_of = [&](u32 left) { return static_cast<u64>(__shfl_sync(~0u, place, __ffs(left) - 1)); };
+    bool ok = true;
+    for (int first = thread; first - lane < kVecs; first += step * kAtOnce) {
+      if (first != thread) load(first);
+      ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
+        if (all_come(first)) return true;
+        if (has_come(ld_relaxed_sys(row + first))) load(first);  // one piece stands for the others: polling is cheap
+        return false;
+      });
+      __syncwarp();
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        if (exists(j)) st_vec(to + first + j * step, held[j]);
+        if (exists(first, j)) st_vec(row + first + j * step, not_yet());
+      }
+      for (u32 left = places; left; left &= left - 1) {
+        Vec16* to = at<Vec16>(p.recv_x, 0) + row_of(left) * kVecs;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (exists(first, j)) st_vec(to + first + j * step, held[j]);
+        }
       }
     }
-  }
-  for (int i = thread; p.use_fp8 && i - lane < kScalesPerRow; i += step) {
-    if (i < kScalesPerRow) {
-      ok &= wait_until(p, epoch, kPhaseLlRows, source,
-                       [&](u32&) { return scale != kNotYet || (scale = ld_relaxed_sys(scales + i)) != kNotYet; });
-      st_relaxed_sys(scales + i, kNotYet);
-    }
-    __syncwarp();
-    for (u32 left = places; left; left &= left - 1) {
-      const u64 to = row_of(left) * kScalesPerRow + i;
-      if (i >= kScalesPerRow) continue;
-      if (p.use_ue8m0) {
-        at<u8>(p.recv_scales, 0)[to] = scale >> 23;
-      } else {
-        at<u32>(p.recv_scales, 0)[to] = scale;
+    for (int i = thread; p.use_fp8 && i - lane < kScalesPerRow; i += step) {
+      if (i < kScalesPerRow) {
+        ok &= wait_until(p, epoch, kPhaseLlRows, source,
+                         [&](u32&) { return scale != kNotYet || (scale = ld_relaxed_sys(scales + i)) != kNotYet; });
+        st_relaxed_sys(scales + i, kNotYet);
       }
+      __syncwarp();
+      for (u32 left = places; left; left &= left - 1) {
+        const u64 to = row_of(left) * kScalesPerRow + i;
+        if (i >= kScalesPerRow) continue;
+        if (p.use_ue8m0) {
+          at<u8>(p.recv_scales, 0)[to] = scale >> 23;
+        } else {
+          at<u32>(p.recv_scales, 0)[to] = scale;
+        }
+      }
+      scale = kNotYet;
     }
-    scale = kNotYet;
+    return __all_sync(~0u, ok);
   }
-  return __all_sync(~0u, ok && place != kLlUnknown);
-}
+};
 
 // The source's last row so far: the differences add up to the longest wait.
 __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 waited) {
@@ -152,74 +170,78 @@ __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 wait
   if (before < waited) add_relaxed_gpu(at<u64>(p.wait_stats, 0) + source, waited - before);
 }
 
+// What a block knows in its receiving half.
+struct Receiving {
+  const Params& p;
+  Shared& shared;
+  u32* comes;
+  u64 start;             // when it began
+  bool counted = false;  // whether this warp has been in read_counts
+
+  __device__ __forceinline__ bool count() { return counted || (counted = read_counts(p, shared.call, shared.choices, comes)); }
+};
+
 // One warp's part of a token. False: the time is up for all ranks.
-__device__ inline bool receive_token(const Params& p, const Call& call, const Sources& sources, int source, int token, Part part,
-                                     u64 start) {
+template <int kVecs>
+__device__ inline bool receive_token(Receiving& r, int source, int token, Part part) {
+  const Params& p = r.p;
   const int lane = lane_idx();
-  const u32 epoch = call.received;
+  const u32 epoch = r.shared.call.received, bit = 1u << token % 32;
   const u64 mine = p.peers[p.rank];
+  const u32* comes = r.comes + source * kLlBitmapWords;
+  if (r.counted && !(comes[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
-  const LlHeader* header = at<const LlHeader>(mine, header_offset(epoch, source));
   u64 choice = 0, weight = 0;
   if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);  // perhaps
-  bool ok = true, comes = false;
+  RowPart<kVecs> row(message, part);
+  row.start(p);
+  if (!r.count()) return false;
+  if (!(comes[token / 32] & bit)) return true;
   int rows_before = 0;  // of this source
-  for (int w = lane; w <= token / 32; w += 32) {
-    u64 word;
-    ok &= wait_epoch(p, header->tokens + w, epoch, kPhaseLlCounts, source, &word);
-    const u32 those = word >> 32, bit = 1u << token % 32;
-    rows_before += __popc(w == token / 32 ? those & (bit - 1) : those);
-    if (w == token / 32) comes = those & bit;
-  }
-  if (!__all_sync(~0u, ok)) return false;
-  if (!__any_sync(~0u, comes)) return true;
-  LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
+  for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? comes[w] & (bit - 1) : comes[w]);
+  LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
+  bool ok = true;
   if (is_far(p, source)) {
     if (lane == 0) ok = wait_epoch(p, at<const u64>(mine, flag_offset(epoch, source, token)), epoch, kPhaseLlRows, source);
     ok = __shfl_sync(~0u, ok, 0);
     __syncwarp();         // all lanes may read what lane 0 acquired,
     choice = weight = 0;  // and what they read before was too early
+    row.start(p);
   }
   auto await_word = [&](const u64* words, u64& word) {
-    if (lane < kNumTopk && static_cast<u32>(word) != epoch) ok = ok && wait_epoch(p, words + lane, epoch, kPhaseLlRows, source, &word);
+    if (lane < kNumTopk && static_cast<u32>(word) != epoch) ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
   };
-  auto find_place = [&] {
-    await_word(message->choice, choice);
-    await_word(message->weight, weight);
-    int place = kLlElsewhere;
-    const u32 chosen = choice >> 32;  // 0: nothing
-    const int expert = static_cast<int>(chosen >> kPlaceBits) - 1 - p.rank * kNumLocalExperts;
-    if (ok && chosen && expert >= 0 && expert < kNumLocalExperts) {
-      const int before = sum_of(p, call, at<const LlHeader>(mine, header_offset(epoch, 0))->num_choices + expert, source);
-      ok = before >= 0;
-      place = before + (chosen & ((1u << kPlaceBits) - 1));
-      place = place < kCapacity ? expert * kCapacity + place : kLlNoRoom;
-    }
-    ok = __all_sync(~0u, ok);
-    if (!ok) place = kLlUnknown;
-    if (part.idx == 0) {
-      if (lane == 0) entry->source = source, entry->token = token;
-      if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
-    }
-    return place;
-  };
-  if (p.use_fp8) {
-    ok = receive_row<kHidden / 16>(p, epoch, message, source, part, find_place);
-  } else {
-    ok = receive_row<kHidden / 8>(p, epoch, message, source, part, find_place);
+  await_word(message->choice, choice);
+  await_word(message->weight, weight);
+  ok = __all_sync(~0u, ok);
+  int place = ok ? kLlElsewhere : kLlUnknown;
+  const u32 chosen = choice >> 32;  // 0: nothing
+  const int expert = static_cast<int>(chosen >> kPlaceBits) - 1 - p.rank * kNumLocalExperts;
+  if (ok && chosen && expert >= 0 && expert < kNumLocalExperts) {
+    place = chosen & ((1u << kPlaceBits) - 1);
+#pragma unroll(kNumRanks <= 16 ? kNumRanks : 8)
+    for (int s = 0; s < kNumRanks; ++s) place += s < source ? r.shared.choices[s * kNumLocalExperts + expert] : 0;
+    place = place < kCapacity ? expert * kCapacity + place : kLlNoRoom;
   }
-  if (p.wait_stats && lane == 0) add_wait(p, epoch, source, nanoseconds() - start);
+  if (part.idx == 0) {
+    if (lane == 0) entry->source = source, entry->token = token;
+    if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
+  }
+  ok = row.finish(p, epoch, source, place) && ok;
+  if (p.wait_stats && lane == 0) add_wait(p, epoch, source, nanoseconds() - r.start);
   if (!kMasksOnTimeout) return ok;
   if (!ok && lane < kNumTopk) entry->row[lane] = kLlElsewhere;  // where time-outs mask, part 0 is the whole row
   return true;
 }
 
 // What the host and combine want to know of the whole call.
-__device__ inline void count(const Params& p, const Call& call, const Sources& sources) {
-  if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = sources.rows_before[kNumRanks];
+__device__ inline void tell_counts(const Receiving& r) {
+  const Params& p = r.p;
+  if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = r.shared.sources.rows_before[kNumRanks];
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
-    const u64* first = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, 0))->num_choices + e;
-    const int sum = min(sum_of(p, call, first, kNumRanks), kCapacity);
+    int sum = 0;
+    for (int s = 0; s < kNumRanks; ++s) sum += r.shared.choices[s * kNumLocalExperts + e];
+    sum = min(sum, kCapacity);
     at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
   }
@@ -247,10 +269,12 @@ __device__ inline void settle(const Params& p, Call& call) {
   __syncthreads();
 }
 
-__device__ inline void receive(const Params& p, Shared& shared) {
+// kVecs: of a row.
+template <int kVecs>
+__device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
   Call& call = shared.call;
   const Sources& sources = shared.sources;
-  const u64 start = nanoseconds();
+  Receiving r{p, shared, comes, nanoseconds()};
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
@@ -263,10 +287,9 @@ __device__ inline void receive(const Params& p, Shared& shared) {
   if (!read_headers(p, call, shared.sources)) return;
   const int num_items = sources.most * kNumRanks;
   const Part part(num_items);
-  const int groups = kWarps / part.count * gridDim.x;
-  for (int item = blockIdx.x + warp_idx() / part.count * gridDim.x; item < num_items; item += groups) {
+  for (int item = part.group; item < num_items; item += part.groups) {
     const int source = (item + p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token < sources.num_tokens[source] && !receive_token(p, call, sources, source, token, part, start)) return;
+    if (token < sources.num_tokens[source] && !receive_token<kVecs>(r, source, token, part)) return;
   }
-  if (blockIdx.x == 0) count(p, call, sources);
+  if (r.count() && blockIdx.x == 0) tell_counts(r);  // all warps count, those that had no token too
 }

@@ -55,7 +55,8 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
   for (int i = 0; i < kPerLane; ++i) {
     const int r = 32 * i + lane_idx();
     held[i] = r < kNumRanks ? ld_relaxed_sys(theirs + r) : 0;
-    out[i] = r < kNumRanks && (ld_relaxed_gpu(masked_at(p, r)) || (also_out && also_out[r]));
+    // No short cut: that would wait for one before the other is loaded.
+    out[i] = r < kNumRanks && (ld_relaxed_gpu(masked_at(p, r)) | (also_out ? ld_relaxed_gpu(also_out + r) : 0)) != 0;
   }
   const u32 sent = progress->sent + 1, received = progress->received + 1, taken_before = progress->taken_before;
   bool failed = was_aborted(p);

@@ -85,15 +85,21 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
   }
 }
 
-// Waits until the low half of *flag reaches `expected` (epochs wrap around). `found`: what *flag held in the end; a u64 carries a number
-// in its upper half.
+// Waits until the low half of *flag reaches `expected` (epochs wrap around); then what it guards may be read.
 template <class Flag>
-__device__ inline bool wait_epoch(const Params& p, const Flag* flag, u32 expected, u32 phase, int peer, Flag* found = nullptr) {
+__device__ inline bool wait_epoch(const Params& p, const Flag* flag, u32 expected, u32 phase, int peer) {
   return wait_until(p, expected, phase, peer, [&](u32& seen) {
-    const Flag word = ld_acquire_sys(flag);
-    seen = static_cast<u32>(word);
-    if (found) *found = word;
+    seen = static_cast<u32>(ld_acquire_sys(flag));
     return static_cast<i32>(seen - expected) >= 0;
+  });
+}
+
+// Waits until *word carries `epoch` in its lower half, and gives it. It guards nothing else, and so comes sooner.
+__device__ inline bool wait_word(const Params& p, const u64* word, u32 epoch, u32 phase, int peer, u64& found) {
+  return wait_until(p, epoch, phase, peer, [&](u32& seen) {
+    found = ld_relaxed_sys(word);
+    seen = static_cast<u32>(found);
+    return seen == epoch;
   });
 }
 

@@ -124,8 +124,8 @@ class Config:
             )
         if self.low_latency and not self.fits_low_latency:
             raise EPConfigError(
-                f"low-latency calls take up to {(_LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts) // (2 * self.num_topk)} tokens with "
-                f"num_topk={self.num_topk} and num_experts={self.num_experts}, got {self.num_max_tokens_per_rank}; "
+                f"low-latency calls take up to {self.most_low_latency_tokens} tokens with num_topk={self.num_topk} and "
+                f"num_experts={self.num_experts} on {self.num_ranks} ranks, got {self.num_max_tokens_per_rank}; "
                 f"make a Buffer of its own for them, with fewer tokens"
             )
         if not self.timeout_s > 0:
@@ -170,13 +170,24 @@ class Config:
 
     @cached_property
     def low_latency_table_bytes(self) -> int:
-        """Shared memory of a low-latency dispatch: the expert numbers of all tokens, as int16."""
-        return self.num_max_tokens_per_rank * self.num_topk * 2
+        """Shared memory of a low-latency dispatch: the experts of all tokens, as int16; then a bit for each token of each rank."""
+        return max(self.num_max_tokens_per_rank * self.num_topk * 2 + 3 & ~3, self.num_ranks * self.low_latency_bitmap_words * 4)
 
     @cached_property
+    def low_latency_bitmap_words(self) -> int:
+        """32-bit words that have a bit for each token of a rank."""
+        return -(-self.num_max_tokens_per_rank // 32)
+
+    @cached_property
+    def most_low_latency_tokens(self) -> int:
+        """Tokens a rank that low-latency calls can take: what a block knows of them all has to fit its shared memory."""
+        room = _LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts
+        return min(room // 4 * 2 // self.num_topk, room // (4 * self.num_ranks) * 32)
+
+    @property
     def fits_low_latency(self) -> bool:
         """Whether low-latency calls can take so many tokens."""
-        return self.low_latency_table_bytes + 4 * self.num_experts <= _LOW_LATENCY_SHARED_BYTES
+        return self.num_max_tokens_per_rank <= self.most_low_latency_tokens
 
     @cached_property
     def num_max_recv_tokens(self) -> int:
@@ -199,7 +210,7 @@ class Config:
             "kHidden": self.hidden,
             "kNumSides": self.num_slots,
             "kRanksPerNode": self.node_size,
-            "kLlBitmapWords": -(-self.num_max_tokens_per_rank // 32),
+            "kLlBitmapWords": self.low_latency_bitmap_words,
         }
 
 

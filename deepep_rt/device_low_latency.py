@@ -181,8 +181,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
-            "send_warps": self._share(num_tokens * min(config.num_ranks, config.num_topk)),
-            "receive_warps": self._share(num_tokens),
+            "log2_send_warps": self._log2_share(num_tokens * min(config.num_ranks, config.num_topk)),
+            "log2_receive_warps": self._log2_share(num_tokens),
         }
         receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook)
         framework, given = y.framework, inputs.out
@@ -257,9 +257,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             return lambda: made, None
         return lambda: made, order.hook(receive_and_copy)
 
-    def _share(self, num_items: int) -> int:
-        """Warps that share an item when all items are worked on at once: a power of two up to a block's warps."""
-        block, warps = self.config.low_latency_threads // 32, 1
-        while warps < block and 2 * warps * num_items <= self._num_blocks * block:
-            warps *= 2
-        return warps
+    def _log2_share(self, num_items: int) -> int:
+        """Warps that share an item when all items are worked on at once, up to those of a block; kernels want no division."""
+        block = self.config.low_latency_threads // 32
+        return (min(self._num_blocks * block // max(num_items, 1), block) | 1).bit_length() - 1
