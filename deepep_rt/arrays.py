@@ -173,6 +173,10 @@ class _Numpy(Framework):
 class _Cupy(Framework):
     name = "cupy"
 
+    def __init__(self) -> None:
+        self._stream: Any = None  # the last one seen, and its handle, which takes time to make
+        self._handle: StreamHandle | None = None
+
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
             raise _not_contiguous(what)
@@ -189,7 +193,9 @@ class _Cupy(Framework):
         import cupy
 
         stream = cupy.cuda.get_current_stream(device)
-        return StreamHandle.of(stream.ptr, stream)
+        if self._handle is None or stream is not self._stream:
+            self._stream, self._handle = stream, StreamHandle.of(stream.ptr, stream)
+        return self._handle
 
 
 class _Torch(Framework):

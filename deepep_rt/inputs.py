@@ -197,11 +197,13 @@ def low_latency_dispatch_inputs(
         weights = _look(site, topk_weights, "topk_weights", stream)
         _check_shape(weights, "topk_weights", (num_tokens, config.num_topk), ("float32",))
     if recv_stats is not None:
-        recv = _look_to_write(site, recv_stats, "cumulative_local_expert_recv_stats", stream)
+        recv = _look(site, recv_stats, "cumulative_local_expert_recv_stats", stream)
         _check_shape(recv, "cumulative_local_expert_recv_stats", (config.num_local_experts,), ("int32",))
+        _check_writable(site, recv, "cumulative_local_expert_recv_stats")
     if wait_stats is not None:
-        waits = _look_to_write(site, wait_stats, "wait_recv_cost_stats", stream)
+        waits = _look(site, wait_stats, "wait_recv_cost_stats", stream)
         _check_shape(waits, "wait_recv_cost_stats", (config.num_ranks,), ("int64",))
+        _check_writable(site, waits, "wait_recv_cost_stats")
     return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale or use_ue8m0, use_ue8m0, recv, waits)
 
 
@@ -230,8 +232,9 @@ def low_latency_combine_inputs(
     _check_shape(weights, "topk_weights", (handle.num_tokens, config.num_topk), ("float32",))
     into = None
     if out is not None:
-        into = _look_to_write(site, out, "out", stream)
+        into = _look(site, out, "out", stream)
         _check_shape(into, "out", (handle.num_tokens, config.hidden), ("bfloat16",))
+        _check_writable(site, into, "out")
     return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
 
 
@@ -248,14 +251,12 @@ def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
     return view
 
 
-def _look_to_write(site: Site, array: Any, what: str, stream: int | None) -> View:
-    """An argument that is written to, and so has to be where the work is done."""
-    view = _look(site, array, what, stream)
+def _check_writable(site: Site, view: View, what: str) -> None:
+    """What is written to has to be where the work is done."""
     if view.device != site.device:
         raise EPInputError(
             f"{what} is in host memory, but this buffer works on GPU {site.device} and writes to it; move it there"
         )
-    return view
 
 
 def _check_shape(view: View, what: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
