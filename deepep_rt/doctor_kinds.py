@@ -55,7 +55,7 @@ _ALL = (
         "The message is MPI's own. Common causes: a mpirun of another MPI, a full or tiny /dev/shm, a network interface "
         "that MPI should not use (Open MPI: --mca btl_tcp_if_include, MPICH: FI_PROVIDER=tcp or FI_TCP_IFACE), hosts that "
         "cannot reach each other. As root, Open MPI starts only with OMPI_ALLOW_RUN_AS_ROOT=1 and "
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1. Without mpirun, on a machine without ssh, Open MPI 4 starts only with OMPI_MCA_plm=isolated.",
     ),
     # --- GPUs
     Kind(

@@ -89,8 +89,12 @@ def _run(names: list[str], facts: dict[str, Any], failures: dict[str, str], limi
 
 def _ending(status: int, errors: str) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    last = [line.strip() for line in errors.splitlines() if line.strip()][-1:]
-    return f"its process {how}" + "".join(f": {line}" for line in last)
+    lines = [line.strip() for line in errors.splitlines() if line.strip(" -*")]
+    if lines[:1] == ["Traceback (most recent call last):"]:
+        lines = lines[-1:]
+    if len(lines) > 4:  # libraries say first what went wrong, or last
+        lines[3:-1] = ["[...]"]
+    return f"its process {how}" + (": " + " ".join(lines) if lines else "")
 
 
 def gather(report: dict[str, Any], limit_s: float = GATHER_LIMIT_S) -> tuple[int, list[dict[str, Any]], str | None]:

@@ -379,6 +379,19 @@ def test_an_mpi_that_does_not_start(doctor: Doctor, tmp_path: Path) -> None:
     assert what(answer, "mpi-does-not-start") == "its process was killed by SIGABRT: no such device"
 
 
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ("", ""),
+        ("one\n---\n\n  two\n***\n", ": one two"),
+        ("Traceback (most recent call last):\n  File\nOSError: gone\n", ": OSError: gone"),
+        ("no ssh\nat all\nhere\nblah\nblah\nbye", ": no ssh at all here [...] bye"),
+    ],
+)
+def test_what_a_dead_process_has_said(errors: str, said: str) -> None:
+    assert doctor_run._ending(1, errors) == "its process ended with status 1" + said
+
+
 def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys, time\nif '--gather' in sys.orig_argv:\n    time.sleep(1000)\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
