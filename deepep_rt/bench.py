@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import bench_report as report
-from .bench_report import Reference
+from .bench_references import Reference, load
+from .bench_results import read, write
 from .config import Config
 from .errors import EPConfigError, EPError, EPUnavailableError
 
@@ -62,13 +63,13 @@ def measure(
         if backend not in ("auto", "cuda", "host"):
             raise EPConfigError(f"--backend is {backend!r}; expected auto, cuda or host")
         _need("matplotlib", "jinja2", "ml_dtypes")
-        references, folder = [reference for file in compare for reference in report.load(file)], _folder(comm, out)
+        references, folder = [reference for file in compare for reference in load(file)], _folder(comm, out)
         results = []
         for name in PROGRAMS if what == "all" else [what]:
             result = _run(comm, name, quick, backend, sizes, commit)
             if result is not None:
                 report.print_result(result, references)
-                report.write(folder / f"{name.replace('-', '_')}.json", result)  # before anything is drawn: it took minutes
+                write(folder / f"{name.replace('-', '_')}.json", result)  # before anything is drawn: it took minutes
                 results.append(result)
         if results:
             _draw(results, references, folder)
@@ -78,7 +79,7 @@ def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> No
     """Make pictures and a page of result files; nothing is measured. Arguments and errors as in `measure`."""
     _need("matplotlib", "jinja2")
     if _rank() == 0:
-        results, references = [report.read(file) for file in files], [other for file in compare for other in report.load(file)]
+        results, references = [read(file) for file in files], [other for file in compare for other in load(file)]
         folder = _folder(None, out)
         for result in results:
             report.print_result(result, references)

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from . import bench_report as report
-from .bench_report import Reference, Sizes
+from .bench_references import Reference, low_latency_parts
+from .bench_results import Sizes, fp8_or_bf16, low_latency_rows, on_gpu, throughput_rows, title
 
 WORKS = {"dispatch_bf16": "Dispatch, BF16", "dispatch_fp8": "Dispatch, FP8", "combine_bf16": "Combine, BF16"}
 ROUTINGS = {"known": "routing known", "unknown": "routing unknown", "worst": "fixed shapes"}
@@ -47,7 +47,7 @@ class _Line:
 
 def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light") -> Figure:
     """Bandwidth against the number of SMs: a panel for each work and number of tokens."""
-    rows, sizes, others = report.throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
+    rows, sizes, others = throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
     alone = sizes.num_ranks == 1  # nothing crosses a link
     ceilings = {int(sms): gb_s for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()}
@@ -65,7 +65,7 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), 
             for reference, colour in zip(others, itertools.cycle(THEIRS[theme]), strict=False):
                 lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
             panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
-    xlabel = "SMs of a call" if report.on_gpu(result) else "SMs of a call (without meaning on the host)"
+    xlabel = "SMs of a call" if on_gpu(result) else "SMs of a call (without meaning on the host)"
     ylabel = "GB/s, own rank" if alone else "GB/s from other ranks"
     with _themed(theme):
         figure, axes = _grid(result, len(tokens), len(works), "Throughput")
@@ -80,9 +80,9 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), 
 
 def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light") -> Figure:
     """Latency against the number of tokens: a panel each for dispatch, combine, and both."""
-    rows, kind, sizes, gpu = report.low_latency_rows(result), report.fp8_or_bf16(result), Sizes.of(result), report.on_gpu(result)
+    rows, kind, sizes, gpu = low_latency_rows(result), fp8_or_bf16(result), Sizes.of(result), on_gpu(result)
     parts = {f"dispatch_{kind}": f"Dispatch, {kind.upper()}", "combine": "Combine, BF16", f"both_{kind}": "Dispatch and combine"}
-    mine, others = report.low_latency_parts(result), [other for other in references if other.low_latency]
+    mine, others = low_latency_parts(result), [other for other in references if other.low_latency]
     works = {f"dispatch_{kind}": [f"dispatch_{kind}"], "combine": ["combine_bf16"]}
     works[f"both_{kind}"] = [f"dispatch_{kind}", "combine_bf16"]
     panels = []
@@ -164,7 +164,7 @@ def _themed(theme: str) -> Any:
 
 def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=(PANEL_INCHES[0] * num_columns, 0.6 + PANEL_INCHES[1] * num_rows), layout="constrained")
-    figure.suptitle(f"{what}: {report.title(result)}\n{result['date']}", fontsize=11)
+    figure.suptitle(f"{what}: {title(result)}\n{result['date']}", fontsize=11)
     return figure, figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
 
 

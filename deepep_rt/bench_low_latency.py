@@ -21,7 +21,8 @@ from mpi4py import MPI
 from . import bench_report as report
 from . import bench_timing as timing
 from .bench_machine import Machine
-from .bench_report import LowLatencyRow as Row
+from .bench_results import LowLatencyRow as Row
+from .bench_results import document
 from .bench_throughput import numbers
 from .buffer import Buffer
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
@@ -240,7 +241,7 @@ def run(comm: Intracomm, args: argparse.Namespace, step: Callable[[str], None] =
             ceilings[buffer.config.num_sms] = max(ceiling, ceilings.get(buffer.config.num_sms, 0.0))
             sms = buffer.config.low_latency_sms
     settings = {**machine.described(), **report.described(args, BOUNDARY[args.backend]), "low_latency_sms": sms}
-    return report.document(rows, ceilings, settings, args.commit) if comm.rank == 0 else None
+    return document(rows, ceilings, settings, args.commit) if comm.rank == 0 else None
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from . import bench_figures as figures
 from . import bench_report as report
-from .bench_report import Reference, Sizes
+from .bench_references import COMPARED, Reference, about_ratios, caution, compare, compared, low_latency_parts
+from .bench_results import BYTE_FORMULA, Sizes, figure, low_latency_rows, on_gpu, throughput_rows, title
 
 TEMPLATE = Path(__file__).with_name("bench_page.html.j2")
 
@@ -26,9 +27,9 @@ ON_THE_LINKS = "For references, bytes are what random routing is expected to sen
 def pictures(result: Mapping[str, Any], references: Sequence[Reference], theme: str = "light") -> dict[str, Figure]:
     """The pictures of a result by name: "throughput" or "low_latency"."""
     found = {}
-    if report.throughput_rows(result):
+    if throughput_rows(result):
         found["throughput"] = figures.throughput(result, references, theme)
-    if report.low_latency_rows(result):
+    if low_latency_rows(result):
         found["low_latency"] = figures.low_latency(result, references, theme)
     return found
 
@@ -37,7 +38,7 @@ def html(results: Sequence[Mapping[str, Any]], references: Sequence[Reference] =
     """The page.
 
     Args:
-        results: What `bench_report.read` gives, or a run has made; a section each.
+        results: What `bench_results.read` gives, or a run has made; a section each.
         references: Figures to compare with.
 
     Returns:
@@ -49,13 +50,13 @@ def html(results: Sequence[Mapping[str, Any]], references: Sequence[Reference] =
 
 
 def _section(result: Mapping[str, Any], references: Sequence[Reference]) -> dict[str, Any]:
-    sizes, fast = Sizes.of(result), bool(report.low_latency_rows(result))
+    sizes, fast = Sizes.of(result), bool(low_latency_rows(result))
     used = [reference for reference in references if (reference.low_latency if fast else reference.throughput)]
     themes = {theme: next(iter(pictures(result, used, theme).values())) for theme in figures.INK}
     commit = result["commit"].get("id") or "unknown"
     return {
         "name": "Low latency" if fast else "Throughput",
-        "title": report.title(result),
+        "title": title(result),
         "date": result["date"],
         "version": result["deepep_rt"],
         "commit": commit[:12] + (", with changes" if result["commit"].get("dirty") else ""),
@@ -63,19 +64,19 @@ def _section(result: Mapping[str, Any], references: Sequence[Reference]) -> dict
         "warnings": _warnings(result, used),
         "picture": {theme: base64.b64encode(figures.svg(figure)).decode() for theme, figure in themes.items()},
         "alt": "Latency against the number of tokens" if fast else "Bandwidth against the number of SMs",
-        "caption": _latency_caption(result) if fast else f"Bytes: {report.BYTE_FORMULA}. {ON_THE_LINKS if used else ''}",
+        "caption": _latency_caption(result) if fast else f"Bytes: {BYTE_FORMULA}. {ON_THE_LINKS if used else ''}",
         "tables": _low_latency_tables(result, used) if fast else _throughput_tables(result, used),
         "facts": _facts(result, sizes),
     }
 
 
 def _warnings(result: Mapping[str, Any], references: Sequence[Reference]) -> list[str]:
-    found = [] if report.on_gpu(result) else [HOST]
+    found = [] if on_gpu(result) else [HOST]
     if result["settings"].get("quick"):
         found.append("A quick run: too few calls for figures that hold.")
     names: dict[str, list[str]] = {}
     for reference in references:
-        names.setdefault(report.caution(Sizes.of(result), reference), []).append(reference.name)
+        names.setdefault(caution(Sizes.of(result), reference), []).append(reference.name)
     return found + [f"{'; '.join(those)}: {text}" for text, those in names.items() if text]
 
 
@@ -85,15 +86,11 @@ def _latency_caption(result: Mapping[str, Any]) -> str:
         f"of the run, {result['copy_ceiling_gb_s']['used']:.4g} GB/s. "
     )
     graph = "In a graph: mean of a call in a captured chain. A step alone: dispatch and combine, replayed one at a time. "
-    return (
-        text
-        + (graph + "No graph: launched one by one. " if report.on_gpu(result) else "")
-        + "References: timed as their file says."
-    )
+    return text + (graph + "No graph: launched one by one. " if on_gpu(result) else "") + "References: timed as their file says."
 
 
 def _throughput_tables(result: Mapping[str, Any], references: Sequence[Reference]) -> list[dict[str, Any]]:
-    rows, ceiling = report.throughput_rows(result), result["copy_ceiling_gb_s"]
+    rows, ceiling = throughput_rows(result), result["copy_ceiling_gb_s"]
     by_sms = ", ".join(f"{gb_s:.4g} with {sms} SMs" for sms, gb_s in ceiling["by_sms"].items())
     tables = [
         {
@@ -102,7 +99,7 @@ def _throughput_tables(result: Mapping[str, Any], references: Sequence[Reference
             "rows": [
                 [
                     *(row.work, row.tokens, row.sms, f"{row.us:.1f}", f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}"),
-                    *(report.share(row, ceiling["used"]), report.figure(row.host_us)),
+                    *(report.share(row, ceiling["used"]), figure(row.host_us)),
                 ]
                 for row in rows
             ],
@@ -111,34 +108,34 @@ def _throughput_tables(result: Mapping[str, Any], references: Sequence[Reference
         }
     ]
     for reference in references:
-        same = not report.caution(Sizes.of(result), reference)
-        if pairs := report.compare(rows, reference.throughput):
+        same = not caution(Sizes.of(result), reference)
+        if pairs := compare(rows, reference.throughput):
             tables.append(
                 {
                     "title": f"Compared with {reference.name}",
-                    "heads": ["work", *report.COMPARED],
-                    "rows": [[pair.work, *report.compared(pair, same)] for pair in pairs],
-                    "caption": f"Theirs: {reference.where}. {report.about_ratios(Sizes.of(result), reference)}",
+                    "heads": ["work", *COMPARED],
+                    "rows": [[pair.work, *compared(pair, same)] for pair in pairs],
+                    "caption": f"Theirs: {reference.where}. {about_ratios(Sizes.of(result), reference)}",
                 }
             )
     return tables
 
 
 def _low_latency_tables(result: Mapping[str, Any], references: Sequence[Reference]) -> list[dict[str, Any]]:
-    rows, columns, parts = report.low_latency_rows(result), report.low_latency_columns(result), report.low_latency_parts(result)
+    rows, columns, parts = low_latency_rows(result), report.low_latency_columns(result), low_latency_parts(result)
     tables = [
         {
             "title": "All rows",
             "heads": ["tokens of a rank", *(f"{head}, µs" for head in columns)],
-            "rows": [[row.tokens, *(report.figure(getattr(row, name)) for name in columns.values())] for row in rows],
+            "rows": [[row.tokens, *(figure(getattr(row, name)) for name in columns.values())] for row in rows],
             "caption": "D: dispatch, C: combine. graph: mean of a call in a captured chain; step: both, captured and replayed alone; send, "
             "recv: the halves of a call with a hook; one by one: both, launched without a graph; host: time of the host in a call.",
         }
     ]
     for reference in references:
-        other = report.caution(Sizes.of(result), reference)
+        other = caution(Sizes.of(result), reference)
         pairs = [
-            [part, tokens, report.figure(us), report.figure(their), "-" if other else f"{their / us:.2f}"]
+            [part, tokens, figure(us), figure(their), "-" if other else f"{their / us:.2f}"]
             for part, by_tokens in parts.items()
             for tokens, us in by_tokens.items()
             if us is not None and (their := reference.low_latency.get((part, tokens))) is not None

@@ -19,6 +19,7 @@ from mpi4py import MPI
 from . import bench_report as report
 from . import bench_timing as timing
 from .bench_machine import Machine
+from .bench_results import Row, document
 from .buffer import Buffer
 from .results import DispatchHandle
 
@@ -127,7 +128,7 @@ class Bench:
             yield f"dispatch_{name}_worst", fixed
         yield "combine_bf16", lambda i: buffer.combine(sets[i % NUM_SETS].experts_out, sets[i % NUM_SETS].handle)
 
-    def run(self, sms: int) -> tuple[float, list[report.Row]]:
+    def run(self, sms: int) -> tuple[float, list[Row]]:
         """All cases at one number of SMs: the copy ceiling in GB/s, and the rows."""
         args, comm, rows = self.args, self.comm, []
         sizes = dict(hidden=args.hidden, num_topk=args.topk, num_experts=args.experts)
@@ -143,7 +144,7 @@ class Bench:
                     waits = work.endswith("unknown")
                     host = None if waits else 1e6 * timing.measure_host(buffer, comm, call, args)
                     gb_s, remote_gb_s = (n * row_bytes[work.split("_")[1]] / seconds / 1e9 for n in (num_rows, num_remote))
-                    rows.append(report.Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host))
+                    rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host))
         return ceiling, rows
 
 
@@ -156,7 +157,7 @@ def run(comm: Intracomm, args: argparse.Namespace, step: Callable[[str], None] =
         step: Called before each of `num_steps(args)` measurements, with what is measured.
 
     Returns:
-        The result file's contents (`report.document`) on rank 0, None on the others.
+        The result file's contents (`document`) on rank 0, None on the others.
     """
     bench = Bench(comm, args, step)
     ceilings, rows = {}, []
@@ -165,7 +166,7 @@ def run(comm: Intracomm, args: argparse.Namespace, step: Callable[[str], None] =
         rows += found
     rows.sort(key=lambda row: (row.tokens, row.work, row.sms))
     settings = {**bench.machine.described(), **report.described(args, timing.BOUNDARY[args.backend])}
-    return report.document(rows, ceilings, settings, args.commit) if comm.rank == 0 else None
+    return document(rows, ceilings, settings, args.commit) if comm.rank == 0 else None
 
 
 def main() -> None:

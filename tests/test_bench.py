@@ -24,6 +24,8 @@ from matplotlib.colors import to_rgb
 
 from deepep_rt import bench, bench_figures, bench_page, cli
 from deepep_rt import bench_report as report
+from deepep_rt.bench_references import load
+from deepep_rt.bench_results import Sizes, low_latency_rows, read, throughput_rows
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "bench/reference/h200x8_peers.json"
@@ -95,16 +97,16 @@ def test_a_run_writes_results_pictures_and_a_page(measured):
     assert sorted(path.name for path in folder.iterdir()) == [
         "index.html", "low_latency.json", "low_latency.png", "throughput.json", "throughput.png",
     ]  # fmt: skip
-    throughput, low_latency = (report.read(folder / f"{name}.json") for name in ("throughput", "low_latency"))
-    assert len(report.throughput_rows(throughput)) == 2 * 7
-    assert [row.tokens for row in report.low_latency_rows(low_latency)] == [1, 4, 16, 64]
+    throughput, low_latency = (read(folder / f"{name}.json") for name in ("throughput", "low_latency"))
+    assert len(throughput_rows(throughput)) == 2 * 7
+    assert [row.tokens for row in low_latency_rows(low_latency)] == [1, 4, 16, 64]
     for name in ("throughput", "low_latency"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = Page((folder / "index.html").read_text())
     assert page.text.count("host backend: the same calls in NumPy and MPI") == 2, "both sections say what was measured"
     assert "A quick run" in page.text
     assert "Another problem was measured there" in page.text
-    for row in report.throughput_rows(throughput):
+    for row in throughput_rows(throughput):
         assert [row.work, str(row.tokens), str(row.sms), f"{row.us:.1f}"] in [line[:4] for line in page.tables[0]]
     assert str(folder / "index.html") in printed
 
@@ -222,12 +224,12 @@ def test_a_page_of_results_that_are_there(drawn):
     assert len(page.pictures) == 2 * len(RESULTS), "light and dark"
     assert all(picture.startswith("<?xml") and "http-equiv" not in picture for picture in page.pictures)
     assert printed.count("4 x NVIDIA H200") == 3 + printed.count("Theirs: 4 x NVIDIA H200")
-    result = report.read(LOW_LATENCY)
-    row = next(row for row in report.low_latency_rows(result) if row.tokens == 128)
+    result = read(LOW_LATENCY)
+    row = next(row for row in low_latency_rows(result) if row.tokens == 128)
     lines = [line for table in page.tables for line in table]
     assert ["128", *(f"{getattr(row, name):.1f}" for name in report.low_latency_columns(result).values())] in lines
     assert ["both_fp8", "128", f"{row.graph_both_us:.1f}", "104.7", "-"] in lines, "8 ranks do not compare with 4"
-    through = next(row for row in report.low_latency_rows(report.read(NVSHMEM)) if row.tokens == 128)
+    through = next(row for row in low_latency_rows(read(NVSHMEM)) if row.tokens == 128)
     ratio = f"{row.graph_both_us / through.graph_both_us:.2f}"
     assert ["both_fp8", "128", f"{through.graph_both_us:.1f}", f"{row.graph_both_us:.1f}", ratio] in lines
     commit = result["commit"]["id"]
@@ -250,7 +252,7 @@ def test_texts_of_a_result_cannot_break_the_page(tmp_path):
 
 
 def references():
-    return [reference for path in (PEERS, LOW_LATENCY) for reference in report.load(path)]
+    return [reference for path in (PEERS, LOW_LATENCY) for reference in load(path)]
 
 
 def lines_of(axes):
@@ -262,7 +264,7 @@ def labels_of(axes):
 
 
 def test_bandwidth_against_sms():
-    result = report.read(THROUGHPUT)
+    result = read(THROUGHPUT)
     figure = bench_figures.throughput(result, references())
     assert "4 x NVIDIA H200, hidden 7168, top-8 of 256" in figure.get_suptitle()
     assert result["date"] in figure.get_suptitle()
@@ -272,12 +274,12 @@ def test_bandwidth_against_sms():
         axes = panels[f"{bench_figures.WORKS[work]}, {tokens} tokens a rank"]
         drawn = lines_of(axes)
         assert tuple((int(sms), gb_s) for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()) in drawn
-        rows = [row for row in report.throughput_rows(result) if row.work.startswith(work) and row.tokens == tokens]
+        rows = [row for row in throughput_rows(result) if row.work.startswith(work) and row.tokens == tokens]
         for name in {row.work for row in rows}:
             assert tuple(sorted((row.sms, row.remote_gb_s) for row in rows if row.work == name)) in drawn
         assert axes.get_ylim()[0] == 0
         assert "copy ceiling" in labels_of(axes)
-    v1 = report.load(PEERS)[0].throughput
+    v1 = load(PEERS)[0].throughput
     axes = panels["Combine, BF16, 4096 tokens a rank"]
     assert tuple((sms, v1["combine_bf16", 4096, sms].remote_gb_s) for sms in (24, 48, 64)) in lines_of(axes)
     assert labels_of(axes) == {"copy ceiling", "this run", "DeepEP V1, 8 ranks", "DeepEP V2, 8 ranks"}
@@ -287,10 +289,10 @@ def test_bandwidth_against_sms():
 
 
 def test_latency_against_tokens():
-    result = report.read(NVSHMEM)
+    result = read(NVSHMEM)
     figure = bench_figures.low_latency(result, references())
     dispatch, combine, both = figure.axes
-    rows = report.low_latency_rows(result)
+    rows = low_latency_rows(result)
     for axes, name in ((dispatch, "graph_dispatch_us"), (combine, "graph_combine_us"), (both, "graph_both_us")):
         assert tuple((row.tokens, getattr(row, name)) for row in rows) in lines_of(axes)
         assert axes.get_xlabel() == "tokens of a rank"
@@ -298,10 +300,10 @@ def test_latency_against_tokens():
     assert dispatch.get_ylabel() == "µs"
     assert ((1, 27.7), (8, 32.5), (32, 45.2), (128, 104.7)) in lines_of(both)
     assert tuple((row.tokens, row.step_p50_us) for row in rows) in lines_of(both)
-    near = report.low_latency_rows(report.read(LOW_LATENCY))
+    near = low_latency_rows(read(LOW_LATENCY))
     assert tuple((row.tokens, row.graph_combine_us) for row in near) in lines_of(combine)
     # four ranks, 0.9 of the tokens go to each: the dotted line
-    sizes, ceiling = report.Sizes.of(result), result["copy_ceiling_gb_s"]["used"]
+    sizes, ceiling = Sizes.of(result), result["copy_ceiling_gb_s"]["used"]
     floor = tuple((row.tokens, sizes.remote_bytes("combine_bf16", row.tokens) / ceiling / 1e3) for row in rows)
     assert floor in lines_of(combine)
     assert floor[0][1] == pytest.approx(3 * 0.9 * 2 * 7168 / ceiling / 1e3, rel=0.01)
@@ -309,7 +311,7 @@ def test_latency_against_tokens():
 
 def pictures():
     for path, theme in itertools.product(RESULTS, bench_figures.INK):
-        result = report.read(path)
+        result = read(path)
         for name, others in (("alone", []), ("compared", references()), ("crowded", references() * 2)):
             yield pytest.param(result, others, theme, id=f"{path.stem}-{theme}-{name}")
 
@@ -347,7 +349,7 @@ def contrast(one, other):
 
 
 def test_one_rank_shows_its_own_bandwidth():
-    result = report.read(THROUGHPUT)
+    result = read(THROUGHPUT)
     result["num_ranks"] = 1
     result["rows"] = [{**row, "remote_gb_s": 0.0} for row in result["rows"]]
     figure = bench_figures.throughput(result)

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("rich")
 
 from deepep_rt import bench_report as report
+from deepep_rt.bench_references import Pair, Point, caution, compare, load
+from deepep_rt.bench_results import Row, Sizes, read, throughput_rows
 from deepep_rt.errors import EPConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +86,7 @@ def test_table_and_comparison_are_printed(run):
 
 
 def test_peer_figures():
-    first, second, _ = report.load(PEERS)
+    first, second, _ = load(PEERS)
     assert "H200" in first.where
     assert first.name.startswith("DeepEP V1")
     assert first.throughput["dispatch_bf16_known", 4096, 24].us == 1001.9
@@ -93,71 +95,71 @@ def test_peer_figures():
     assert first.low_latency["dispatch_bf16", 128] == 61.9
     assert second.throughput
     assert not second.low_latency
-    assert not any(reference.throughput for reference in report.load(PEERS)[2:])  # another kind of figure
+    assert not any(reference.throughput for reference in load(PEERS)[2:])  # another kind of figure
 
 
 def test_expected_rows_are_those_that_were_counted():
     """The file of references says how many rows came; our results say it through bytes and times."""
-    sizes = report.load(PEERS)[0].sizes
+    sizes = load(PEERS)[0].sizes
     assert round(8 * sizes.rows_per_peer(4096)) == pytest.approx(21673, abs=20)
     for path in sorted((ROOT / "bench/results").glob("*.json")):
-        result = report.read(path)
-        for row in report.throughput_rows(result):
-            expected = report.Sizes.of(result).remote_bytes(row.work, row.tokens)
+        result = read(path)
+        for row in throughput_rows(result):
+            expected = Sizes.of(result).remote_bytes(row.work, row.tokens)
             assert row.remote_gb_s * row.us * 1e3 == pytest.approx(expected, rel=0.01)
 
 
 def test_bandwidth_of_references_comes_from_their_own_sizes():
-    reference = report.load(PEERS)[0]
+    reference = load(PEERS)[0]
     point = reference.throughput["combine_bf16", 4096, 24]
     assert point.remote_gb_s == pytest.approx(21673 * 7 / 8 * 2 * 7168 / 957.4 / 1e3, rel=0.002)
 
 
 def test_other_problems_are_named():
-    sizes = report.load(PEERS)[0].sizes
-    assert report.caution(sizes, report.load(PEERS)[0]) == ""
-    assert "ranks 8 (here 4)" in report.caution(sizes._replace(num_ranks=4), report.load(PEERS)[0])
+    sizes = load(PEERS)[0].sizes
+    assert caution(sizes, load(PEERS)[0]) == ""
+    assert "ranks 8 (here 4)" in caution(sizes._replace(num_ranks=4), load(PEERS)[0])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"work": 1}]}', '{"rows": []}', '{"systems": {}}'])
 def test_other_files_are_refused(tmp_path, text):
     file = tmp_path / "other.json"
     file.write_text(text)
-    for reader in (report.load, report.read):
+    for reader in (load, read):
         with pytest.raises(EPConfigError, match=r"other\.json"):
             reader(file)
 
 
 def test_compare_pairs_equal_work_and_the_best():
     def row(sms, us):
-        return report.Row("combine_bf16", 4096, sms, us, 1.0, 1.0)
+        return Row("combine_bf16", 4096, sms, us, 1.0, 1.0)
 
-    theirs = {("combine_bf16", 4096, 24): report.Point(990.0, 1.0), ("combine_bf16", 4096, 64): report.Point(960.0, 1.0)}
-    first, best = report.compare([row(24, 900.0), row(32, 800.0)], theirs)
+    theirs = {("combine_bf16", 4096, 24): Point(990.0, 1.0), ("combine_bf16", 4096, 64): Point(960.0, 1.0)}
+    first, best = compare([row(24, 900.0), row(32, 800.0)], theirs)
     assert first == ("combine_bf16", 4096, 24, (900.0, 1.0), (990.0, 1.0))
     assert best == ("combine_bf16", 4096, "best", (800.0, 1.0), (960.0, 1.0))
     assert (first.ratio(same_problem=True), best.ratio(same_problem=True)) == ("1.10", "1.20")
-    assert report.compare([row(24, 900.0)], {("combine_bf16", 8192, 24): report.Point(1.0, 1.0)}) == []
+    assert compare([row(24, 900.0)], {("combine_bf16", 8192, 24): Point(1.0, 1.0)}) == []
 
 
 def test_other_problems_compare_by_bandwidth(capsys):
     """4 ranks send fewer rows than 8: their times say nothing about each other."""
-    ours, theirs = report.Point(500.0, 300.0), report.Point(1000.0, 250.0)
-    pair = report.Pair("combine_bf16", 4096, 24, ours, theirs)
+    ours, theirs = Point(500.0, 300.0), Point(1000.0, 250.0)
+    pair = Pair("combine_bf16", 4096, 24, ours, theirs)
     assert pair.ratio(same_problem=False) == "1.20"
-    assert pair._replace(theirs=report.Point(1000.0, 0.0)).ratio(same_problem=False) == "-"
-    result = report.read(ROOT / "bench/results/h200x4_2026-11-21.json")
-    report.print_result(result, report.load(PEERS))
+    assert pair._replace(theirs=Point(1000.0, 0.0)).ratio(same_problem=False) == "-"
+    result = read(ROOT / "bench/results/h200x4_2026-11-21.json")
+    report.print_result(result, load(PEERS))
     printed = " ".join(capsys.readouterr().out.split())
     assert "of remote bandwidth" in printed
     assert "ranks 8 (here 4)" in printed
 
 
 def test_a_result_compares_with_itself(run, capsys):
-    (reference,) = report.load(run[1])
-    result = report.read(run[1])
-    rows = report.throughput_rows(result)
-    pairs = report.compare(rows, reference.throughput)
+    (reference,) = load(run[1])
+    result = read(run[1])
+    rows = throughput_rows(result)
+    pairs = compare(rows, reference.throughput)
     assert len(pairs) == len(rows) + 2 * len(WORKS)
     assert all(pair.ours == pair.theirs for pair in pairs)
     report.print_result(result, [reference])

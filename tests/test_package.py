@@ -81,6 +81,8 @@ ORDER = [
     "doctor",
     "cli_options",
     "cli_doctor",
+    "bench_results",
+    "bench_references",
     "bench_report",
     "bench_machine",
     "bench_timing",

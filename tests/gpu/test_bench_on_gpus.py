@@ -11,6 +11,7 @@ pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
 
 from deepep_rt import bench, bench_figures, bench_low_latency, bench_page, bench_throughput
 from deepep_rt import bench_report as report
+from deepep_rt.bench_results import Sizes, low_latency_rows, on_gpu, read, throughput_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -32,13 +33,13 @@ def test_throughput(comm):
     assert len(steps) == bench_throughput.num_steps(args) == 2 * 2 * 7
     if result is None:
         return
-    rows = report.throughput_rows(result)
+    rows = throughput_rows(result)
     assert {(row.work, row.tokens, row.sms) for row in rows} == {
         (work, tokens, sms) for work in bench_throughput.WORKS for tokens in (128, 512) for sms in (8, 16)
     }
     assert all(row.us > 0 for row in rows)
     for row in rows:
-        expected = report.Sizes.of(result).remote_bytes(row.work, row.tokens)
+        expected = Sizes.of(result).remote_bytes(row.work, row.tokens)
         assert row.remote_gb_s * row.us * 1e3 == pytest.approx(expected, rel=0.1), row  # of random rows
     assert set(result["copy_ceiling_gb_s"]["by_sms"]) == {"8", "16"}
     assert result["drivers"]["NVRTC"]
@@ -54,7 +55,7 @@ def test_low_latency(comm):
     assert len(steps) == bench_low_latency.num_steps(args) == 2
     if result is None:
         return
-    rows = report.low_latency_rows(result)
+    rows = low_latency_rows(result)
     assert [row.tokens for row in rows] == [1, 32]
     for row in rows:
         missing = [name for name in report.low_latency_columns(result).values() if not getattr(row, name)]
@@ -76,8 +77,8 @@ def test_the_command_on_gpus(comm, tmp_path_factory, capsys):
         return
     assert "the page is" in said.out
     assert "low-latency: 1 of 2 done" in said.err
-    result = report.read(folder / "low_latency.json")
-    assert report.on_gpu(result)
+    result = read(folder / "low_latency.json")
+    assert on_gpu(result)
     assert result["commit"]["id"] == "0123456789abcdef"
-    assert [row.tokens for row in report.low_latency_rows(result)] == [1, 128]
+    assert [row.tokens for row in low_latency_rows(result)] == [1, 128]
     assert (folder / "index.html").stat().st_size > 50_000
