@@ -21,6 +21,7 @@ from .config import COMBINE_DTYPES, Config
 from .errors import EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
 from .screen import console
+from .sources import kernel_constants
 
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
@@ -125,7 +126,7 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:
     """Build one kernel, and describe what became of it."""
     row: dict[str, Any] = {"kernel": kernel.name, "dtype": element, "arch": arch}
-    constants = jit.kernel_constants(config, arch, kernel, element)
+    constants = kernel_constants(config, arch, kernel, element)
     if kernel.links_nvshmem(constants) and not arch.startswith("sm_") and not _has_gpu():
         return {**row, "status": "skipped", "reason": "PTX is linked with NVSHMEM for one GPU, and there is none here"}
     try:

@@ -20,6 +20,7 @@ from .network import NetworkOptions
 from .page import HostPage
 from .pool import Block, Pool, Slot, Slots, StreamMemory
 from .results import CombineResult, DispatchHandle, DispatchResult, Views
+from .sources import kernel_constants
 from .streams import CallOrder
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ class DeviceBackend:
         found = self._launchers.get((name, dtype))
         if found is None:
             kernel = TABLE[name]
-            constants = jit.kernel_constants(self.config, self._arch, kernel, dtype)
+            constants = kernel_constants(self.config, self._arch, kernel, dtype)
             function = jit.load(kernel, constants, self._arch)
             fixed = {
                 "peers": self._memory.peers,

@@ -18,6 +18,7 @@ from deepep_rt.cache import SUFFIX
 from deepep_rt.config import Config
 from deepep_rt.errors import EPCompileError
 from deepep_rt.kernels import TABLE
+from deepep_rt.sources import kernel_constants
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkey
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, ranks_per_node=2, on_timeout="mask", timeout_s=3.0)
     for kernel in low_latency.values():
-        jit.build(kernel, jit.kernel_constants(config, "sm_90", kernel), "sm_90")
+        jit.build(kernel, kernel_constants(config, "sm_90", kernel), "sm_90")
 
 
 @pytest.mark.usefixtures("quick")

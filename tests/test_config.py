@@ -136,3 +136,20 @@ def test_combine_constants() -> None:
     wide, narrow = (combine_constants(Config(**GOOD, dtype="float32"), dtype) for dtype in ("float32", "bfloat16"))
     assert wide["kRowBytes"] == 2 * narrow["kRowBytes"] == 7168 * 4
     assert wide["kElement"] != narrow["kElement"]
+
+
+@given(configs(), st.integers(1, 256))
+def test_most_tokens_of_low_latency_calls(config: Config, num_ranks: int) -> None:
+    """What a block of a dispatch has to hold fits with so many tokens, and with no more."""
+    config = dataclasses.replace(config, num_ranks=num_ranks, num_experts=32 * num_ranks)
+
+    def shared_bytes(tokens: int) -> int:
+        table = max(2 * tokens * config.num_topk, num_ranks * -(-tokens // 32) * 4)  # experts of tokens, then which of them come
+        assert 0 <= dataclasses.replace(config, num_max_tokens_per_rank=tokens).low_latency_table_bytes - table < 4
+        return table + 4 * config.num_experts
+
+    most = config.most_low_latency_tokens
+    assert shared_bytes(most) <= 160 * 1024 < shared_bytes(most + 1) + 4
+    dataclasses.replace(config, num_max_tokens_per_rank=most, low_latency=True)
+    with pytest.raises(EPConfigError, match=f"up to {most} tokens"):
+        dataclasses.replace(config, num_max_tokens_per_rank=most + 1, low_latency=True)

@@ -18,6 +18,7 @@ from deepep_rt import EPCacheError, EPCompileError, EPConfigError, EPUnavailable
 from deepep_rt.cache import SUFFIX
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.kernels import TABLE, Kernel
+from deepep_rt.sources import kernel_constants, prelude, source_dir, unit
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
 
@@ -66,13 +67,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_prelude_has_the_used_constants_and_no_others(sources: Path) -> None:
-    text = jit.prelude(TINY, CONSTANTS, sources)
+    text = prelude(TINY, CONSTANTS, sources)
     printed = dict(re.findall(r"^constexpr int (\w+) = (\d+);$", text, re.M))
     assert printed == {"kNumRanks": "3", "kNumLocalExperts": "2", "kTinyThreads": "64", "kFactor": "7"}
 
 
 def test_prelude_defines_and_checks_the_used_structs(sources: Path) -> None:
-    text = jit.prelude(TINY, CONSTANTS, sources)
+    text = prelude(TINY, CONSTANTS, sources)
     for struct in (structs.RouteMessage, TINY.struct):
         assert f"struct {struct.name} {{" in text
         assert f"static_assert(sizeof({struct.name}) == {struct.size(CONSTANTS)});" in text
@@ -81,27 +82,27 @@ def test_prelude_defines_and_checks_the_used_structs(sources: Path) -> None:
 
 
 def test_large_constants_are_long(sources: Path) -> None:
-    text = jit.prelude(TINY, {**CONSTANTS, "kFactor": 2**31}, sources)
+    text = prelude(TINY, {**CONSTANTS, "kFactor": 2**31}, sources)
     assert "constexpr long long kFactor = 2147483648;" in text
-    assert "constexpr int kFactor = 2147483647;" in jit.prelude(TINY, {**CONSTANTS, "kFactor": 2**31 - 1}, sources)
+    assert "constexpr int kFactor = 2147483647;" in prelude(TINY, {**CONSTANTS, "kFactor": 2**31 - 1}, sources)
 
 
 def test_unit_ends_with_the_source_under_its_own_name(sources: Path) -> None:
-    assert jit.unit(TINY, CONSTANTS, sources).endswith(f'#line 1 "{sources.resolve()}/tiny.cu"\n{SOURCE}')
+    assert unit(TINY, CONSTANTS, sources).endswith(f'#line 1 "{sources.resolve()}/tiny.cu"\n{SOURCE}')
 
 
 def test_the_table_and_the_sources_agree() -> None:
-    assert {path.stem for path in jit.source_dir().glob("*.cu")} == set(TABLE)
+    assert {path.stem for path in source_dir().glob("*.cu")} == set(TABLE)
 
 
 def test_constants_of_a_kernel() -> None:
-    route = jit.kernel_constants(CONFIG, "sm_90", TABLE["route"])
+    route = kernel_constants(CONFIG, "sm_90", TABLE["route"])
     assert route["kNumRanks"] == 8
     assert route["kHasTma"] == 1
     assert "kRowBytes" not in route
-    assert jit.kernel_constants(CONFIG, "sm_80", TABLE["combine"], "float16")["kElement"] == 1
+    assert kernel_constants(CONFIG, "sm_80", TABLE["combine"], "float16")["kElement"] == 1
     with pytest.raises(EPConfigError, match="combine is compiled for one element type"):
-        jit.kernel_constants(CONFIG, "sm_80", TABLE["combine"])
+        kernel_constants(CONFIG, "sm_80", TABLE["combine"])
 
 
 # --- build -------------------------------------------------------------------------------------------------------------------------
@@ -367,7 +368,7 @@ def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str |
         return  # the same as without
     if kernel.needs_nvshmem and shape != "8 ranks":
         return  # one will do
-    constants = jit.kernel_constants(config, arch, kernel, dtype)
+    constants = kernel_constants(config, arch, kernel, dtype)
     if kernel.links_nvshmem(constants) and arch == "sm_100":
         pytest.skip("NVSHMEM's library has no sm_100 code: nvJitLink compiles all of it, for a minute")
     built = jit.build(kernel, constants, arch)

@@ -37,6 +37,7 @@ ORDER = [
     "driver",
     "toolchain",
     "cache",
+    "sources",
     "jit",
     "launch",
     "page",
