@@ -1,0 +1,177 @@
+"""A GPU that computes nothing and remembers what it was asked: the CUDA backend's Python runs on it whole, on any machine."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver as cuda
+
+from deepep_rt import Buffer, arrays, comm, device, driver, jit, launch, pool
+from deepep_rt.arrays import DTYPES, Framework, View
+
+BASE = 1 << 40  # of symmetric memory
+OWN_STREAM, CALLERS_STREAM = 3, 11
+
+
+class Array:
+    """An array of a library that works on CALLERS_STREAM."""
+
+    def __init__(self, fake: FakeGpu, dtype: str, *shape: int, offset: int = 0) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.ptr = fake.allocate(int(np.prod(shape)) * DTYPES[dtype].itemsize) + offset
+
+
+class _Library(Framework):
+    name = "fake"
+
+    def view(self, array: Array, what: str, stream: int | None) -> View:
+        return View(array.ptr, array.shape, array.dtype, 0, array, self)
+
+    def wrap(self, view: View) -> View:
+        return view
+
+    def current_stream(self, device: int) -> int:
+        return CALLERS_STREAM
+
+
+class FakeGpu:
+    """What was launched and copied. `on_launch` may act as a kernel."""
+
+    def __init__(self) -> None:
+        self.launched: list[SimpleNamespace] = []  # kernel, stream, blocks and the members of its Params
+        self.copies: list[tuple[int, int, int]] = []  # to, from, bytes
+        self.waits: list[tuple[int, Any]] = []
+        self.fills: list[tuple[int, int, int]] = []  # at, byte, bytes
+        self.freed: list[int] = []
+        self.constants: dict[int, Any] = {}
+        self.on_launch: Any = lambda call: None
+        self._addresses = itertools.count(1 << 30, 1 << 32)
+        self._pinned: list[Any] = []
+
+    def allocate(self, num_bytes: int) -> int:
+        return next(self._addresses)
+
+    def allocate_pinned(self, num_bytes: int) -> int:
+        self._pinned.append(ctypes.create_string_buffer(num_bytes))
+        return ctypes.addressof(self._pinned[-1])
+
+    def load(self, kernel: Any, constants: Any, arch: str) -> jit.Function:
+        handle = len(self.constants) + 1
+        self.constants[handle] = kernel, constants
+        return jit.Function(kernel.name, handle, constants[kernel.threads], 0, 64, 1)
+
+    def launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
+        kernel, constants = self.constants[function]
+        dtype = kernel.struct.dtype(constants)
+        where = ctypes.c_void_p.from_address(arguments).value
+        params = np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(where), dtype)[0]
+        values = {name: params[name].tolist() for name in dtype.names}
+        call = SimpleNamespace(kernel=kernel.name, stream=int(config.hStream), blocks=config.gridDimX, **values)
+        self.launched.append(call)
+        self.on_launch(call)
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def take(self) -> list[SimpleNamespace]:
+        """What was launched since the last time."""
+        taken, self.launched = self.launched, []
+        return taken
+
+
+class _Event:
+    handle = 5
+
+    def __init__(self, stream: int, timing: bool = False) -> None: ...
+    def record(self, stream: int) -> None: ...
+    def synchronize(self) -> None: ...
+    def done(self) -> bool:
+        return True
+
+
+class _Context:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Communicator:
+    """The ranks of a Buffer, all like this one."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return self._num_ranks
+
+    def Dup(self) -> _Communicator:
+        return self
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value] * self._num_ranks
+
+    def Barrier(self) -> None: ...
+    def Free(self) -> None: ...
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu()
+    replaced = {
+        "CudaEvent": _Event,
+        "CurrentContext": _Context,
+        "new_stream": lambda: OWN_STREAM,
+        "free_bytes": lambda: 1 << 50,
+        "is_capturing": lambda stream: False,
+        "capture_id": lambda stream: None,
+        "wait_event": lambda stream, event: fake.waits.append((stream, event)),
+        "wait_stream": lambda stream, other: fake.waits.append((stream, ("all of", other))),
+        "synchronize": lambda stream: None,
+        "fill": lambda ptr, byte, num_bytes: fake.fills.append((ptr, byte, num_bytes)),
+        "copy_async": lambda to, source, num_bytes, stream: fake.copies.append((to, source, num_bytes)),
+        "allocate": fake.allocate,
+        "allocate_async": lambda num_bytes, stream: fake.allocate(num_bytes),
+        "allocate_pinned": fake.allocate_pinned,
+        "free": fake.freed.append,
+        "free_pinned": fake.freed.append,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(driver, name, value)
+    free_async = lambda ptr, stream: fake.freed.append(ptr)  # noqa: E731
+    monkeypatch.setattr(pool.StreamMemory.__del__, "__defaults__", (free_async, lambda: False))
+    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch))
+    monkeypatch.setattr(jit, "load", fake.load)
+    monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
+    monkeypatch.setattr(device.DeviceBackend, "_choose_device", lambda self: 0)
+    monkeypatch.setitem(arrays._frameworks, Array, _Library())
+    return fake
+
+
+@pytest.fixture
+def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a Buffer of rank 0 of 4."""
+
+    class Memory:
+        ptr, pes = BASE, range(4)
+        peers = tuple(BASE + (rank << 36) for rank in range(4))
+
+        def __init__(self, *_: object) -> None: ...
+        def free(self) -> None:
+            fake.freed.append(self.ptr)
+
+    monkeypatch.setattr(comm, "SymmetricMemory", Memory)
+    monkeypatch.setattr(comm, "agree", lambda *_: "cuda")
+    monkeypatch.setattr(comm, "placed", lambda communicator, config: config)
+    monkeypatch.setattr(comm, "announce", lambda *_: None)
+
+    def make(**sizes: Any) -> Buffer:
+        defaults = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32, timeout_s=1.0, check_inputs=False)
+        return Buffer(_Communicator(4), **{**defaults, **sizes})
+
+    return make

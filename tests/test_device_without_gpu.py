@@ -1,0 +1,356 @@
+"""What the CUDA backend asks of a GPU, and what it hands out: addresses, shapes, streams and lifetimes, on a GPU that computes nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, fake, make
+
+from deepep_rt import Buffer, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, layout
+
+__all__ = ["fake", "make"]
+
+
+def arguments(fake: FakeGpu, tokens: int = 10, hidden: int = 256) -> tuple[Array, Array, Array]:
+    return Array(fake, "bfloat16", tokens, hidden), Array(fake, "int64", tokens, 4), Array(fake, "float32", tokens, 4)
+
+
+def routed(buffer: Buffer, num_rows: int, counts: list[int]) -> Any:
+    """Acts as the routing kernel: tells the host what arrives."""
+
+    def act(call: SimpleNamespace) -> None:
+        if call.kernel == "route" and call.to_host:
+            page = buffer._backend._page
+            page._mailbox["num_recv"], page._mailbox["num_recv_per_expert"] = num_rows, counts
+            page._counted.value = 1
+
+    return act
+
+
+def like(view: Any) -> tuple:
+    return view.dtype, tuple(view.shape)
+
+
+# --- throughput --------------------------------------------------------------------------------------------------------------------
+
+
+def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights)
+        route, dispatch = fake.take()
+        assert (route.kernel, route.num_tokens, route.topk_idx, route.idx_bytes, route.to_host) == ("route", 10, idx.ptr, 8, 1)
+        assert (dispatch.kernel, dispatch.x, dispatch.topk_idx, dispatch.topk_weights) == (
+            "dispatch",
+            x.ptr,
+            idx.ptr,
+            weights.ptr,
+        )
+        assert (dispatch.row_bytes, dispatch.scales, dispatch.scale_bytes, dispatch.blocks) == (512, 0, 0, 24)
+        assert dispatch.peers[0] == BASE
+        assert dispatch.handle == route.handle
+        assert route.stream == dispatch.stream == CALLERS_STREAM
+        assert dispatch.capacity == 4 * 64, "rows are not counted yet"
+        assert sent.num_recv_tokens_per_expert_list == [3, 4, 5, 6, 0, 0, 6, 6]
+        assert like(sent.recv_x) == ("bfloat16", (30, 256))
+        assert like(sent.recv_topk_idx) == ("int64", (30, 4))
+        assert like(sent.recv_topk_weights) == ("float32", (30, 4))
+        assert like(sent.recv_src_idx) == ("int32", (30, 2))
+        assert like(sent.num_recv_tokens) == ("int32", (1,))
+        assert like(sent.num_recv_tokens_per_expert) == ("int32", (8,))
+        assert sent.recv_x_scales is None
+        for name, array in (("x", sent.recv_x), ("topk_idx", sent.recv_topk_idx), ("src_idx", sent.recv_src_idx)):
+            assert array.ptr == BASE + getattr(dispatch, f"land_{name}"), name
+
+        y = Array(fake, "bfloat16", 30, 256)
+        back = buffer.combine(y, sent.handle, topk_weights=Array(fake, "float32", 30, 4), bias=Array(fake, "bfloat16", 10, 256))
+        (combine,) = fake.take()
+        assert (combine.y, combine.num_tokens, combine.capacity, combine.handle) == (y.ptr, 10, 30, dispatch.handle)
+        assert combine.bias_0
+        assert not combine.bias_1
+        assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
+        assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
+
+
+def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        fake.on_launch = routed(buffer, 7, [1] * 7 + [0])
+        x, idx, _ = arguments(fake)
+        first = buffer.dispatch(x, idx)
+        assert first.recv_topk_weights is None
+        fake.take()
+        rows, scales = Array(fake, "float8_e4m3fn", 10, 256), Array(fake, "float32", 10, 2)
+        again = buffer.dispatch(rows, handle=first.handle, x_scales=scales)
+        (dispatch,) = fake.take()
+        assert (dispatch.row_bytes, dispatch.scale_bytes, dispatch.topk_idx, dispatch.idx_bytes, dispatch.capacity) == (
+            256,
+            8,
+            0,
+            0,
+            7,
+        )
+        assert (like(again.recv_x), like(again.recv_x_scales)) == (("float8_e4m3fn", (7, 256)), ("float32", (7, 2)))
+        assert again.recv_topk_idx is None
+        assert again.handle is first.handle
+
+
+def test_fixed_number_of_rows(fake: FakeGpu, make: Any) -> None:
+    """Nothing is told to the host, which does not wait; the pool has room for two results of the worst case."""
+    with make(on_exhausted="error") as buffer:
+        x, idx, weights = arguments(fake)
+        held = [buffer.dispatch(x, idx, weights, num_worst_tokens=100) for _ in range(2)]
+        route, dispatch, *_ = fake.take()
+        assert (route.to_host, dispatch.capacity) == (0, 100)
+        assert held[0].num_recv_tokens_per_expert_list is None
+        assert like(held[0].recv_x) == ("bfloat16", (100, 256))
+        first, second = (result.recv_x.ptr for result in held)
+        del held
+        assert buffer.dispatch(x, idx, weights, num_worst_tokens=100).recv_x.ptr == min(first, second), "memory came back"
+
+
+def test_a_full_pool(fake: FakeGpu, make: Any) -> None:
+    with make(num_slots=1) as buffer:
+        fake.on_launch = routed(buffer, 256, [256] + [0] * 7)
+        x, idx, weights = arguments(fake, 64)
+        held = [buffer.dispatch(x, idx, weights) for _ in range(2)]
+        landing = BASE + buffer._backend._map.offsets["landing"]
+        assert held[0].recv_x.ptr < BASE + (1 << 36)
+        ((to, source, num_bytes),) = fake.copies
+        assert source == landing
+        assert to <= held[1].recv_x.ptr < to + num_bytes
+        assert num_bytes >= 256 * 512
+
+
+def test_streams(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=100, async_finish=True)
+        assert {call.stream for call in fake.take()} == {OWN_STREAM}
+        assert (OWN_STREAM, ("all of", CALLERS_STREAM)) in fake.waits
+        fake.waits.clear()
+        sent.event.wait()
+        assert fake.waits == [(CALLERS_STREAM, 5)]
+        buffer.combine(Array(fake, "bfloat16", 100, 256), sent.handle, stream=77)
+        assert fake.take()[0].stream == 77
+
+
+def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:
+    """They are copied in, and results are copied out."""
+    with make(dtype="float32") as buffer:
+        fake.on_launch = routed(buffer, 3, [3] + [0] * 7)
+        x, idx = np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32)
+        sent = buffer.dispatch(x, idx)
+        _, dispatch = fake.take()
+        copied_in = {source: (to, num_bytes) for to, source, num_bytes in fake.copies[:2]}
+        assert copied_in[x.ctypes.data] == (dispatch.x, x.nbytes)
+        assert copied_in[idx.ctypes.data] == (dispatch.topk_idx, idx.nbytes)
+        assert isinstance(sent.recv_x, np.ndarray)
+        assert sent.recv_x.shape == (3, 256)
+        copied_out = {source: (to, num_bytes) for to, source, num_bytes in fake.copies[2:]}
+        assert copied_out[BASE + dispatch.land_x] == (sent.recv_x.ctypes.data, 3 * 1024)
+
+
+# --- low latency -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "scales"),
+    [
+        ({}, "float8_e4m3fn", ("float32", (8, 256, 2))),
+        ({"use_ue8m0": True}, "float8_e4m3fn", ("uint8", (8, 256, 2))),
+        ({"use_fp8": False}, "bfloat16", None),
+    ],
+)
+def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales: tuple | None) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, **options)
+        (dispatch,) = fake.take()
+        assert (dispatch.kernel, dispatch.phases, dispatch.num_tokens, dispatch.stream) == ("ll_dispatch", 3, 10, CALLERS_STREAM)
+        assert (dispatch.x, dispatch.topk_idx, dispatch.topk_weights) == (x.ptr, idx.ptr, weights.ptr)
+        assert dispatch.use_fp8 == (dtype != "bfloat16")
+        assert dispatch.use_ue8m0 == dispatch.round_scale == bool(options.get("use_ue8m0"))
+        assert dispatch.recv_stats == dispatch.wait_stats == 0
+        assert (like(sent.recv_x), sent.recv_x.ptr) == ((dtype, (8, 256, 256)), dispatch.recv_x)
+        assert (sent.recv_x_scales and like(sent.recv_x_scales)) == scales
+        if scales:
+            assert sent.recv_x_scales.ptr == dispatch.recv_scales
+        counts = layout.low_latency_handle(buffer.config).offsets["num_recv_per_expert"]
+        assert (like(sent.num_recv_tokens_per_expert), sent.num_recv_tokens_per_expert.ptr) == (
+            ("int32", (8,)),
+            dispatch.handle + counts,
+        )
+        assert sent.hook is None
+
+        y = Array(fake, "bfloat16", 8, 256, 256)
+        back = buffer.low_latency_combine(y, idx, weights, sent.handle)
+        (combine,) = fake.take()
+        assert (combine.kernel, combine.phases, combine.handle, combine.y) == ("ll_combine", 3, dispatch.handle, y.ptr)
+        assert (combine.has_weights, combine.reduce_early) == (1, 1)
+        assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
+        out = Array(fake, "bfloat16", 10, 256)
+        assert buffer.low_latency_combine(y, idx, weights, sent.handle, out=out).x.ptr == out.ptr == fake.take()[0].out
+
+
+def test_shares_of_a_block(fake: FakeGpu, make: Any) -> None:
+    """Few items are shared by as many warps as there are for each of them; the grid has one size, whatever the tokens."""
+    with make(low_latency=True, num_max_tokens_per_rank=512, low_latency_sms=64) as buffer:
+        y = Array(fake, "bfloat16", 8, 2048, 256)
+        seen = {}
+        for tokens in (0, 1, 16, 64, 65, 512):
+            x, idx, weights = arguments(fake, tokens)
+            sent = buffer.low_latency_dispatch(x, idx)
+            buffer.low_latency_combine(y, idx, weights, sent.handle)
+            dispatch, combine = fake.take()
+            assert dispatch.blocks == combine.blocks == 64
+            assert not combine.has_weights
+            seen[tokens] = combine.log2_send_warps, combine.log2_receive_warps
+        assert seen == {0: (4, 4), 1: (4, 4), 16: (4, 4), 64: (2, 4), 65: (1, 3), 512: (0, 1)}
+
+
+def test_hooks(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True)
+        (send,) = fake.take()
+        with pytest.raises(EPInputError, match="hooks are open"):
+            buffer.low_latency_dispatch(x, idx)
+        with pytest.raises(EPInputError, match="was not called yet"):
+            buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, sent.handle)
+        assert fake.take() == []
+        sent.hook()
+        (receive,) = fake.take()
+        assert (send.phases, receive.phases) == (1, 2)
+        assert {**vars(send), "phases": 0} == {**vars(receive), "phases": 0}, "both halves of one call"
+        assert sent.recv_x.ptr == receive.recv_x
+
+
+def test_memory_of_results_is_handed_out_again(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        first, second = (buffer.low_latency_dispatch(x, idx, topk_weights=weights) for _ in range(2))
+        addresses = [first.recv_x.ptr, second.recv_x.ptr]
+        assert len(set(addresses)) == 2
+        rows = first.recv_x
+        del first
+        assert buffer.low_latency_dispatch(x, idx).recv_x.ptr not in addresses, "the rows are still held"
+        del rows
+        assert buffer.low_latency_dispatch(x, idx).recv_x.ptr == addresses[0]
+
+
+def test_zero_copy(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
+        y = buffer.get_low_latency_combine_buffer(sent.handle)
+        assert like(y) == ("bfloat16", (8, 256, 256))
+        buffer.low_latency_combine(y, idx, weights, sent.handle, zero_copy=True)
+        assert fake.take()[-1].y == y.ptr
+        with pytest.raises(EPInputError, match="zero_copy=True"):
+            buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, sent.handle, zero_copy=True)
+
+
+def test_masks(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True, on_timeout="mask") as buffer:
+        backend = buffer._backend
+        mask = backend._state + layout.local(buffer.config).offsets["masked"] + 4 * 2
+        fake.fills.clear()
+        buffer.mask_rank(2)
+        assert fake.fills == [(mask, 1, 1)]
+        assert buffer.query_masked_ranks() == [2]
+        x, idx, weights = arguments(fake)
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True)
+        with pytest.raises(EPInputError, match="hooks of low_latency_dispatch are open"):
+            buffer.unmask_rank(2)
+        sent.hook()
+        y = Array(fake, "bfloat16", 8, 256, 256)
+        with pytest.raises(EPInputError, match="allow_multiple_reduction=False"):
+            buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=False)
+        fake.fills.clear()
+        buffer.unmask_rank(2)
+        (rows, unmasked) = fake.fills
+        assert rows[1] == 0xFF, "half a row may have come: all are taken for not there"
+        assert unmasked == (mask, 0, 1)
+        assert buffer.query_masked_ranks() == []
+        backend._page.masked[3] = 1  # as a kernel does
+        assert buffer.query_masked_ranks() == [3]
+    assert BASE not in fake.freed, "rank 3 may not come to free symmetric memory"
+
+
+# --- both --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_results_let_their_arguments_go(fake: FakeGpu, make: Any) -> None:
+    """Results are made when somebody looks at them, and must not keep what the caller has dropped until then."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        y, z = Array(fake, "bfloat16", 100, 256), Array(fake, "bfloat16", 8, 256, 256)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=100)
+        back = buffer.combine(y, sent.handle)
+        quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
+        home = buffer.low_latency_combine(z, idx, weights, quick.handle)
+        given = [weakref.ref(array) for array in (x, idx, weights, y, z)]
+        del x, idx, weights, y, z
+        gc.collect()
+        assert [ref() for ref in given] == [None] * 5
+        assert like(back.x) == like(home.x) == ("bfloat16", (10, 256))
+
+
+def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
+    """What a kernel reports is raised by the next call, and by all after it."""
+    buffer = make()
+    page = buffer._backend._page
+    page._report["rank"], page._report["peer"], page._report["phase"], page._timed_out.value = 0, 2, 3, 1
+    for _ in range(2):
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2: the rows of dispatch") as caught:
+            buffer.dispatch(*arguments(fake))
+        assert (caught.value.rank, caught.value.peer) == (0, 2)
+    assert fake.take() == []
+    buffer.destroy()
+    assert BASE not in fake.freed, "peers may still write there"
+
+
+def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepep_rt.device._HOST_GRACE_S", -0.9)
+    with pytest.raises(EPTimeoutError, match="the routing kernel did not run"), make() as buffer:
+        buffer.dispatch(*arguments(fake))
+
+
+def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepep_rt.jit.current_arch", lambda: "sm_80")
+    with make(low_latency=True) as buffer:
+        x, idx, _ = arguments(fake)
+        with pytest.raises(EPUnavailableError, match="sm_80 cannot convert to FP8"):
+            buffer.low_latency_dispatch(x, idx)
+        assert like(buffer.low_latency_dispatch(x, idx, use_fp8=False).recv_x) == ("bfloat16", (8, 256, 256))
+
+
+def test_rows_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        _, idx, weights = arguments(fake)
+        odd = Array(fake, "bfloat16", 10, 256, offset=2)
+        for call in (lambda: buffer.dispatch(odd, idx, weights), lambda: buffer.low_latency_dispatch(odd, idx)):
+            with pytest.raises(EPInputError, match="multiple of 16 bytes; pass a copy"):
+                call()
+        assert fake.take() == []
+
+
+def test_the_end(fake: FakeGpu, make: Any) -> None:
+    buffer = make(low_latency=True)
+    x, idx, weights = arguments(fake)
+    sent = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
+    buffer.destroy()
+    assert BASE in fake.freed
+    assert buffer.destroy() is None
+    for call in (sent.hook, lambda: buffer.dispatch(x, idx, weights), buffer.synchronize):
+        with pytest.raises(EPDestroyedError):
+            call()
