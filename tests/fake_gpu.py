@@ -48,6 +48,7 @@ class FakeGpu:
         self.waits: list[tuple[int, Any]] = []
         self.fills: list[tuple[int, int, int]] = []  # at, byte, bytes
         self.freed: list[int] = []
+        self.asked: list[str] = []  # all that the driver was asked, by name
         self.constants: dict[int, Any] = {}
         self.on_launch: Any = lambda call: None
         self._addresses = itertools.count(1 << 30, 1 << 32)
@@ -72,6 +73,7 @@ class FakeGpu:
         params = np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(where), dtype)[0]
         values = {name: params[name].tolist() for name in dtype.names}
         call = SimpleNamespace(kernel=kernel.name, stream=int(config.hStream), blocks=config.gridDimX, **values)
+        self.asked.append("launch")
         self.launched.append(call)
         self.on_launch(call)
         return (cuda.CUresult.CUDA_SUCCESS,)
@@ -80,21 +82,6 @@ class FakeGpu:
         """What was launched since the last time."""
         taken, self.launched = self.launched, []
         return taken
-
-
-class _Event:
-    handle = 5
-
-    def __init__(self, stream: int, timing: bool = False) -> None: ...
-    def record(self, stream: int) -> None: ...
-    def synchronize(self) -> None: ...
-    def done(self) -> bool:
-        return True
-
-
-class _Context:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 class _Communicator:
@@ -122,9 +109,27 @@ class _Communicator:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     fake = FakeGpu()
+
+    class Event:
+        handle = 5
+
+        def __init__(self, stream: int, timing: bool = False) -> None:
+            self.record(stream)
+
+        def record(self, stream: int) -> None:
+            fake.asked.append("record")
+
+        def synchronize(self) -> None: ...
+        def done(self) -> bool:
+            return True
+
+    class Context:
+        def __enter__(self) -> None:
+            fake.asked.append("context")
+
+        def __exit__(self, *_: object) -> None: ...
+
     replaced = {
-        "CudaEvent": _Event,
-        "CurrentContext": _Context,
         "new_stream": lambda: OWN_STREAM,
         "free_bytes": lambda: 1 << 50,
         "is_capturing": lambda stream: False,
@@ -138,12 +143,22 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         "allocate_async": lambda num_bytes, stream: fake.allocate(num_bytes),
         "allocate_pinned": fake.allocate_pinned,
         "free": fake.freed.append,
+        "free_async": lambda ptr, stream: fake.freed.append(ptr),
         "free_pinned": fake.freed.append,
     }
-    for name, value in replaced.items():
-        monkeypatch.setattr(driver, name, value)
-    free_async = lambda ptr, stream: fake.freed.append(ptr)  # noqa: E731
-    monkeypatch.setattr(pool.StreamMemory.__del__, "__defaults__", (free_async, lambda: False))
+
+    def noted(name: str, answer: Any) -> Any:
+        def ask(*arguments: Any) -> Any:
+            fake.asked.append(name)
+            return answer(*arguments)
+
+        return ask
+
+    for name, answer in replaced.items():
+        monkeypatch.setattr(driver, name, noted(name, answer))
+    monkeypatch.setattr(driver, "CudaEvent", Event)
+    monkeypatch.setattr(driver, "CurrentContext", Context)
+    monkeypatch.setattr(pool.StreamMemory.__del__, "__defaults__", (driver.free_async, lambda: False))
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     monkeypatch.setattr(launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch))
     monkeypatch.setattr(jit, "load", fake.load)

@@ -305,6 +305,27 @@ def test_results_let_their_arguments_go(fake: FakeGpu, make: Any) -> None:
         assert like(back.x) == like(home.x) == ("bfloat16", (10, 256))
 
 
+def test_what_a_call_asks_of_the_driver(fake: FakeGpu, make: Any) -> None:
+    """Each question takes the host a microsecond or more. Nothing is allocated, and nothing waits."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        y, z = Array(fake, "bfloat16", 100, 256), Array(fake, "bfloat16", 8, 256, 256)
+        known, quick = buffer.dispatch(x, idx, weights, num_worst_tokens=100).handle, buffer.low_latency_dispatch(x, idx).handle
+        calls = {
+            "dispatch, fixed": lambda: buffer.dispatch(x, idx, weights, num_worst_tokens=100),
+            "dispatch, known": lambda: buffer.dispatch(x, handle=known),
+            "combine": lambda: buffer.combine(y, known),
+            "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, topk_weights=weights),
+            "low_latency_combine": lambda: buffer.low_latency_combine(z, idx, weights, quick),
+        }
+        for name, call in calls.items():
+            call()  # may make room, once
+            fake.asked.clear()
+            call()
+            num_launches = 2 if name == "dispatch, fixed" else 1
+            assert fake.asked == ["context", "capture_id", *["launch"] * num_launches, "record"], name
+
+
 def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
     """What a kernel reports is raised by the next call, and by all after it."""
     buffer = make()
