@@ -121,7 +121,7 @@ class DeviceBackend:
             if tell_host:
                 self._page.expect_counts()
             self._launch_route(stream, slot, idx, inputs.expert_alignment, tell_host)
-        land = {f"land_{name}": place.offset + offset for name, offset in shape.offsets.items()}
+        at, parts = place.offset, shape.offsets
         self._launcher("dispatch")(
             stream,
             config.num_sms,
@@ -132,7 +132,11 @@ class DeviceBackend:
                 "topk_idx": _address(idx),
                 "topk_weights": _address(weights),
                 "handle": slot.ptr,
-                **land,
+                "land_x": at + parts["x"],
+                "land_scales": at + parts["scales"],
+                "land_topk_idx": at + parts["topk_idx"],
+                "land_topk_weights": at + parts["topk_weights"],
+                "land_src_idx": at + parts["src_idx"],
                 "capacity": capacity,
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx_bytes,
@@ -145,14 +149,15 @@ class DeviceBackend:
             num_rows, counts = self._await_counts()
         owner, base = self._owner(place, shape, num_rows, row_bytes, call)
         # How the results look. The arguments that say so are let go: results may outlive them.
-        framework, alike = x.framework, (("x", x), ("scales", scales), ("topk_idx", idx), ("topk_weights", weights))
-        kinds = {name: (like.dtype, like.shape[1:]) for name, like in alike if like}
-        kinds["src_idx"] = "int32", (2,)
+        framework, kinds = x.framework, [(view.dtype, view.shape[1:]) if view else None for view in (x, scales, idx, weights)]
 
         def views() -> Views:
             made: Views = {
-                name: self._result(base + shape.offsets[name], (num_rows, *row), dtype, owner, framework, stream)
-                for name, (dtype, row) in kinds.items()
+                name: self._result(base + parts[name], (num_rows, *kind[1]), kind[0], owner, framework, stream)
+                for name, kind in zip(
+                    ("x", "scales", "topk_idx", "topk_weights", "src_idx"), (*kinds, ("int32", (2,))), strict=True
+                )
+                if kind
             }
             return {**made, **self._counts_of(slot, framework, stream)}
 

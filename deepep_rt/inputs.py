@@ -240,7 +240,9 @@ def low_latency_combine_inputs(
 
 def _is_whole(value: Any, least: int, most: int) -> bool:
     """Whether it is a whole number (of Python or of NumPy) in this range; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the second takes its time
+        return False
+    return least <= int(value) <= most
 
 
 def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
