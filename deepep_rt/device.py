@@ -174,9 +174,7 @@ class DeviceBackend:
         staging = layout.staging(config, x.row_bytes)
         landing = self._map.offsets["landing"]
         num_tokens = handle.num_tokens
-        shape = layout.arrange(
-            [("topk_weights", num_tokens * config.num_topk * 4 if weights else 0), ("x", num_tokens * x.row_bytes)]
-        )
+        shape = layout.combined(config, num_tokens, x.row_bytes, weights is not None)
         owner: Block | StreamMemory | None = self._pool.allocate(shape.num_bytes, stream, call.caller_stream)
         if owner is None:
             self._refuse_when_fixed(stream)

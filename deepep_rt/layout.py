@@ -193,6 +193,12 @@ def staging(config: Config, row_bytes: int) -> Map:
     return arrange([("topk_weights", rows * config.num_topk * 4), ("x", rows * row_bytes)])
 
 
+@functools.lru_cache
+def combined(config: Config, num_tokens: int, row_bytes: int, with_weights: bool) -> Map:
+    """A result of combine."""
+    return arrange([("topk_weights", num_tokens * config.num_topk * 4 if with_weights else 0), ("x", num_tokens * row_bytes)])
+
+
 def symmetric(config: Config) -> Map:
     """A Buffer's symmetric memory."""
     worst = worst_result_bytes(config)
