@@ -139,7 +139,6 @@ class NormalBuffers:
         shape: Shape,
         num_tokens: int,
         counts: Sequence[int],
-        num_sms: int,
         send: Callable[[Buffer, bool], DispatchResult],
     ) -> tuple[Buffer, DispatchResult, np.ndarray]:
         """Do a call whose counts the host waits for, in a Buffer that takes the tokens of all ranks.
@@ -148,38 +147,37 @@ class NormalBuffers:
             shape: Of the call.
             num_tokens: Of this rank.
             counts: More numbers for the other ranks to know.
-            num_sms: For a Buffer that is made.
             send: Does the call; False: without tokens.
 
         Returns:
             The Buffer, the result, and the counts of all ranks.
         """
-        buffer = self.take(shape, num_tokens, 1, num_sms)
+        buffer = self.take(shape, num_tokens, 1)
         while True:
             self._board.post([num_tokens, *counts])
             sent = send(buffer, num_tokens <= buffer.config.num_max_tokens_per_rank)
             said = self._board.read(1 + len(counts))
             if said[:, 0].max() <= buffer.config.num_max_tokens_per_rank:
                 return buffer, sent, said[:, 1:]
-            buffer = self._make(shape, int(said[:, 0].max()), num_sms)
+            buffer = self._make(shape, int(said[:, 0].max()))
 
-    def take(self, shape: Shape, num_tokens: int, least: int, num_sms: int) -> Buffer:
+    def take(self, shape: Shape, num_tokens: int, least: int) -> Buffer:
         """The Buffer of a shape, for at least `least` tokens a rank, a number that all ranks know. A new one takes `num_tokens` too."""
         buffer = self._current.get(shape)
         if buffer is None:
             hint = "all ranks have to call dispatch, with the same hidden, number of experts and top-k"
             tokens = meet(self._comm, num_tokens, self._timeout_s, "the first dispatch of its kind", hint)
-            return self._make(shape, max(*tokens, least, self._tokens_ahead(shape)), num_sms)
-        return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least, num_sms)
+            return self._make(shape, max(*tokens, least, self._tokens_ahead(shape)))
+        return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least)
 
     def destroy(self) -> None:
         """Collective."""
         for buffer in [*self._outgrown, *self._current.values()]:
             buffer.destroy()
 
-    def _make(self, shape: Shape, num_tokens: int, num_sms: int) -> Buffer:
+    def _make(self, shape: Shape, num_tokens: int) -> Buffer:
         check_not_capturing(shape.backend)
-        made = Buffer(self._comm, num_max_tokens_per_rank=_rounded(num_tokens), num_sms=num_sms, **asdict(shape))
+        made = Buffer(self._comm, num_max_tokens_per_rank=_rounded(num_tokens), **asdict(shape))
         if shape in self._current:
             self._outgrown.append(self._current[shape])
         self._current[shape] = made

@@ -94,7 +94,7 @@ class NormalCalls(Calls):
             expert_alignment: Counts for each expert are rounded up to a multiple of this.
             num_worst_tokens: Rows that the results get instead of what arrived, so that the host does not wait. The same on all ranks,
                 and at least the tokens of all ranks together, for no row to be lost.
-            config: Where memory is made for this call, its `num_sms` counts.
+            config: Its `num_sms` counts.
             previous_event: Start after this event instead of after the current stream.
             async_finish: Run on the communication stream; the event tells when it is done.
             allocate_on_comm_stream: Accepted; without effect.
@@ -112,7 +112,7 @@ class NormalCalls(Calls):
             ...     x, topk_idx=topk_idx, topk_weights=topk_weights, num_tokens_per_rank=per_rank,
             ...     is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
         """
-        normal = self._need_normal()
+        normal, num_sms = self._need_normal(), self.num_sms if config is None else config.num_sms
         rows, scales = x if isinstance(x, tuple) else (x, None)
         check_rows(rows)
         place = Placement(rows, self.get_comm_stream, previous_event, async_finish)
@@ -124,6 +124,7 @@ class NormalCalls(Calls):
             if topk_idx is not None or topk_weights is not None:
                 raise EPInputError("dispatch got a handle and top-k tensors; a handle repeats a routing without them")
             check_handle(handle, NormalHandle, "dispatch")
+            handle.buffer.num_sms = num_sms
             sent = handle.buffer.dispatch(rows, x_scales=scales, handle=handle.own, previous_event=place.event, **place.options)
             return _received(sent), None, None, None, None, place.finish(rows, scales)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -131,8 +132,7 @@ class NormalCalls(Calls):
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle; get_dispatch_layout "
                 "returns them"
             )
-        num_tokens, num_sms = rows.shape[0], self.num_sms if config is None else config.num_sms
-        num_experts, dtype, backend = num_tokens_per_expert.shape[0], _width(rows), backend_of(rows)
+        num_tokens, num_experts, dtype, backend = rows.shape[0], num_tokens_per_expert.shape[0], _width(rows), backend_of(rows)
         counts: list[int] = []
         if topk_idx is not None:
             shape = Shape(rows.shape[1], topk_idx.shape[-1], num_experts, dtype, backend)
@@ -149,6 +149,7 @@ class NormalCalls(Calls):
 
         def send(buffer: Buffer, whole: bool) -> DispatchResult:
             part = [t if t is None or whole else t[:0] for t in (rows, chosen, topk_weights, scales)]
+            buffer.num_sms = num_sms
             return buffer.dispatch(
                 *part[:3],
                 x_scales=part[3],
@@ -159,12 +160,12 @@ class NormalCalls(Calls):
             )
 
         if num_worst_tokens:
-            buffer = normal.take(shape, num_tokens, -(-num_worst_tokens // self.group_size), num_sms)
+            buffer = normal.take(shape, num_tokens, -(-num_worst_tokens // self.group_size))
             _check_room(num_tokens, buffer, num_worst_tokens)
             sent = send(buffer, True)
             told: list[int] = []
         else:
-            buffer, sent, all_counts = normal.dispatch(shape, num_tokens, counts, num_sms, send)
+            buffer, sent, all_counts = normal.dispatch(shape, num_tokens, counts, send)
             told = sent.num_recv_tokens_per_expert_list or []
             if topk_idx is None:  # the Buffer counted rows for ranks
                 mine = all_counts.sum(axis=0).reshape(self.group_size, -1)[self.rank]
@@ -195,7 +196,7 @@ class NormalCalls(Calls):
             handle: The handle of the dispatch.
             topk_weights: `[rows of recv_x, num_topk]` float32, to be added up too, or None.
             bias: One tensor, or a pair, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
-            config: Accepted; the memory of the handle's dispatch has its number of SMs.
+            config: Its `num_sms` counts.
             previous_event: Start after this event instead of after the current stream.
             async_finish: Run on the communication stream; the event tells when it is done.
             allocate_on_comm_stream: Accepted; without effect.
@@ -213,6 +214,7 @@ class NormalCalls(Calls):
         self._need_normal()
         check_handle(handle, NormalHandle, "dispatch")
         place = Placement(x, self.get_comm_stream, previous_event, async_finish)
+        handle.buffer.num_sms = self.num_sms if config is None else config.num_sms
         back = handle.buffer.combine(
             x, handle.own, topk_weights=topk_weights, bias=bias, previous_event=place.event, **place.options
         )

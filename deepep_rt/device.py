@@ -56,6 +56,7 @@ class DeviceBackend:
         self, communicator: Intracomm, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
     ) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
+        self.num_sms = config.num_sms  # of the next calls
         self._broken: EPTimeoutError | None = None
         self._destroyed = False
         self.device = self._choose_device()
@@ -124,7 +125,7 @@ class DeviceBackend:
         at, parts = place.offset, shape.offsets
         self._launcher("dispatch")(
             stream,
-            config.num_sms,
+            self.num_sms,
             {
                 "row_bytes": row_bytes,
                 "x": x.ptr,
@@ -182,7 +183,7 @@ class DeviceBackend:
         out, out_weights = owner.ptr + shape.offsets["x"], owner.ptr + shape.offsets["topk_weights"]
         self._launcher("combine", x.dtype)(
             stream,
-            config.num_sms,
+            self.num_sms,
             {
                 "num_tokens": num_tokens,
                 "y": x.ptr,
@@ -230,7 +231,7 @@ class DeviceBackend:
             self._comm.Barrier()
             begin = driver.CudaEvent(stream, timing=True)
             for _ in range(iterations):
-                launch(stream, config.num_sms, values)
+                launch(stream, self.num_sms, values)
             times.append(driver.elapsed_ms(begin, driver.CudaEvent(stream, timing=True)) / iterations)
         self._comm.Barrier()
         slowest = max(self._comm.allgather(sorted(times)[1]))
@@ -322,7 +323,7 @@ class DeviceBackend:
 
     def _launch_route(self, stream: int, slot: Slot, idx: View | None, alignment: int, tell_host: bool) -> None:
         assert idx is not None
-        num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.config.num_sms)
+        num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
         self._launcher("route")(
             stream,
             max(num_blocks, 1),

@@ -81,6 +81,7 @@ class HostBackend:
     def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
         self._comm: MPI.Intracomm | None = comm.Dup()  # our messages never meet the caller's
         self._config = config
+        self.num_sms = config.num_sms  # of a GPU; here it is only kept
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
         self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask")
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)

@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, fake, make
 
-from deepep_rt import Buffer, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, layout
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, layout
 
 __all__ = ["fake", "make"]
 
@@ -79,6 +79,21 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert not combine.bias_1
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
+
+
+def test_number_of_sms(fake: FakeGpu, make: Any) -> None:
+    with make(num_sms=16) as buffer:
+        x, idx, weights = arguments(fake, 64)
+        known = buffer.dispatch(x, idx, weights, num_worst_tokens=100).handle
+        assert (buffer.num_sms, fake.take()[1].blocks) == (16, 16)
+        buffer.num_sms = 8
+        buffer.dispatch(x, handle=known)
+        buffer.combine(Array(fake, "bfloat16", 100, 256), known)
+        assert [call.blocks for call in fake.take()] == [8, 8]
+        for bad in (0, 1025, 2.5, True):
+            with pytest.raises(EPConfigError, match="num_sms is"):
+                buffer.num_sms = bad
+        assert buffer.num_sms == 8
 
 
 def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import deepep_v1
+import torch
 from deepep_v1 import world
 from mpi4py import MPI
 from spmd import main, raises
@@ -46,6 +47,28 @@ def check_masks(comm: MPI.Intracomm) -> None:
 
 def check_refusals(comm: MPI.Intracomm) -> None:
     deepep_v1.run_refusals(world(comm, "cpu"))
+
+
+def check_number_of_sms(comm: MPI.Intracomm) -> None:
+    """Each call has that of its `config`, or else the one set for all."""
+    here, deep_ep = world(comm, "cpu"), deepep_v1.deep_ep
+    with here.buffer(int(1e7), 0) as buffer:
+        x = torch.ones((3, 256), dtype=torch.bfloat16)
+        topk_idx = deepep_v1.routing(here, 1, 3, 2, 4 * comm.Get_size())
+        per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4 * comm.Get_size())
+        layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
+        recv_x, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=topk_idx, **layout)
+        seen = [handle.buffer.num_sms]
+        for call in (
+            lambda config: buffer.dispatch(x, topk_idx=topk_idx, **layout, config=config),
+            lambda config: buffer.dispatch(x, handle=handle, config=config),
+            lambda config: buffer.combine(recv_x, handle, config=config),
+        ):
+            call(deep_ep.Config(6))
+            seen.append(handle.buffer.num_sms)
+            call(None)
+            seen.append(handle.buffer.num_sms)
+    assert seen == [deep_ep.Buffer.num_sms, *[6, deep_ep.Buffer.num_sms] * 3]
 
 
 def check_neither_group_nor_communicator(comm: MPI.Intracomm) -> None:
