@@ -145,9 +145,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
             return made
 
         event = self._order.event(call)
-        views, hook = self._deliver(views, inputs.x, stream, receive, self._dispatch_hooks, event)
+        make_views, hook = self._deliver(views, inputs.x, stream, receive, self._dispatch_hooks, event)
         handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, framework)
-        return LowLatencyDispatchResult(handle, event, hook, views)
+        return LowLatencyDispatchResult(handle, event, hook, make_views)
 
     def low_latency_combine(
         self, site: Site, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool
@@ -191,8 +191,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             return {"x": given or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, framework, stream)}
 
         event = self._order.event(call)
-        views, hook = self._deliver(views, inputs.y, stream, receive, self._combine_hooks, event, given)
-        return LowLatencyCombineResult(event, hook, views)
+        make_views, hook = self._deliver(views, inputs.y, stream, receive, self._combine_hooks, event, given)
+        return LowLatencyCombineResult(event, hook, make_views)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         config = self.config

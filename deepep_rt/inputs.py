@@ -204,7 +204,8 @@ def low_latency_dispatch_inputs(
         waits = _look(site, wait_stats, "wait_recv_cost_stats", stream)
         _check_shape(waits, "wait_recv_cost_stats", (config.num_ranks,), ("int64",))
         _check_writable(site, waits, "wait_recv_cost_stats")
-    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale or use_ue8m0, use_ue8m0, recv, waits)
+    kind = bool(use_fp8), bool(round_scale or use_ue8m0), bool(use_ue8m0)
+    return LowLatencyDispatchInputs(rows, idx, weights, *kind, recv, waits)
 
 
 def low_latency_combine_inputs(
