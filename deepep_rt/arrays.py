@@ -173,10 +173,6 @@ class _Numpy(Framework):
 class _Cupy(Framework):
     name = "cupy"
 
-    def __init__(self) -> None:
-        self._stream: Any = None  # the last one seen, and its handle, which takes time to make
-        self._handle: StreamHandle | None = None
-
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
             raise _not_contiguous(what)
@@ -193,9 +189,7 @@ class _Cupy(Framework):
         import cupy
 
         stream = cupy.cuda.get_current_stream(device)
-        if self._handle is None or stream is not self._stream:
-            self._stream, self._handle = stream, StreamHandle.of(stream.ptr, stream)
-        return self._handle
+        return StreamHandle.of(stream.ptr, stream)
 
 
 class _Torch(Framework):
@@ -260,7 +254,7 @@ def framework_of(array: Any, what: str) -> Framework:
         EPInputError: if `array` is no array, neither of a known framework nor through DLPack.
     """
     kind = type(array)
-    if (found := _frameworks.get(kind)) is not None:
+    if found := _frameworks.get(kind):
         return found
     for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
         if maker := _MAKERS.get(base.__module__.partition(".")[0]):
@@ -285,7 +279,7 @@ def view(array: Any, what: str, stream: int | None = None) -> View:
     Raises:
         EPInputError: if it is no array, of an unsupported dtype, or not contiguous.
     """
-    return (_frameworks.get(type(array)) or framework_of(array, what)).view(array, what, stream)
+    return framework_of(array, what).view(array, what, stream)
 
 
 def host_bytes(view: View) -> Any:

@@ -157,7 +157,7 @@ def run(comm: Intracomm, args: argparse.Namespace, step: Callable[[str], None] =
         step: Called before each of `num_steps(args)` measurements, with what is measured.
 
     Returns:
-        The result file's contents (`document`) on rank 0, None on the others.
+        The result file's contents (`bench_results.document`) on rank 0, None on the others.
     """
     bench = Bench(comm, args, step)
     ceilings, rows = {}, []

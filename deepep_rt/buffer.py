@@ -50,7 +50,7 @@ class Buffer:
         num_slots: Worst-case dispatch results that fit in the pool at once. Results are trimmed to what arrived.
         backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there is a GPU.
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
-        num_sms: SMs that a dispatch or combine occupies, to begin with: the property of that name changes it.
+        num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls.
         low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it).
         low_latency_sms: SMs that a low-latency call occupies, however few tokens it has (fewer only for a small `num_max_tokens_per_rank`).
         ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls go through NVSHMEM between such groups.
@@ -178,10 +178,11 @@ class Buffer:
 
     @property
     def num_sms(self) -> int:
-        """SMs that the next `dispatch` and `combine` occupy (GPUs only). May be set between calls, and differ between ranks.
+        """SMs that the next `dispatch` and `combine` occupy (GPUs only); may be set between calls, on all ranks alike.
 
         Raises:
             EPConfigError: if it is set to something else than a whole number from 1 to 1024.
+            EPDestroyedError: if the buffer was destroyed.
 
         Example:
             >>> buffer.num_sms = 8  # leaves more to a matrix product on another stream

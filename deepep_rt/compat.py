@@ -106,7 +106,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set the SMs of the normal mode; takes effect where memory is made: with the first call of each hidden size and routing.
+        """Set the SMs of the normal mode, for calls without a `config`.
 
         Raises:
             EPInputError: if the number is odd.

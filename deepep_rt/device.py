@@ -149,16 +149,16 @@ class DeviceBackend:
         if tell_host:
             num_rows, counts = self._await_counts()
         owner, base = self._owner(place, shape, num_rows, row_bytes, call)
-        # How the results look. The arguments that say so are let go: results may outlive them.
-        framework, kinds = x.framework, [(view.dtype, view.shape[1:]) if view else None for view in (x, scales, idx, weights)]
+        # How the rows of each result look. The arguments that say so are let go: results may outlive them.
+        framework, rows = x.framework, [(view.dtype, view.shape[1:]) if view else None for view in (x, scales, idx, weights)]
+        rows.append(("int32", (2,)))
 
         def views() -> Views:
+            names = ("x", "scales", "topk_idx", "topk_weights", "src_idx")
             made: Views = {
-                name: self._result(base + parts[name], (num_rows, *kind[1]), kind[0], owner, framework, stream)
-                for name, kind in zip(
-                    ("x", "scales", "topk_idx", "topk_weights", "src_idx"), (*kinds, ("int32", (2,))), strict=True
-                )
-                if kind
+                name: self._result(base + parts[name], (num_rows, *row[1]), row[0], owner, framework, stream)
+                for name, row in zip(names, rows, strict=True)
+                if row
             }
             return {**made, **self._counts_of(slot, framework, stream)}
 
@@ -414,17 +414,20 @@ class DeviceBackend:
             staged.append(view)
         return staged
 
-    def _for_caller(self, views: Callable[[], Views], host_caller: bool, stream: int) -> Callable[[], Views]:
+    def _for_caller(
+        self, views: Callable[[], Views], host_caller: bool, stream: int, given: View | None = None
+    ) -> Callable[[], Views]:
         """Results for a caller whose arrays are in host memory are copied there, now."""
         if not host_caller:
             return views
-        copied = self._to_host(views(), stream)
+        copied = self._to_host(views(), stream, given)
         return lambda: copied
 
-    def _to_host(self, views: Views, stream: int) -> Views:
+    def _to_host(self, views: Views, stream: int, given: View | None = None) -> Views:
+        """Copies in host memory, but of what the caller gave to be written to."""
         copied: Views = {}
         for name, view in views.items():
-            if view is not None:
+            if view is not None and view is not given:
                 memory = np.empty(view.nbytes + 64, np.uint8)
                 ptr = memory.ctypes.data + -memory.ctypes.data % 64  # where JAX wants its arrays
                 driver.copy_async(ptr, view.ptr, view.nbytes, stream)

@@ -237,27 +237,24 @@ class DeviceLowLatencyBackend(DeviceBackend):
         given: View | None = None,
     ) -> tuple[Callable[[], Views], Hook | None]:
         """Results for the caller, now or from its hook. A caller with arrays in host memory gets copies, except of what it gave."""
-        if receive is None and like.device != HOST:
-            return views, None  # the way that has to be short
-        made, on_host = views(), like.device == HOST
-
-        def copy() -> None:
-            if on_host:
-                made.update(self._to_host({name: view for name, view in made.items() if view is not given}, stream))
+        on_host = like.device == HOST
+        if receive is None:
+            return self._for_caller(views, on_host, stream, given), None
+        made = views()
 
         def receive_and_copy() -> None:
-            assert receive is not None
             with self.context:
                 receive()
-                copy()
+                if on_host:
+                    made.update(self._to_host(made, stream, given))
                 event._move()
 
-        if receive is None:
-            copy()
-            return lambda: made, None
         return lambda: made, order.hook(receive_and_copy)
 
     def _log2_share(self, num_items: int) -> int:
-        """Warps that share an item when all items are worked on at once, up to those of a block; kernels want no division."""
+        """How many warps share an item when all items are worked on at once: the logarithm of a power of two up to a block's warps.
+
+        A logarithm, as divisions by what is not constant take kernels a while.
+        """
         block = self.config.low_latency_threads // 32
         return (min(self._num_blocks * block // max(num_items, 1), block) | 1).bit_length() - 1

@@ -40,9 +40,9 @@ class Launcher:
         head = np.frombuffer(memory, dtype)[0:1]
         for name, value in fixed.items():
             head[name] = value
-        self._start = offset(dtype, self.names[0]) if self.names else dtype.itemsize
+        self._start = offset(dtype, self.names[0])
         self._packer = struct.Struct(_format(dtype, self.names, self._start))
-        self._values_in_order = itemgetter(*self.names)
+        self._values_in_order = itemgetter(*self.names)  # a tuple: every kernel has at least two
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._arguments_at = ctypes.addressof(self._argument)
         self._function = function.handle

@@ -7,8 +7,6 @@ whether Buffers are made from a process group of `torch.distributed` or from a c
 from __future__ import annotations
 
 import gc
-import os
-import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from process_group import start_in_reverse
 from spmd import raises
 
 import deepep_rt.compat as deep_ep
@@ -69,13 +68,7 @@ def world(comm: MPI.Intracomm, device: str, with_group: bool = False) -> World:
     if not with_group:
         return World(comm, None, device)
     if not dist.is_initialized():
-        port = None
-        if comm.Get_rank() == 0:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
-        dist.init_process_group("gloo", rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
+        start_in_reverse(comm)
     return World(communicator(), dist.group.WORLD, device)
 
 

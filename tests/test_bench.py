@@ -21,6 +21,7 @@ pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
+from without import without
 
 from deepep_rt import bench, bench_figures, bench_page, cli
 from deepep_rt import bench_report as report
@@ -187,22 +188,16 @@ with bench._together(MPI.COMM_WORLD) as comm:
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_a_missing_library_is_named_before_anything_runs(missing, tmp_path):
-    code = f"""
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "{missing}":
-            raise ModuleNotFoundError("No module named " + repr(name), name=name)
-sys.meta_path.insert(0, Blocker())
-from deepep_rt import cli
-cli.run({["bench", "--quick", "--out", str(tmp_path)]})
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    blocked, out = tmp_path / "blocked", tmp_path / "out"
+    blocked.mkdir()
+    words = [sys.executable, "-m", "deepep_rt", "bench", "--quick", "--out", str(out)]
+    environment = {**os.environ, **without(blocked, missing)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert f"need {missing}" in done.stderr
     assert "pip install 'deepep_rt[bench]'" in done.stderr
     assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not out.exists()
 
 
 # --- results that are there --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
+
+from without import without
 
 from deepep_rt import cli, jit, toolchain
 from deepep_rt.cache import SUFFIX
@@ -203,19 +206,10 @@ def test_corrupt_entries_are_marked(terminal: Terminal, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_a_missing_library_of_the_command_line_is_named(missing: str) -> None:
-    # not sys.modules[missing] = None: an import of missing.part would then fail in words of its own
-    code = f"""
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "{missing}":
-            raise ModuleNotFoundError("No module named " + repr(name), name=name)
-sys.meta_path.insert(0, Blocker())
-from deepep_rt.__main__ import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+def test_a_missing_library_of_the_command_line_is_named(missing: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "deepep_rt"]
+    environment = {**os.environ, **without(tmp_path, missing)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert f"the command line needs {missing}" in done.stderr
     assert "Traceback" not in done.stderr

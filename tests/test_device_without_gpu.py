@@ -137,8 +137,8 @@ def test_a_full_pool(fake: FakeGpu, make: Any) -> None:
         fake.on_launch = routed(buffer, 256, [256] + [0] * 7)
         x, idx, weights = arguments(fake, 64)
         held = [buffer.dispatch(x, idx, weights) for _ in range(2)]
-        landing = BASE + buffer._backend._map.offsets["landing"]
-        assert held[0].recv_x.ptr < BASE + (1 << 36)
+        landing, pool = (BASE + buffer._backend._map.offsets[region] for region in ("landing", "pool"))
+        assert pool <= held[0].recv_x.ptr < pool + buffer._backend._map.sizes["pool"]
         ((to, source, num_bytes),) = fake.copies
         assert source == landing
         assert to <= held[1].recv_x.ptr < to + num_bytes
@@ -249,6 +249,31 @@ def test_hooks(fake: FakeGpu, make: Any) -> None:
         assert (send.phases, receive.phases) == (1, 2)
         assert {**vars(send), "phases": 0} == {**vars(receive), "phases": 0}, "both halves of one call"
         assert sent.recv_x.ptr == receive.recv_x
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_low_latency_from_host_memory(fake: FakeGpu, make: Any, with_hook: bool) -> None:
+    """Results are copied out when they are there; what the caller gave to be written to stays where it is."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16
+    x, idx, weights = np.zeros((10, 256), dtype), np.zeros((10, 4), np.int64), np.zeros((10, 4), np.float32)
+    with make(low_latency=True) as buffer:
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False, return_recv_hook=with_hook)
+        kernel = fake.take()[0]
+        if with_hook:
+            assert kernel.recv_x not in [source for _, source, _ in fake.copies], "it has not come"
+            sent.hook()
+        copied = {source: (to, num_bytes) for to, source, num_bytes in fake.copies}
+        assert copied[kernel.recv_x] == (sent.recv_x.ctypes.data, sent.recv_x.nbytes)
+        assert (sent.recv_x.shape, sent.num_recv_tokens_per_expert.shape) == ((8, 256, 256), (8,))
+        fake.take(), fake.copies.clear()
+
+        out = Array(fake, "bfloat16", 10, 256)
+        y = np.zeros((8, 256, 256), dtype)
+        back = buffer.low_latency_combine(y, idx, weights, sent.handle, out=out, return_recv_hook=with_hook)
+        if with_hook:
+            back.hook()
+        assert back.x.ptr == out.ptr
+        assert out.ptr not in [source for _, source, _ in fake.copies]
 
 
 def test_memory_of_results_is_handed_out_again(fake: FakeGpu, make: Any) -> None:

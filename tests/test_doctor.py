@@ -18,6 +18,8 @@ import pytest
 
 pytest.importorskip("typer")
 
+from without import without
+
 from deepep_rt import Buffer, _env, doctor_gpus, doctor_probes, doctor_run
 from deepep_rt.cache import SUFFIX, Entry, Store
 
@@ -270,30 +272,17 @@ def test_a_cache_with_a_corrupt_entry(doctor: Doctor, tmp_path: Path) -> None:
     assert len(list(store.folder.glob("*"))) == 1, "nothing is left of the test for writing"
 
 
-def _without(tmp_path: Path, module: str) -> dict[str, str]:
-    """Variables with which no Python process finds a module."""
-    (tmp_path / "sitecustomize.py").write_text(f"""
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "{module}":
-            raise ModuleNotFoundError("No module named " + repr(name), name=name)
-sys.meta_path.insert(0, Blocker())
-""")
-    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-
-
 def test_without_mpi4py(doctor: Doctor, tmp_path: Path) -> None:
-    answer = doctor.json(status=1, **_without(tmp_path, "mpi4py"))
+    answer = doctor.json(status=1, **without(tmp_path, "mpi4py"))
     assert "No module named 'mpi4py'" in what(answer, "no-mpi4py")
     assert "mpi-does-not-start" not in kinds(answer), "what follows from it is not said"
 
 
 def test_without_cuda_packages(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:
-    without = _without(tmp_path, "cuda")
-    levels = kinds(doctor.json("--backend", "host", **without))
+    blocked = without(tmp_path, "cuda")
+    levels = kinds(doctor.json("--backend", "host", **blocked))
     assert (levels["no-cuda-packages"], levels["no-nvshmem"]) == ("note", "note"), "the host backend needs neither"
-    answer = doctor.json(status=1, **without, **gpu_machine)
+    answer = doctor.json(status=1, **blocked, **gpu_machine)
     assert (kinds(answer)["no-cuda-packages"], kinds(answer)["no-nvshmem"]) == ("error", "error")
     assert len(answer["ranks"][0]["facts"]["driver"]["gpus"]) == 8, "the driver is asked without them"
 

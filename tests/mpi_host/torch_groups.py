@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import torch.distributed as dist
 from mpi4py import MPI
+from process_group import start_in_reverse
 from spmd import main, make_buffer, raises
 
 from deepep_rt import EPConfigError
@@ -16,14 +14,7 @@ backend = "gloo"  # the GPU tests choose NCCL where each rank has a GPU
 
 
 def _initialize(comm: MPI.Intracomm) -> None:
-    """torch.distributed over the ranks in reverse, so that no order is right by chance."""
-    port = None
-    if comm.Get_rank() == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
-    dist.init_process_group(backend, rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
+    start_in_reverse(comm, backend)
 
 
 def check_without_torch_distributed(comm: MPI.Intracomm) -> None:

@@ -1,0 +1,20 @@
+"""torch.distributed for tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch.distributed as dist
+from mpi4py import MPI
+
+
+def start_in_reverse(comm: MPI.Intracomm, backend: str = "gloo") -> None:
+    """Start torch.distributed over the ranks of `comm` in reverse, so that no order is right by chance."""
+    port = None
+    if comm.Get_rank() == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
+    dist.init_process_group(backend, rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
