@@ -1,13 +1,13 @@
 // ll_combine: the experts' outputs back to the ranks of their tokens, weighted and added up. Launched for sending, for receiving, or both.
 //
-// Sending. What arrived in ll_dispatch is sent back entry by entry: a group of warps (p.log2_send_warps) adds up the outputs of this rank's
-// experts for the token, times their weights, and writes one bfloat16 row to the token's rank (p.reduce_early; otherwise one unweighted row
-// for each expert). Unless the weights came with the dispatch, block 0 of every rank first sends its tokens' weights around. What goes over
-// the network is written to memory of this rank first, and put from there.
+// Sending. What arrived in ll_dispatch is sent back entry by entry: a group of warps adds up the outputs of this rank's experts for the
+// token, times their weights, and writes one bfloat16 row to the token's rank (p.reduce_early; otherwise one unweighted row for each
+// expert). Unless the weights came with the dispatch, block 0 of every rank first sends its tokens' weights around. What goes over the
+// network is written to memory of this rank first, and put from there.
 //
-// Receiving. A group of warps (p.log2_receive_warps) shares a token. Each thread adds up some columns of the token's rows as they come, in
-// float32: in rank order (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product
-// is rounded before it is added: the result is the same in each run, and on the host backend.
+// Receiving. A group of warps shares a token. Each thread adds up some columns of the token's rows as they come, in float32: in rank order
+// (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product is rounded before it is
+// added: the result is the same in each run, and on the host backend.
 //
 // A rank that the dispatch left out is left out here too: whoever was masked then has no rows of the other.
 // Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on. Weights of a side
@@ -46,36 +46,6 @@ __device__ __forceinline__ u64 staged_offset(u32 epoch, int entry) {
   return kLlStagedRows + (static_cast<u64>(epoch % kNumSides) * kNumRanks * kNumMaxTokens + entry) * sizeof(Vec16) * kRowVecs;
 }
 
-// Some warps of a block that work on one item together.
-struct Group {
-  int num_warps, per_block;
-  int idx;     // of the group in the block
-  int thread;  // in the group
-
-  __device__ __forceinline__ explicit Group(int log2_warps)
-      : num_warps(1 << log2_warps),
-        per_block(kWarps >> log2_warps),
-        idx(warp_idx() >> log2_warps),
-        thread(threadIdx.x & ((32 << log2_warps) - 1)) {}
-
-  __device__ __forceinline__ void sync() const {
-    __syncwarp();
-    if (num_warps > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + idx), "r"(num_warps * 32) : "memory");
-  }
-
-  // The same; whether all threads say yes.
-  __device__ __forceinline__ bool all(bool yes) const {
-    yes = __all_sync(~0u, yes);  // barriers want whole warps
-    if (num_warps == 1) return yes;
-    u32 result;
-    asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
-                 : "=r"(result)
-                 : "r"(1 + idx), "r"(num_warps * 32), "r"(static_cast<u32>(yes))
-                 : "memory");
-    return result;
-  }
-};
-
 // All of block 0.
 __device__ inline void send_weights(const Params& p, const Call& call) {
   const u32 epoch = call.sent;
@@ -109,11 +79,10 @@ __device__ inline float late_weight(const Params& p, u32 epoch, int source, int 
 }
 
 // Writes the sum of some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight.
-// Called by all warps of a group; each does its part of the columns, and loads kPieces of kRows rows at once.
+// Called by whole warps, `step` threads in all; each does its part of the columns, and loads kPieces of kRows rows at once.
 template <int kPieces, int kRows, class From>
-__device__ __forceinline__ void write_sum(const Group& group, Vec16* to, u32 which, float weight, From from) {
-  const int step = group.num_warps * 32;
-  for (int first = group.thread; first - lane_idx() < kRowVecs; first += step * kPieces) {
+__device__ __forceinline__ void write_sum(int thread, int step, Vec16* to, u32 which, float weight, From from) {
+  for (int first = thread; first - lane_idx() < kRowVecs; first += step * kPieces) {
     auto exists = [&](int j) { return first + j * step < kRowVecs; };
     float sum[kPieces][8] = {};
     u32 left = which;
@@ -147,8 +116,9 @@ __device__ __forceinline__ void write_sum(const Group& group, Vec16* to, u32 whi
   }
 }
 
-// Called by all warps of a group. `idx`: of the entry.
-__device__ inline void send_entry(const Params& p, const Call& call, const Group& group, const LlEntry* entry, int idx) {
+// Called by all warps of a group, of which this block is the one with the number `block`. `idx`: of the entry.
+__device__ inline void send_entry(const Params& p, const Call& call, const Group& group, int block, const LlEntry* entry, int idx) {
+  const int thread = group.thread(block), step = group.num_threads();
   const u32 epoch = call.sent;
   const int lane = lane_idx(), source = entry->source, token = entry->token;
   const int row = lane < kNumTopk ? entry->row[lane] : kLlElsewhere;
@@ -165,26 +135,26 @@ __device__ inline void send_entry(const Params& p, const Call& call, const Group
     if (!p.has_weights && !group.all(ok)) return;
     auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
     const u32 which = __ballot_sync(~0u, row >= 0);
-    if (group.num_warps * 32 * 2 >= kRowVecs) {
-      write_sum<2, 4>(group, row_for(p.rank), which, weight, from);
+    if (step * 2 >= kRowVecs) {
+      write_sum<2, 4>(thread, step, row_for(p.rank), which, weight, from);
     } else {
-      write_sum<4, 1>(group, row_for(p.rank), which, weight, from);
+      write_sum<4, 1>(thread, step, row_for(p.rank), which, weight, from);
     }
     if (!far) return;
     group.sync();
-    if (group.thread < 32) put(p, source, row_offset(epoch, p.rank, token), staged, row_bytes, flag_offset(epoch, p.rank, token), epoch);
+    if (thread < 32) put(p, source, row_offset(epoch, p.rank, token), staged, row_bytes, flag_offset(epoch, p.rank, token), epoch);
     return;
   }
   for (int k = 0; k < kNumTopk; ++k) {
     const i64 from = __shfl_sync(~0u, row, k);
     if (from == kLlElsewhere) continue;
     Vec16* to = row_for(k);
-    for (int i = group.thread; i < kRowVecs; i += group.num_warps * 32) {
+    for (int i = thread; i < kRowVecs; i += step) {
       st_relaxed_sys(to + i, from == kLlNoRoom ? Vec16{} : sendable(ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i)));
     }
     if (!far) continue;
     group.sync();
-    if (group.thread < 32) put_and_wait(p, source, row_offset(epoch, k, token), staged, row_bytes, flag_offset(epoch, k, token), epoch);
+    if (thread < 32) put_and_wait(p, source, row_offset(epoch, k, token), staged, row_bytes, flag_offset(epoch, k, token), epoch);
     group.sync();
   }
 }
@@ -196,22 +166,28 @@ __device__ inline void send(const Params& p, const Call& call, const Group& grou
   const LlEntry* entries = at<const LlEntry>(p.handle, kLlHandleEntries);
   if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
   for (int turn = 0;; ++turn) {
-    const int item = items[turn % 2][group.idx] - call.taken_before;
-    if (item >= num_entries) break;
-    if (group.thread == 0) next = add_relaxed_gpu(taken, 1);
-    send_entry(p, call, group, entries + item, item);
-    if (group.thread == 0) items[(turn + 1) % 2][group.idx] = next;
+    const int item = items[turn % 2][group.idx] - call.taken_before, entry = item >> group.log2_blocks;
+    if (entry >= num_entries) break;
+    if (group.leads()) next = take_relaxed_gpu(taken);
+    send_entry(p, call, group, item & ((1 << group.log2_blocks) - 1), entries + entry, entry);
+    if (group.leads()) items[(turn + 1) % 2][group.idx] = next;
     group.sync();
   }
 }
 
-// What a lane knows of a token's choice `lane`: its expert, -1 for none.
-__device__ __forceinline__ int choice_of(const Params& p, int token) {
-  if (token >= p.num_tokens || lane_idx() >= kNumTopk) return -1;
-  const i64 i = static_cast<i64>(token) * kNumTopk + lane_idx();
-  const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
-  return expert >= 0 && expert < kNumExperts ? static_cast<int>(expert) : -1;
-}
+// What a lane knows of a token's choice `lane`. It is loaded before it is needed; whatever is asked of it waits for it.
+struct Choice {
+  u32 low = ~0u, high = ~0u;  // of the expert's number
+
+  __device__ __forceinline__ Choice(const Params& p, int token) {
+    if (token >= p.num_tokens || lane_idx() >= kNumTopk) return;
+    const u32* words = at<const u32>(p.topk_idx, 0) + (static_cast<i64>(token) * kNumTopk + lane_idx()) * (p.idx_bytes / 4);
+    low = words[0], high = p.idx_bytes == 8 ? words[1] : 0;
+  }
+
+  // -1 for none.
+  __device__ __forceinline__ int expert() const { return high == 0 && low < kNumExperts ? static_cast<int>(low) : -1; }
+};
 
 // The rows of a token, in the order in which they are added up.
 struct Rows {
@@ -262,7 +238,7 @@ __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group
     const int sender = __shfl_sync(~0u, rows.sender, j);
     const float weight = __shfl_sync(~0u, rows.weight, j);
     bool ok = __shfl_sync(~0u, rows.came, j);
-    for (int i = group.thread; ok && i < kRowVecs; i += group.num_warps * 32) {
+    for (int i = group.thread(0); ok && i < kRowVecs; i += group.num_threads()) {
       ok = wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(at<const Vec16>(row, 0) + i)); });
     }
     if (!group.all(ok)) continue;
@@ -280,7 +256,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
   if (!ok && !kMasksOnTimeout) return false;
   if constexpr (kMasksOnTimeout) keep_whole(p, call.received, group, rows);
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
-  for (int i = group.thread; i - lane_idx() < kRowVecs; i += group.num_warps * 32) {
+  for (int i = group.thread(group.block()); i - lane_idx() < kRowVecs; i += group.num_threads()) {
     const bool exists = i < kRowVecs;
     float sum[8] = {};
     for (int first = 0; first < rows.count; first += kAtOnce) {
@@ -291,15 +267,31 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
         from[j] = at<Vec16>(__shfl_sync(~0u, rows.row, first + j), 0) + i;
         if (exists && first + j < rows.count) held[j] = ld_relaxed_sys(from[j]);
       }
+      auto missing = [&] {
+        u32 which = 0;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) which |= (exists && first + j < rows.count && !has_come(held[j]) ? 1u : 0) << j;
+        return which;
+      };
+      // Rows that have not come are loaded again together: one round trip to memory for all of them, not for each. From the second time on,
+      // one is waited for before: polling is cheap.
+      for (u32 left, round = 0; __any_sync(~0u, left = missing()) && ok; ++round) {
+        const int late = __ffs(__reduce_or_sync(~0u, left)) - 1;
+        const int sender = __shfl_sync(~0u, rows.sender, first + late);
+        const Vec16* row = at<Vec16>(__shfl_sync(~0u, rows.row, first + late), 0) + i;
+        if (round > 0 && left >> late & 1) {
+          ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(row)); });
+        }
+        ok = __all_sync(~0u, ok);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (left >> j & 1) held[j] = ld_relaxed_sys(from[j]);
+        }
+      }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const int sender = __shfl_sync(~0u, rows.sender, first + j);
         const float weight = __shfl_sync(~0u, rows.weight, first + j);
         if (!exists || first + j >= rows.count) continue;
-        if (!has_come(held[j])) {
-          ok &=
-              wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(held[j] = ld_relaxed_sys(from[j])); });
-        }
         st_vec(from[j], not_yet());
         add_scaled_to<kBfloat16>(sum, held[j], weight);
       }
@@ -309,36 +301,28 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
   return kMasksOnTimeout || __all_sync(~0u, ok);
 }
 
-// Which tokens a warp receives.
-struct Share {
-  Group group;
-  int first, step;
-
-  __device__ explicit Share(const Params& p)
-      : group(p.log2_receive_warps), first(blockIdx.x + group.idx * gridDim.x), step(group.per_block * gridDim.x) {}
-};
-
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
   __shared__ Call call;
   __shared__ u32 items[2][kWarps];
   overlap_kernels();
-  const Group senders(p.log2_send_warps);
-  const Share share(p);
+  const Group senders(log2_share(p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk), kMostShare));
+  const Group receivers(log2_share(p.num_tokens, kMostShare));
   // Whatever does not depend on the call's numbers is loaded while they come.
-  const bool takes = p.phases & kLlSend && senders.thread == 0;
-  const u32 first = takes ? add_relaxed_gpu(&progress_of(p)->taken, 1) : 0;
-  int expert = choice_of(p, share.first);
+  const bool takes = p.phases & kLlSend && senders.leads();
+  const u32 first = takes ? take_relaxed_gpu(&progress_of(p)->taken) : 0;
+  Choice choice(p, receivers.first());
   const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
   if (warp_idx() == 0) begin(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleOut), call);
   if (takes) items[0][senders.idx] = first;
   __syncthreads();
   if (call.failed) return;
   if (p.phases & kLlSend) send(p, call, senders, items, num_entries);
-  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_entries + senders.per_block * gridDim.x);
+  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, (num_entries << senders.log2_blocks) + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;
   if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size are about to meet at the same barriers
-  for (int token = share.first; token < p.num_tokens; token += share.step) {
-    if (!receive_token(p, call, share.group, token, expert)) return;
-    expert = choice_of(p, token + share.step);
+  for (int token = receivers.first(); token < p.num_tokens; token += receivers.step()) {
+    const int expert = choice.expert();
+    choice = Choice(p, token + receivers.step());
+    if (!receive_token(p, call, receivers, token, expert)) return;
   }
 }

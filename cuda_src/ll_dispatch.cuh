@@ -12,7 +12,6 @@ static_assert(kNumMaxTokens * kNumTopk <= 1 << kPlaceBits && kNumExperts < 1 << 
 struct Sources {
   i32 num_tokens[kNumRanks], rows_before[kNumRanks + 1];
   i32 most;  // tokens of a source
-  bool ok;   // all have come
 };
 
 struct Shared {

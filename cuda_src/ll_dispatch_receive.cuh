@@ -4,43 +4,41 @@
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 
-// Warp 0 waits for the headers of all sources on behalf of its block: words that all warps of a large grid poll come late. Then, all warps.
-// False: the time is up.
+// Warp 0 waits for the headers of all sources on behalf of its block: words that all warps of a large grid poll come late. False: the time
+// is up.
 __device__ inline bool read_headers(const Params& p, const Call& call, Sources& sources) {
-  if (warp_idx() == 0) {
-    bool ok = true;
-    int most = 0, before = 0;
-    for (int first = 0; first < kNumRanks; first += 32) {
-      const int source = first + lane_idx();
-      u64 tokens = 0, rows = 0;
-      if (source < kNumRanks && !call.out[source]) {
-        const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
-        ok &= wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
-          tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows);
-          return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received;
-        });
-      }
-      const int num_tokens = tokens >> 32, num_rows = rows >> 32;
-      __syncwarp();
-      int up_to = num_rows;  // rows of the sources up to this one, of these 32
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int more = __shfl_up_sync(~0u, up_to, step);
-        up_to += lane_idx() >= step ? more : 0;
-      }
-      if (source < kNumRanks) sources.num_tokens[source] = num_tokens, sources.rows_before[source] = before + up_to - num_rows;
-      before += __shfl_sync(~0u, up_to, 31);
-      most = max(most, __reduce_max_sync(~0u, num_tokens));
+  bool ok = true;
+  int most = 0, before = 0;
+  for (int first = 0; first < kNumRanks; first += 32) {
+    const int source = first + lane_idx();
+    u64 tokens = 0, rows = 0;
+    if (source < kNumRanks && !call.out[source]) {
+      const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
+      ok &= wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
+        tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows);
+        return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received;
+      });
     }
-    ok = __all_sync(~0u, ok);
-    if (lane_idx() == 0) sources.rows_before[kNumRanks] = before, sources.most = most, sources.ok = ok;
+    const int num_tokens = tokens >> 32, num_rows = rows >> 32;
+    __syncwarp();
+    int up_to = num_rows;  // rows of the sources up to this one, of these 32
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int more = __shfl_up_sync(~0u, up_to, step);
+      up_to += lane_idx() >= step ? more : 0;
+    }
+    if (source < kNumRanks) sources.num_tokens[source] = num_tokens, sources.rows_before[source] = before + up_to - num_rows;
+    before += __shfl_sync(~0u, up_to, 31);
+    most = max(most, __reduce_max_sync(~0u, num_tokens));
   }
-  __syncthreads();
-  return sources.ok;
+  if (lane_idx() == 0) sources.rows_before[kNumRanks] = before, sources.most = most;
+  return __all_sync(~0u, ok);
 }
 
-// All threads, once, after read_headers: copies the rest of all headers. False: the time is up.
-__device__ inline bool read_counts(const Params& p, const Call& call, i32* choices, u32* comes) {
+// Copies the rest of all headers, on behalf of the block; all warps but the first. False: the time is up.
+__device__ inline bool copy_headers(const Params& p, const Call& call, i32* choices, u32* comes) {
+  constexpr int kThreads = kLlThreads - 32;
+  const int thread = threadIdx.x - 32;
   bool ok = true;
   auto header_of = [&](int source) { return at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source)); };
   auto await = [&](int source, const u64* word) {
@@ -48,66 +46,51 @@ __device__ inline bool read_counts(const Params& p, const Call& call, i32* choic
     if (!call.out[source]) ok &= wait_word(p, word, call.received, kPhaseLlCounts, source, found);
     return static_cast<u32>(found >> 32);
   };
-  for (int i = threadIdx.x; i < kNumExperts; i += kLlThreads) {
+  for (int i = thread; i < kNumExperts; i += kThreads) {
     const int source = i / kNumLocalExperts;
     choices[i] = await(source, header_of(source)->num_choices + i % kNumLocalExperts);
   }
-  for (int i = kLlThreads - 1 - threadIdx.x; i < kNumRanks * kLlBitmapWords; i += kLlThreads) {  // threads that had less to do
+  for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords; i += kThreads) {  // threads that had less to do
     const int source = i / kLlBitmapWords;
     comes[i] = await(source, header_of(source)->tokens + i % kLlBitmapWords);
   }
-  return __syncthreads_and(ok);
+  return ok;
 }
 
-// The part of an item that a warp does. Warps share items while there are enough of them for all; where time-outs mask, an item is taken
-// whole or not at all.
-struct Part {
-  int count, idx;
-  int group, groups;  // of the warps that share an item, among those of the grid
-
-  __device__ __forceinline__ explicit Part(int num_items) {
-    int log2_count = 0;
-    while (!kMasksOnTimeout && 1 << log2_count < kWarps && num_items << (log2_count + 1) <= kWarps * static_cast<int>(gridDim.x)) {
-      ++log2_count;
-    }
-    count = 1 << log2_count, idx = warp_idx() & (count - 1);
-    group = blockIdx.x + (warp_idx() >> log2_count) * gridDim.x, groups = (kWarps >> log2_count) * gridDim.x;
-  }
-};
-
-// One warp's part of a row on its way from the inbox to its experts. Nearly all of the time is spent waiting for memory, so loads are
-// started before it is known where they go, and whether there is a row at all.
-template <int kVecs>
+// One warp's part of a row on its way from the inbox to its experts, kAtOnce vectors and a scale of each thread at a time. Loads are
+// started before it is known where they go.
+template <int kVecs, int kAtOnce>
 struct RowPart {
-  static constexpr int kAtOnce = kLlPieces;
+  static constexpr bool kScales = kVecs == kHidden / 16;  // FP8
+  static_assert(!kScales || kScalesPerRow * kAtOnce <= kVecs);
   Vec16* row;
   u32* scales;
   int thread, step;
   Vec16 held[kAtOnce];
   u32 scale;
 
-  __device__ __forceinline__ RowPart(const LlMessage* message, Part part)
+  __device__ __forceinline__ RowPart(const LlMessage* message, const Group& group)
       : row(reinterpret_cast<Vec16*>(body_of(message))),
         scales(reinterpret_cast<u32*>(body_of(message) + kHidden)),
-        thread(part.idx * 32 + lane_idx()),
-        step(part.count * 32) {}
+        thread(group.thread(group.block())),
+        step(group.num_threads()) {}
 
   __device__ __forceinline__ bool exists(int first, int j) const { return first + j * step < kVecs; }
+  __device__ __forceinline__ bool has_scale(int i) const { return kScales && i < kScalesPerRow; }
 
-  __device__ __forceinline__ void load(int first) {
+  // The vectors `first`, `first` + step, ..., and the scale `i`.
+  __device__ __forceinline__ void load(int first, int i) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (exists(first, j)) held[j] = ld_relaxed_sys(row + first + j * step);
     }
+    if (has_scale(i)) scale = ld_relaxed_sys(scales + i);
   }
 
-  __device__ __forceinline__ void start(const Params& p) {
-    scale = p.use_fp8 && thread < kScalesPerRow ? ld_relaxed_sys(scales + thread) : 0;
-    load(thread);
-  }
+  __device__ __forceinline__ void start() { load(thread, thread); }
 
-  __device__ __forceinline__ bool all_come(int first) const {
-    bool come = true;
+  __device__ __forceinline__ bool all_come(int first, int i) const {
+    bool come = !has_scale(i) || scale != kNotYet;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (exists(first, j)) come &= has_come(held[j]);
@@ -117,15 +100,13 @@ struct RowPart {
 
   // After start. `place`: in lane k, where the row belongs for the token's choice k, or negative. False: the time is up.
   __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int place) {
-    const int lane = lane_idx();
     const u32 places = __ballot_sync(~0u, place >= 0);
-    auto row_of = [&](u32 left) { return static_cast<u64>(__shfl_sync(~0u, place, __ffs(left) - 1)); };
     bool ok = true;
-    for (int first = thread; first - lane < kVecs; first += step * kAtOnce) {
-      if (first != thread) load(first);
+    for (int first = thread, i = thread; first - lane_idx() < kVecs; first += step * kAtOnce, i += step) {
+      if (first != thread) load(first, i);
       ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
-        if (all_come(first)) return true;
-        if (has_come(ld_relaxed_sys(row + first))) load(first);  // one piece stands for the others: polling is cheap
+        if (all_come(first, i)) return true;
+        if (kAtOnce <= 2 || has_come(ld_relaxed_sys(row + first))) load(first, i);  // one piece stands for many: polling is cheap
         return false;
       });
       __syncwarp();
@@ -133,31 +114,21 @@ struct RowPart {
       for (int j = 0; j < kAtOnce; ++j) {
         if (exists(first, j)) st_vec(row + first + j * step, not_yet());
       }
+      if (has_scale(i)) st_relaxed_sys(scales + i, kNotYet);
       for (u32 left = places; left; left &= left - 1) {
-        Vec16* to = at<Vec16>(p.recv_x, 0) + row_of(left) * kVecs;
+        const u64 to = __shfl_sync(~0u, place, __ffs(left) - 1);
+        Vec16* vecs = at<Vec16>(p.recv_x, 0) + to * kVecs;
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          if (exists(first, j)) st_vec(to + first + j * step, held[j]);
+          if (exists(first, j)) st_vec(vecs + first + j * step, held[j]);
         }
-      }
-    }
-    for (int i = thread; p.use_fp8 && i - lane < kScalesPerRow; i += step) {
-      if (i < kScalesPerRow) {
-        ok &= wait_until(p, epoch, kPhaseLlRows, source,
-                         [&](u32&) { return scale != kNotYet || (scale = ld_relaxed_sys(scales + i)) != kNotYet; });
-        st_relaxed_sys(scales + i, kNotYet);
-      }
-      __syncwarp();
-      for (u32 left = places; left; left &= left - 1) {
-        const u64 to = row_of(left) * kScalesPerRow + i;
-        if (i >= kScalesPerRow) continue;
+        if (!has_scale(i)) continue;
         if (p.use_ue8m0) {
-          at<u8>(p.recv_scales, 0)[to] = scale >> 23;
+          at<u8>(p.recv_scales, 0)[to * kScalesPerRow + i] = scale >> 23;
         } else {
-          at<u32>(p.recv_scales, 0)[to] = scale;
+          at<u32>(p.recv_scales, 0)[to * kScalesPerRow + i] = scale;
         }
       }
-      scale = kNotYet;
     }
     return __all_sync(~0u, ok);
   }
@@ -174,40 +145,33 @@ __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 wait
 struct Receiving {
   const Params& p;
   Shared& shared;
-  u32* comes;
-  u64 start;             // when it began
-  bool counted = false;  // whether this warp has been in read_counts
-
-  __device__ __forceinline__ bool count() { return counted || (counted = read_counts(p, shared.call, shared.choices, comes)); }
+  const u32* comes;
+  u64 start;  // when it began
 };
 
 // One warp's part of a token. False: the time is up for all ranks.
-template <int kVecs>
-__device__ inline bool receive_token(Receiving& r, int source, int token, Part part) {
+template <int kVecs, int kAtOnce>
+__device__ inline bool receive_token(const Receiving& r, int source, int token, const Group& group) {
   const Params& p = r.p;
   const int lane = lane_idx();
   const u32 epoch = r.shared.call.received, bit = 1u << token % 32;
   const u64 mine = p.peers[p.rank];
   const u32* comes = r.comes + source * kLlBitmapWords;
-  if (r.counted && !(comes[token / 32] & bit)) return true;
-  const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
-  u64 choice = 0, weight = 0;
-  if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);  // perhaps
-  RowPart<kVecs> row(message, part);
-  row.start(p);
-  if (!r.count()) return false;
   if (!(comes[token / 32] & bit)) return true;
-  int rows_before = 0;  // of this source
-  for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? comes[w] & (bit - 1) : comes[w]);
-  LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
+  const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
+  RowPart<kVecs, kAtOnce> row(message, group);
   bool ok = true;
   if (is_far(p, source)) {
     if (lane == 0) ok = wait_epoch(p, at<const u64>(mine, flag_offset(epoch, source, token)), epoch, kPhaseLlRows, source);
     ok = __shfl_sync(~0u, ok, 0);
-    __syncwarp();         // all lanes may read what lane 0 acquired,
-    choice = weight = 0;  // and what they read before was too early
-    row.start(p);
+    __syncwarp();  // all lanes may read what lane 0 acquired
   }
+  u64 choice = 0, weight = 0;
+  if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);
+  row.start();
+  int rows_before = 0;  // of this source
+  for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? comes[w] & (bit - 1) : comes[w]);
+  LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
   auto await_word = [&](const u64* words, u64& word) {
     if (lane < kNumTopk && static_cast<u32>(word) != epoch) ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
   };
@@ -223,15 +187,26 @@ __device__ inline bool receive_token(Receiving& r, int source, int token, Part p
     for (int s = 0; s < kNumRanks; ++s) place += s < source ? r.shared.choices[s * kNumLocalExperts + expert] : 0;
     place = place < kCapacity ? expert * kCapacity + place : kLlNoRoom;
   }
-  if (part.idx == 0) {
+  if (row.thread < 32) {  // the group's first warp
     if (lane == 0) entry->source = source, entry->token = token;
     if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
   }
   ok = row.finish(p, epoch, source, place) && ok;
   if (p.wait_stats && lane == 0) add_wait(p, epoch, source, nanoseconds() - r.start);
   if (!kMasksOnTimeout) return ok;
-  if (!ok && lane < kNumTopk) entry->row[lane] = kLlElsewhere;  // where time-outs mask, part 0 is the whole row
+  if (!ok && lane < kNumTopk) entry->row[lane] = kLlElsewhere;  // where time-outs mask, a warp has a whole row
   return true;
+}
+
+// One warp's part of all that came.
+template <int kVecs, int kAtOnce>
+__device__ inline void receive_tokens(const Receiving& r, const Group& group) {
+  const Sources& sources = r.shared.sources;
+  const int num_items = sources.most * kNumRanks;
+  for (int item = group.first(); item < num_items; item += group.step()) {
+    const int source = (item + r.p.rank) % kNumRanks, token = item / kNumRanks;
+    if (token < sources.num_tokens[source] && !receive_token<kVecs, kAtOnce>(r, source, token, group)) return;
+  }
 }
 
 // What the host and combine want to know of the whole call.
@@ -273,8 +248,7 @@ __device__ inline void settle(const Params& p, Call& call) {
 template <int kVecs>
 __device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
   Call& call = shared.call;
-  const Sources& sources = shared.sources;
-  Receiving r{p, shared, comes, nanoseconds()};
+  const Receiving r{p, shared, comes, nanoseconds()};
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
@@ -284,12 +258,25 @@ __device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
       if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;
     }
   }
-  if (!read_headers(p, call, shared.sources)) return;
-  const int num_items = sources.most * kNumRanks;
-  const Part part(num_items);
-  for (int item = part.group; item < num_items; item += part.groups) {
-    const int source = (item + p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token < sources.num_tokens[source] && !receive_token<kVecs>(r, source, token, part)) return;
+  // The last block, which has no row where few come, tells the counts.
+  const bool tells = blockIdx.x == gridDim.x - 1;
+  auto group_of = [](int num_tokens) { return Group(log2_share(num_tokens * kNumRanks, kMasksOnTimeout ? 0 : kMostShare)); };
+  auto has_rows = [&](int num_tokens) { return static_cast<int>(blockIdx.x) >> group_of(num_tokens).log2_blocks < num_tokens * kNumRanks; };
+  auto copy = [&] { return copy_headers(p, call, shared.choices, comes); };
+  // Who will have rows copies the headers as they come; first taking it that other ranks have as many tokens as this one.
+  const bool copies = tells || has_rows(p.num_tokens);
+  if (!__syncthreads_and(warp_idx() == 0 ? read_headers(p, call, shared.sources) : !copies || copy())) return;
+  const int most = shared.sources.most;
+  if (!copies) {
+    if (!has_rows(most)) return;
+    if (!__syncthreads_and(warp_idx() == 0 || copy())) return;
   }
-  if (r.count() && blockIdx.x == 0) tell_counts(r);  // all warps count, those that had no token too
+  if (tells) tell_counts(r);
+  const Group group = group_of(most);
+  constexpr int kFew = 2;  // where few rows come, code that is not there takes no time
+  if (!kMasksOnTimeout && group.num_threads() * kFew >= kVecs) {
+    receive_tokens<kVecs, kFew>(r, group);
+  } else {
+    receive_tokens<kVecs, kLlPieces>(r, group);
+  }
 }

@@ -30,9 +30,12 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
   int num_rows = 0;
   for (int first = 0; first < kNumMaxTokens; first += 32) {
     bool comes = false;
-    for (int k = 0; k < kNumTopk && first + lane < p.num_tokens; ++k) {
-      const int expert = table[(first + lane) * kNumTopk + k];
-      comes |= expert >= 0 && expert / kNumLocalExperts == rank;
+    if (first + lane < p.num_tokens) {
+#pragma unroll(kNumTopk <= 8 ? kNumTopk : 8)
+      for (int k = 0; k < kNumTopk; ++k) {
+        const int expert = table[(first + lane) * kNumTopk + k];
+        comes |= expert >= 0 && expert / kNumLocalExperts == rank;
+      }
     }
     const u32 those = __ballot_sync(~0u, comes);
     num_rows += __popc(those);
@@ -51,17 +54,16 @@ struct Receivers {
 
   // `rank`: in some lanes a rank, -1 in the others.
   __device__ __forceinline__ Receivers(const Params& p, u32 epoch, int token, int rank) {
-    u32 left = __ballot_sync(~0u, rank >= 0);
-    bool any_far = false;
+    const bool far = rank >= 0 && is_far(p, rank), near = rank >= 0 && !far;
+    const u64 theirs = near ? p.peers[rank] + message_offset(epoch, p.rank, token) : 0;
+    u32 left = __ballot_sync(~0u, near);
 #pragma unroll
     for (LlMessage*& message : messages) {
-      const int to = __shfl_sync(~0u, rank, left ? __ffs(left) - 1 : 0);
-      const bool far = left && is_far(p, to);
-      any_far |= far;
-      message = left && !far ? at<LlMessage>(p.peers[to], message_offset(epoch, p.rank, token)) : nullptr;
+      const u64 one = __shfl_sync(~0u, theirs, left ? __ffs(left) - 1 : 0);
+      message = left ? at<LlMessage>(one, 0) : nullptr;
       left &= left - 1;
     }
-    staged = any_far ? at<LlMessage>(p.peers[p.rank], staged_offset(epoch, token)) : nullptr;
+    staged = __any_sync(~0u, far) ? at<LlMessage>(p.peers[p.rank], staged_offset(epoch, token)) : nullptr;
   }
 
   template <class Write>
@@ -74,33 +76,52 @@ struct Receivers {
   }
 };
 
-__device__ inline void send_row(const Params& p, int token, const Receivers& receivers) {
-  const Vec16* row = at<const Vec16>(p.x, static_cast<u64>(token) * kHidden * 2);
-  if (kHasFp8 && p.use_fp8) {
-    constexpr int kPieces = kHidden / 16;
-    for (int first = warp_idx() * 32; first < kPieces; first += kRowThreads) {
-      const int i = first + lane_idx();
-      const bool exists = i < kPieces;
-      Vec16 held[2] = {};
-      if (exists) held[0] = ld_streaming(row + 2 * i), held[1] = ld_streaming(row + 2 * i + 1);
-      float scale;
-      const Vec16 bytes = to_fp8(held, p.round_scale, scale);
-      if (!exists) continue;
-      receivers.each([&](LlMessage* message) {
-        char* body = body_of(message);
-        st_relaxed_sys(reinterpret_cast<Vec16*>(body) + i, bytes);
-        if (i % 8 == 0) st_relaxed_sys(reinterpret_cast<u32*>(body + kHidden) + i / 8, __float_as_uint(scale));
-      });
-    }
-  } else {
-    constexpr int kPieces = kHidden / 8;
-#pragma unroll(kMostReceivers <= 8 ? 2 : 1)
-    for (int i = threadIdx.x; i < kPieces; i += kRowThreads) {
-      const Vec16 held = sendable(ld_streaming(row + i));
-      receivers.each([&](LlMessage* message) { st_relaxed_sys(reinterpret_cast<Vec16*>(body_of(message)) + i, held); });
+// A token's row, two vectors of a thread at a time. The first ones are loaded before it is known where they go.
+struct OutgoingRow {
+  const Params& p;
+  const bool fp8;
+  const Vec16* row;
+  int first = threadIdx.x;  // vector, or pair of vectors that become one
+  Vec16 held[2] = {};
+
+  __device__ __forceinline__ OutgoingRow(const Params& p, int token)
+      : p(p), fp8(kHasFp8 && p.use_fp8), row(at<const Vec16>(p.x, static_cast<u64>(token) * kHidden * 2)) {
+    load();
+  }
+
+  __device__ __forceinline__ int step() const { return fp8 ? kRowThreads : 2 * kRowThreads; }
+  __device__ __forceinline__ int count() const { return fp8 ? kHidden / 16 : kHidden / 8; }
+
+  __device__ __forceinline__ void load() {
+    if (first < count()) held[0] = ld_streaming(row + (fp8 ? 2 * first : first));
+    const int second = fp8 ? 2 * first + 1 : first + kRowThreads;
+    if (second < kHidden / 8) held[1] = ld_streaming(row + second);
+  }
+
+  __device__ __forceinline__ void send(const Receivers& receivers) {
+    for (;; load()) {
+      const int i = first;
+      if (fp8) {
+        float scale;
+        const Vec16 bytes = to_fp8(held, p.round_scale, scale);  // of all lanes together
+        receivers.each([&](LlMessage* message) {
+          char* body = body_of(message);
+          if (i < count()) st_relaxed_sys(reinterpret_cast<Vec16*>(body) + i, bytes);
+          if (i < count() && i % 8 == 0) st_relaxed_sys(reinterpret_cast<u32*>(body + kHidden) + i / 8, __float_as_uint(scale));
+        });
+      } else {
+        held[0] = sendable(held[0]), held[1] = sendable(held[1]);
+        receivers.each([&](LlMessage* message) {
+          Vec16* body = reinterpret_cast<Vec16*>(body_of(message));
+          if (i < count()) st_relaxed_sys(body + i, held[0]);
+          if (i + kRowThreads < count()) st_relaxed_sys(body + i + kRowThreads, held[1]);
+        });
+      }
+      first += step();
+      if (first - lane_idx() >= count()) return;
     }
   }
-}
+};
 
 // One warp. Places are counted over the table, which all blocks have, so no block needs another's counts.
 __device__ inline void send_choices(const Params& p, u32 epoch, int token, int expert, const Receivers& receivers, const short* table) {
@@ -146,7 +167,7 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
   u32* taken = &progress_of(p)->taken;
   u32 next = 0;
-  if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);  // comes while the table is read
+  if (threadIdx.x == 0) next = take_relaxed_gpu(taken);  // comes while the table is read
   if (warp == 0) {
     begin(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
   } else {
@@ -162,7 +183,7 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
   for (int turn = 0;; ++turn) {
     const int item = shared.item[turn % 2] - shared.call.taken_before, token = item - 1;
     if (item > p.num_tokens) break;
-    if (threadIdx.x == 0) next = add_relaxed_gpu(taken, 1);
+    if (threadIdx.x == 0) next = take_relaxed_gpu(taken);
     int rank = -1;  // in some lanes, one of the token's ranks
     if (item == 0) {
       for (int r = warp; r < kNumRanks; r += kWarps) {
@@ -170,12 +191,13 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
       }
     } else {
       const int expert = lane < kNumTopk ? table[token * kNumTopk + lane] : -1;
-      rank = first_choice_of(expert, shared.call.out);
-      const Receivers receivers(p, epoch, token, rank);
       if (warp == kChoiceWarp) {
-        send_choices(p, epoch, token, expert, receivers, table);
+        rank = first_choice_of(expert, shared.call.out);
+        send_choices(p, epoch, token, expert, Receivers(p, epoch, token, rank), table);
       } else {
-        send_row(p, token, receivers);
+        OutgoingRow row(p, token);
+        rank = first_choice_of(expert, shared.call.out);
+        row.send(Receivers(p, epoch, token, rank));
       }
     }
     if (threadIdx.x == 0) shared.item[(turn + 1) % 2] = next;

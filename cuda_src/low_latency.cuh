@@ -16,6 +16,8 @@
 #include "work.cuh"
 
 constexpr int kWarps = kLlThreads / 32, kLastWarp = kWarps - 1;
+constexpr int kLog2Warps = kWarps == 16 ? 4 : 3;
+static_assert(1 << kLog2Warps == kWarps);
 constexpr u32 kNotYet = 0xffffffff;
 
 // A call as a block sees it, in shared memory.
@@ -49,14 +51,15 @@ __device__ __forceinline__ u64 side_of(u32 epoch, int rank) { return static_cast
 __device__ inline void begin(const Params& p, const LlProgress* progress, u64 acks, u32 phase, const u32* also_out, Call& call) {
   constexpr int kPerLane = (kNumRanks + 31) / 32;
   const u64* theirs = at<const u64>(p.peers[p.rank], acks);
-  u64 held[kPerLane];  // acknowledgements, loaded with all the rest
-  bool out[kPerLane];
+  // All is loaded before any of it is looked at, and without a branch in between: one round trip.
+  u64 held[kPerLane];
+  u32 masked[kPerLane], left_out[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    const int r = 32 * i + lane_idx();
-    held[i] = r < kNumRanks ? ld_relaxed_sys(theirs + r) : 0;
-    // No short cut: that would wait for one before the other is loaded.
-    out[i] = r < kNumRanks && (ld_relaxed_gpu(masked_at(p, r)) | (also_out ? ld_relaxed_gpu(also_out + r) : 0)) != 0;
+    const int r = min(32 * i + lane_idx(), kNumRanks - 1);
+    held[i] = ld_relaxed_sys(theirs + r);
+    masked[i] = ld_relaxed_gpu(masked_at(p, r));
+    left_out[i] = ld_relaxed_gpu((also_out ? also_out : masked_at(p, 0)) + r);
   }
   const u32 sent = progress->sent + 1, received = progress->received + 1, taken_before = progress->taken_before;
   bool failed = was_aborted(p);
@@ -64,7 +67,8 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
   for (int i = 0; i < kPerLane; ++i) {
     const int r = 32 * i + lane_idx();
     if (r >= kNumRanks) continue;
-    if (blockIdx.x == 0 && !out[i]) {
+    bool out = (masked[i] | left_out[i]) != 0;
+    if (blockIdx.x == 0 && !out) {
       const u64 mine = acks + p.rank * sizeof(u64);  // earlier kernels have ended: no fence
       if (is_far(p, r)) {
         signal(p, r, mine, received - 1);
@@ -73,9 +77,9 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
       }
     }
     // An acknowledgement guards nothing that is read here, only what is written: relaxed loads will do.
-    const bool has_room = !(p.phases & kLlSend) || out[i] || static_cast<i32>(static_cast<u32>(held[i]) - (sent - kNumSides)) >= 0;
-    if (!has_room && !wait_epoch(p, theirs + r, sent - kNumSides, phase, r)) (kMasksOnTimeout ? out[i] : failed) = true;
-    call.out[r] = out[i];
+    const bool has_room = !(p.phases & kLlSend) || out || static_cast<i32>(static_cast<u32>(held[i]) - (sent - kNumSides)) >= 0;
+    if (!has_room && !wait_epoch(p, theirs + r, sent - kNumSides, phase, r)) (kMasksOnTimeout ? out : failed) = true;
+    call.out[r] = out;
   }
   failed = __any_sync(~0u, failed);
   if (lane_idx() == 0) call.sent = sent, call.received = received, call.taken_before = taken_before, call.failed = failed;
@@ -89,6 +93,64 @@ __device__ inline void advance(const Params& p, LlProgress* progress, const Call
   if (p.phases & kLlSend) progress->sent = call.sent, progress->taken_before = call.taken_before + takes;
   if (p.phases & kLlReceive) progress->received = call.received;
 }
+
+// Warps that share an item: some of a block, or all of several blocks. An SM issues few instructions at a time: a row is through soonest
+// where several SMs have a little of it.
+struct Group {
+  int log2_blocks, log2_warps;  // blocks, and warps of each
+  int idx, per_block;           // of the group among those of its block
+
+  __device__ __forceinline__ explicit Group(int log2_all_warps)
+      : log2_blocks(max(log2_all_warps - kLog2Warps, 0)),
+        log2_warps(log2_all_warps - log2_blocks),
+        idx(warp_idx() >> log2_warps),
+        per_block(kWarps >> log2_warps) {}
+
+  __device__ __forceinline__ int num_threads() const { return 32 << (log2_blocks + log2_warps); }
+
+  // Neighbours are of different blocks, so that all have as much to do where there is less to do than there are threads.
+  __device__ __forceinline__ int thread(int block) const {
+    const int warp = warp_idx() & ((1 << log2_warps) - 1);
+    return (warp << log2_blocks | block) * 32 + lane_idx();
+  }
+
+  // The first thread of the group in this block.
+  __device__ __forceinline__ bool leads() const { return (threadIdx.x & ((32 << log2_warps) - 1)) == 0; }
+
+  // Where blocks are bound to groups: this one's place in its group, the first item of the group, and how far it is to its next one.
+  __device__ __forceinline__ int block() const { return blockIdx.x & ((1 << log2_blocks) - 1); }
+  __device__ __forceinline__ int first() const { return (blockIdx.x >> log2_blocks) + idx * (gridDim.x >> log2_blocks); }
+  __device__ __forceinline__ int step() const { return per_block * (gridDim.x >> log2_blocks); }
+
+  // All warps of the group that are of this block.
+  __device__ __forceinline__ void sync() const {
+    __syncwarp();
+    if (log2_warps > 0) asm volatile("bar.sync %0, %1;" ::"r"(1 + idx), "r"(32 << log2_warps) : "memory");
+  }
+
+  // The same; whether all threads say yes.
+  __device__ __forceinline__ bool all(bool yes) const {
+    yes = __all_sync(~0u, yes);  // barriers want whole warps
+    if (log2_warps == 0) return yes;
+    u32 result;
+    asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(result)
+                 : "r"(1 + idx), "r"(32 << log2_warps), "r"(static_cast<u32>(yes))
+                 : "memory");
+    return result;
+  }
+};
+
+// Of how many warps groups are, as a logarithm, when all of so many items are worked on at once. Nothing is divided by what is not
+// constant: that takes a while.
+__device__ __forceinline__ int log2_share(int num_items, int most) {
+  const int num_warps = kWarps * gridDim.x, items = max(num_items, 1);
+  const int log2 = max(__clz(items) - __clz(num_warps), 0);
+  return min(max(log2 - (items << log2 > num_warps), 0), most);
+}
+
+// Where time-outs mask, or rows are staged to be put, groups have to meet at barriers.
+constexpr int kMostShare = kMasksOnTimeout || kHasFar ? kLog2Warps : kLog2Warps + 2;
 
 // In each lane that has the first of its token's choices of a rank, that rank; otherwise -1. `expert`: in lane k, the choice k, or -1.
 __device__ __forceinline__ int first_choice_of(int expert, const bool* out) {

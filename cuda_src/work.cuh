@@ -15,7 +15,7 @@ __device__ __forceinline__ Item item_at(int j, int my_rank) {
 
 // SMs differ: with equal shares for all, one is done in 300 us where another takes 550. So workers take items as they go, a few at a time.
 struct Queue {
-  u32* taken;  // items taken so far; 0 before the kernel, and the last block resets it
+  u32* taken;  // takes so far; 0 before the kernel, and the last block resets it
   int num_items;
   int per_take;
 };
@@ -39,13 +39,17 @@ struct Taker {
 
   __device__ Taker(const Queue& queue, Ahead ahead) : queue(queue), ahead(ahead) {
     fetch();
-    next_first = __shfl_sync(~0u, on_its_way, 0);
-    fetch();
-    ahead(next_first);
+    look_ahead();
   }
 
   __device__ __forceinline__ void fetch() {
-    if (lane_idx() == 0) on_its_way = add_relaxed_gpu(queue.taken, queue.per_take);
+    if (lane_idx() == 0) on_its_way = take_relaxed_gpu(queue.taken);
+  }
+
+  __device__ __forceinline__ void look_ahead() {
+    next_first = static_cast<int>(__shfl_sync(~0u, on_its_way, 0)) * queue.per_take;
+    fetch();
+    ahead(next_first);
   }
 
   // All lanes together; -1 when nothing is left.
@@ -54,9 +58,7 @@ struct Taker {
       if (next_first >= queue.num_items) return -1;
       item = next_first;
       end = min(item + queue.per_take, queue.num_items);
-      next_first = __shfl_sync(~0u, on_its_way, 0);
-      fetch();
-      ahead(next_first);
+      look_ahead();
     }
     return item++;
   }

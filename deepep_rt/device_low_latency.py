@@ -181,8 +181,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
-            "log2_send_warps": self._log2_share(num_tokens * min(config.num_ranks, config.num_topk)),
-            "log2_receive_warps": self._log2_share(num_tokens),
         }
         receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook)
         framework, given = y.framework, inputs.out
@@ -250,11 +248,3 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 event._move()
 
         return lambda: made, order.hook(receive_and_copy)
-
-    def _log2_share(self, num_items: int) -> int:
-        """How many warps share an item when all items are worked on at once: the logarithm of a power of two up to a block's warps.
-
-        A logarithm, as divisions by what is not constant take kernels a while.
-        """
-        block = self.config.low_latency_threads // 32
-        return (min(self._num_blocks * block // max(num_items, 1), block) | 1).bit_length() - 1

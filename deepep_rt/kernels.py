@@ -140,8 +140,6 @@ TABLE: dict[str, Kernel] = {
     i32 idx_bytes;
     i32 reduce_early;       // one row for each rank, added up there
     i32 has_weights;        // the weights came with the dispatch
-    i32 log2_send_warps;    // warps that share an entry,
-    i32 log2_receive_warps; // and a token
 """,
             threads="kLlThreads",
             low_latency=True,

@@ -218,20 +218,17 @@ def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales
         assert buffer.low_latency_combine(y, idx, weights, sent.handle, out=out).x.ptr == out.ptr == fake.take()[0].out
 
 
-def test_shares_of_a_block(fake: FakeGpu, make: Any) -> None:
-    """Few items are shared by as many warps as there are for each of them; the grid has one size, whatever the tokens."""
+def test_grids_of_one_size(fake: FakeGpu, make: Any) -> None:
+    """Whatever the tokens: ranks with more of them than others are not waited for."""
     with make(low_latency=True, num_max_tokens_per_rank=512, low_latency_sms=64) as buffer:
         y = Array(fake, "bfloat16", 8, 2048, 256)
-        seen = {}
-        for tokens in (0, 1, 16, 64, 65, 512):
+        for tokens in (0, 1, 65, 512):
             x, idx, weights = arguments(fake, tokens)
             sent = buffer.low_latency_dispatch(x, idx)
             buffer.low_latency_combine(y, idx, weights, sent.handle)
             dispatch, combine = fake.take()
             assert dispatch.blocks == combine.blocks == 64
             assert not combine.has_weights
-            seen[tokens] = combine.log2_send_warps, combine.log2_receive_warps
-        assert seen == {0: (4, 4), 1: (4, 4), 16: (4, 4), 64: (2, 4), 65: (1, 3), 512: (0, 1)}
 
 
 def test_hooks(fake: FakeGpu, make: Any) -> None:
