@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,11 @@ def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -
     Raises:
         EPTimeoutError: if not all came.
     """
-    import numpy as np
-
-    values = np.zeros(comm.Get_size(), np.int64)
-    request = comm.Iallgather(np.array([value], np.int64), values)
+    request, values = _start_to_gather(comm, value)
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
+            _unfinished.append((request, values))
             raise EPTimeoutError(
                 f"rank {comm.Get_rank()} waited {timeout_s:g} s in {phase}, and not all {comm.Get_size()} ranks came: {hint}. "
                 f"Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if they are only slow",
@@ -42,6 +41,45 @@ def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -
             )
         time.sleep(1e-4)
     return values.tolist()
+
+
+_unfinished: list[Any] = []  # MPI may still write to these arrays
+
+
+def _start_to_gather(comm: Intracomm, value: int) -> tuple[Any, Any]:
+    import numpy as np
+
+    values = np.zeros(comm.Get_size(), np.int64)
+    return comm.Iallgather(np.array([value], np.int64), values), values
+
+
+class Parting:
+    """How the ranks of a Buffer part: symmetric memory is freed by all of them together, or by none.
+
+    A rank that an error threw out, or that leaves others out, says so and goes its way. The others wait until all have come or said so.
+
+    Args:
+        comm: The ranks.
+        timeout_s: After how long a silent rank is taken for lost, where that is so; otherwise it is waited for.
+    """
+
+    def __init__(self, comm: Intracomm, timeout_s: float | None = None) -> None:
+        self._comm, self._timeout_s = comm.Dup(), timeout_s  # of its own: who goes early says so in the middle of anything
+
+    def is_common(self, sound: bool) -> bool:
+        """Whether all ranks are here and sound, as this one is or is not. To be asked once, by every rank."""
+        if not sound:
+            _unfinished.append(_start_to_gather(self._comm, 1))
+            return False
+        # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
+        rounds = 1 if self._timeout_s is None else 2
+        try:
+            return not any(any(meet(self._comm, 0, self._timeout_s or math.inf, "destroy", "")) for _ in range(rounds))
+        except EPTimeoutError:
+            return False
+
+    def free(self) -> None:
+        self._comm.Free()
 
 
 def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:

@@ -57,6 +57,7 @@ class DeviceBackend:
     ) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self.num_sms = config.num_sms  # of the next calls
+        self._parting = comm.Parting(self._comm, config.timeout_s if config.on_timeout == "mask" else None)
         self._broken: EPTimeoutError | None = None
         self._destroyed = False
         self.device = self._choose_device()
@@ -261,15 +262,25 @@ class DeviceBackend:
 
     def destroy(self) -> None:
         self._destroyed = True
-        if self._broken is not None:
-            return  # peers may still write to this memory, or never come to free theirs
-        self._order.synchronize()
-        self._order.forget_arguments()
-        self._comm.Barrier()
+        try:
+            if self._broken is None:
+                self._order.synchronize()
+        finally:
+            together = self._parting.is_common(self._is_sound())
+        if together:
+            self._order.forget_arguments()
+            self._free()
+        # Otherwise peers may still write to this memory, or never come to free theirs.
+
+    def _is_sound(self) -> bool:
+        return self._broken is None
+
+    def _free(self) -> None:
         self._memory.free()
         self._handles.destroy()
         driver.free(self._state)
         self._page.free()
+        self._parting.free()
         self._comm.Free()
 
     # --- construction ------------------------------------------------------------------------------------------------------------

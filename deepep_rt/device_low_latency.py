@@ -91,13 +91,13 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._known_masked.add(rank)
             _log.warning("rank %d: rank %d is masked: it was silent for %g s", self._comm.Get_rank(), rank, self.config.timeout_s)
 
-    def destroy(self) -> None:
-        if self.masked_ranks():
-            self.abandon()  # they may not come to free symmetric memory, which takes all ranks
-        super().destroy()
-        if self._broken is None:
-            for slots in (self._ll_handles, self._ll_sums, *(results.memory for results in self._ll_results.values())):
-                slots.destroy()
+    def _is_sound(self) -> bool:
+        return super()._is_sound() and not self.masked_ranks()
+
+    def _free(self) -> None:
+        super()._free()
+        for slots in (self._ll_handles, self._ll_sums, *(results.memory for results in self._ll_results.values())):
+            slots.destroy()
 
     def low_latency_dispatch(
         self, site: Site, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool

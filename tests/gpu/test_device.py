@@ -275,9 +275,26 @@ def test_late_rank(comm):
             assert time.monotonic() - start < 4
             with pytest.raises(EPTimeoutError):
                 gpu.combine(sent.recv_x, sent.handle)
-        gpu._backend.abandon()
         gpu.destroy()
         comm.Barrier()
+
+
+def test_a_rank_that_an_error_throws_out(comm):
+    """The others destroy their Buffer, and nobody waits for anybody; the next Buffer works."""
+
+    class Mistake(Exception): ...
+
+    gpu = make(comm)
+    try:
+        with gpu:
+            if comm.Get_rank() == comm.Get_size() - 1:
+                raise Mistake
+    except Mistake:
+        pass
+    comm.Barrier()
+    gpu, host = make(comm), make(comm, "host")
+    with gpu, host:
+        round_trip(comm, gpu, host, 93, 40, 8)
 
 
 def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 
 import numpy as np
@@ -11,6 +12,7 @@ from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
 from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError
+from deepep_rt.comm import Parting
 
 
 def _check_round(comm: MPI.Intracomm, buffer: Buffer, seed: int) -> None:
@@ -121,6 +123,22 @@ def check_leaving_by_an_exception(comm: MPI.Intracomm) -> None:
             buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
     with make_buffer(comm, num_experts=4 * ranks) as buffer:
         _check_round(comm, buffer, 1)
+
+
+def check_parting(comm: MPI.Intracomm) -> None:
+    """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
+    odd, rank = comm.Get_size() - 1, comm.Get_rank()
+    for timeout_s in (None, 20.0):
+        assert Parting(comm, timeout_s).is_common(True)
+        start = time.monotonic()
+        assert not Parting(comm, timeout_s).is_common(rank != odd)
+        assert time.monotonic() - start < 10
+    if odd == 0:
+        return
+    parting = Parting(comm, 0.5)
+    if rank == odd:
+        time.sleep(1)
+    assert not parting.is_common(True)
 
 
 def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:
