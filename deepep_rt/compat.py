@@ -44,7 +44,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
         allow_mnnvl: Accepted; without effect.
         use_fabric: Accepted; without effect.
         explicitly_destroy: Accepted; `destroy` may be called in any case, and nothing is given back without it.
-        enable_shrink: Low-latency calls leave silent ranks out, and the mask calls work.
+        enable_shrink: Low-latency calls leave silent ranks out, and the mask calls work. Memory is then taken here, for the sizes that
+            `get_low_latency_rdma_size_hint` was asked about last: at the first call, a rank may be lost already.
         comm: An mpi4py communicator, where `group` is None.
 
     Raises:
@@ -57,6 +58,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
     """
 
     num_sms: int = 20
+    _hinted: tuple[int, tuple[int, int, int, int]] = 0, (0, 0, 0, 0)  # ranks; tokens, hidden, top-k and experts
 
     def __init__(
         self,
@@ -89,6 +91,9 @@ class Buffer(NormalCalls, LowLatencyCalls):
         if low_latency_mode and ranks_per_host(ranks) < self.group_size:
             settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
         self._low_latency = LowLatencyBuffers(ranks, **settings) if low_latency_mode else None
+        ranks_hinted, sizes = Buffer._hinted
+        if self._low_latency is not None and enable_shrink and ranks_hinted == self.group_size:
+            self._low_latency.take(*sizes, "cuda" if torch.cuda.is_available() else "host")
 
     def destroy(self) -> None:
         """Give the memory back. Collective; results that are still held must not be used afterwards."""
@@ -130,11 +135,13 @@ class Buffer(NormalCalls, LowLatencyCalls):
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that the low-latency mode takes on each rank with such calls (of up to 8 experts a token)."""
+        num_topk = min(8, num_experts)
+        Buffer._hinted = num_ranks, (num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts)
         return _core.Buffer.size_hint(
             num_ranks,
             num_max_tokens_per_rank=num_max_dispatch_tokens_per_rank,
             hidden=hidden,
-            num_topk=min(8, num_experts),
+            num_topk=num_topk,
             num_experts=num_experts,
             low_latency=True,
         )["total"]

@@ -24,12 +24,14 @@ class LowLatencyCalls(Calls):
     _low_latency: LowLatencyBuffers | None
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing to do: the two modes have memory of their own, and neither has to be cleaned.
+        """Nothing to clean: the two modes have memory of their own. With `enable_shrink`, ranks that do not call this are masked.
 
         Raises:
             EPInputError: without `low_latency_mode`.
         """
-        self._need_low_latency()
+        buffers = self._need_low_latency()
+        if self.enable_shrink:
+            buffers.find_silent_ranks(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_dispatch(
         self,
@@ -206,10 +208,15 @@ class LowLatencyCalls(Calls):
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is left out, and 0 for the others, to `mask_status` `[num_ranks]` int32.
 
+        Waits for the current stream.
+
         Raises:
             EPInputError: if the Buffer was made without `enable_shrink`, or the shape is another one.
         """
-        masked = self._need_shrink("low_latency_query_mask_buffer").masked_ranks()
+        buffers = self._need_shrink("low_latency_query_mask_buffer")
+        if mask_status.is_cuda:
+            torch.cuda.current_stream().synchronize()  # a call that is under way may mask a rank
+        masked = buffers.masked_ranks()
         if mask_status.shape != (self.group_size,):
             raise EPInputError(f"mask_status has shape {list(mask_status.shape)}; expected [{self.group_size}]")
         mask_status.copy_(

@@ -552,6 +552,41 @@ def run_masks(world: World) -> None:
         world.comm.Barrier()
 
 
+def run_lost_ranks(world: World) -> None:
+    """A rank is lost before its first call, or later: nobody waits for it twice, nor it for them. Wants a short DEEPEP_RT_TIMEOUT_S."""
+    rank, ranks, tokens, num_experts = world.rank, world.num_ranks, 8, 8 * world.num_ranks
+    last = ranks - 1
+    x = torch.randn((tokens, HIDDEN), device=world.device, generator=world.generator(1)).to(torch.bfloat16)
+    topk_idx = routing(world, 2, tokens, 8, num_experts)
+    weights = torch.rand(topk_idx.shape, dtype=torch.float32, device=world.device)
+    status = torch.empty(ranks, dtype=torch.int32, device=world.device)
+    for lost_at_once in (True, False):
+        deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, ranks, num_experts)
+        with world.buffer(low_latency_mode=True, enable_shrink=True) as buffer:
+
+            def step(live: Collection[int]) -> None:
+                packed, _, handle, event, _ = buffer.low_latency_dispatch(
+                    x, topk_idx, tokens, num_experts, use_fp8=False, async_finish=True
+                )
+                event.current_stream_wait()
+                buffer.low_latency_query_mask_buffer(status)  # the call may not have ended
+                assert status.tolist() == [int(r not in live) for r in range(ranks)]
+                lost = torch.isin(topk_idx // 8, torch.tensor([r for r in range(ranks) if r not in live], device=world.device))
+                kept = topk_idx.masked_fill(lost, -1)
+                combined, _, _ = buffer.low_latency_combine(packed.clone(), kept, weights, handle)
+                assert difference(combined, x.float() * weights.masked_fill(kept == -1, 0).sum(1, keepdim=True)) < 1e-5
+
+            if not lost_at_once:
+                step(range(ranks))
+            if rank != last:  # it goes without a word
+                if not lost_at_once:
+                    buffer.clean_low_latency_buffer(tokens, HIDDEN, num_experts)
+                buffer.low_latency_query_mask_buffer(status)
+                assert int(status.sum()) == (0 if lost_at_once else 1)
+                step(range(last))
+        world.comm.Barrier()
+
+
 # --- the rest ------------------------------------------------------------------------------------------------------------------------
 
 

@@ -241,4 +241,5 @@ def test_masks(program, comm, monkeypatch):
         return  # a rank alone has nobody to mask
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "10")
     program.run_masks(program.world(comm, "cuda"))
+    program.run_lost_ranks(program.world(comm, "cuda"))
     torch.cuda.synchronize()

@@ -41,6 +41,7 @@ def check_masks(comm: MPI.Intracomm) -> None:
     os.environ["DEEPEP_RT_TIMEOUT_S"] = "4"
     try:
         deepep_v1.run_masks(world(comm, "cpu"))
+        deepep_v1.run_lost_ranks(world(comm, "cpu"))
     finally:
         del os.environ["DEEPEP_RT_TIMEOUT_S"]
 
