@@ -62,7 +62,8 @@ class View:
     device: int
     owner: Any
     framework: Framework
-    stream: int | None = field(default=None, compare=False)  # the stream that produces it, where the consumer has to be told
+    stream: int | None = field(default=None, compare=False)  # the stream that produces it, where the consumer has to be told,
+    context: Any = field(default=None, compare=False)  # and `with` what its CUDA context is the current one
 
     @property
     def itemsize(self) -> int:
@@ -92,7 +93,10 @@ class View:
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         if self.stream is not None and stream not in (None, -1, self.stream):
             consumer = 0 if stream == 1 else stream  # DLPack writes the legacy default stream as 1
-            _let_wait(consumer, self.stream)
+            from .driver import wait_stream
+
+            with self.context:  # consumers ask at any time
+                wait_stream(consumer, self.stream)
             if hasattr(self.owner, "used_on"):
                 self.owner.used_on(consumer)
         return self.capsule()
@@ -106,15 +110,6 @@ class View:
         if self.device != HOST:
             raise AttributeError("__array_interface__: this array is in GPU memory")
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False)}
-
-
-def _let_wait(consumer: int, producer: int) -> None:
-    from cuda.bindings import driver
-
-    event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)[1]
-    driver.cuEventRecord(event, producer)
-    driver.cuStreamWaitEvent(consumer, event, 0)
-    driver.cuEventDestroy(event)
 
 
 class StreamHandle(int):

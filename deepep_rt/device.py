@@ -64,7 +64,7 @@ class DeviceBackend:
         self.context = driver.CurrentContext()
         self._map = layout.symmetric(config)
         self._check_memory()
-        self._order = CallOrder(self.device, self._check)
+        self._order = CallOrder(self.device, self.context, self._check)
         self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
         base = self._memory.ptr
         for region in ("control", "low_latency"):  # flags start at zero
@@ -412,7 +412,7 @@ class DeviceBackend:
         }
 
     def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
-        return View(ptr, shape, dtype, self.device, owner, framework, stream)
+        return View(ptr, shape, dtype, self.device, owner, framework, stream, self.context)
 
     def _on_device(self, stream: int, *views: View | None) -> list[Any]:
         """The same arrays in GPU memory: those of host memory are copied."""

@@ -16,11 +16,12 @@ class CallOrder:
 
     Args:
         device: The GPU.
+        context: Its context.
         check: Raises what the device has reported; called when the host has waited for a call.
     """
 
-    def __init__(self, device: int, check: Callable[[], None]) -> None:
-        self._device, self.check = device, check
+    def __init__(self, device: int, context: driver.CurrentContext, check: Callable[[], None]) -> None:
+        self._device, self.context, self.check = device, context, check
         self.own_stream = driver.new_stream()
         self._last_stream: int | None = None
         self._last_call = driver.CudaEvent(self.own_stream)  # an event: the stream itself may be gone when the next call comes
@@ -98,10 +99,11 @@ class _End(Event):
 
     def wait(self, stream: Any = None) -> None:
         waiting = self._caller_stream or 0 if stream is None else driver.stream_handle(stream)
-        if self._marker is not None:
-            driver.wait_event(waiting, self._marker.handle)
-        elif waiting != self._stream:
-            driver.wait_stream(waiting, self._stream)
+        with self._order.context:  # whatever another library has made current by now
+            if self._marker is not None:
+                driver.wait_event(waiting, self._marker.handle)
+            elif waiting != self._stream:
+                driver.wait_stream(waiting, self._stream)
 
     def synchronize(self) -> None:
         driver.synchronize(self._stream)

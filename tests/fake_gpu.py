@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,10 +50,17 @@ class FakeGpu:
         self.fills: list[tuple[int, int, int]] = []  # at, byte, bytes
         self.freed: list[int] = []
         self.asked: list[str] = []  # all that the driver was asked, by name
+        self.depth = 0  # of contexts that were made current
+        self.outside: list[str] = []  # what was asked in a context that another library may have made current
         self.constants: dict[int, Any] = {}
         self.on_launch: Any = lambda call: None
         self._addresses = itertools.count(1 << 30, 1 << 32)
         self._pinned: list[Any] = []
+
+    def note(self, name: str) -> None:
+        self.asked.append(name)
+        if not self.depth and name in ("record", "wait_event", "wait_stream"):
+            self.outside.append(name)
 
     def allocate(self, num_bytes: int) -> int:
         return next(self._addresses)
@@ -111,7 +119,7 @@ class _Communicator:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     fake = FakeGpu()
 
     class Event:
@@ -121,7 +129,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
             self.record(stream)
 
         def record(self, stream: int) -> None:
-            fake.asked.append("record")
+            fake.note("record")
 
         def synchronize(self) -> None: ...
         def done(self) -> bool:
@@ -130,8 +138,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     class Context:
         def __enter__(self) -> None:
             fake.asked.append("context")
+            fake.depth += 1
 
-        def __exit__(self, *_: object) -> None: ...
+        def __exit__(self, *_: object) -> None:
+            fake.depth -= 1
 
     replaced = {
         "new_stream": lambda: OWN_STREAM,
@@ -153,7 +163,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
     def noted(name: str, answer: Any) -> Any:
         def ask(*arguments: Any) -> Any:
-            fake.asked.append(name)
+            fake.note(name)
             return answer(*arguments)
 
         return ask
@@ -169,7 +179,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
     monkeypatch.setattr(device.DeviceBackend, "_choose_device", lambda self: 0)
     monkeypatch.setitem(arrays._frameworks, Array, _Library())
-    return fake
+    yield fake
+    assert not fake.outside
 
 
 @pytest.fixture
@@ -191,6 +202,8 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(**sizes: Any) -> Buffer:
         defaults = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32, timeout_s=1.0, check_inputs=False)
-        return Buffer(_Communicator(4), **{**defaults, **sizes})
+        buffer = Buffer(_Communicator(4), **{**defaults, **sizes})
+        fake.outside.clear()  # a Buffer is made in the context that is current
+        return buffer
 
     return make

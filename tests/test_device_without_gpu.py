@@ -158,6 +158,16 @@ def test_streams(fake: FakeGpu, make: Any) -> None:
         assert fake.take()[0].stream == 77
 
 
+def test_results_that_others_look_at(fake: FakeGpu, make: Any) -> None:
+    """They look at any time, with another context current; their streams wait for what is still being written."""
+    with make() as buffer:
+        sent = buffer.dispatch(*arguments(fake), num_worst_tokens=40, stream=7)
+        fake.waits.clear()
+        sent.recv_x.__dlpack__(stream=21)
+        sent.event.wait(22)
+        assert fake.waits == [(21, ("all of", 7)), (22, ("all of", 7))]
+
+
 def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:
     """They are copied in, and results are copied out."""
     with make(dtype="float32") as buffer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +59,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def order(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> CallOrder:
     caller = SimpleNamespace(current_stream=lambda device: CALLERS)
     monkeypatch.setattr(arrays, "framework_of", lambda x, what: caller)
-    return CallOrder(0, lambda: fake.waits.append("check"))
+    return CallOrder(0, nullcontext(), lambda: fake.waits.append("check"))
 
 
 def call(order: CallOrder, arguments: Any = (), **how: Any) -> Any:
