@@ -45,7 +45,7 @@ class Launcher:
         self._values_in_order = itemgetter(*self.names)  # a tuple: every kernel has at least two
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._arguments_at = ctypes.addressof(self._argument)
-        self._function = function.handle
+        self._function = driver.CUfunction(function.handle)  # from an integer it would be made in each call, which takes 1 us
         self._config = config = driver.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX, config.sharedMemBytes, config.numAttrs = function.threads, function.shared_bytes, 0

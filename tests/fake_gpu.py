@@ -174,7 +174,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(driver, "CurrentContext", Context)
     monkeypatch.setattr(pool.StreamMemory.__del__, "__defaults__", (driver.free_async, lambda: False))
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch))
+    monkeypatch.setattr(
+        launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch, CUfunction=int)
+    )
     monkeypatch.setattr(jit, "load", fake.load)
     monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
     monkeypatch.setattr(device.DeviceBackend, "_choose_device", lambda self: 0)
