@@ -10,10 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import dlpack
 from .errors import EPInputError, EPUnavailableError
+
+if TYPE_CHECKING:
+    from .driver import Work
 
 HOST = -1
 """Device number of ordinary host memory."""
@@ -62,8 +65,7 @@ class View:
     device: int
     owner: Any
     framework: Framework
-    stream: int | None = field(default=None, compare=False)  # the stream that produces it, where the consumer has to be told,
-    context: Any = field(default=None, compare=False)  # and `with` what its CUDA context is the current one
+    work: Work | None = field(default=None, compare=False)  # what produces it, where the consumer has to be told
 
     @property
     def itemsize(self) -> int:
@@ -91,12 +93,9 @@ class View:
         return dlpack.capsule(self.ptr, self.shape, kind.code, kind.bits, self.__dlpack_device__(), self.owner)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        if self.stream is not None and stream not in (None, -1, self.stream):
+        if self.work is not None and stream not in (None, -1, self.work.stream):
             consumer = 0 if stream == 1 else stream  # DLPack writes the legacy default stream as 1
-            from .driver import wait_stream
-
-            with self.context:  # consumers ask at any time
-                wait_stream(consumer, self.stream)
+            self.work.let_wait(consumer)
             if hasattr(self.owner, "used_on"):
                 self.owner.used_on(consumer)
         return self.capsule()

@@ -512,6 +512,9 @@ class Buffer:
     def destroy(self) -> None:
         """Give the memory back. Collective; results that are still held must not be used afterwards. Safe to call twice.
 
+        Where a rank was lost - its call timed out, an error threw it out of the `with` block, it masked others - the memory on GPUs stays
+        until the process ends: giving it back takes all ranks.
+
         Example:
             >>> buffer.destroy()  # the end of a with block does the same
         """
@@ -542,7 +545,7 @@ class Buffer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._backend is not None and error is not None:
-            self._backend.abandon()  # the other ranks may not get here: nothing collective may happen on the way out
+            self._backend.abandon()  # the other ranks may not get here: nothing may wait for them on the way out
         self.destroy()
 
     def __del__(self) -> None:

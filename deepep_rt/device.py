@@ -412,7 +412,7 @@ class DeviceBackend:
         }
 
     def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
-        return View(ptr, shape, dtype, self.device, owner, framework, stream, self.context)
+        return View(ptr, shape, dtype, self.device, owner, framework, driver.Work(stream, self.context))
 
     def _on_device(self, stream: int, *views: View | None) -> list[Any]:
         """The same arrays in GPU memory: those of host memory are copied."""
@@ -442,7 +442,7 @@ class DeviceBackend:
                 memory = np.empty(view.nbytes + 64, np.uint8)
                 ptr = memory.ctypes.data + -memory.ctypes.data % 64  # where JAX wants its arrays
                 driver.copy_async(ptr, view.ptr, view.nbytes, stream)
-                view = replace(view, ptr=ptr, device=HOST, owner=memory, stream=None)
+                view = replace(view, ptr=ptr, device=HOST, owner=memory, work=None)
             copied[name] = view
         driver.synchronize(stream)
         self._check()

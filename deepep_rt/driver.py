@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from cuda.bindings import driver
@@ -48,24 +49,29 @@ def has_started() -> bool:
     return driver.cuCtxGetCurrent()[0] != driver.CUresult.CUDA_ERROR_NOT_INITIALIZED
 
 
+class _Callers(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[int] = []
+
+
 class CurrentContext:
     """`with` it, work goes to the context that was current when it was made; the caller's own comes back afterwards.
 
-    Other libraries change the current context without a word (JAX does when it starts).
+    Other libraries change the current context without a word (JAX does when it starts). Every thread has its own (JAX calls from threads).
     """
 
     def __init__(self) -> None:
         self._own = int(ok(driver.cuCtxGetCurrent()))
-        self._callers: list[int] = []
+        self._callers = _Callers()
 
     def __enter__(self) -> None:
         current = int(ok(driver.cuCtxGetCurrent()))
-        self._callers.append(current)
+        self._callers.contexts.append(current)
         if current != self._own:
             ok(driver.cuCtxSetCurrent(self._own))
 
     def __exit__(self, *_: object) -> None:
-        caller = self._callers.pop()
+        caller = self._callers.contexts.pop()
         if caller != self._own:
             ok(driver.cuCtxSetCurrent(caller))
 
@@ -133,6 +139,20 @@ def wait_stream(stream: int, other: int) -> None:
     """Make `stream` wait for what `other` holds now."""
     event = CudaEvent(other)  # has to live until the wait is queued
     wait_event(stream, event.handle)
+
+
+class Work:
+    """What a stream will have done. Whoever needs that may ask at any time, whatever context is current then."""
+
+    __slots__ = ("_context", "stream")
+
+    def __init__(self, stream: int, context: CurrentContext) -> None:
+        self.stream, self._context = stream, context
+
+    def let_wait(self, consumer: int) -> None:
+        """Make another stream wait for it."""
+        with self._context:
+            wait_stream(consumer, self.stream)
 
 
 def is_capturing(stream: int) -> bool:
