@@ -83,6 +83,7 @@ def test_200_rounds(comm):
             late = int(rng.integers(comm.Get_size()))
             if i % 5 == 0 and comm.Get_rank() == late:
                 torch.cuda._sleep(int(20e6))
+            gpu.num_sms = (24, 3, 64)[i % 3]
             tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
             held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
             if len(held) > i % 3:  # results live on while others come and go
@@ -217,7 +218,12 @@ def test_other_frameworks(comm):
             np.testing.assert_array_equal(cupy.asnumpy(gpu.combine(sent.recv_x, sent.handle).x), reference)
         jax = pytest.importorskip("jax")
         device = next(d for d in jax.local_devices() if d.local_hardware_id == gpu._backend.device)
-        sent = gpu.dispatch(*(jax.device_put(t.cpu().numpy(), device) for t in (x, idx, weights)))
+        arrays = [jax.device_put(t.cpu().numpy(), device) for t in (x, idx, weights)]
+        with torch.cuda.stream(torch.cuda.ExternalStream(gpu._backend._order.own_stream)):
+            torch.cuda._sleep(int(50e6))  # JAX's stream has to wait for the rows
+        sent = gpu.dispatch(*arrays, num_worst_tokens=50 * comm.Get_size())
+        np.testing.assert_array_equal(np.asarray(sent.recv_x)[: len(want.recv_x)], want.recv_x.numpy())
+        sent = gpu.dispatch(*arrays)
         assert isinstance(sent.recv_x, jax.Array)
         np.testing.assert_array_equal(np.asarray(sent.recv_x), want.recv_x.numpy())
         back = gpu.combine(sent.recv_x + 0, sent.handle).x
