@@ -43,21 +43,24 @@ class Buffer:
     Args:
         comm: An mpi4py communicator; its ranks are the expert-parallel group.
         num_max_tokens_per_rank: Most tokens that one rank gives to one `dispatch`.
-        hidden: Elements of a row.
+        hidden: Elements of a row; in `dtype`, a row has a multiple of 16 bytes, and at most 96 KiB.
         num_topk: Experts of a token, 1 to 32.
         num_experts: Experts over all ranks, a multiple of the number of ranks; rank r holds the r-th run of them.
         dtype: Widest element type of a row. Narrower rows (FP8 in a bfloat16 buffer) are welcome in each call.
-        num_slots: Worst-case dispatch results that fit in the pool at once. Results are trimmed to what arrived.
-        backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there is a GPU.
+        num_slots: Worst-case dispatch results that there is memory for at once (the pool); results are trimmed to what arrived. Also how
+            many low-latency hooks of a kind may be open.
+        backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there is a GPU, and cuda-python (the extras).
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
         num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls.
-        low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it).
+        low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it). Each of their results has room
+            for `num_experts * num_max_tokens_per_rank` rows: see `size_hint`, and make a Buffer of few tokens for decoding.
         low_latency_sms: SMs that a low-latency call occupies, however few tokens it has (fewer only for a small `num_max_tokens_per_rank`).
         ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls go through NVSHMEM between such groups.
             Default: the ranks of a host. 1 sends everything through NVSHMEM.
         network: How NVSHMEM reaches the ranks on other hosts; takes effect when it starts, with the first Buffer of the process.
         on_timeout: What a low-latency call does about a silent peer: "raise", or "mask" it (see `mask_rank`) and go on without it.
-        check_inputs: Report expert numbers out of range from the device (the host backend always does); default `DEEPEP_RT_DEBUG`.
+        check_inputs: Report expert numbers out of range from the device, in this call or a later one; without it GPUs skip them. (The host
+            backend always raises.) Default: `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when the caller holds so many results that the pool is full: "copy" the result to
             memory of its own, or raise "error".
 
@@ -509,11 +512,18 @@ class Buffer:
         with backend.context:
             backend.synchronize()
 
-    def destroy(self) -> None:
+    def destroy(self, in_touch: bool = True) -> None:
         """Give the memory back. Collective; results that are still held must not be used afterwards. Safe to call twice.
 
-        Where a rank was lost - its call timed out, an error threw it out of the `with` block, it masked others - the memory on GPUs stays
-        until the process ends: giving it back takes all ranks.
+        On GPUs, giving it back takes all ranks. A rank whose call timed out, that an error threw out of the `with` block, or that has
+        masked others, says so and waits for nobody; the memory of all ranks then stays until the processes end, and a new Buffer may be
+        made. For a rank that says nothing, this waits without a limit, with `on_timeout="mask"` for `2 * timeout_s`.
+
+        Args:
+            in_touch: False: the program knows that a rank is lost; this one waits for nobody.
+
+        Raises:
+            EPTimeoutError: if a peer did not answer in a call before, and the host has not been told. The Buffer is destroyed all the same.
 
         Example:
             >>> buffer.destroy()  # the end of a with block does the same
@@ -521,7 +531,7 @@ class Buffer:
         backend, self._backend = self._backend, None
         if backend is not None:
             with backend.context:
-                backend.destroy()
+                backend.destroy(in_touch)
 
     def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
         if self._backend is None:
@@ -544,9 +554,7 @@ class Buffer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._backend is not None and error is not None:
-            self._backend.abandon()  # the other ranks may not get here: nothing may wait for them on the way out
-        self.destroy()
+        self.destroy(in_touch=error is None)  # otherwise the other ranks may not get here
 
     def __del__(self) -> None:
         if getattr(self, "_backend", None) is not None:  # freeing is collective, and a destructor runs at no agreed time

@@ -45,7 +45,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
         use_fabric: Accepted; without effect.
         explicitly_destroy: Accepted; `destroy` may be called in any case, and nothing is given back without it.
         enable_shrink: Low-latency calls leave silent ranks out, and the mask calls work. Memory is then taken here, for the sizes that
-            `get_low_latency_rdma_size_hint` was asked about last: at the first call, a rank may be lost already.
+            `get_low_latency_rdma_size_hint` was asked about last (up to 8 experts a token; on the GPU, if there is one): at the first call,
+            a rank may be lost already.
         comm: An mpi4py communicator, where `group` is None.
 
     Raises:
@@ -98,9 +99,11 @@ class Buffer(NormalCalls, LowLatencyCalls):
     def destroy(self) -> None:
         """Give the memory back. Collective; results that are still held must not be used afterwards."""
         self._destroyed = True
-        for buffers in (self._normal, self._low_latency):
-            if buffers is not None:
-                buffers.destroy()
+        if self._normal is not None:
+            # Ranks that low-latency calls have lost are not waited for here either.
+            self._normal.destroy(in_touch=self._low_latency is None or not self._low_latency.masked_ranks())
+        if self._low_latency is not None:
+            self._low_latency.destroy()
 
     # --- settings and sizes ------------------------------------------------------------------------------------------------------
 

@@ -170,10 +170,10 @@ class NormalBuffers:
             return self._make(shape, max(*tokens, least, self._tokens_ahead(shape)))
         return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least)
 
-    def destroy(self) -> None:
-        """Collective."""
+    def destroy(self, in_touch: bool) -> None:
+        """Collective. `in_touch`: whether all ranks are known to be there."""
         for buffer in [*self._outgrown, *self._current.values()]:
-            buffer.destroy()
+            buffer.destroy(in_touch)
 
     def _make(self, shape: Shape, num_tokens: int) -> Buffer:
         check_not_capturing(shape.backend)

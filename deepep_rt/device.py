@@ -256,17 +256,15 @@ class DeviceBackend:
     def synchronize(self) -> None:
         self._order.synchronize()
 
-    def abandon(self) -> None:
-        """Other ranks may not follow: leave everything as it is for the process's end."""
-        self._broken = self._broken or EPTimeoutError("the buffer was left by an exception", rank=-1, peer=-1, phase="")
-
-    def destroy(self) -> None:
+    def destroy(self, in_touch: bool) -> None:
         self._destroyed = True
+        sound = False
         try:
-            if self._broken is None:
+            if in_touch and self._broken is None:
                 self._order.synchronize()
+                sound = self._is_sound()
         finally:
-            together = self._parting.is_common(self._is_sound())
+            together = self._parting.is_common(sound)
         if together:
             self._order.forget_arguments()
             self._free()

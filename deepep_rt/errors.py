@@ -25,7 +25,7 @@ class EPConfigError(EPError, ValueError):
 
 
 class EPInputError(EPError, ValueError):
-    """An array or a handle given to a call is wrong; nothing was launched and the buffer stays usable."""
+    """An array or a handle given to a call is wrong; nothing was sent and the buffer stays usable."""
 
 
 class EPCompileError(EPError, RuntimeError):
@@ -37,7 +37,7 @@ class EPCacheError(EPCompileError):
 
 
 class EPUnavailableError(EPError, RuntimeError):
-    """Something that the request needs (a GPU, NVSHMEM, MPI, a library) is not on this machine."""
+    """Something that is needed (a GPU, NVSHMEM, MPI, a library, a direct path) is not there, or the CUDA driver reports a failure."""
 
 
 class EPOutOfMemoryError(EPError, MemoryError):

@@ -158,14 +158,10 @@ class HostBackend:
     def synchronize(self) -> None:
         self._mail.check()
 
-    def abandon(self) -> None:
-        """The other ranks may be elsewhere: nothing collective from here on."""
-        self._comm = None
-
-    def destroy(self) -> None:
+    def destroy(self, in_touch: bool) -> None:
         comm, self._comm = self._comm, None
         # Freeing is collective; peers that were lost would not take part.
-        if comm is not None and not self._mail.is_broken and not self._mail.masked:
+        if comm is not None and in_touch and not self._mail.is_broken and not self._mail.masked:
             comm.Free()
 
     def _route(self, site: Site, inputs: DispatchInputs) -> DispatchHandle:

@@ -15,12 +15,10 @@ from deepep_rt.torch import combine, communicator, dispatch  # noqa: E402
 
 
 def initialize(backend):
-    """torch.distributed, from the variables in which Open MPI's or MPICH's mpirun tells each process its rank."""
+    """torch.distributed on one host; MPI tells each process its rank."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")
-    rank, size = next((int(os.environ[r]), int(os.environ[s])) for r, s in names if r in os.environ)
-    torch.distributed.init_process_group(backend, rank=rank, world_size=size)
+    torch.distributed.init_process_group(backend, rank=comm.rank, world_size=comm.size)
 
 
 def random(seed, *shape):

@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, fake, make
 
-from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, layout
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, comm, layout
 
 __all__ = ["fake", "make"]
 
@@ -387,6 +387,29 @@ def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
     assert fake.take() == []
     buffer.destroy()
     assert BASE not in fake.freed, "peers may still write there"
+
+
+def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is given back only where nothing went wrong; the other ranks are told in any case."""
+    said: list[bool] = []
+    monkeypatch.setattr(comm.Parting, "is_common", lambda self, sound: said.append(sound) or sound)
+
+    def fail() -> None:
+        raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    buffer = make()
+    monkeypatch.setattr(buffer._backend._order, "synchronize", fail)
+    with pytest.raises(EPUnavailableError):
+        buffer.destroy()
+    make().destroy(in_touch=False)
+    with pytest.raises(KeyError), make():
+        raise KeyError
+    buffer = make(low_latency=True)
+    buffer.mask_rank(2)
+    buffer.destroy()
+    assert (said, fake.freed.count(BASE)) == ([False] * 4, 0)
+    make().destroy()
+    assert (said[4:], fake.freed.count(BASE)) == ([True], 1)
 
 
 def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,10 @@ def test_everything_public_is_described(site):
         here = all(map(importlib.util.find_spec, (library, f"deepep_rt.{module}")))
         assert here == (site / f"api/{module}.html").exists()
         assert not here or any(name.startswith(f"deepep_rt.{module}.") for name in names)
+    if (site / "api/compat.html").exists():
+        from deepep_rt import compat
+
+        assert not {f"deepep_rt.compat.Buffer.{name}" for name in dir(compat.Buffer) if not name.startswith("_")} - names
 
 
 def test_every_page_is_in_the_navigation(site):

@@ -85,13 +85,8 @@ def _unmask_all(comm: MPI.Intracomm, buffer: Buffer) -> None:
 def _left_by_some(comm: MPI.Intracomm, **settings: Any) -> Iterator[Buffer]:
     """A Buffer that some ranks are going to leave without a word."""
     buffer = _buffer(comm, timeout_s=TIMEOUT_S, **settings)
-    try:
+    with buffer:
         yield buffer
-    except BaseException:
-        buffer._backend.abandon()
-        raise
-    finally:
-        buffer.destroy()
     comm.Barrier()
 
 
