@@ -6,14 +6,14 @@
 // asked to, and write it to each receiver's inbox. The last warp works out the token's places among this rank's choices of each expert, and
 // tells its receivers. What goes over the network is written to memory of this rank first, and put from there once the block is done.
 //
-// Receiving. With the headers of all sources, of which each block keeps a copy, every warp knows where a source's rows begin in each
-// expert: the order (source, token, choice) needs no counting of what has arrived. Several warps may share a token of a source: each learns
-// where its row belongs, waits for its part of the row, and copies that to the experts; the first one writes what combine has to know to
-// the handle.
+// Receiving. With the headers of all sources, of which blocks that have rows keep a copy, every warp knows where a source's rows begin
+// in each expert: the order (source, token, choice) needs no counting of what has arrived. Several warps may share a token of a source:
+// each learns where its row belongs, waits for its part of the row, and copies that to the experts; the first one writes what combine
+// has to know to the handle.
 //
 // Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on.
-// No block waits for another one of its grid, but for the acknowledgement by block 0, which starts first: tokens are taken by whoever runs,
-// so all rows are sent even if only a few blocks get an SM.
+// No block waits for a certain other one of its grid, but for block 0, which starts first and acknowledges: tokens are taken by whoever
+// runs, so all rows are sent even if only a few blocks get an SM.
 //
 // Where time-outs mask, all blocks have to be of one mind about a source, or places would differ: each first waits for the whole header,
 // and the first one to say whether it has come decides (settle). A row that is lost after that leaves its place undefined.

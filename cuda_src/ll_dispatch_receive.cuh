@@ -4,8 +4,7 @@
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 
-// Warp 0 waits for the headers of all sources on behalf of its block: words that all warps of a large grid poll come late. False: the time
-// is up.
+// Warp 0 waits for the headers of all sources on behalf of its block. False: the time is up.
 __device__ inline bool read_headers(const Params& p, const Call& call, Sources& sources) {
   bool ok = true;
   int most = 0, before = 0;

@@ -2,7 +2,7 @@
 //
 // Nothing that travels over NVLink needs a fence or a flag. Numbers travel as 8-byte words with the call's epoch in their lower half. Rows
 // travel bare, into memory that holds kNotYet in each 4-byte word; no row has such a word (`sendable` sees to it where it could), and who
-// has read a word writes kNotYet there again. What is put over the network comes with a signal, and is read only after it.
+// has read a word writes kNotYet there again. What is put over the network comes with a signal; rows are read only after it.
 //
 // Sides. Inboxes have kNumSides sides, by the epoch. When a kernel starts, it acknowledges to every rank what this rank has received before
 // (and so has read, and has written kNotYet to); a sender first waits for the acknowledgement of kNumSides calls ago. Hence the two parts
@@ -66,9 +66,7 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int r = 32 * i + lane_idx();
-    if (r >= kNumRanks) continue;
-    bool out = (masked[i] | left_out[i]) != 0;
-    if (blockIdx.x == 0 && !out) {
+    if (blockIdx.x == 0 && r < kNumRanks && !(masked[i] | left_out[i])) {
       const u64 mine = acks + p.rank * sizeof(u64);  // earlier kernels have ended: no fence
       if (is_far(p, r)) {
         signal(p, r, mine, received - 1);
@@ -76,6 +74,12 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
         st_relaxed_sys(at<u64>(p.peers[r], mine), received - 1);
       }
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {  // all are told before anybody is waited for
+    const int r = 32 * i + lane_idx();
+    if (r >= kNumRanks) continue;
+    bool out = (masked[i] | left_out[i]) != 0;
     // An acknowledgement guards nothing that is read here, only what is written: relaxed loads will do.
     const bool has_room = !(p.phases & kLlSend) || out || static_cast<i32>(static_cast<u32>(held[i]) - (sent - kNumSides)) >= 0;
     if (!has_room && !wait_epoch(p, theirs + r, sent - kNumSides, phase, r)) (kMasksOnTimeout ? out : failed) = true;

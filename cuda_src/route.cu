@@ -4,9 +4,8 @@
 //      leaves the counts in local memory;
 //   2. it waits for the counts of the blocks before it, and so knows where its rows begin (blocks start in order: one that waits, waits for
 //      blocks that run);
-//   3. the last block, which now knows all counts, sends one message to each rank: the row counts of this rank, and how often each expert
-//   of
-//      the receiver was chosen;
+//   3. the last block, which now knows all counts, sends one message to each rank: the row counts of this rank, and how often each
+//      expert of the receiver was chosen;
 //   4. every block writes its part of the handle: each token's position among the rows for a rank (send_pos), and the tokens in that order
 //      (send_list);
 //   5. the last block waits for the messages of the peers, and completes the handle with the matrix of row counts, and, if asked, the host.

@@ -93,8 +93,8 @@ class View:
         return dlpack.capsule(self.ptr, self.shape, kind.code, kind.bits, self.__dlpack_device__(), self.owner)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        if self.work is not None and stream not in (None, -1, self.work.stream):
-            consumer = 0 if stream == 1 else stream  # DLPack writes the legacy default stream as 1
+        consumer = 0 if stream in (None, 1) else stream  # so DLPack writes the legacy default stream, and -1 for none
+        if self.work is not None and consumer not in (-1, self.work.stream):
             self.work.let_wait(consumer)
             if hasattr(self.owner, "used_on"):
                 self.owner.used_on(consumer)

@@ -17,7 +17,7 @@ from . import bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
-from .config import COMBINE_DTYPES, Config
+from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, Config
 from .errors import EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
 from .screen import console
@@ -119,7 +119,8 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
     elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
     if wrong := set(elements) - set(COMBINE_DTYPES):
         raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
-    kernels = [kernel for kernel in TABLE.values() if config.fits_low_latency or not kernel.low_latency]
+    is_near = config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
+    kernels = [k for k in TABLE.values() if (config.fits_low_latency if k.low_latency else is_near or k.needs_nvshmem)]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
 
 

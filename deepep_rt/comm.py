@@ -53,10 +53,11 @@ def _start_to_gather(comm: Intracomm, value: int) -> tuple[Any, Any]:
     return comm.Iallgather(np.array([value], np.int64), values), values
 
 
-class Parting:
-    """How the ranks of a Buffer part: symmetric memory is freed by all of them together, or by none.
+class AllOrNone:
+    """Something that all ranks do together, or none, such as freeing symmetric memory. It is asked once, on every rank.
 
-    A rank that an error threw out, or that leaves others out, says so and goes its way. The others wait until all have come or said so.
+    A rank that cannot - an error threw it out, or it leaves others out - says so and goes its way. The others wait until all have come or
+    said so.
 
     Args:
         comm: The ranks.
@@ -66,8 +67,8 @@ class Parting:
     def __init__(self, comm: Intracomm, timeout_s: float | None = None) -> None:
         self._comm, self._timeout_s = comm.Dup(), timeout_s  # of its own: who goes early says so in the middle of anything
 
-    def is_common(self, sound: bool) -> bool:
-        """Whether all ranks are here and sound, as this one is or is not. To be asked once, by every rank."""
+    def holds(self, sound: bool) -> bool:
+        """Whether all ranks are here and sound, as this one is or is not."""
         if not sound:
             _unfinished.append(_start_to_gather(self._comm, 1))
             return False

@@ -6,6 +6,7 @@ GPUs, or on the CPU, where calls run on the host backend.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -98,12 +99,15 @@ class Buffer(NormalCalls, LowLatencyCalls):
 
     def destroy(self) -> None:
         """Give the memory back. Collective; results that are still held must not be used afterwards."""
+        if self._destroyed:
+            return
         self._destroyed = True
-        if self._normal is not None:
-            # Ranks that low-latency calls have lost are not waited for here either.
-            self._normal.destroy(in_touch=self._low_latency is None or not self._low_latency.masked_ranks())
-        if self._low_latency is not None:
-            self._low_latency.destroy()
+        with ExitStack() as rest:  # all are destroyed, whatever comes to light
+            if self._low_latency is not None:
+                rest.callback(self._low_latency.destroy)
+            if self._normal is not None:
+                # Ranks that low-latency calls have lost are not waited for here either.
+                rest.callback(self._normal.destroy, in_touch=self._low_latency is None or not self._low_latency.masked_ranks())
 
     # --- settings and sizes ------------------------------------------------------------------------------------------------------
 

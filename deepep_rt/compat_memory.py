@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,8 +173,9 @@ class NormalBuffers:
 
     def destroy(self, in_touch: bool) -> None:
         """Collective. `in_touch`: whether all ranks are known to be there."""
-        for buffer in [*self._outgrown, *self._current.values()]:
-            buffer.destroy(in_touch)
+        with ExitStack() as rest:
+            for buffer in [*self._outgrown, *self._current.values()]:
+                rest.callback(buffer.destroy, in_touch)
 
     def _make(self, shape: Shape, num_tokens: int) -> Buffer:
         check_not_capturing(shape.backend)
@@ -247,8 +249,9 @@ class LowLatencyBuffers:
 
     def destroy(self) -> None:
         """Collective."""
-        for buffer in self._buffers.values():
-            buffer.destroy()
+        with ExitStack() as rest:
+            for buffer in self._buffers.values():
+                rest.callback(buffer.destroy)
 
 
 def check_not_capturing(backend: str) -> None:

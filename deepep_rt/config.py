@@ -61,7 +61,7 @@ class Config:
         num_sms: Thread blocks of the dispatch and combine kernels (each takes one SM).
         timeout_s: Seconds after which a silent peer raises EPTimeoutError.
         low_latency: Whether memory is set aside for the low-latency calls.
-        low_latency_sms: Thread blocks of the low-latency kernels, at most one for an SM.
+        low_latency_sms: Thread blocks of the low-latency kernels; never more than the GPU has SMs.
         ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls reach the others through NVSHMEM.
             None: all of them.
         on_timeout: What a low-latency call does about a silent peer: "raise", or "mask" it and go on without it.
@@ -169,6 +169,11 @@ class Config:
         return 256 if self.has_network else 512
 
     @cached_property
+    def low_latency_sides(self) -> int:
+        """Sides of the inboxes: `num_slots`, or more, as epochs take turns with them also where they wrap around."""
+        return 1 << (self.num_slots - 1).bit_length()
+
+    @cached_property
     def low_latency_table_bytes(self) -> int:
         """Shared memory of a low-latency dispatch: the experts of all tokens, as int16; then a bit for each token of each rank."""
         return max(self.num_max_tokens_per_rank * self.num_topk * 2 + 3 & ~3, self.num_ranks * self.low_latency_bitmap_words * 4)
@@ -208,7 +213,7 @@ class Config:
             "kNumLocalExperts": self.num_local_experts,
             "kNumMaxTokens": self.num_max_tokens_per_rank,
             "kHidden": self.hidden,
-            "kNumSides": self.num_slots,
+            "kNumSides": self.low_latency_sides,
             "kRanksPerNode": self.node_size,
             "kLlBitmapWords": self.low_latency_bitmap_words,
         }

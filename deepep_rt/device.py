@@ -12,7 +12,7 @@ import numpy as np
 from . import _env, comm, driver, jit, layout, structs
 from .arrays import HOST, Framework, View
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
-from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from .errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
@@ -57,7 +57,8 @@ class DeviceBackend:
     ) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self.num_sms = config.num_sms  # of the next calls
-        self._parting = comm.Parting(self._comm, config.timeout_s if config.on_timeout == "mask" else None)
+        built = comm.AllOrNone(self._comm)
+        self._parting = comm.AllOrNone(self._comm, config.timeout_s if config.on_timeout == "mask" else None)
         self._broken: EPTimeoutError | None = None
         self._destroyed = False
         self.device = self._choose_device()
@@ -66,27 +67,14 @@ class DeviceBackend:
         self._check_memory()
         self._order = CallOrder(self.device, self.context, self._check)
         self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
-        base = self._memory.ptr
-        for region in ("control", "low_latency"):  # flags start at zero
-            if self._map.sizes[region]:
-                driver.fill(base + self._map.offsets[region], 0, self._map.sizes[region])
-        local_bytes = layout.local(config).num_bytes
-        self._state = driver.allocate(local_bytes)
-        driver.fill(self._state, 0, local_bytes)
-        self._pool = Pool(base + self._map.offsets["pool"], self._map.sizes["pool"])
-        self._handle_map = layout.handle(config)
-        self._handles = Slots(self._handle_map.num_bytes, layout.num_handles(config))
-        self._page = HostPage(config)
-        self._arch = jit.current_arch()
-        self._launchers: dict[tuple[str, str | None], Launcher] = {}
-        self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
-        if self._is_near:
-            for kernel in ("route", "dispatch"):
-                self._launcher(kernel)
-            if config.dtype in COMBINE_DTYPES:
-                self._launcher("combine", config.dtype)
-        driver.synchronize(0)
-        self._comm.Barrier()  # nobody writes to control memory that is still being cleared
+        made = False
+        try:
+            self._make_own_part()
+            made = True
+        finally:  # an error must not leave the others waiting
+            all_made = built.holds(made)  # and nobody writes to control memory that is still being cleared
+        if not all_made:
+            raise EPUnavailableError("another rank could not make its part of this Buffer; what it raised tells why")
         between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
         transport = f"NVLink or PCIe peer access{between}"
         comm.announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
@@ -110,6 +98,8 @@ class DeviceBackend:
         idx_bytes = idx.itemsize if idx else 0
         known = inputs.handle
         tell_host = known is None and inputs.num_worst_tokens is None
+        if tell_host and call.capture is not None:
+            raise EPInputError("the host cannot wait for counts in a CUDA graph capture; pass num_worst_tokens=, or handle=")
         slot = self._handles.take(stream, call.caller_stream) if known is None else known._routing
         if known is not None:
             capacity = known.num_recv_rows
@@ -264,7 +254,7 @@ class DeviceBackend:
                 self._order.synchronize()
                 sound = self._is_sound()
         finally:
-            together = self._parting.is_common(sound)
+            together = self._parting.holds(sound)
         if together:
             self._order.forget_arguments()
             self._free()
@@ -274,6 +264,7 @@ class DeviceBackend:
         return self._broken is None
 
     def _free(self) -> None:
+        self._order.check = lambda: None  # events may be asked later
         self._memory.free()
         self._handles.destroy()
         driver.free(self._state)
@@ -282,6 +273,30 @@ class DeviceBackend:
         self._comm.Free()
 
     # --- construction ------------------------------------------------------------------------------------------------------------
+
+    def _make_own_part(self) -> None:
+        """What a rank makes without any other: memory, tables and the throughput kernels."""
+        config = self.config
+        base = self._memory.ptr
+        for region in ("control", "low_latency"):  # flags start at zero
+            if self._map.sizes[region]:
+                driver.fill(base + self._map.offsets[region], 0, self._map.sizes[region])
+        local_bytes = layout.local(config).num_bytes
+        self._state = driver.allocate(local_bytes)
+        driver.fill(self._state, 0, local_bytes)
+        self._pool = Pool(base + self._map.offsets["pool"], self._map.sizes["pool"])
+        self._handle_map = layout.handle(config)
+        self._handles = Slots(self._handle_map.num_bytes, layout.num_handles(config))
+        self._page = HostPage(config)
+        self._arch = jit.current_arch()
+        self._launchers: dict[tuple[str, str | None], Launcher] = {}
+        self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
+        if self._is_near:
+            for kernel in ("route", "dispatch"):
+                self._launcher(kernel)
+            if config.dtype in COMBINE_DTYPES:
+                self._launcher("combine", config.dtype)
+        driver.synchronize(0)
 
     def _choose_device(self) -> int:
         from mpi4py import MPI
@@ -376,6 +391,7 @@ class DeviceBackend:
         assert call.stream is not None
         copy = self._own_memory(used, call)
         driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, call.stream)
+        self._order.extend(call)  # the next call's rows land there
         return copy, copy.ptr
 
     def _own_memory(self, num_bytes: int, call: Call) -> StreamMemory:
@@ -389,19 +405,22 @@ class DeviceBackend:
     def _await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host until the routing is known: the one synchronisation of the library."""
         deadline = time.monotonic() + self.config.timeout_s + _HOST_GRACE_S
-        while (counts := self._page.counts()) is None:
-            self._check()
-            if time.monotonic() > deadline:
-                rank = self._comm.Get_rank()
-                self._broken = EPTimeoutError(
-                    "the routing kernel did not run: the GPU is busy with other work, or stuck",
-                    rank=rank,
-                    peer=rank,
-                    phase=structs.phase_name(1),
-                )
-                raise self._broken
+        counts = None
+        try:
+            # Bad input is raised after the counts: the next call must not take them for its own.
+            while (counts := self._page.counts()) is None:
+                self._check_peers()
+                if time.monotonic() > deadline:
+                    raise self._timeout("the routing kernel did not run: the GPU is busy with other work, or stuck")
+        finally:
+            if counts is None and self._broken is None:
+                self._broken = self._timeout("a dispatch was interrupted while it waited for its counts")
         self._check()
         return counts
+
+    def _timeout(self, what: str) -> EPTimeoutError:
+        rank = self._comm.Get_rank()
+        return EPTimeoutError(what, rank=rank, peer=rank, phase=structs.phase_name(1))
 
     def _counts_of(self, slot: Slot, framework: Framework, stream: int) -> dict[str, View]:
         return {
@@ -430,6 +449,7 @@ class DeviceBackend:
         if not host_caller:
             return views
         copied = self._to_host(views(), stream, given)
+        self._check()
         return lambda: copied
 
     def _to_host(self, views: Views, stream: int, given: View | None = None) -> Views:
@@ -443,7 +463,6 @@ class DeviceBackend:
                 view = replace(view, ptr=ptr, device=HOST, owner=memory, work=None)
             copied[name] = view
         driver.synchronize(stream)
-        self._check()
         return copied
 
     def _check_near(self) -> None:
@@ -455,10 +474,14 @@ class DeviceBackend:
 
     def _check(self) -> None:
         """Raise what the device reported."""
+        self._check_peers()
+        self._page.check_inputs()
+
+    def _check_peers(self) -> None:
         if self._broken is not None:
             raise self._broken
         try:
-            self._page.check()
+            self._page.check_peers()
         except EPTimeoutError as error:
             self._broken = error
             raise

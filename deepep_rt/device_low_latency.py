@@ -50,7 +50,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._ll_sums = Slots(config.num_max_tokens_per_rank * config.hidden * 2, 0)
         self._has_fp8 = has_fp8(self._arch)
         # The same in every call: a rank with few tokens may get many from others.
-        self._num_blocks = min(config.low_latency_sms, max(2 * config.num_max_tokens_per_rank, 16))
+        self._num_blocks = min(config.low_latency_sms, driver.num_sms(self.device), max(2 * config.num_max_tokens_per_rank, 16))
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
@@ -196,7 +196,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
         config = self.config
         shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
         if self._ll_combine_buffer is None:
-            self._ll_combine_buffer = self._ll_results[False, False].memory.take(self._order.own_stream)
+            writer = framework.current_stream(self.device) or self._order.own_stream
+            self._ll_combine_buffer = self._ll_results[False, False].memory.take(writer)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
@@ -217,7 +218,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         def receive() -> None:
             if self._destroyed:
                 raise EPDestroyedError("the Buffer of this hook was destroyed")
-            self._check()
+            self._check_peers()
             self._order.enter(call)
             launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
             self._order.leave(call, arguments)
@@ -246,5 +247,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 if on_host:
                     made.update(self._to_host(made, stream, given))
                 event._move()
+                self._check()  # at last: bad input does not keep a call from its second half
 
         return lambda: made, order.hook(receive_and_copy)

@@ -80,6 +80,11 @@ def device_uuid(ordinal: int) -> str:
     return bytes(ok(_device_uuid(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
 
 
+def num_sms(ordinal: int) -> int:
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    return ok(driver.cuDeviceGetAttribute(attribute, ok(driver.cuDeviceGet(ordinal))))
+
+
 def free_bytes() -> int:
     return ok(driver.cuMemGetInfo())[0]
 

@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from . import arrays
-from .arrays import HOST, View
+from .arrays import HOST, Framework, View
 from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, Config
 from .errors import EPInputError
 from .results import DispatchHandle, LowLatencyHandle
@@ -25,6 +25,7 @@ class Call:
     caller_stream: int | None
     async_finish: bool
     previous_event: Any
+    framework: Framework | None = None  # the caller's
     capture: int | None = None  # the number of the graph capture that the stream is part of
 
 
@@ -236,6 +237,7 @@ def low_latency_combine_inputs(
         into = _look(site, out, "out", stream)
         _check_shape(into, "out", (handle.num_tokens, config.hidden), ("bfloat16",))
         _check_writable(site, into, "out")
+        _check_start(into, "out")
     return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
 
 

@@ -74,11 +74,11 @@ def local(config: Config) -> Map:
 
 
 def low_latency(config: Config) -> Map:
-    """Inboxes of the low-latency calls, in symmetric memory; `num_slots` sides, by the epoch.
+    """Inboxes of the low-latency calls, in symmetric memory; `low_latency_sides` sides, by the epoch.
 
     All zero before the first call, but for `messages` and `rows`, the last ones, of which each byte is 0xff (kNotYet).
     """
-    sides, ranks, tokens, topk = config.num_slots, config.num_ranks, config.num_max_tokens_per_rank, config.num_topk
+    sides, ranks, tokens, topk = config.low_latency_sides, config.num_ranks, config.num_max_tokens_per_rank, config.num_topk
     rows = max(ranks, topk) * tokens  # from each rank, or for each choice
     header, message, row = low_latency_header_stride(config), low_latency_message_stride(config), low_latency_row_bytes(config)
     far = int(config.has_network)  # signals, and what waits to be put

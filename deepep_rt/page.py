@@ -46,15 +46,13 @@ class HostPage:
             return None
         return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
 
-    def check(self) -> None:
-        """Raise what a kernel reported.
-
-        Raises:
-            EPTimeoutError: a wait on the device ran out of time.
-            EPInputError: a token chose an expert that does not exist.
-        """
+    def check_peers(self) -> None:
+        """Raise EPTimeoutError if a wait on the device ran out of time."""
         if self._timed_out.value:
             raise self._timeout()
+
+    def check_inputs(self) -> None:
+        """Raise EPInputError, once, if a token chose an expert that does not exist."""
         if self._bad_input.value:
             self._bad_input.value = 0
             token, expert = int(self._report["bad_token"][0]), int(self._report["bad_expert"][0])

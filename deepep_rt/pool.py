@@ -2,11 +2,15 @@
 
 A piece may be handed out again as soon as its arrays have died on the host, although kernels that use it may still be queued: work of the
 next user is ordered after what the streams that used it (the call's, the caller's, a DLPack consumer's) hold by then.
+
+Memory comes back in finalizers, which may run in the middle of any method here, and in any thread. They only append to a deque: first who
+used a piece, then the piece; whoever hands a piece out looks at both in the opposite order.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -18,24 +22,31 @@ class Readers:
     """The streams whose work may still use memory that came back."""
 
     def __init__(self) -> None:
-        self._context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
+        self.context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
+        self._came_back: deque[tuple[int, driver.CudaEvent | None]] = deque()
         self._streams: set[int] = set()
         self._events: list[tuple[int, driver.CudaEvent]] = []
 
     def add(self, streams: Collection[int]) -> None:
         """Memory came back that these streams have used. Where one stream does everything, this costs nothing."""
         if len(streams) == 1:
-            self._streams.update(streams)
+            self._came_back.extend((stream, None) for stream in streams)
         else:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
-            with self._context:
-                self._events += [(stream, driver.CudaEvent(stream)) for stream in streams if not driver.is_capturing(stream)]
+            with self.context:
+                self._came_back += [(stream, driver.CudaEvent(stream)) for stream in streams if not driver.is_capturing(stream)]
 
     def let_finish_before(self, stream: int) -> None:
         """Order later work on `stream` after them. Captured work is left to whoever replays the graph."""
+        while self._came_back:
+            other, event = self._came_back.popleft()
+            if event is None:
+                self._streams.add(other)
+            else:
+                self._events.append((other, event))
         if not self._events and self._streams <= {stream}:
             return
         others = self._streams - {stream}
-        with self._context:
+        with self.context:
             if driver.is_capturing(stream):
                 return
             for other, event in self._events:
@@ -89,6 +100,7 @@ class Pool:
     def __init__(self, base: int, num_bytes: int) -> None:
         self.base = base
         self._free = [(0, num_bytes)]  # (offset, bytes), by offset, never adjacent
+        self._came_back: deque[tuple[int, int]] = deque()
         self._readers = Readers()
 
     def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> Block | None:
@@ -100,6 +112,7 @@ class Pool:
             reader: The stream that will read it, if it is another one.
         """
         num_bytes = align_up(max(num_bytes, 1))
+        self._merge()
         for i, (offset, size) in enumerate(self._free):
             if size >= num_bytes:
                 self._free[i : i + 1] = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
@@ -111,17 +124,22 @@ class Pool:
         if not num_bytes:
             return
         self._readers.add(users)
-        merged: list[tuple[int, int]] = []
-        for extent in sorted([*self._free, (offset, num_bytes)]):
-            if merged and sum(merged[-1]) == extent[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + extent[1])
-            else:
-                merged.append(extent)
-        self._free = merged
+        self._came_back.append((offset, num_bytes))
 
     @property
     def free_bytes(self) -> int:
+        self._merge()
         return sum(size for _, size in self._free)
+
+    def _merge(self) -> None:
+        while self._came_back:
+            merged: list[tuple[int, int]] = []
+            for extent in sorted([*self._free, self._came_back.popleft()]):
+                if merged and sum(merged[-1]) == extent[0]:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + extent[1])
+                else:
+                    merged.append(extent)
+            self._free = merged
 
 
 class Slots:
@@ -140,11 +158,13 @@ class Slots:
 
     def take(self, stream: int, reader: int | None = None) -> Slot:
         """A slot for work on `stream`; `reader` may be another stream that will use it too."""
-        if not self._free:
-            self._memory.append(driver.allocate(self._num_bytes))
-            self._free.append(self._memory[-1])
+        if self._free:
+            ptr = self._free.pop()  # first: another one that comes back meanwhile has not been waited for
+        else:
+            ptr = driver.allocate(self._num_bytes)
+            self._memory.append(ptr)
         self._readers.let_finish_before(stream)
-        return Slot(self, self._free.pop(), _users(stream, reader))
+        return Slot(self, ptr, _users(stream, reader))
 
     def give_back(self, ptr: int, users: Collection[int]) -> None:
         self._readers.add(users)
@@ -186,8 +206,9 @@ class StreamMemory:
 
     def __del__(self, _free: Any = driver.free_async, _is_ending: Any = sys.is_finalizing) -> None:
         if hasattr(self, "_readers") and not _is_ending():
-            self._readers.let_finish_before(self.stream)
-            _free(self.ptr, self.stream)
+            with self._readers.context:
+                self._readers.let_finish_before(self.stream)
+                _free(self.ptr, self.stream)
 
 
 def _users(stream: int, reader: int | None) -> tuple[int, ...]:

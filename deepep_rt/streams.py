@@ -31,27 +31,30 @@ class CallOrder:
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Decide where a call runs."""
-        caller = arrays.framework_of(x, "x").current_stream(self._device)
+        framework = arrays.framework_of(x, "x")
+        caller = framework.current_stream(self._device)
         launch = self.own_stream if async_finish or caller is None else caller
         if stream is not None:
             launch = driver.stream_handle(stream)
-        return Call(launch, caller, async_finish, previous_event)
+        return Call(launch, caller, async_finish, previous_event, framework)
 
     def enter(self, call: Call) -> None:
         """What is queued for the call from here on comes after earlier calls on other streams, and after what the caller asked for."""
         stream = call.stream
         assert stream is not None
-        call.capture = driver.capture_id(stream)
+        if isinstance(call.previous_event, Event):
+            call.previous_event.wait(stream)
+        elif call.previous_event is not None:
+            if event := driver.event_handle(call.previous_event):
+                driver.wait_event(stream, event)
+        elif call.async_finish and call.caller_stream not in (None, stream):
+            driver.wait_stream(stream, call.caller_stream)
+        call.capture = driver.capture_id(stream)  # these waits may have drawn the stream into the caller's capture
         if call.capture is not None:
             if self._captured is not None and self._captured[0] == call.capture:
                 driver.wait_event(stream, self._captured[1].handle)
         elif stream != self._last_stream:
             driver.wait_event(stream, self._last_call.handle)
-        if call.previous_event is not None:
-            if event := driver.event_handle(call.previous_event):
-                driver.wait_event(stream, event)
-        elif call.async_finish and call.caller_stream not in (None, stream):
-            driver.wait_stream(stream, call.caller_stream)
 
     def leave(self, call: Call, arguments: Any) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
@@ -68,6 +71,15 @@ class CallOrder:
         self._last_call.record(stream)
         if stream != call.caller_stream:
             self._alive.append((driver.CudaEvent(stream), arguments))
+
+    def extend(self, call: Call) -> None:
+        """More was queued for the call, after `leave`, and outside of captures."""
+        assert call.stream is not None
+        self._last_call.record(call.stream)
+
+    def current_stream(self, call: Call) -> int:
+        """The stream that the caller works on now; the legacy default stream where its library does not tell."""
+        return (call.framework and call.framework.current_stream(self._device)) or 0
 
     def event(self, call: Call) -> Event:
         """The end of what the call has queued so far."""
@@ -87,18 +99,18 @@ class CallOrder:
 class _End(Event):
     """The end of a call on the GPU. A CUDA event is recorded only where the call did not run in order with the caller's work."""
 
-    __slots__ = ("_caller_stream", "_marker", "_order", "_stream")
+    __slots__ = ("_call", "_marker", "_order", "_stream")
 
     def __init__(self, order: CallOrder, call: Call) -> None:
         assert call.stream is not None
-        self._order, self._stream, self._caller_stream = order, call.stream, call.caller_stream
+        self._order, self._call, self._stream = order, call, call.stream
         self._marker = self.handle = None
         if call.async_finish:
             self._marker = driver.CudaEvent(call.stream)
             self.handle = self._marker.handle
 
     def wait(self, stream: Any = None) -> None:
-        waiting = self._caller_stream or 0 if stream is None else driver.stream_handle(stream)
+        waiting = self._order.current_stream(self._call) if stream is None else driver.stream_handle(stream)
         with self._order.context:  # whatever another library has made current by now
             if self._marker is not None:
                 driver.wait_event(waiting, self._marker.handle)
@@ -106,8 +118,9 @@ class _End(Event):
                 driver.wait_stream(waiting, self._stream)
 
     def synchronize(self) -> None:
-        driver.synchronize(self._stream)
-        self._order.check()
+        with self._order.context:
+            driver.synchronize(self._stream)
+            self._order.check()
 
     def _move(self) -> None:
         if self._marker is not None:

@@ -108,7 +108,7 @@ State = CStruct(
     u32 route_epoch;       // calls of each kernel that have finished here
     u32 dispatch_epoch;
     u32 combine_epoch;
-    u32 dispatch_blocks;   // of the running kernel: blocks that have finished, and items that are taken; the last block resets them
+    u32 dispatch_blocks;   // of the running kernel: blocks that have finished, and takes of items; the last block resets them
     u32 dispatch_items;
     u32 combine_blocks;
     u32 combine_items;
@@ -178,7 +178,7 @@ Mailbox = CStruct(
     """
     i32 num_recv;                                // rows that this call receives
     i32 num_recv_per_expert[kNumLocalExperts];   // aligned up
-    u32 flag;                                    // epoch; written last
+    u32 flag;                                    // 1; written last
     """,
 )
 

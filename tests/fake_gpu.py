@@ -146,6 +146,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     replaced = {
         "new_stream": lambda: OWN_STREAM,
         "free_bytes": lambda: 1 << 50,
+        "num_sms": lambda ordinal: 132,
         "is_capturing": lambda stream: False,
         "capture_id": lambda stream: None,
         "wait_event": lambda stream, event: fake.waits.append((stream, event)),

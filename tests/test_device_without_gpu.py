@@ -14,7 +14,18 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, fake, make
 
-from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, comm, layout
+from deepep_rt import (
+    Buffer,
+    EPCacheError,
+    EPConfigError,
+    EPDestroyedError,
+    EPInputError,
+    EPTimeoutError,
+    EPUnavailableError,
+    comm,
+    jit,
+    layout,
+)
 
 __all__ = ["fake", "make"]
 
@@ -168,6 +179,50 @@ def test_results_that_others_look_at(fake: FakeGpu, make: Any) -> None:
         assert fake.waits == [(21, ("all of", 7)), (22, ("all of", 7))]
 
 
+def test_a_result_that_is_copied_out(fake: FakeGpu, make: Any) -> None:
+    """Rows that had no room in the pool are copied from where the next call's rows land: that call waits for the copy."""
+    with make(num_slots=1) as buffer:
+        x, idx, weights = arguments(fake)
+        held = [buffer.dispatch(x, idx, weights, num_worst_tokens=256)]
+        fake.asked.clear()
+        held.append(buffer.dispatch(x, idx, weights, num_worst_tokens=256, async_finish=True))
+        assert "record" in fake.asked[fake.asked.index("copy_async") :]
+        fake.waits.clear()
+        buffer.combine(Array(fake, "bfloat16", 256, 256), held[1].handle)
+        assert (CALLERS_STREAM, 5) in fake.waits
+
+
+def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as buffer:
+        monkeypatch.setattr("deepep_rt.driver.capture_id", lambda stream: 1)
+        with pytest.raises(EPInputError, match="num_worst_tokens"):
+            buffer.dispatch(*arguments(fake))
+        assert fake.take() == []
+
+
+def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
+    """It is raised once the call is whole: its counts have come, and the second half of a low-latency call is launched."""
+    with make(low_latency=True) as buffer:
+        page = buffer._backend._page
+
+        def report(call: SimpleNamespace) -> None:
+            page._bad_input.value = 1
+            if call.kernel == "route":
+                fake.on_launch = lambda call: setattr(page._counted, "value", 1)  # later
+
+        fake.on_launch = report
+        with pytest.raises(EPInputError, match="It was skipped"):
+            buffer.dispatch(*arguments(fake))
+        assert [call.kernel for call in fake.take()] == ["route", "dispatch"]
+        assert page._counted.value
+        fake.on_launch = report
+        sent = buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
+        fake.take()
+        with pytest.raises(EPInputError, match="It was skipped"):
+            sent.hook()
+        assert [call.phases for call in fake.take()] == [2]
+
+
 def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:
     """They are copied in, and results are copied out."""
     with make(dtype="float32") as buffer:
@@ -226,6 +281,8 @@ def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
         out = Array(fake, "bfloat16", 10, 256)
         assert buffer.low_latency_combine(y, idx, weights, sent.handle, out=out).x.ptr == out.ptr == fake.take()[0].out
+        with pytest.raises(EPInputError, match="out"):
+            buffer.low_latency_combine(y, idx, weights, sent.handle, out=Array(fake, "bfloat16", 10, 256, offset=2))
 
 
 def test_grids_of_one_size(fake: FakeGpu, make: Any) -> None:
@@ -239,6 +296,9 @@ def test_grids_of_one_size(fake: FakeGpu, make: Any) -> None:
             dispatch, combine = fake.take()
             assert dispatch.blocks == combine.blocks == 64
             assert not combine.has_weights
+    with make(low_latency=True, low_latency_sms=500) as buffer:
+        buffer.low_latency_dispatch(*arguments(fake)[:2])
+        assert fake.take()[0].blocks == 128, "twice the tokens, and no more than there are SMs"
 
 
 def test_hooks(fake: FakeGpu, make: Any) -> None:
@@ -392,7 +452,7 @@ def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
 def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is given back only where nothing went wrong; the other ranks are told in any case."""
     said: list[bool] = []
-    monkeypatch.setattr(comm.Parting, "is_common", lambda self, sound: said.append(sound) or sound)
+    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, sound: said.append(sound) or sound)
 
     def fail() -> None:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -407,9 +467,28 @@ def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
     buffer = make(low_latency=True)
     buffer.mask_rank(2)
     buffer.destroy()
-    assert (said, fake.freed.count(BASE)) == ([False] * 4, 0)
+    assert (said, fake.freed.count(BASE)) == ([True, False] * 4, 0)  # when it is made, and in the end
     make().destroy()
-    assert (said[4:], fake.freed.count(BASE)) == ([True], 1)
+    assert (said[8:], fake.freed.count(BASE)) == ([True, True], 1)
+
+
+def test_a_rank_that_cannot_make_its_part(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others hear of it."""
+    said: list[bool] = []
+    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine: said.append(mine) or len(said) == 3)
+    good = jit.load
+
+    def fail(*_: Any) -> None:
+        raise EPCacheError("the folder is full")
+
+    monkeypatch.setattr(jit, "load", fail)
+    with pytest.raises(EPCacheError):
+        make()
+    monkeypatch.setattr(jit, "load", good)
+    with pytest.raises(EPUnavailableError, match="another rank"):
+        make()
+    assert said == [False, True]
+    make()
 
 
 def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

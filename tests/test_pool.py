@@ -109,6 +109,34 @@ def test_readers_that_dlpack_told_of(fake: FakeDriver) -> None:
     assert (9, 4, 1) in fake.waits
 
 
+@pytest.mark.parametrize("kind", ["pool", "slots"])
+def test_what_comes_back_meanwhile(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Finalizers run in the middle of anything; what they bring back is neither lost nor handed out before its time."""
+    pool, slots = Pool(0, 2048), Slots(64, 0)
+
+    def take(*streams: int):
+        return pool.allocate(1024, *streams) if kind == "pool" else slots.take(*streams)
+
+    places = iter(range(100))
+    monkeypatch.setattr(driver, "allocate", lambda num_bytes: next(places))
+    held, late = [take(1)], [take(9, 4)]
+
+    def wait(stream: int, handle: tuple) -> None:
+        fake.waits.append((stream, *handle))
+        late.clear()
+
+    monkeypatch.setattr(driver, "wait_event", wait)
+    held.clear()
+    first = take(2)
+    assert not late
+    assert {wait[:2] for wait in fake.waits} == {(2, 1)}
+    second = take(2)
+    assert {wait[:2] for wait in fake.waits} == {(2, 1), (2, 9), (2, 4)}
+    assert first.ptr != second.ptr
+    del first, second
+    assert pool.free_bytes == 2048
+
+
 def test_captures_are_left_alone(fake: FakeDriver) -> None:
     pool = Pool(0, 1024)
     held = pool.allocate(1024, 1)

@@ -46,19 +46,29 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
         def synchronize(self) -> None:
             fake.waits.append(("host", self.handle))
 
+    def wait_stream(stream: int, other: int) -> None:
+        fake.waits.append((stream, "all of", other))
+        if other in fake.captures:
+            fake.captures[stream] = fake.captures[other]
+
     monkeypatch.setattr(driver, "CudaEvent", Event)
     monkeypatch.setattr(driver, "new_stream", lambda: OWN)
     monkeypatch.setattr(driver, "capture_id", fake.captures.get)
     monkeypatch.setattr(driver, "wait_event", lambda stream, event: fake.waits.append((stream, event)))
-    monkeypatch.setattr(driver, "wait_stream", lambda stream, other: fake.waits.append((stream, "all of", other)))
+    monkeypatch.setattr(driver, "wait_stream", wait_stream)
     monkeypatch.setattr(driver, "synchronize", lambda stream: fake.waits.append(("host", "all of", stream)))
     return fake
 
 
 @pytest.fixture
-def order(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> CallOrder:
-    caller = SimpleNamespace(current_stream=lambda device: CALLERS)
-    monkeypatch.setattr(arrays, "framework_of", lambda x, what: caller)
+def callers() -> SimpleNamespace:
+    """The caller's library."""
+    return SimpleNamespace(current_stream=lambda device: CALLERS)
+
+
+@pytest.fixture
+def order(fake: Driver, callers: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> CallOrder:
+    monkeypatch.setattr(arrays, "framework_of", lambda x, what: callers)
     return CallOrder(0, nullcontext(), lambda: fake.waits.append("check"))
 
 
@@ -92,7 +102,7 @@ def test_a_call_beside_the_callers_work_waits_for_what_fills_its_arguments(order
     call(order)
     fake.waits.clear()
     assert call(order, async_finish=True).stream == OWN
-    assert fake.waits == [(OWN, 1), (OWN, "all of", CALLERS)]
+    assert fake.waits == [(OWN, "all of", CALLERS), (OWN, 1)]
 
 
 @pytest.mark.parametrize("event", [77, SimpleNamespace(cuda_event=77), SimpleNamespace(ptr=77)])
@@ -101,6 +111,16 @@ def test_an_event_stands_for_the_callers_stream(order: CallOrder, fake: Driver, 
     fake.waits.clear()
     call(order, async_finish=True, previous_event=event)
     assert fake.waits == [(OWN, 77)]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_event_of_another_buffer(order: CallOrder, fake: Driver, beside: bool) -> None:
+    """It is waited for, also where no CUDA event was recorded."""
+    event = CallOrder(0, nullcontext(), lambda: None).event(call(order, async_finish=beside, stream=None if beside else OTHER))
+    call(order, async_finish=True)
+    fake.waits.clear()
+    call(order, async_finish=True, previous_event=event)
+    assert fake.waits == [(OWN, event.handle) if beside else (OWN, "all of", OTHER)]
 
 
 def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: CallOrder, fake: Driver) -> None:
@@ -141,6 +161,34 @@ def test_captured_calls_are_ordered_within_their_capture(order: CallOrder, fake:
     fake.captures.clear()
     call(order)
     assert fake.waits == [], "the last call outside of captures was on this stream"
+
+
+def test_a_call_beside_captured_work_is_captured(order: CallOrder, fake: Driver) -> None:
+    fake.captures.update({CALLERS: 5})
+    first = call(order, async_finish=True)
+    assert first.capture == 5, "waiting for the caller's stream draws it in"
+    last = fake.num_events
+    fake.waits.clear()
+    call(order)
+    assert fake.waits == [(CALLERS, last)]
+
+
+def test_an_event_makes_the_stream_wait_that_is_current_then(order: CallOrder, fake: Driver, callers: SimpleNamespace) -> None:
+    event = order.event(call(order, async_finish=True))
+    fake.waits.clear()
+    callers.current_stream = lambda device: OTHER
+    event.wait()
+    callers.current_stream = lambda device: None
+    event.wait()
+    assert fake.waits == [(OTHER, event.handle), (0, event.handle)]
+
+
+def test_more_of_a_call(order: CallOrder, fake: Driver) -> None:
+    """The next call on another stream waits for what was queued last."""
+    made = call(order)
+    count = len(fake.records)
+    order.extend(made)
+    assert fake.records[count:] == [(1, CALLERS)]
 
 
 def test_the_event_of_a_call_in_line(order: CallOrder, fake: Driver) -> None:

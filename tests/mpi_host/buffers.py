@@ -12,7 +12,7 @@ from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
 from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError
-from deepep_rt.comm import Parting
+from deepep_rt.comm import AllOrNone
 
 
 def _check_round(comm: MPI.Intracomm, buffer: Buffer, seed: int) -> None:
@@ -129,16 +129,16 @@ def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
     for timeout_s in (None, 20.0):
-        assert Parting(comm, timeout_s).is_common(True)
+        assert AllOrNone(comm, timeout_s).holds(True)
         start = time.monotonic()
-        assert not Parting(comm, timeout_s).is_common(rank != odd)
+        assert not AllOrNone(comm, timeout_s).holds(rank != odd)
         assert time.monotonic() - start < 10
     if odd == 0:
         return
-    parting = Parting(comm, 0.5)
+    parting = AllOrNone(comm, 0.5)
     if rank == odd:
         time.sleep(1)
-    assert not parting.is_common(True)
+    assert not parting.holds(True)
 
 
 def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:
