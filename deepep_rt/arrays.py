@@ -192,10 +192,12 @@ class _Torch(Framework):
     def __init__(self) -> None:
         torch = sys.modules["torch"]
         self._from_dlpack = torch.from_dlpack
-        # Where PyTorch offers the handle alone: a Stream object takes longer than all the rest of looking at an argument.
-        self._current_stream: Callable[[int], int] = getattr(
-            torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
-        )
+        self._current_stream: Callable[[int], int | None] = lambda device: None  # a PyTorch without CUDA has none
+        if torch.backends.cuda.is_built():
+            # Where PyTorch offers the handle alone: a Stream object takes longer than all the rest of looking at an argument.
+            self._current_stream = getattr(
+                torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+            )
         self._names = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
         self._types = {name: dtype for dtype, name in self._names.items()}
 

@@ -166,6 +166,13 @@ def test_torch(dtype: str) -> None:
         arrays.view(given.T, "x")
 
 
+def test_torch_without_cuda_has_no_streams() -> None:
+    """Its tensors may be given to a Buffer on GPUs, as those of NumPy."""
+    torch = pytest.importorskip("torch")
+    if not torch.backends.cuda.is_built():
+        assert arrays.framework_of(torch.ones(1), "x").current_stream(0) is None
+
+
 def test_torch_parameters_and_empty_tensors() -> None:
     torch = pytest.importorskip("torch")
     assert arrays.view(torch.nn.Parameter(torch.zeros(2, 4)), "x").framework.name == "torch"
