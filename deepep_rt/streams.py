@@ -77,9 +77,9 @@ class CallOrder:
         assert call.stream is not None
         self._last_call.record(call.stream)
 
-    def current_stream(self, call: Call) -> int:
-        """The stream that the caller works on now; the legacy default stream where its library does not tell."""
-        return (call.framework and call.framework.current_stream(self._device)) or 0
+    def current_stream(self, framework: arrays.Framework | None) -> int:
+        """The stream that a caller works on now; the legacy default stream where its library does not tell."""
+        return (framework and framework.current_stream(self._device)) or 0
 
     def event(self, call: Call) -> Event:
         """The end of what the call has queued so far."""
@@ -99,18 +99,18 @@ class CallOrder:
 class _End(Event):
     """The end of a call on the GPU. A CUDA event is recorded only where the call did not run in order with the caller's work."""
 
-    __slots__ = ("_call", "_marker", "_order", "_stream")
+    __slots__ = ("_framework", "_marker", "_order", "_stream")
 
     def __init__(self, order: CallOrder, call: Call) -> None:
         assert call.stream is not None
-        self._order, self._call, self._stream = order, call, call.stream
+        self._order, self._framework, self._stream = order, call.framework, call.stream
         self._marker = self.handle = None
         if call.async_finish:
             self._marker = driver.CudaEvent(call.stream)
             self.handle = self._marker.handle
 
     def wait(self, stream: Any = None) -> None:
-        waiting = self._order.current_stream(self._call) if stream is None else driver.stream_handle(stream)
+        waiting = self._order.current_stream(self._framework) if stream is None else driver.stream_handle(stream)
         with self._order.context:  # whatever another library has made current by now
             if self._marker is not None:
                 driver.wait_event(waiting, self._marker.handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +182,18 @@ def test_an_event_makes_the_stream_wait_that_is_current_then(order: CallOrder, f
     callers.current_stream = lambda device: None
     event.wait()
     assert fake.waits == [(OTHER, event.handle), (0, event.handle)]
+
+
+def test_an_event_does_not_keep_the_one_before(order: CallOrder) -> None:
+    class Previous:
+        cuda_event = 77
+
+    previous = Previous()
+    seen = weakref.ref(previous)
+    event = order.event(call(order, async_finish=True, previous_event=previous))
+    del previous
+    assert event.handle
+    assert seen() is None, "or a chain of calls would grow for ever"
 
 
 def test_more_of_a_call(order: CallOrder, fake: Driver) -> None:
