@@ -135,7 +135,7 @@ class DeviceBackend:
                 "rows_per_copy": rows_per_copy(row_bytes),
             },
         )
-        self._order.leave(call, (x, idx, weights, scales, slot, inputs))
+        self._order.leave(call, (x, idx, weights, scales, slot, inputs), idx, weights, scales)
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._await_counts()
@@ -189,7 +189,7 @@ class DeviceBackend:
                 "capacity": handle.num_recv_rows,
             },
         )
-        self._order.leave(call, (x, weights, biases, handle, inputs))
+        self._order.leave(call, (x, weights, biases, handle, inputs), weights, *biases)
         dtype, framework, with_weights = x.dtype, x.framework, weights is not None
 
         def views() -> Views:

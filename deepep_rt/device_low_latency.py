@@ -129,7 +129,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "use_ue8m0": inputs.use_ue8m0,
             "check": config.check_inputs,
         }
-        receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook)
+        receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook, idx, weights)
         framework, kind = x.framework, ("uint8" if inputs.use_ue8m0 else "float32") if inputs.use_fp8 else None
 
         def views() -> Views:
@@ -182,7 +182,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
         }
-        receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook)
+        receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook, idx, weights)
         framework, given = y.framework, inputs.out
 
         def views() -> Views:
@@ -201,7 +201,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
-        self, kernel: str, values: dict[str, Any], call: Call, arguments: Any, with_hook: bool
+        self, kernel: str, values: dict[str, Any], call: Call, arguments: Any, with_hook: bool, *views: View | None
     ) -> Callable[[], None] | None:
         """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream."""
         stream = call.stream
@@ -211,7 +211,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         launch = self._launcher(kernel)
         values["phases"] = LL_SEND if with_hook else LL_SEND | LL_RECEIVE
         launch(stream, self._num_blocks, values)
-        self._order.leave(call, arguments)
+        self._order.leave(call, arguments, *views)
         if not with_hook:
             return None
 
@@ -221,7 +221,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._check_peers()
             self._order.enter(call)
             launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
-            self._order.leave(call, arguments)
+            self._order.leave(call, arguments, *views)
 
         return receive
 

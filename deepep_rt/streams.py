@@ -56,9 +56,9 @@ class CallOrder:
         elif stream != self._last_stream:
             driver.wait_event(stream, self._last_call.handle)
 
-    def leave(self, call: Call, arguments: Any) -> None:
+    def leave(self, call: Call, arguments: Any, *views: arrays.View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
-        give their memory away.
+        give their memory away. `views`: those that may be of another library, which knows nothing of that stream.
         """
         stream = call.stream
         assert stream is not None
@@ -69,7 +69,7 @@ class CallOrder:
             self._alive.popleft()
         self._last_stream = stream
         self._last_call.record(stream)
-        if stream != call.caller_stream:
+        if stream != call.caller_stream or any(view is not None and view.framework is not call.framework for view in views):
             self._alive.append((driver.CudaEvent(stream), arguments))
 
     def extend(self, call: Call) -> None:

@@ -22,6 +22,7 @@ from deepep_rt import (
     EPInputError,
     EPTimeoutError,
     EPUnavailableError,
+    arrays,
     comm,
     jit,
     layout,
@@ -489,6 +490,31 @@ def test_a_rank_that_cannot_make_its_part(fake: FakeGpu, make: Any, monkeypatch:
         make()
     assert said == [False, True]
     make()
+
+
+def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that does not work on the stream of the call would give its memory away before the kernels have read it."""
+
+    class Other(Array): ...
+
+    class Library(type(arrays.framework_of(Array(fake, "int32", 1), "x"))): ...  # type: ignore[misc]
+
+    monkeypatch.setitem(arrays._frameworks, Other, Library())
+    with make(low_latency=True) as buffer:
+        x, _, weights = arguments(fake)
+        for call in (
+            lambda idx: buffer.dispatch(x, idx, weights, num_worst_tokens=40),
+            lambda idx: buffer.low_latency_dispatch(x, idx),
+        ):
+            idx = Other(fake, "int64", 10, 4)
+            seen = weakref.ref(idx)
+            call(idx)
+            del idx
+            gc.collect()
+            assert seen() is not None
+            call(Other(fake, "int64", 10, 4))  # by now the first one's kernels have run
+            gc.collect()
+            assert seen() is None
 
 
 def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
