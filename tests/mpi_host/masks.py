@@ -23,7 +23,7 @@ from spmd import main, raises
 from deepep_rt import Buffer, EPInputError, EPTimeoutError
 
 TIMEOUT_S = 2.0
-STEPS_AFTER = 100
+STEPS_AFTER = 40
 WAYS = tuple(dict(early=early, reduce_early=reduce_early) for early in (True, False) for reduce_early in (True, False))
 
 
