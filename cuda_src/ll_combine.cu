@@ -305,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __g
   __shared__ Call call;
   __shared__ u32 items[2][kWarps];
   overlap_kernels();
+  // As if all ranks had as many tokens as this one: how many entries there are comes too late.
   const Group senders(log2_share(p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk), kMostShare));
   const Group receivers(log2_share(p.num_tokens, kMostShare));
   // Whatever does not depend on the call's numbers is loaded while they come.

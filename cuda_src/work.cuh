@@ -68,9 +68,6 @@ struct Taker {
 // before, what it wrote to peers included, is then ordered before what this thread does and sends to peers.
 __device__ __forceinline__ bool is_last_block(u32* num_blocks) { return add_acq_rel_sys(num_blocks, 1) == gridDim.x - 1; }
 
-// The same where blocks have released all that they wrote to peers already: it does not wait for the links.
-__device__ __forceinline__ bool is_last_block_here(u32* num_blocks) { return add_acq_rel_gpu(num_blocks, 1) == gridDim.x - 1; }
-
 // Rows of a chunk that starts at row chunk * chunk_rows of num_rows.
 __device__ __forceinline__ int rows_in_chunk(int num_rows, int chunk, int chunk_rows) {
   const int left = num_rows - chunk * chunk_rows;

@@ -54,28 +54,32 @@ def _start_to_gather(comm: Intracomm, value: int) -> tuple[Any, Any]:
 
 
 class AllOrNone:
-    """Something that all ranks do together, or none, such as freeing symmetric memory. It is asked once, on every rank.
+    """What all ranks do together, or none: ending the making of a Buffer, and freeing symmetric memory.
 
-    A rank that cannot - an error threw it out, or it leaves others out - says so and goes its way. The others wait until all have come or
-    said so.
+    A rank that cannot - an error threw it out, or it leaves others out - says so and goes its way, and is not asked again. The others wait
+    until all have come or said so.
 
     Args:
         comm: The ranks.
-        timeout_s: After how long a silent rank is taken for lost, where that is so; otherwise it is waited for.
     """
 
-    def __init__(self, comm: Intracomm, timeout_s: float | None = None) -> None:
-        self._comm, self._timeout_s = comm.Dup(), timeout_s  # of its own: who goes early says so in the middle of anything
+    def __init__(self, comm: Intracomm) -> None:
+        self._comm = comm.Dup()  # of its own: who goes early says so in the middle of anything
 
-    def holds(self, sound: bool) -> bool:
-        """Whether all ranks are here and sound, as this one is or is not."""
+    def holds(self, sound: bool, timeout_s: float | None = None) -> bool:
+        """Whether all ranks are here and sound, as this one is or is not.
+
+        Args:
+            sound: Whether this one is.
+            timeout_s: After how long a silent rank is taken for lost, where that is so; otherwise it is waited for.
+        """
         if not sound:
             _unfinished.append(_start_to_gather(self._comm, 1))
             return False
         # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
-        rounds = 1 if self._timeout_s is None else 2
+        rounds = 1 if timeout_s is None else 2
         try:
-            return not any(any(meet(self._comm, 0, self._timeout_s or math.inf, "destroy", "")) for _ in range(rounds))
+            return not any(any(meet(self._comm, 0, timeout_s or math.inf, "", "")) for _ in range(rounds))
         except EPTimeoutError:
             return False
 

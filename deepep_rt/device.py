@@ -57,8 +57,7 @@ class DeviceBackend:
     ) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self.num_sms = config.num_sms  # of the next calls
-        built = comm.AllOrNone(self._comm)
-        self._parting = comm.AllOrNone(self._comm, config.timeout_s if config.on_timeout == "mask" else None)
+        self._all_ranks = comm.AllOrNone(self._comm)
         self._broken: EPTimeoutError | None = None
         self._destroyed = False
         self.device = self._choose_device()
@@ -72,7 +71,7 @@ class DeviceBackend:
             self._make_own_part()
             made = True
         finally:  # an error must not leave the others waiting
-            all_made = built.holds(made)  # and nobody writes to control memory that is still being cleared
+            all_made = self._all_ranks.holds(made)  # and nobody writes to control memory that is still being cleared
         if not all_made:
             raise EPUnavailableError("another rank could not make its part of this Buffer; what it raised tells why")
         between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
@@ -92,14 +91,14 @@ class DeviceBackend:
         config, stream = self.config, call.stream
         assert stream is not None
         self._order.enter(call)
-        host_caller = inputs.x.device == HOST
-        x, idx, weights, scales = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
-        row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
-        idx_bytes = idx.itemsize if idx else 0
         known = inputs.handle
         tell_host = known is None and inputs.num_worst_tokens is None
         if tell_host and call.capture is not None:
             raise EPInputError("the host cannot wait for counts in a CUDA graph capture; pass num_worst_tokens=, or handle=")
+        host_caller = inputs.x.device == HOST
+        x, idx, weights, scales = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
+        row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
+        idx_bytes = idx.itemsize if idx else 0
         slot = self._handles.take(stream, call.caller_stream) if known is None else known._routing
         if known is not None:
             capacity = known.num_recv_rows
@@ -254,7 +253,7 @@ class DeviceBackend:
                 self._order.synchronize()
                 sound = self._is_sound()
         finally:
-            together = self._parting.holds(sound)
+            together = self._all_ranks.holds(sound, self.config.timeout_s if self.config.on_timeout == "mask" else None)
         if together:
             self._order.forget_arguments()
             self._free()
@@ -264,12 +263,11 @@ class DeviceBackend:
         return self._broken is None
 
     def _free(self) -> None:
-        self._order.check = lambda: None  # events may be asked later
         self._memory.free()
         self._handles.destroy()
         driver.free(self._state)
         self._page.free()
-        self._parting.free()
+        self._all_ranks.free()
         self._comm.Free()
 
     # --- construction ------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class HostPage:
         self._counted = self._flag("mailbox", self._mailbox, "flag")
 
     def free(self) -> None:
+        self._timed_out = self._bad_input = ctypes.c_uint32(0)  # events may be asked later
         driver.free_pinned(self.ptr)
 
     def expect_counts(self) -> None:

@@ -116,6 +116,13 @@ def test_blocks_fit_the_hardware(config: Config, arch: str) -> None:
             assert shared == chosen["kStageBytes"] * chosen[f"k{kind}Movers"] * chosen[f"k{kind}Stages"]
 
 
+@pytest.mark.parametrize(("num_slots", "sides"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
+def test_sides_divide_the_epochs(num_slots: int, sides: int) -> None:
+    """Epochs have 32 bits: after the last one comes 0, which has to take its turn."""
+    config = Config(2, 8, 256, 2, 4, low_latency=True, num_slots=num_slots)
+    assert config.low_latency_sides == config.constants()["kNumSides"] == sides
+
+
 @given(st.integers(1, MAX_ROW_BYTES // 16).map(lambda n: 16 * n))
 def test_rows_per_copy(row_bytes: int) -> None:
     rows = rows_per_copy(row_bytes)

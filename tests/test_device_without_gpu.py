@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from types import SimpleNamespace
@@ -450,10 +451,20 @@ def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
     assert BASE not in fake.freed, "peers may still write there"
 
 
+def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:
+    """They do not look at memory that is gone."""
+    buffer = make()
+    event = buffer.dispatch(*arguments(fake), num_worst_tokens=40).event
+    page = buffer._backend._page
+    buffer.destroy()
+    ctypes.memset(page.ptr, 0xFF, page._map.num_bytes)  # somebody else's by now
+    event.synchronize()
+
+
 def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is given back only where nothing went wrong; the other ranks are told in any case."""
     said: list[bool] = []
-    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, sound: said.append(sound) or sound)
+    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, sound, timeout_s=None: said.append(sound) or sound)
 
     def fail() -> None:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")

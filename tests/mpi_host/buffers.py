@@ -129,16 +129,17 @@ def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
     for timeout_s in (None, 20.0):
-        assert AllOrNone(comm, timeout_s).holds(True)
+        assert AllOrNone(comm).holds(True, timeout_s)
         start = time.monotonic()
-        assert not AllOrNone(comm, timeout_s).holds(rank != odd)
+        assert not AllOrNone(comm).holds(rank != odd, timeout_s)
         assert time.monotonic() - start < 10
     if odd == 0:
         return
-    parting = AllOrNone(comm, 0.5)
+    parting = AllOrNone(comm)
+    assert parting.holds(True)
     if rank == odd:
         time.sleep(1)
-    assert not parting.holds(True)
+    assert not parting.holds(True, 0.5)
 
 
 def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:
