@@ -32,16 +32,16 @@ struct Routes {
   int num_rows[kNumRanks];    // rows of y for a source
   i64 staged_row[kNumRanks];  // first row of own staging that comes from a rank
   int max_rows;
-  bool failed;
+  bool idle;  // the time is up, or the ranks differ: nothing is sent or waited for
 };
 
-__device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
+__device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
   const int lane = lane_idx();
   const i32* rows = at<const i32>(p.handle, kHandleNumRows);
+  Landing landing = {};
   bool ok = true;
   int count = 0;
   if (lane < kNumRanks) {
-    Landing landing;
     ok = await_landing(p, kControlCombineLanding, epoch, kPhaseCombineLanding, lane, landing);
     i64 from_row = 0, to_row = 0, staged_row = 0;
     for (int s = 0; s < lane; ++s) from_row += rows[s * kNumRanks + p.rank];
@@ -54,11 +54,12 @@ __device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
     routes.num_rows[lane] = count;
     routes.staged_row[lane] = staged_row;
   }
-  const bool all_ok = __all_sync(~0u, ok) && !was_aborted(p);
+  const bool all_come = __all_sync(~0u, ok);
+  const bool agreed = all_come && !ranks_differ(p, landing, serial);
   const int max_rows = __reduce_max_sync(~0u, count);
   if (lane == 0) {
     routes.max_rows = max_rows;
-    routes.failed = !all_ok;
+    routes.idle = !agreed || was_aborted(p);
   }
 }
 
@@ -233,14 +234,16 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
 
+  const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    publish(p, kControlCombineLanding, epoch, lane, {p.land_x, 0, 0, p.land_topk_weights, 0, 0, epoch});
+    publish(p, kControlCombineLanding, epoch, lane, {p.land_x, 0, 0, p.land_topk_weights, 0, 0, p.alike, serial, epoch});
   }
   if (threadIdx.x < kCombineMovers) progress[threadIdx.x].written = progress[threadIdx.x].told = progress[threadIdx.x].done = 0;
-  if (warp == 0) read_routes(p, epoch, routes);
+  if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
 
-  if (!routes.failed) {
+  if (!routes.idle) {
     if (warp >= kFirstAdder) {
       add_tokens(p, routes, epoch);
     } else if (warp == kTeller) {

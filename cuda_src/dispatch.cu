@@ -31,30 +31,33 @@ struct Routes {
   bool failed;
 };
 
-__device__ inline void read_routes(const Params& p, u32 epoch, Routes& routes) {
+__device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
   const int lane = lane_idx();
   const i32* rows = at<i32>(p.handle, kHandleNumRows);
+  Landing landing = {};
   bool ok = true;
   int fits = 0, listed = 0;
+  if (lane < kNumRanks) ok = await_landing(p, kControlDispatchLanding, epoch, kPhaseDispatchLanding, lane, landing);
+  const bool all_come = __all_sync(~0u, ok);
+  const bool sends = all_come && !ranks_differ(p, landing, serial);
   if (lane < kNumRanks) {
-    ok = await_landing(p, kControlDispatchLanding, epoch, kPhaseDispatchLanding, lane, routes.landing[lane]);
     i64 first = 0;
     for (int s = 0; s < p.rank; ++s) first += rows[s * kNumRanks + lane];
-    listed = rows[p.rank * kNumRanks + lane];
-    fits = ok ? clamp_rows(routes.landing[lane].capacity - first, listed) : 0;
+    listed = sends ? rows[p.rank * kNumRanks + lane] : 0;
+    fits = clamp_rows(landing.capacity - first, listed);
+    routes.landing[lane] = landing;
     routes.first[lane] = first;
     routes.num_rows[lane] = fits;
     routes.num_listed[lane] = listed;
   }
-  const bool all_ok = __all_sync(~0u, ok) && !was_aborted(p);
   const int max_rows = __reduce_max_sync(~0u, fits), max_listed = __reduce_max_sync(~0u, listed);
   if (lane == 0) {
     i64 arriving = 0;
-    for (int s = 0; s < kNumRanks; ++s) arriving += rows[s * kNumRanks + p.rank];
+    for (int s = 0; s < kNumRanks && sends; ++s) arriving += rows[s * kNumRanks + p.rank];
     routes.max_rows = max_rows;
     routes.max_listed = max_listed;
     routes.num_recv = arriving;
-    routes.failed = !all_ok;
+    routes.failed = !all_come || was_aborted(p);
   }
 }
 
@@ -203,11 +206,14 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->dispatch_epoch + 1;
 
+  const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    const Landing mine = {p.land_x, p.land_scales, p.land_topk_idx, p.land_topk_weights, p.land_src_idx, p.capacity, epoch};
+    const Landing mine = {p.land_x, p.land_scales, p.land_topk_idx, p.land_topk_weights, p.land_src_idx, p.capacity, p.alike,
+                          serial,   epoch};
     publish(p, kControlDispatchLanding, epoch, lane, mine);
   }
-  if (warp == 0) read_routes(p, epoch, routes);
+  if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
 
   if (!routes.failed) {

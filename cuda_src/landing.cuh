@@ -21,6 +21,8 @@ __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, i
   st_relaxed_sys(&theirs->topk_weights, mine.topk_weights);
   st_relaxed_sys(&theirs->src_idx, mine.src_idx);
   st_relaxed_sys(&theirs->capacity, mine.capacity);
+  st_relaxed_sys(&theirs->alike, mine.alike);
+  st_relaxed_sys(&theirs->serial, mine.serial);
   st_release_sys(&theirs->flag, epoch);
 }
 
@@ -36,4 +38,14 @@ __device__ __forceinline__ bool await_landing(const Params& p, u64 inbox, u32 ep
   landing.topk_weights += base;
   landing.src_idx += base;
   return true;
+}
+
+// Lane r of warp 0 holds the landing of rank r. Whether a rank gave something else than this one. Then some other rank differs from each:
+// all come to the same verdict, and none sends a row. Everything else goes on as usual, so that the Buffer stays usable.
+__device__ inline bool ranks_differ(const Params& p, const Landing& landing, u32 serial) {
+  const int lane = lane_idx();
+  const bool differs = lane < kNumRanks && (landing.alike != p.alike || landing.serial != serial);
+  const u32 those = __ballot_sync(~0u, differs);
+  if (blockIdx.x == 0 && lane == __ffs(those) - 1) report_difference(p, lane, p.alike, landing.alike, serial, landing.serial);
+  return those != 0;
 }

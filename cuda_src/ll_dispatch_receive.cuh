@@ -4,20 +4,34 @@
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 
-// Warp 0 waits for the headers of all sources on behalf of its block. False: the time is up.
+// Warp 0; in lanes where `differs`, a source that gave something else than this rank. What this rank would make of its rows is not what it
+// meant, and they are on their way already: the Buffer is broken. Some other rank differs from each, so all find that out.
+__device__ inline void refuse(const Params& p, u32 epoch, bool differs, int source, u32 theirs) {
+  const u32 those = __ballot_sync(~0u, differs);
+  if (blockIdx.x != 0 || lane_idx() != __ffs(those) - 1) return;
+  report_difference(p, source, p.alike, theirs, 0, 0);
+  give_up(p, kPhaseLlCounts, source, epoch, epoch);
+}
+
+// Warp 0 waits for the headers of all sources on behalf of its block. False: the time is up, or a source differs.
 __device__ inline bool read_headers(const Params& p, const Call& call, Sources& sources) {
   bool ok = true;
   int most = 0, before = 0;
   for (int first = 0; first < kNumRanks; first += 32) {
     const int source = first + lane_idx();
-    u64 tokens = 0, rows = 0;
+    u64 tokens = 0, rows = 0, alike = 0;
+    bool differs = false;
     if (source < kNumRanks && !call.out[source]) {
       const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
-      ok &= wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
-        tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows);
-        return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received;
+      const bool come = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
+        tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows), alike = ld_relaxed_sys(&header->alike);
+        return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
+               static_cast<u32>(alike) == call.received;
       });
+      differs = come && alike >> 32 != p.alike;
+      ok &= come && !differs;
     }
+    refuse(p, call.received, differs, source, alike >> 32);
     const int num_tokens = tokens >> 32, num_rows = rows >> 32;
     __syncwarp();
     int up_to = num_rows;  // rows of the sources up to this one, of these 32

@@ -24,6 +24,7 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
   LlHeader* header = far ? at<LlHeader>(p.peers[p.rank], staged) : at<LlHeader>(p.peers[rank], there);
   const u64 num_tokens = word_of(p.num_tokens, epoch);
   if (lane == 0 && !far) st_relaxed_sys(&header->num_tokens, num_tokens);
+  if (lane == 0) st_relaxed_sys(&header->alike, word_of(p.alike, epoch));
   for (int e = lane; e < kNumLocalExperts; e += 32) {
     st_relaxed_sys(header->num_choices + e, word_of(choices[rank * kNumLocalExperts + e], epoch));
   }

@@ -81,8 +81,8 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
     if (r >= kNumRanks) continue;
     bool out = (masked[i] | left_out[i]) != 0;
     // An acknowledgement guards nothing that is read here, only what is written: relaxed loads will do.
-    const bool has_room = !(p.phases & kLlSend) || out || static_cast<i32>(static_cast<u32>(held[i]) - (sent - kNumSides)) >= 0;
-    if (!has_room && !wait_epoch(p, theirs + r, sent - kNumSides, phase, r)) (kMasksOnTimeout ? out : failed) = true;
+    const bool has_room = !(p.phases & kLlSend) || out || has_reached(static_cast<u32>(held[i]), sent - kNumSides);
+    if (!has_room && !wait_count(p, theirs + r, sent - kNumSides, phase, r)) (kMasksOnTimeout ? out : failed) = true;
     call.out[r] = out;
   }
   failed = __any_sync(~0u, failed);

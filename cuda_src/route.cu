@@ -194,6 +194,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += handle_rows[s * kNumRanks + p.rank];
     *at<i32>(p.handle, kHandleNumRecv) = sum;
+    *at<u32>(p.handle, kHandleSerial) = epoch;
     if (p.to_host) st_relaxed_sys(&mailbox->num_recv, sum);
   }
   __syncthreads();

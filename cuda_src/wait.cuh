@@ -85,12 +85,24 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
   }
 }
 
-// Waits until the low half of *flag reaches `expected` (epochs wrap around); then what it guards may be read.
+// Waits until the low half of *flag is `epoch`; then what it guards may be read. No flag gets ahead of who waits for it; one that not every
+// call raises may be any number of calls behind, and epochs wrap around: "at least" would not do.
 template <class Flag>
-__device__ inline bool wait_epoch(const Params& p, const Flag* flag, u32 expected, u32 phase, int peer) {
-  return wait_until(p, expected, phase, peer, [&](u32& seen) {
+__device__ inline bool wait_epoch(const Params& p, const Flag* flag, u32 epoch, u32 phase, int peer) {
+  return wait_until(p, epoch, phase, peer, [&](u32& seen) {
     seen = static_cast<u32>(ld_acquire_sys(flag));
-    return static_cast<i32>(seen - expected) >= 0;
+    return seen == epoch;
+  });
+}
+
+// Whether a count that every call raises, and that wraps around, is at least so much.
+__device__ __forceinline__ bool has_reached(u32 count, u32 least) { return static_cast<i32>(count - least) >= 0; }
+
+// Waits until the low half of *count is at least so much. It guards nothing that is read.
+__device__ inline bool wait_count(const Params& p, const u64* count, u32 least, u32 phase, int peer) {
+  return wait_until(p, least, phase, peer, [&](u32& seen) {
+    seen = static_cast<u32>(ld_relaxed_sys(count));
+    return has_reached(seen, least);
   });
 }
 
@@ -108,4 +120,16 @@ __device__ inline void report_bad_expert(const Params& p, int token, i64 expert)
   st_relaxed_sys(&report->bad_token, token);
   st_relaxed_sys(&report->bad_expert, expert);
   st_release_sys(&report->bad_flag, 1);
+}
+
+// What this rank and another one give, where all have to give the same: in the call, and which routing.
+__device__ inline void report_difference(const Params& p, int other, u64 mine, u64 theirs, u32 my_serial, u32 their_serial) {
+  Report* report = at<Report>(p.page, kPageReport);
+  st_relaxed_sys(&report->rank, p.rank);
+  st_relaxed_sys(&report->other, other);
+  st_relaxed_sys(&report->alike[0], mine);
+  st_relaxed_sys(&report->alike[1], theirs);
+  st_relaxed_sys(&report->serial[0], my_serial);
+  st_relaxed_sys(&report->serial[1], their_serial);
+  st_release_sys(&report->differs, 1);
 }

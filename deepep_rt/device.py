@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _env, comm, driver, jit, layout, structs
+from . import _env, alike, comm, driver, jit, layout, structs
 from .arrays import HOST, Framework, View
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
-from .errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from .errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
@@ -58,7 +58,7 @@ class DeviceBackend:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self.num_sms = config.num_sms  # of the next calls
         self._all_ranks = comm.AllOrNone(self._comm)
-        self._broken: EPTimeoutError | None = None
+        self._broken: EPError | None = None
         self._destroyed = False
         self.device = self._choose_device()
         self.context = driver.CurrentContext()
@@ -132,6 +132,7 @@ class DeviceBackend:
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx_bytes,
                 "rows_per_copy": rows_per_copy(row_bytes),
+                "alike": alike.packed("dispatch", *_dtypes(x, idx, weights, scales), scale_bytes),
             },
         )
         self._order.leave(call, (x, idx, weights, scales, slot, inputs), idx, weights, scales)
@@ -186,6 +187,7 @@ class DeviceBackend:
                 "land_x": landing + staging.offsets["x"],
                 "land_topk_weights": landing + staging.offsets["topk_weights"],
                 "capacity": handle.num_recv_rows,
+                "alike": alike.packed("combine", *_dtypes(x, None, weights)),
             },
         )
         self._order.leave(call, (x, weights, biases, handle, inputs), weights, *biases)
@@ -480,9 +482,13 @@ class DeviceBackend:
             raise self._broken
         try:
             self._page.check_peers()
-        except EPTimeoutError as error:
+        except EPError as error:
             self._broken = error
             raise
+
+
+def _dtypes(*views: View | None) -> list[Any]:
+    return [view.dtype if view else None for view in views]
 
 
 def _address(view: View | None) -> int:

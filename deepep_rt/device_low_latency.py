@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import driver, layout
+from . import alike, driver, layout
 from .arrays import HOST, Framework, View
 from .config import FP8_GROUP, Config, has_fp8
 from .device import DeviceBackend
@@ -28,9 +28,12 @@ _log = logging.getLogger("deepep_rt")
 class _Results:
     """Results of one kind of dispatch: their memory, and what lies where in it."""
 
-    def __init__(self, parts: layout.Map) -> None:
+    def __init__(self, config: Config, use_fp8: bool, use_ue8m0: bool) -> None:
+        parts = layout.low_latency_result(config, use_fp8=use_fp8, use_ue8m0=use_ue8m0)
         self.memory = Slots(parts.num_bytes, 0)
         self.x, self.scales = parts.offsets["x"], parts.offsets["scales"]
+        self.dtype = "float8_e4m3fn" if use_fp8 else "bfloat16"
+        self.scale_dtype = None if not use_fp8 else "uint8" if use_ue8m0 else "float32"
 
 
 class DeviceLowLatencyBackend(DeviceBackend):
@@ -43,10 +46,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._ll_handle_map = layout.low_latency_handle(config)
         self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
         # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
-        self._ll_results = {
-            kind: _Results(layout.low_latency_result(config, use_fp8=kind[0], use_ue8m0=kind[1]))
-            for kind in ((False, False), (True, False), (True, True))
-        }
+        self._ll_results = {kind: _Results(config, *kind) for kind in ((False, False), (True, False), (True, True))}
         self._ll_sums = Slots(config.num_max_tokens_per_rank * config.hidden * 2, 0)
         self._has_fp8 = has_fp8(self._arch)
         # The same in every call: a rank with few tokens may get many from others.
@@ -128,19 +128,21 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
             "check": config.check_inputs,
+            "alike": alike.packed(
+                "low_latency_dispatch", results.dtype, idx.dtype, weights.dtype if weights else None, results.scale_dtype
+            ),
         }
         receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook, idx, weights)
-        framework, kind = x.framework, ("uint8" if inputs.use_ue8m0 else "float32") if inputs.use_fp8 else None
+        framework = x.framework
 
         def views() -> Views:
             experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
             counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
-            dtype = "float8_e4m3fn" if kind else "bfloat16"
             made: Views = {
                 "num_recv_per_expert": self._result(counts, (experts,), "int32", slot, framework, stream),
-                "x": self._result(recv_x, (experts, most, hidden), dtype, memory, framework, stream),
+                "x": self._result(recv_x, (experts, most, hidden), results.dtype, memory, framework, stream),
             }
-            if kind:
+            if kind := results.scale_dtype:
                 made["scales"] = self._result(recv_scales, (experts, most, hidden // FP8_GROUP), kind, memory, framework, stream)
             return made
 

@@ -4,7 +4,7 @@
 
     EPError
     ├── EPConfigError        (ValueError)    a size or a setting is wrong, or the ranks disagree on it
-    ├── EPInputError         (ValueError)    an array or a handle given to a call is wrong; the buffer stays usable
+    ├── EPInputError         (ValueError)    an array or a handle given to a call is wrong, or the ranks give different ones
     ├── EPCompileError       (RuntimeError)  a kernel did not compile or link
     │   └── EPCacheError                     the kernel cache cannot be used, or must not be missed and was
     ├── EPUnavailableError   (RuntimeError)  something that the request needs is not on this machine
@@ -25,7 +25,7 @@ class EPConfigError(EPError, ValueError):
 
 
 class EPInputError(EPError, ValueError):
-    """An array or a handle given to a call is wrong; nothing was sent and the buffer stays usable."""
+    """An array or a handle given to a call is wrong, or the ranks give different ones; the buffer stays usable, or the message says no."""
 
 
 class EPCompileError(EPError, RuntimeError):

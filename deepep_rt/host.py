@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import DTYPES, HOST, View
+from . import alike
+from .arrays import HOST, View
 from .comm import announce
 from .config import Config
 from .errors import EPInputError
@@ -29,22 +30,10 @@ from .results import CombineResult, DispatchHandle, DispatchResult, Event
 
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 
-_KINDS = (
-    "dispatch",
-    "dispatch with a handle",
-    "combine",
-    "low_latency_dispatch",
-    "low_latency_combine",
-    "low_latency_combine with allow_multiple_reduction=False",
-)
-_DTYPE_NAMES = (None, *DTYPES)  # numbered alike on all ranks; None: the array was not given
-
-# What all ranks must say alike in a notice.
-_AGREED = ("kind", "x", "topk_idx", "topk_weights", "x_scales", "bytes of a row of x_scales", "handle (number of its dispatch)")
-# What each rank says for itself. The problem is 0 (none), 1 (expert number: token, value), 2 (size: destination, bytes) or
-# 3 (low latency only, choices of one expert: expert, choices). Two more are for the addressee alone: rows that it gets along a known
-# routing, and rows that it is expected to send.
-_CAPACITY = len(_AGREED)
+# A notice begins with what all ranks must say alike. Then comes what each says for itself. The problem is 0 (none), 1 (expert number:
+# token, value), 2 (size: destination, bytes) or 3 (low latency only, choices of one expert: expert, choices). Two more are for the
+# addressee alone: rows that it gets along a known routing, and rows that it is expected to send.
+_CAPACITY = alike.NUM_WORDS
 _PROBLEM = slice(_CAPACITY + 1, _CAPACITY + 4)
 _SENDS, _EXPECTS = _CAPACITY + 4, _CAPACITY + 5
 _NOTICE_HEAD = _CAPACITY + 6  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
@@ -87,7 +76,7 @@ class HostBackend:
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
-        self._calling: str | None = None  # the low-latency call, of `_KINDS`, that a dispatch or combine here is a part of
+        self._calling: str | None = None  # the low-latency call, of `alike.KINDS`, that a dispatch or combine here is a part of
         announce(self._comm, "host backend", "MPI", 0)
 
     context = contextlib.nullcontext()
@@ -274,9 +263,9 @@ class HostBackend:
     ) -> np.ndarray:
         """What this rank says about the call, `[num_ranks, ...]` int64: one row for each addressee."""
         idx, scales = getattr(inputs, "topk_idx", None), getattr(inputs, "scales", None)
-        dtypes = [_DTYPE_NAMES.index(view.dtype if view else None) for view in (x, idx, inputs.topk_weights, scales)]
+        dtypes = [x.dtype, *(view.dtype if view else None for view in (idx, inputs.topk_weights, scales))]
         notices = np.zeros((self._num_ranks, _NOTICE_HEAD + self._num_ranks + self._config.num_local_experts), np.int64)
-        notices[:, : len(_AGREED)] = [_KINDS.index(self._calling or kind), *dtypes, scales.row_bytes if scales else 0, serial]
+        notices[:, :_CAPACITY] = *alike.words(self._calling or kind, *dtypes, scales.row_bytes if scales else 0), serial
         return notices
 
     def _find_problem(self, notices: np.ndarray, inputs: DispatchInputs, tokens: Sequence[np.ndarray]) -> None:
@@ -305,14 +294,8 @@ class HostBackend:
             What each rank said, `[num_ranks, ...]`; zeros for ranks that do not take part.
         """
         heard, ranks = self._mail.swap(notices, phase)
-        different = [i for i in range(len(_AGREED)) if len(set(heard[ranks, i].tolist())) > 1]
-        if different:
-            i = different[0]
-            words = _KINDS if i == 0 else _DTYPE_NAMES if i <= 4 else None
-            said = ", ".join(
-                f"rank {rank}: {words[v] if words else v}" for rank, v in zip(ranks, heard[ranks, i].tolist(), strict=True)
-            )
-            raise EPInputError(f"the ranks disagree on the {_AGREED[i]} of this call; all must give the same. {said}")
+        if difference := alike.difference({int(rank): heard[rank, :_CAPACITY].tolist() for rank in ranks}):
+            raise EPInputError(difference)
         wrong = np.flatnonzero(heard[:, _PROBLEM.start])
         if len(wrong):
             rank = self._rank if self._rank in wrong else int(wrong[0])

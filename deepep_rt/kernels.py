@@ -76,6 +76,7 @@ TABLE: dict[str, Kernel] = {
     i32 scale_bytes;
     i32 idx_bytes;
     i32 rows_per_copy;
+    u64 alike;              // what all ranks must give alike, see alike.py
 """,
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",
@@ -95,6 +96,7 @@ TABLE: dict[str, Kernel] = {
     u64 land_x;             // where the rows of this rank's tokens shall land: offsets from its symmetric base
     u64 land_topk_weights;
     i64 capacity;           // rows of y
+    u64 alike;              // what all ranks must give alike, see alike.py
 """,
             threads="kCombineThreads",
             shared="kCombineSharedBytes",
@@ -119,6 +121,7 @@ TABLE: dict[str, Kernel] = {
     i32 round_scale;
     i32 use_ue8m0;
     i32 check;              // report expert numbers out of range
+    u32 alike;              // what all ranks must give alike, see alike.py
 """,
             threads="kLlThreads",
             shared="kLlTableBytes",

@@ -152,6 +152,7 @@ def handle(config: Config) -> Map:
         [
             ("num_rows", ranks * ranks * 4),  # [source][destination] int32
             ("num_recv", 4),
+            ("serial", 4),  # of the routing: the same on all ranks
             ("num_recv_per_expert", config.num_local_experts * 4),
             ("send_pos", tokens * ranks * 4),  # [token][rank] int32: the how-manieth row for that rank, or -1
             ("send_list", ranks * tokens * 4),  # [rank][position] int32: the token

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import driver, layout, structs
+from . import alike, driver, layout, structs
 from .config import Config
 from .errors import EPInputError, EPTimeoutError
 
@@ -31,10 +31,11 @@ class HostPage:
         """`[num_ranks]`: 1 for the ranks that low-latency calls leave out, as far as this GPU has come."""
         self._timed_out = self._flag("report", self._report, "flag")
         self._bad_input = self._flag("report", self._report, "bad_flag")
+        self._differs = self._flag("report", self._report, "differs")
         self._counted = self._flag("mailbox", self._mailbox, "flag")
 
     def free(self) -> None:
-        self._timed_out = self._bad_input = ctypes.c_uint32(0)  # events may be asked later
+        self._timed_out = self._bad_input = self._differs = ctypes.c_uint32(0)  # events may be asked later
         driver.free_pinned(self.ptr)
 
     def expect_counts(self) -> None:
@@ -48,18 +49,30 @@ class HostPage:
         return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
 
     def check_peers(self) -> None:
-        """Raise EPTimeoutError if a wait on the device ran out of time."""
+        """Raise EPTimeoutError if a wait on the device ran out of time, or what else it gave up for."""
         if self._timed_out.value:
-            raise self._timeout()
+            raise self._difference("The buffer cannot be used any more") if self._differs.value else self._timeout()
 
     def check_inputs(self) -> None:
-        """Raise EPInputError, once, if a token chose an expert that does not exist."""
+        """Raise EPInputError, once, if a rank gave something else than others, or a token chose an expert that does not exist."""
+        if self._differs.value:
+            self._differs.value = 0
+            raise self._difference("No rows were sent")
         if self._bad_input.value:
             self._bad_input.value = 0
             token, expert = int(self._report["bad_token"][0]), int(self._report["bad_expert"][0])
             raise EPInputError(
                 f"topk_idx[{token}] holds expert {expert}; expected -1 or 0 to {self._config.num_experts - 1}. It was skipped"
             )
+
+    def _difference(self, consequence: str) -> EPInputError:
+        report = self._report[0]
+        ranks = (int(report["rank"]), int(report["other"]))
+        said = {
+            rank: (*alike.unpacked(int(number)), serial)
+            for rank, number, serial in zip(ranks, report["alike"], report["serial"], strict=True)
+        }
+        return EPInputError(f"{alike.difference(dict(sorted(said.items())))}. {consequence}")
 
     def _timeout(self) -> EPTimeoutError:
         report = self._report[0]

@@ -98,6 +98,8 @@ Landing = CStruct(
     u64 topk_weights;
     u64 src_idx;
     i64 capacity;     // and how many fit
+    u64 alike;        // what all ranks must give alike: about the call,
+    u32 serial;       // and which routing this is
     u32 flag;         // epoch; written last
     """,
 )
@@ -134,6 +136,7 @@ LlHeader = CStruct(
     "LlHeader",
     """
     u64 num_tokens;                      // of the sender; each word has the epoch in its lower half, so that none needs a flag
+    u64 alike;                           // what all ranks must give alike
     u64 num_rows;                        // of its tokens, those that come to the receiver: how many,
     u64 tokens[kLlBitmapWords];          // and which, a bit for each
     u64 num_choices[kNumLocalExperts];   // how often its tokens chose each expert of the receiver
@@ -170,6 +173,10 @@ Report = CStruct(
     u32 bad_flag;    // 1: a token chose an expert that does not exist
     i32 bad_token;
     i64 bad_expert;
+    u32 differs;     // 1: another rank gave something else than this one
+    i32 other;       // which one,
+    u64 alike[2];    // and what this one and that one gave
+    u32 serial[2];
     """,
 )
 

@@ -23,6 +23,7 @@ from deepep_rt import (
     EPInputError,
     EPTimeoutError,
     EPUnavailableError,
+    alike,
     arrays,
     comm,
     jit,
@@ -223,6 +224,32 @@ def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
         with pytest.raises(EPInputError, match="It was skipped"):
             sent.hook()
         assert [call.phases for call in fake.take()] == [2]
+
+
+def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
+    """Kernels report what two ranks gave; it is raised once, or, from a call that cannot be mended, in every call from then on."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)[:3]
+        page = buffer._backend._page
+        buffer.dispatch(x, idx, weights, num_worst_tokens=8)
+        (mine,) = (call.alike for call in fake.take() if call.kernel == "dispatch")
+        report = page._report[0]
+        report["rank"], report["other"], report["serial"] = 1, 0, (5, 5)
+        report["alike"] = mine, alike.packed("dispatch", x.dtype, idx.dtype, None)
+        page._differs.value = 1
+        with pytest.raises(EPInputError, match=r"topk_weights of this call.* rank 0: None, rank 1: float32. No rows were sent"):
+            buffer.synchronize()
+        buffer.synchronize()
+        buffer.low_latency_dispatch(x, idx, topk_weights=weights)
+        (mine,) = (call.alike for call in fake.take())
+        report["alike"] = mine, alike.packed("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
+        page._differs.value = page._timed_out.value = 1
+        for _ in range(2):
+            with pytest.raises(
+                EPInputError, match=r"x of this call.*rank 0: bfloat16, rank 1: float8_e4m3fn.*cannot be used any more"
+            ):
+                buffer.low_latency_dispatch(x, idx)
+        assert fake.take() == []
 
 
 def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:

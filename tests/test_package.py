@@ -29,6 +29,7 @@ ORDER = [
     "_env",
     "dlpack",
     "arrays",
+    "alike",
     "config",
     "fp8",
     "structs",

@@ -248,6 +248,31 @@ def test_bad_input_leaves_the_buffer_usable(comm):
         round_trip(comm, gpu, host, 91, 40, 8)
 
 
+def test_ranks_that_differ(comm):
+    """Ranks whose arguments would make them write over each other's results are told, and go on."""
+    if comm.Get_size() == 1:
+        return
+    odd = comm.Get_rank() % 2
+    with make(comm) as gpu, make(comm, "host") as host:
+        idx, weights = routing(comm, 92, 40, 8, gpu.config.num_experts)
+        x = rows(comm, 92, 40, 7168)
+        sent, other = (gpu.dispatch(x, idx, weights) for _ in range(2))
+        wrong = (
+            ("topk_weights", lambda: gpu.dispatch(x, idx, weights if odd else None)),
+            ("topk_idx", lambda: gpu.dispatch(x, idx.int() if odd else idx, num_worst_tokens=40 * comm.Get_size())),
+            ("x of", lambda: gpu.dispatch(x.to(torch.float8_e4m3fn) if odd else x, handle=sent.handle)),
+            ("handle", lambda: gpu.combine(sent.recv_x, (other if odd else sent).handle)),
+            ("topk_weights", lambda: gpu.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights if odd else None)),
+        )
+        for what, call in wrong:
+            with pytest.raises(EPInputError, match=f"the ranks disagree on the {what}.*rank 0.*rank 1.*No rows were sent"):  # noqa: PT012
+                result = call()
+                gpu.synchronize()
+            if hasattr(result, "recv_topk_idx") and result.recv_topk_idx is not None:
+                assert (result.recv_topk_idx == -1).all()  # whoever goes on with it finds no token
+            round_trip(comm, gpu, host, 93, 40, 8)
+
+
 def test_nvshmem_device_library(comm):
     """A kernel that is linked with NVSHMEM at run time: values go around the ring of ranks."""
     with make(comm) as gpu:

@@ -302,6 +302,32 @@ def test_a_rank_stops(comm):
         buffer.destroy()
 
 
+def test_ranks_that_differ(comm):
+    """Rows that ranks would take for something else: all are told, nobody hangs, and the next Buffer works."""
+    if comm.Get_size() == 1:
+        return
+    odd = comm.Get_rank() % 2
+    for what in ("topk_weights", "topk_idx", *(("x of", "x_scales") if has_fp8(jit.current_arch()) else ())):
+        gpu, _ = make_both(comm, hidden=512, timeout_s=5.0)
+        idx, weights = routing(comm, 96, 40, 8, gpu.config.num_experts)
+        x = rows(comm, 96, 40, 512)
+        start = time.monotonic()
+        with pytest.raises(EPInputError, match=f"the ranks disagree on the {what}.*rank 0.*rank 1.*cannot be used any more"):  # noqa: PT012
+            gpu.low_latency_dispatch(
+                x,
+                idx.int() if odd and what == "topk_idx" else idx,
+                topk_weights=weights if odd or what != "topk_weights" else None,
+                use_fp8=what == "x_scales" or (what == "x of" and bool(odd)),
+                use_ue8m0=what == "x_scales" and bool(odd),
+            )
+            gpu.synchronize()
+        with pytest.raises(EPInputError, match="cannot be used any more"):
+            gpu.low_latency_dispatch(x, idx, use_fp8=False)
+        gpu.destroy()
+        assert time.monotonic() - start < 4
+    comm.Barrier()
+
+
 def test_late_rank(comm):
     """The last rank stays away: the others say who is missing."""
     if comm.Get_size() == 1:

@@ -57,12 +57,27 @@ def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
             buffer.dispatch(x, idx, weights if odd else None)
         with raises(EPInputError, "x_scales", "float32", "None"):
             buffer.dispatch(x, idx, x_scales=scales if odd else None)
+        with raises(EPInputError, "handle", "rank 0: 1", "rank 1: 2"):
+            buffer.combine(sent.recv_x, (other if odd else sent).handle)
+        with raises(EPInputError, "topk_weights", "None"):
+            buffer.combine(sent.recv_x, sent.handle, topk_weights=np.ones((len(sent.recv_x), 4), np.float32) if odd else None)
+        with raises(EPInputError, "handle", "rank 0: 1", "rank 1: 2"):
+            buffer.dispatch(x, handle=(other if odd else sent).handle)
+        assert np.array_equal(buffer.dispatch(x, handle=other.handle).recv_x, other.recv_x)
+        _check_usable(comm, buffer)
+
+
+def check_ranks_that_make_different_calls(comm: MPI.Intracomm) -> None:
+    if comm.Get_size() == 1:
+        return
+    odd = comm.Get_rank() % 2
+    x, idx = np.zeros((5, 32), np.float32), np.zeros((5, 4), np.int64)
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        sent = buffer.dispatch(x, idx)
         with raises(EPInputError, "kind", "rank 0: combine", "rank 1: dispatch"):
             buffer.dispatch(x, idx) if odd else buffer.combine(sent.recv_x, sent.handle)
         with raises(EPInputError, "kind", "with a handle"):
             buffer.dispatch(x, idx, handle=sent.handle if odd else None)
-        with raises(EPInputError, "handle", "rank 0: 1", "rank 1: 2"):
-            buffer.combine(sent.recv_x, (other if odd else sent).handle)
         _check_usable(comm, buffer)
 
 

@@ -1,0 +1,44 @@
+"""What ranks have to give alike: as one number for the kernels, and in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepep_rt import alike
+from deepep_rt.arrays import DTYPES
+from deepep_rt.config import MAX_ROW_BYTES
+
+MOST_SCALE_BYTES = MAX_ROW_BYTES  # there are fewer scales than channels
+dtypes = st.sampled_from([None, *DTYPES])
+calls = st.tuples(
+    st.sampled_from(alike.KINDS), st.sampled_from(list(DTYPES)), dtypes, dtypes, dtypes, st.integers(0, MOST_SCALE_BYTES)
+)
+
+
+@given(calls, calls)
+def test_a_number_stands_for_one_call(one: Any, other: Any) -> None:
+    assert alike.unpacked(alike.packed(*one)) == alike.words(*one)
+    assert (alike.packed(*one) == alike.packed(*other)) is (one == other)
+    assert alike.packed(*one) < 1 << 64
+    assert alike.packed(*one[:5]) < 1 << 32  # as low-latency kernels compare it
+
+
+def test_the_difference_in_words() -> None:
+    same = (*alike.words("dispatch", "bfloat16", "int64", None, None), 3)
+    assert alike.difference({0: same, 1: same}) is None
+    other = (*alike.words("dispatch", "bfloat16", "int64", "float32", None), 3)
+    found = alike.difference({0: same, 2: other})
+    assert found
+    for word in ("topk_weights", "rank 0: None", "rank 2: float32"):
+        assert word in found
+    assert "handle (number of its dispatch)" in str(alike.difference({0: same, 1: (*same[:-1], 4)}))
+
+
+@pytest.mark.parametrize("which", ["x", "topk_idx", "topk_weights", "x_scales"])
+def test_every_dtype_has_a_number_of_its_own(which: str) -> None:
+    call = dict(kind="dispatch", x="bfloat16", topk_idx=None, topk_weights=None, x_scales=None)
+    assert len({alike.packed(**{**call, which: dtype}) for dtype in DTYPES}) == len(DTYPES)  # type: ignore[arg-type]
