@@ -132,9 +132,10 @@ class Buffer:
 
             self._backend = HostLowLatencyBackend(comm, self.config)
         else:
-            self.config = _comm.placed(comm, self.config)
             from .device_low_latency import DeviceLowLatencyBackend
+            from .placement import placed
 
+            self.config = placed(comm, self.config)
             self._backend = DeviceLowLatencyBackend(comm, self.config, copy_when_full=on_exhausted == "copy", network=network)
         self._site = Site(next(_serials), self.config, self._backend.device)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from . import buffer as _core
-from .comm import ranks_per_host
 from .compat_config import Config
 from .compat_events import EventHandle, EventOverlap
 from .compat_low_latency import LowLatencyCalls
@@ -20,6 +19,7 @@ from .compat_memory import LowLatencyBuffers, NormalBuffers
 from .compat_normal import NormalCalls
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
+from .placement import ranks_per_host
 from .torch import communicator
 
 if TYPE_CHECKING:

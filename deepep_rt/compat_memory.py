@@ -24,9 +24,10 @@ import torch
 
 from . import _env
 from .buffer import Buffer
-from .comm import meet, ranks_per_host
+from .comm import meet
 from .compat_config import nvl_bytes
 from .errors import EPInputError, EPTimeoutError, EPUnavailableError
+from .placement import ranks_per_host
 from .results import DispatchResult
 
 if TYPE_CHECKING:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _env, alike, comm, driver, jit, layout, structs
+from . import alike, comm, driver, jit, layout, structs, symmetric
 from .arrays import HOST, Framework, View
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
-from .errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from .errors import EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
 from .network import NetworkOptions
 from .page import HostPage
+from .placement import choose_device
 from .pool import Block, Pool, Slot, Slots, StreamMemory
 from .results import CombineResult, DispatchHandle, DispatchResult, Views
 from .sources import kernel_constants
@@ -60,20 +61,17 @@ class DeviceBackend:
         self._all_ranks = comm.AllOrNone(self._comm)
         self._broken: EPError | None = None
         self._destroyed = False
-        self.device = self._choose_device()
-        self.context = driver.CurrentContext()
+        self.device = choose_device(self._comm, self._all_ranks)
         self._map = layout.symmetric(config)
-        self._check_memory()
-        self._order = CallOrder(self.device, self.context, self._check)
-        self._memory = comm.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
-        made = False
-        try:
+        with self._all_ranks.part():
+            self.context = driver.CurrentContext()
+            self._order = CallOrder(self.device, self.context, self._check)
+            free_bytes = driver.free_bytes()
+            symmetric.load()
+        self._check_memory(free_bytes)
+        self._memory = symmetric.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
+        with self._all_ranks.part():  # after it, nobody writes to control memory that is still being cleared
             self._make_own_part()
-            made = True
-        finally:  # an error must not leave the others waiting
-            all_made = self._all_ranks.holds(made)  # and nobody writes to control memory that is still being cleared
-        if not all_made:
-            raise EPUnavailableError("another rank could not make its part of this Buffer; what it raised tells why")
         between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
         transport = f"NVLink or PCIe peer access{between}"
         comm.announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
@@ -298,26 +296,8 @@ class DeviceBackend:
                 self._launcher("combine", config.dtype)
         driver.synchronize(0)
 
-    def _choose_device(self) -> int:
-        from mpi4py import MPI
-
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        local_rank = node.Get_rank()
-        node.Free()
-        device = driver.use_device(local_rank)
-        found = self._comm.allgather((driver.device_uuid(device), _env.share_gpus()))
-        uuids = [uuid for uuid, _ in found]
-        twins = [rank for rank, uuid in enumerate(uuids) if uuid == uuids[self._comm.Get_rank()]]
-        if len(set(uuids)) != len(uuids) and not all(share for _, share in found):
-            raise EPConfigError(
-                f"{len(uuids)} ranks share {len(set(uuids))} GPUs (on this one: ranks {twins}); start one rank a GPU, and if you choose "
-                f"devices yourself (torch.cuda.set_device, cupy.cuda.Device), choose a different one in each rank. "
-                f"To develop for more ranks than there are GPUs, slowly, set DEEPEP_RT_SHARE_GPUS=1"
-            )
-        return device
-
-    def _check_memory(self) -> None:
-        need, free = layout.size_hint(self.config)["total"], driver.free_bytes()
+    def _check_memory(self, free: int) -> None:
+        need = layout.size_hint(self.config)["total"]
         short = [(rank, bytes_) for rank, bytes_ in enumerate(self._comm.allgather(free)) if bytes_ < need]
         if short:
             parts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in layout.size_hint(self.config).items())

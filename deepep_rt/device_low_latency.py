@@ -56,11 +56,11 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
         self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
         if config.low_latency:
-            self._clear_rows()
-            self._comm.Barrier()  # nobody sends rows to memory that is still being cleared
-            for kernel in TABLE.values():
-                if kernel.low_latency:
-                    self._launcher(kernel.name)
+            with self._all_ranks.part():  # after it, nobody sends rows to memory that is still being cleared
+                self._clear_rows()
+                for kernel in TABLE.values():
+                    if kernel.low_latency:
+                        self._launcher(kernel.name)
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or let it take part again."""

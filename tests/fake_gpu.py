@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import Buffer, arrays, comm, device, driver, jit, launch, pool
+from deepep_rt import Buffer, arrays, comm, device, driver, jit, launch, placement, pool, symmetric
 from deepep_rt.arrays import DTYPES, Framework, View
 
 BASE = 1 << 40  # of symmetric memory
@@ -180,7 +180,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     )
     monkeypatch.setattr(jit, "load", fake.load)
     monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
-    monkeypatch.setattr(device.DeviceBackend, "_choose_device", lambda self: 0)
+    monkeypatch.setattr(device, "choose_device", lambda *_: 0)
     monkeypatch.setitem(arrays._frameworks, Array, _Library())
     yield fake
     assert not fake.outside
@@ -198,9 +198,10 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         def free(self) -> None:
             fake.freed.append(self.ptr)
 
-    monkeypatch.setattr(comm, "SymmetricMemory", Memory)
+    monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
+    monkeypatch.setattr(symmetric, "load", lambda: None)
     monkeypatch.setattr(comm, "agree", lambda *_: "cuda")
-    monkeypatch.setattr(comm, "placed", lambda communicator, config: config)
+    monkeypatch.setattr(placement, "placed", lambda communicator, config: config)
     monkeypatch.setattr(comm, "announce", lambda *_: None)
 
     def make(**sizes: Any) -> Buffer:

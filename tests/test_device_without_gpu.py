@@ -26,9 +26,12 @@ from deepep_rt import (
     alike,
     arrays,
     comm,
+    driver,
     jit,
     layout,
+    symmetric,
 )
+from deepep_rt.device_low_latency import DeviceLowLatencyBackend
 
 __all__ = ["fake", "make"]
 
@@ -506,28 +509,42 @@ def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
     buffer = make(low_latency=True)
     buffer.mask_rank(2)
     buffer.destroy()
-    assert (said, fake.freed.count(BASE)) == ([True, False] * 4, 0)  # when it is made, and in the end
+    assert (said, fake.freed.count(BASE)) == (
+        [True, True, False] * 3 + [True] * 3 + [False],
+        0,
+    )  # when it is made, and in the end
+    said.clear()
     make().destroy()
-    assert (said[8:], fake.freed.count(BASE)) == ([True, True], 1)
+    assert (said, fake.freed.count(BASE)) == ([True, True, True], 1)
 
 
-def test_a_rank_that_cannot_make_its_part(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "parts_before"),
+    [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (jit, "load", 1), (DeviceLowLatencyBackend, "_clear_rows", 2)],
+)
+def test_a_rank_that_cannot_make_its_part(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, parts_before: int
+) -> None:
     """The others hear of it."""
     said: list[bool] = []
-    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine: said.append(mine) or len(said) == 3)
-    good = jit.load
+    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine: said.append(mine) or mine)
 
     def fail(*_: Any) -> None:
         raise EPCacheError("the folder is full")
 
-    monkeypatch.setattr(jit, "load", fail)
-    with pytest.raises(EPCacheError):
-        make()
-    monkeypatch.setattr(jit, "load", good)
-    with pytest.raises(EPUnavailableError, match="another rank"):
-        make()
-    assert said == [False, True]
-    make()
+    with monkeypatch.context() as broken:
+        broken.setattr(module, name, fail)
+        with pytest.raises(EPCacheError):
+            make(low_latency=True)
+    assert said == [True] * parts_before + [False]
+    for last in range(1, 4):
+        said.clear()
+        monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine, last=last: said.append(mine) or len(said) < last)
+        with pytest.raises(EPUnavailableError, match="another rank"):
+            make(low_latency=True)
+        assert said == [True] * last
+    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine: True)
+    make(low_latency=True)
 
 
 def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepep_rt import EPConfigError, EPUnavailableError, NetworkOptions, comm
+from deepep_rt import EPConfigError, EPUnavailableError, NetworkOptions, comm, placement, symmetric
 from deepep_rt.config import Config
 from deepep_rt.network import TRANSPORTS
 
@@ -119,7 +119,7 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, "nvshmem.bindings", fake)
         monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
         monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
-        monkeypatch.setattr(comm, "_runtime", None)
+        monkeypatch.setattr(symmetric, "_runtime", None)
         return fake
 
     return put
@@ -207,7 +207,7 @@ def test_the_installed_nvshmem_knows_every_variable():
 def test_variables_are_there_when_nvshmem_starts_and_gone_afterwards(install, rank):
     fake = install(my_pe=rank)
     hosts = [[0, 1], [2, 3]]
-    running = comm.runtime(Ranks(rank=rank, hosts=hosts, gather=_pes), ALL.environment())
+    running = symmetric.runtime(Ranks(rank=rank, hosts=hosts, gather=_pes), ALL.environment())
     assert fake.seen == ALL.environment()
     assert rank or fake.at_uid == ALL.environment()
     assert _variables() == {}
@@ -218,21 +218,21 @@ def test_the_users_own_variables_win(install, monkeypatch):
     monkeypatch.setenv("NVSHMEM_IB_SL", "7")
     monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "ucx")
     fake = install()
-    comm.runtime(Ranks(gather=_pes), ALL.environment())
+    symmetric.runtime(Ranks(gather=_pes), ALL.environment())
     assert fake.seen == {**ALL.environment(), "NVSHMEM_IB_SL": "7", "NVSHMEM_REMOTE_TRANSPORT": "ucx"}
     assert _variables() == {"NVSHMEM_IB_SL": "7", "NVSHMEM_REMOTE_TRANSPORT": "ucx"}
 
 
 def test_no_network_is_looked_for_on_one_host(install):
     fake = install()
-    comm.runtime(Ranks(gather=_pes))
+    symmetric.runtime(Ranks(gather=_pes))
     assert fake.seen == {"NVSHMEM_REMOTE_TRANSPORT": "none"}
     assert _variables() == {}
 
 
 def test_with_several_hosts_the_transport_is_nvshmems_choice(install):
     fake = install()
-    comm.runtime(Ranks(hosts=[[0, 1, 2], [3]], gather=_pes))
+    symmetric.runtime(Ranks(hosts=[[0, 1, 2], [3]], gather=_pes))
     assert fake.seen == {}
 
 
@@ -240,7 +240,7 @@ def test_variables_are_gone_after_a_failed_start(install):
     fake = install()
     fake.hostlib_init_attr = lambda flags, attributes: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        comm.runtime(Ranks(gather=_pes), ALL.environment())
+        symmetric.runtime(Ranks(gather=_pes), ALL.environment())
     assert _variables() == {}
 
 
@@ -248,11 +248,11 @@ def test_options_that_come_too_late_are_named(install, caplog):
     install()
     ranks = Ranks(gather=_pes)
     with caplog.at_level(logging.WARNING, "deepep_rt"):
-        first = comm.runtime(ranks, NetworkOptions(service_level=3, ibgda=True).environment())
-        assert comm.runtime(ranks) is first
-        assert comm.runtime(ranks, NetworkOptions(service_level=3).environment()) is first
+        first = symmetric.runtime(ranks, NetworkOptions(service_level=3, ibgda=True).environment())
+        assert symmetric.runtime(ranks) is first
+        assert symmetric.runtime(ranks, NetworkOptions(service_level=3).environment()) is first
         assert not caplog.records
-        comm.runtime(ranks, NetworkOptions(service_level=4, ibgda=True, queue_depth=256).environment())
+        symmetric.runtime(ranks, NetworkOptions(service_level=4, ibgda=True, queue_depth=256).environment())
     (record,) = caplog.records
     message = record.getMessage()
     assert record.levelno == logging.WARNING
@@ -264,7 +264,7 @@ def test_options_that_come_too_late_are_named(install, caplog):
 def test_options_for_an_nvshmem_of_somebody_else_are_named(install, caplog):
     fake = install(running=True)
     with caplog.at_level(logging.WARNING, "deepep_rt"):
-        comm.runtime(Ranks(gather=_pes), NetworkOptions(service_level=3).environment())
+        symmetric.runtime(Ranks(gather=_pes), NetworkOptions(service_level=3).environment())
     assert fake.seen is None
     assert "somebody else" in caplog.text
     assert "NVSHMEM_IB_SL=3" in caplog.text
@@ -275,13 +275,13 @@ def test_options_for_an_nvshmem_of_somebody_else_are_named(install, caplog):
 
 @pytest.fixture
 def prompt(monkeypatch):
-    monkeypatch.setattr(comm, "meet", lambda *arguments: [arguments[1]])
+    monkeypatch.setattr(symmetric, "meet", lambda *arguments: [arguments[1]])
 
 
 def test_far_ranks_need_no_direct_path(install, prompt):
     install(my_pe=1, addresses={2: 0, 3: 0})
     ranks = Ranks(rank=1, hosts=[[0, 1], [2, 3]], gather=_pes)
-    memory = comm.SymmetricMemory(ranks, 64, 1.0, ranks_per_node=2, network=NetworkOptions(service_level=1))
+    memory = symmetric.SymmetricMemory(ranks, 64, 1.0, ranks_per_node=2, network=NetworkOptions(service_level=1))
     assert memory.peers == [4096, 4096, 0, 0]
     assert memory.pes == [0, 1, 2, 3]
     assert sys.modules["nvshmem.bindings"].seen == {"NVSHMEM_IB_SL": "1"}
@@ -290,9 +290,9 @@ def test_far_ranks_need_no_direct_path(install, prompt):
 def test_near_ranks_do(install, prompt):
     install(my_pe=1, addresses={0: 0, 2: 0})
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0\]; .* in each group of ranks_per_node=2"):
-        comm.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
+        symmetric.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0, 2\]; .* between all GPUs of a Buffer"):
-        comm.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0)
+        symmetric.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0)
 
 
 # --- who is where ----------------------------------------------------------------------------------------------------------------
@@ -303,14 +303,14 @@ def test_near_ranks_do(install, prompt):
     [([[0, 1, 2, 3]], 4), ([[0, 1], [2, 3]], 2), ([[2, 3], [0, 1]], 2), ([[0], [1], [2], [3]], 1)],
 )
 def test_ranks_per_host(hosts, expected):
-    assert comm.ranks_per_host(Ranks(hosts=hosts, gather=_hosts_of(hosts))) == expected
+    assert placement.ranks_per_host(Ranks(hosts=hosts, gather=_hosts_of(hosts))) == expected
 
 
 @pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[0, 1, 2], [3]], [[0, 3], [1, 2]]])
 def test_ranks_that_are_not_placed_host_by_host(hosts):
     for rank in range(4):
         with pytest.raises(EPConfigError) as caught:
-            comm.ranks_per_host(Ranks(rank=rank, hosts=hosts, gather=_hosts_of(hosts)))
+            placement.ranks_per_host(Ranks(rank=rank, hosts=hosts, gather=_hosts_of(hosts)))
         shown = "; ".join(", ".join(map(str, ranks)) for ranks in sorted(hosts))
         message = str(caught.value)
         assert all(word in message for word in (shown, "--map-by ppr:8:node", "--distribution=block")), message
@@ -322,21 +322,21 @@ def test_ranks_that_are_not_placed_host_by_host(hosts):
 )
 def test_the_ranks_of_a_host_are_a_node_unless_less_is_asked_for(hosts, asked, found):
     ranks = Ranks(hosts=hosts, gather=_hosts_of(hosts))
-    assert comm.placed(ranks, Config(4, 16, 128, 2, 4, ranks_per_node=asked)).ranks_per_node == found
+    assert placement.placed(ranks, Config(4, 16, 128, 2, 4, ranks_per_node=asked)).ranks_per_node == found
 
 
 def test_a_node_does_not_reach_over_hosts():
     hosts = [[0, 1], [2, 3]]
     with pytest.raises(EPConfigError, match="a host holds 2 ranks"):
-        comm.placed(Ranks(hosts=hosts, gather=_hosts_of(hosts)), Config(4, 16, 128, 2, 4, ranks_per_node=4))
+        placement.placed(Ranks(hosts=hosts, gather=_hosts_of(hosts)), Config(4, 16, 128, 2, 4, ranks_per_node=4))
 
 
 def test_nvlink_connects_so_many_ranks_at_most():
     everyone = tuple(range(16))
     ranks = Ranks(16, hosts=[list(everyone)], gather=lambda mine: [everyone] * 16)
     with pytest.raises(EPConfigError, match="expected 1 to 8"):
-        comm.placed(ranks, Config(16, 16, 128, 2, 16))
-    assert comm.placed(ranks, Config(16, 16, 128, 2, 16, ranks_per_node=8)).node_size == 8
+        placement.placed(ranks, Config(16, 16, 128, 2, 16))
+    assert placement.placed(ranks, Config(16, 16, 128, 2, 16, ranks_per_node=8)).node_size == 8
 
 
 def _hosts_of(hosts):

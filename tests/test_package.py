@@ -45,6 +45,8 @@ ORDER = [
     "pool",
     "network",
     "comm",
+    "placement",
+    "symmetric",
     "results",
     "inputs",
     "streams",

@@ -58,7 +58,7 @@ def test_check(check, settings, comm, monkeypatch):
     import spmd
 
     if check.__name__ == "check_subcommunicators" and comm.Get_size() % 2:
-        return  # groups of different sizes over one NVSHMEM runtime are refused; comm.SymmetricMemory says why
+        return  # groups of different sizes over one NVSHMEM runtime are refused; symmetric.SymmetricMemory says why
     source = inspect.getsource(check)
     if ("use_fp8=True" in source or "FORMATS" in source) and not has_fp8(jit.current_arch()):
         return  # these GPUs have no FP8; test_low_latency runs all sizes without it

@@ -1,0 +1,85 @@
+"""Where ranks are: which of them share a host, and which GPU each takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from . import _env
+from .comm import AllOrNone
+from .config import MAX_RANKS_PER_NODE, Config
+from .errors import EPConfigError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+def placed(comm: Intracomm, config: Config) -> Config:
+    """Settle which ranks reach each other over NVLink: those of a host, or the smaller groups that were asked for. Collective.
+
+    Raises:
+        EPConfigError: on every rank, if ranks are not where they have to be.
+    """
+    host = ranks_per_host(comm)
+    if config.ranks_per_node is None and host < config.num_ranks:
+        config = dataclasses.replace(config, ranks_per_node=host)
+    if host % config.node_size:
+        raise EPConfigError(f"ranks_per_node is {config.node_size}, but a host holds {host} ranks; expected a divisor of that")
+    if config.node_size > MAX_RANKS_PER_NODE:
+        raise EPConfigError(
+            f"{config.node_size} ranks are to reach each other over NVLink; expected 1 to {MAX_RANKS_PER_NODE}. Set ranks_per_node"
+        )
+    return config
+
+
+def ranks_per_host(comm: Intracomm) -> int:
+    """The number of ranks on each host. Collective.
+
+    Raises:
+        EPConfigError: on every rank, if the hosts hold different numbers of ranks, or ranks that do not follow each other.
+    """
+    hosts = sorted(set(comm.allgather(tuple(ranks_here(comm)))))
+    size = len(hosts[0])
+    if any(len(ranks) != size or ranks[-1] - ranks[0] != size - 1 for ranks in hosts):
+        shown = "; ".join(", ".join(map(str, ranks)) for ranks in hosts[:4]) + ("; ..." if len(hosts) > 4 else "")
+        raise EPConfigError(
+            f"every host has to hold the same number of ranks, one after the other; {len(hosts)} hosts hold the ranks {shown}. "
+            f"Place ranks host by host: with 8 a host, mpirun --map-by ppr:8:node (Open MPI), mpirun -ppn 8 (MPICH) or "
+            f"srun --ntasks-per-node=8 --distribution=block (Slurm)"
+        )
+    return size
+
+
+def ranks_here(comm: Intracomm) -> list[int]:
+    """The ranks on this host, ascending. Collective."""
+    from mpi4py import MPI
+
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    ranks = host.allgather(comm.Get_rank())
+    host.Free()
+    return sorted(ranks)
+
+
+def choose_device(comm: Intracomm, all_ranks: AllOrNone) -> int:
+    """The GPU of this rank, which becomes the current one: the one that the caller chose, or the rank's of its host. Collective.
+
+    Raises:
+        EPConfigError: on every rank, if ranks share a GPU.
+        EPUnavailableError: if a rank's GPU cannot be used.
+    """
+    from . import driver  # who works in host memory needs no CUDA
+
+    rank, here = comm.Get_rank(), ranks_here(comm)
+    with all_ranks.part():
+        device = driver.use_device(here.index(rank))
+        uuid = driver.device_uuid(device)
+    found = comm.allgather((uuid, _env.share_gpus()))
+    uuids = [uuid for uuid, _ in found]
+    twins = [other for other, uuid in enumerate(uuids) if uuid == uuids[rank]]
+    if len(set(uuids)) != len(uuids) and not all(share for _, share in found):
+        raise EPConfigError(
+            f"{len(uuids)} ranks share {len(set(uuids))} GPUs (on this one: ranks {twins}); start one rank a GPU, and if you choose "
+            f"devices yourself (torch.cuda.set_device, cupy.cuda.Device), choose a different one in each rank. "
+            f"To develop for more ranks than there are GPUs, slowly, set DEEPEP_RT_SHARE_GPUS=1"
+        )
+    return device

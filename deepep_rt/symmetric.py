@@ -1,0 +1,166 @@
+"""The one NVSHMEM runtime of a process, and symmetric memory: started with a unique ID that MPI carries, seen from this rank's GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _env
+from .comm import meet
+from .errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
+from .network import NetworkOptions
+from .placement import ranks_here
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_log = logging.getLogger("deepep_rt")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The NVSHMEM of this process. There is one; the first Buffer starts it over its communicator, unless somebody else did before."""
+
+    comm: Any  # a duplicate of that communicator; None when somebody else started NVSHMEM
+    my_pe: int
+    num_pes: int
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what it was asked to start with
+
+
+_runtime: Runtime | None = None
+
+
+def load() -> Any:
+    """NVSHMEM's Python bindings, with its host library.
+
+    Raises:
+        EPUnavailableError: if either is missing.
+    """
+    try:
+        import nvshmem.bindings as nvshmem
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        load_nvidia_dynamic_lib("nvshmem_host")  # the bindings only find a library that is loaded, or on the system's path
+    except (ImportError, RuntimeError) as error:
+        raise EPUnavailableError(
+            f"NVSHMEM or nvshmem4py is not installed ({error}); pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'"
+        ) from error
+    return nvshmem
+
+
+def runtime(comm: Intracomm, environment: Mapping[str, str] | None = None) -> Runtime:
+    """Find NVSHMEM running, or start it: rank 0 makes the unique ID and MPI broadcasts it. Collective over `comm`.
+
+    Args:
+        comm: The ranks.
+        environment: Variables to start NVSHMEM with, unless the user has set them. Where it runs already, those that it was not started
+            with are named in a warning.
+
+    Raises:
+        EPUnavailableError: if nvshmem4py is missing.
+        EPConfigError: if the running NVSHMEM does not hold the ranks of `comm`.
+    """
+    global _runtime
+    nvshmem = load()
+    if _runtime is None:
+        if int(nvshmem.init_status()) >= int(nvshmem.Init_status.STATUS_IS_INITIALIZED):
+            _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())
+        else:
+            _runtime = _start(comm, nvshmem, environment or {})
+    late = [f"{name}={value}" for name, value in (environment or {}).items() if _runtime.environment.get(name) != value]
+    if late and comm.Get_rank() == 0:
+        whose = "somebody else started it" if _runtime.comm is None else "an earlier Buffer started it"
+        _log.warning("NVSHMEM runs already (%s); without effect for this Buffer: %s", whose, ", ".join(late))
+    members = comm.allgather((_runtime.my_pe, _runtime.num_pes))
+    pes = {pe for pe, _ in members}
+    if len(pes) != len(members) or len({total for _, total in members}) != 1:
+        raise EPConfigError(
+            "the ranks of this Buffer belong to different NVSHMEM runtimes; make the first Buffer over all of them"
+        )
+    if _runtime.comm is None and _runtime.num_pes != len(members):
+        raise EPConfigError(
+            f"NVSHMEM was started by somebody else, over {_runtime.num_pes} processes; it can only serve a Buffer over all of them, "
+            f"and this one has {len(members)} ranks"
+        )
+    return _runtime
+
+
+def _start(comm: Intracomm, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
+    import numpy as np
+
+    rank, size = comm.Get_rank(), comm.Get_size()
+    # One host: no network transport is looked for, whatever the host has. What was asked for wins, and the user's own setting over that.
+    default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(ranks_here(comm)) == size else {}
+    with _env.overridden({**default, **environment}):
+        uid = nvshmem.uniqueid()
+        if rank == 0:
+            nvshmem.get_uniqueid(uid.ptr)
+        comm.Bcast(uid._data.view(np.int8), root=0)
+        attributes = nvshmem.InitAttr()
+        nvshmem.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
+        nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+    return Runtime(comm.Dup(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
+
+
+class SymmetricMemory:
+    """A piece of symmetric memory and its address in each rank of a Buffer, as seen from this rank's GPU.
+
+    NVSHMEM allocates over its whole runtime. A Buffer over fewer ranks therefore needs all ranks of the runtime to make one of the same
+    size at the same time (each in its own group, say); where they do not, they are told so after `timeout_s`.
+
+    Args:
+        comm: The ranks of the Buffer.
+        num_bytes: Size on each rank.
+        timeout_s: How long ranks outside of `comm` may be late.
+        ranks_per_node: Consecutive ranks that must reach each other directly; default: all of `comm`. In `peers`, the address in a rank of
+            another group is 0 where there is no direct path.
+        network: What NVSHMEM is started with, if it is started here.
+
+    Raises:
+        EPUnavailableError: if NVSHMEM is missing, or ranks of a group have no direct path to each other.
+        EPOutOfMemoryError: if a rank has too little memory.
+        EPConfigError: if ranks of the runtime ask for different sizes.
+        EPTimeoutError: if a rank of the runtime does not come.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        num_bytes: int,
+        timeout_s: float,
+        ranks_per_node: int | None = None,
+        network: NetworkOptions | None = None,
+    ) -> None:
+        nvshmem = self._nvshmem = load()
+        self._runtime = runtime(comm, network.environment() if network else None)
+        if self._runtime.comm is not None:
+            self._check_same_size(num_bytes, timeout_s)
+        self.ptr = nvshmem.malloc(num_bytes)
+        if not all(comm.allgather(bool(self.ptr))):
+            raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank; see Buffer.size_hint")
+        pes = comm.allgather(self._runtime.my_pe)
+        self.peers = [self.ptr if pe == self._runtime.my_pe else nvshmem.ptr(self.ptr, pe) for pe in pes]
+        self.pes: Sequence[int] = pes
+        rank, node = comm.Get_rank(), ranks_per_node or comm.Get_size()
+        unreachable = [peer for peer, address in enumerate(self.peers) if not address and peer // node == rank // node]
+        failed = {at: peers for at, peers in enumerate(comm.allgather(unreachable)) if peers}
+        if failed:
+            at, peers = next(iter(failed.items()))
+            where = "between all GPUs of a Buffer" if node == comm.Get_size() else f"in each group of ranks_per_node={node}"
+            raise EPUnavailableError(
+                f"no direct path from the GPU of rank {at} to those of ranks {peers}; peer access (NVLink or PCIe) is needed {where}"
+            )
+
+    def free(self) -> None:
+        """Collective, like the allocation."""
+        self._nvshmem.free(self.ptr)
+
+    def _check_same_size(self, num_bytes: int, timeout_s: float) -> None:
+        """NVSHMEM would wait without a limit for ranks that do not come."""
+        hint = "ranks outside of this Buffer's communicator have to make one of the same size at the same time"
+        sizes = set(meet(self._runtime.comm, num_bytes, timeout_s, "the allocation of symmetric memory", hint))
+        if len(sizes) != 1:
+            raise EPConfigError(f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)}")
