@@ -167,6 +167,29 @@ def test_others_use_the_buffer_too(jax, comm):
             np.testing.assert_array_equal(np.asarray(out), host.combine(want.recv_x, want.handle).x.numpy())
 
 
+def test_results_that_xla_has_still_to_read(jax, comm):
+    """A result that the caller lets go at once is not filled again before XLA has computed what was asked of it."""
+    import jax.numpy as jnp
+
+    big = jnp.full((8192, 8192), 1 / 8192, jnp.float32)
+
+    @jax.jit
+    def late(x):
+        a = big
+        for _ in range(10):
+            a = a @ big
+        return 2 * x + 0 * a[0, 0].astype(x.dtype)
+
+    with make(comm, hidden=512, num_max_tokens_per_rank=64, num_slots=1) as buffer:
+        idx = jnp.zeros((64, 8), jnp.int32)
+        inputs = [jax.block_until_ready(jnp.full((64, 512), i, jnp.bfloat16)) for i in range(6)]
+        jax.block_until_ready(late(buffer.dispatch(inputs[0], idx).recv_x))
+        results = [late(buffer.dispatch(x, idx).recv_x) for x in inputs for _ in range(3)]
+        assert not results[-1].is_ready()  # XLA is still busy, long after the results were let go
+        for i, found in enumerate(results):
+            assert (np.asarray(found.astype(jnp.float32)) == 2 * (i // 3)).all()
+
+
 def test_bad_expert(jax, comm):
     """Reported by the device after the call: the next one raises, or `synchronize`."""
     from deepep_rt import jax as ep
