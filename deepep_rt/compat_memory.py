@@ -157,9 +157,17 @@ class NormalBuffers:
         buffer = self.take(shape, num_tokens, 1)
         while True:
             self._board.post([num_tokens, *counts])
-            sent = send(buffer, num_tokens <= buffer.config.num_max_tokens_per_rank)
+            problem = None
+            try:
+                sent = send(buffer, num_tokens <= buffer.config.num_max_tokens_per_rank)
+            except EPInputError as error:
+                if not error.call_made:
+                    raise
+                problem = error  # the other ranks go on, and this one with them
             said = self._board.read(1 + len(counts))
             if said[:, 0].max() <= buffer.config.num_max_tokens_per_rank:
+                if problem is not None:
+                    raise problem
                 return buffer, sent, said[:, 1:]
             buffer = self._make(shape, int(said[:, 0].max()))
 

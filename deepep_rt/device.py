@@ -395,7 +395,11 @@ class DeviceBackend:
         finally:
             if counts is None and self._broken is None:
                 self._broken = self._timeout("a dispatch was interrupted while it waited for its counts")
-        self._check()
+        try:
+            self._check()
+        except EPInputError as error:
+            error.call_made = True
+            raise
         return counts
 
     def _timeout(self, what: str) -> EPTimeoutError:

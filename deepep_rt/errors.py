@@ -25,7 +25,13 @@ class EPConfigError(EPError, ValueError):
 
 
 class EPInputError(EPError, ValueError):
-    """An array or a handle given to a call is wrong, or the ranks give different ones; the buffer stays usable, or the message says no."""
+    """An array or a handle given to a call is wrong, or the ranks give different ones; the buffer stays usable, or the message says no.
+
+    Attributes:
+        call_made: Whether the call was made all the same: what was wrong came to light behind it (GPUs, `check_inputs`).
+    """
+
+    call_made = False
 
 
 class EPCompileError(EPError, RuntimeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepep_rt import jit
+from deepep_rt import EPInputError, jit
 from deepep_rt.config import has_fp8
 
 pytestmark = pytest.mark.gpu
@@ -144,6 +144,27 @@ def test_arguments_may_go_while_an_async_call_runs(program, comm):
             done.current_stream_wait()
             assert torch.equal(recv_x[: known.shape[0]], known)
             del trash, handle
+
+
+@pytest.mark.parametrize("tokens", [64, 300], ids=["fits", "grows"])
+def test_bad_expert(program, comm, monkeypatch, tokens):
+    """One rank's number that is no expert, found behind the call: it raises there, and the ranks stay in step."""
+    monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")
+    world = program.world(comm, "cuda")
+    with world.buffer(int(1e6)) as buffer:
+        x, given = _normal(program, world, buffer)
+        want, *_ = buffer.dispatch(x, **given)
+        large, more = _normal(program, world, buffer, tokens=tokens)
+        if comm.Get_rank() == 0:
+            bad = more["topk_idx"].clone()
+            bad[3, 1] = 4 * world.num_ranks
+            with pytest.raises(EPInputError, match=rf"topk_idx\[3\] holds expert {4 * world.num_ranks}"):
+                buffer.dispatch(large, **{**more, "topk_idx": bad})
+        else:
+            buffer.dispatch(large, **more)
+        for _ in range(3):
+            got, *_ = buffer.dispatch(x, **given)
+            assert torch.equal(got, want)
 
 
 def test_normal_calls_in_a_graph(program, comm):
