@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,29 +114,42 @@ class Store:
             os.close(number)  # gives the lock back; the file stays: two processes could get in while it is deleted
 
     def entries(self) -> list[Entry | CorruptEntry]:
-        """Everything that is stored, in the order of architecture, kernel and key."""
-        found = [_read(path) for path in sorted(self.folder.glob(f"*/*{SUFFIX}"))]
+        """Everything that is stored, in the order of architecture, kernel and key.
+
+        Raises:
+            EPCacheError: if the folder is there and cannot be read, or is none.
+        """
+        found = [_read(path) for path in sorted(self._files())]
         return sorted((entry for entry in found if entry is not None), key=_order)
 
     def clear(self) -> int:
-        """Delete everything, and give the number of entries."""
-        entries = list(self.folder.glob(f"*/*{SUFFIX}"))
+        """Delete everything, and give the number of entries.
+
+        Raises:
+            EPCacheError: if the folder cannot be read or written, or is none.
+        """
+        entries = self._files()
         with self._explained():
             for path in (*entries, *self.folder.glob("*/*.lock"), *self.folder.glob("*/.*.tmp")):
                 path.unlink(missing_ok=True)
         return len(entries)
 
+    def _files(self) -> list[Path]:
+        with self._explained("read"), suppress(FileNotFoundError):
+            os.listdir(self.folder)  # glob finds nothing, without a word, in a file and in a folder that may not be read
+        return list(self.folder.glob(f"*/*{SUFFIX}"))
+
     def _path(self, arch: str, key: str) -> Path:
         return self.folder / arch / f"{key}{SUFFIX}"
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, done: str = "written") -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise EPCacheError(
-                f"the kernel cache {self.folder} cannot be written: {error}. "
-                f"Set DEEPEP_RT_CACHE_DIR to a folder that this user can write, or make this one writable"
+                f"the kernel cache {self.folder} cannot be {done}: {error}. "
+                f"Set DEEPEP_RT_CACHE_DIR to a folder that this user can read and write"
             ) from error
 
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from . import bench, jit, toolchain
+from . import _env, bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, Config
-from .errors import EPCompileError, EPConfigError, EPError, EPUnavailableError
+from .errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
 from .screen import console
 from .sources import kernel_constants
@@ -32,6 +32,7 @@ ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 """What `--arch all` means, as far as the installed NVRTC knows them."""
 
 _WIDTH_OF_LOGS = 220  # holds the table of the cache
+_MOST_CHOICES = 10  # keys that an ambiguous one is answered with
 
 
 def run(args: Sequence[str] | None = None) -> None:
@@ -133,6 +134,8 @@ def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> di
     try:
         built = jit.build(kernel, constants, arch)
     except EPCompileError as error:
+        if isinstance(error, EPCacheError) and not _env.assert_cached():
+            raise  # the folder: no other kernel would fare better
         return {**row, "status": "failed", "error": str(error)}
     return {**row, **built.info, "key": built.key, "status": "compiled" if built.compiled else "cached"}
 
@@ -197,11 +200,15 @@ def list_(as_json: Json = False) -> None:
 @cache_app.command()
 def show(key: Annotated[str, typer.Argument(help="A key, or enough of its beginning.")], as_json: Json = False) -> None:
     """Print everything that is known about one compiled kernel."""
+    if not key:
+        raise EPConfigError("the key is empty; give one, or enough of its beginning: python -m deepep_rt cache list shows them")
     store = Store()
     found = [entry for entry in store.entries() if entry.key.startswith(key)]
     if len(found) != 1:
         what = f"{len(found)} kernels have keys that begin with" if found else "no kernel has a key that begins with"
-        choices = "".join(f"\n  {entry.key} {_described(entry)['kernel']} {entry.arch}" for entry in found)
+        choices = "".join(f"\n  {entry.key} {_described(entry)['kernel']} {entry.arch}" for entry in found[:_MOST_CHOICES])
+        if len(found) > _MOST_CHOICES:
+            choices += f"\n  ... and {len(found) - _MOST_CHOICES} more"
         raise EPConfigError(f"{what} {key!r} in the cache {store.folder}; see: python -m deepep_rt cache list{choices}")
     described = _described(found[0])
     if as_json:

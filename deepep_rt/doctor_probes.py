@@ -23,7 +23,7 @@ from typing import Any
 from . import _env, doctor_gpus, toolchain
 from .cache import CorruptEntry, Store
 from .config import Config, arch_number
-from .errors import EPConfigError
+from .errors import EPCacheError, EPConfigError
 
 _PACKAGES = re.compile(
     r"numpy|mpi4py|mpich|openmpi|impi-rt|ml-dtypes|torch|jax|jaxlib|cupy-cuda1\dx|cuda-(bindings|core|pathfinder|python)"
@@ -207,13 +207,17 @@ def _read(path: Path) -> str:
 def kernel_cache() -> dict[str, Any]:
     """The disk cache of compiled kernels. The folder is not made if it is not there."""
     store = Store()
-    entries = store.entries()
+    entries, unreadable = [], None
+    try:
+        entries = store.entries()
+    except EPCacheError as error:
+        unreadable = str(error)
     corrupt = [entry for entry in entries if isinstance(entry, CorruptEntry)]
     files = (path.stat().st_size for path in store.folder.glob("*/*"))
     return {
         "folder": str(store.folder),
         "exists": store.folder.is_dir(),
-        "error": _why_not_writable(store.folder),
+        "error": _why_not_writable(store.folder) or unreadable,
         "entries": len(entries) - len(corrupt),
         "corrupt": [f"{entry.arch}/{entry.key[:12]}: {entry.reason}" for entry in corrupt],
         "bytes": sum(files),

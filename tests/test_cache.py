@@ -103,6 +103,15 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, action: Ca
     assert "DEEPEP_RT_CACHE_DIR" in str(caught.value)
 
 
+@pytest.mark.parametrize("action", [Store.entries, Store.clear], ids=["entries", "clear"])
+@pytest.mark.parametrize("name", ["file", "file/cache"])
+def test_a_folder_that_is_none_is_not_taken_for_empty(tmp_path: Path, name: str, action: Callable[[Store], object]) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(EPCacheError, match=r"file.* cannot be read: .*Not a directory.*DEEPEP_RT_CACHE_DIR"):
+        action(Store(tmp_path / name))
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
 def test_clear_counts_and_removes_everything(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert store.clear() == 0

@@ -17,7 +17,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 from without import without
 
 from deepep_rt import cli, jit, toolchain
-from deepep_rt.cache import SUFFIX
+from deepep_rt.cache import SUFFIX, Entry, Store
 from deepep_rt.config import Config
 from deepep_rt.errors import EPCompileError
 from deepep_rt.kernels import TABLE
@@ -195,7 +195,38 @@ def test_show_asks_for_one_key(terminal: Terminal) -> None:
     terminal("cache", "show", "xyz", status=1)
     assert "no kernel has a key that begins with 'xyz'" in terminal.err
     terminal("cache", "show", "", status=1)
-    assert "6 kernels have keys that begin with ''" in terminal.err
+    assert "the key is empty" in terminal.err
+    assert len(terminal.err.splitlines()) == 1
+
+
+def test_show_names_the_first_of_many(terminal: Terminal, cache: Path) -> None:
+    for number in range(13):
+        Store(cache).put(Entry(f"ab{number:02}", "sm_90", b"code", {"kernel": "tiny"}))
+    terminal("cache", "show", "ab", status=1)
+    first, *keys, more = terminal.err.splitlines()
+    assert "13 kernels have keys that begin with 'ab'" in first
+    assert keys == [f"  ab{number:02} tiny sm_90" for number in range(10)]
+    assert more == "  ... and 3 more"
+
+
+@pytest.mark.parametrize("command", [("list",), ("list", "--json"), ("show", "ab"), ("clear",)], ids=" ".join)
+def test_a_cache_that_is_no_folder_is_an_error(terminal: Terminal, cache: Path, command: tuple[str, ...]) -> None:
+    cache.write_text("not a folder")
+    assert terminal("cache", *command, status=1) == ""
+    assert "Set DEEPEP_RT_CACHE_DIR" in terminal.err
+
+
+def test_compile_says_once_that_the_cache_cannot_be_used(terminal: Terminal, cache: Path) -> None:
+    cache.write_text("not a folder")
+    terminal("compile", "--arch", "sm_90", status=1)
+    assert terminal.err.count("error: ") == terminal.err.count("Set DEEPEP_RT_CACHE_DIR") == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_compile_names_every_kernel_that_must_not_be_compiled(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
+    terminal("compile", "--arch", "sm_90", status=1)
+    assert terminal.err.count("is not in the cache") == 6
 
 
 @pytest.mark.usefixtures("quick")
