@@ -27,7 +27,8 @@ class Situation:
     """What the rules judge.
 
     Args:
-        reports: One for each rank: `facts` and `failures` (as `doctor_run.examine` gives them), `launch`, `rank`, `local_rank`, `group`.
+        reports: One for each rank: `facts` and `failures` (as `doctor_run.examine` gives them), `launch`, `rank`, `local_rank`, `group`;
+            perhaps `other_launch`, of a launcher that is not MPI's.
         sizes: Arguments of `Config` except for `num_ranks`; `num_experts` may be left out (32 for each rank).
         num_ranks: Ranks of the Buffer; default: those that there are, or 8 if this is a process without others.
         backend: "auto", "cuda" or "host", as for `Buffer`.

@@ -50,6 +50,13 @@ _ALL = (
         "that MPI's mpicc on the PATH.",
     ),
     Kind(
+        "other-launcher",
+        "The processes were started by torchrun or another launcher that is not MPI's. To MPI each is rank 0 of 1: programs "
+        "seem to work, but every process computes alone.",
+        "Start with mpirun (or srun), one process for each GPU; docs/slurm-and-mpirun.md shows how torch.distributed takes "
+        "rank and size from MPI. If this is one process that nothing else was started with, unset WORLD_SIZE.",
+    ),
+    Kind(
         "mpi-does-not-start",
         "MPI was found, but MPI_Init failed or hung, or not all ranks came. No Buffer can be made.",
         "The message is MPI's own. Common causes: a mpirun of another MPI, a full or tiny /dev/shm, a network interface "

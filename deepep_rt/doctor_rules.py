@@ -68,6 +68,22 @@ def _launcher(s: Situation) -> Iterator[Finding]:
             yield Finding.of("wrong-mpirun", "warning", f"{found} is of {theirs} {version}, but mpi4py uses {library}")
 
 
+def _other_launcher(s: Situation) -> Iterator[Finding]:
+    report = s.reports[0]
+    launch, other, library = report.get("launch"), report.get("other_launch"), fact(report, "mpi", "library")
+    if len(s.reports) > 1 or s.mpi_failure is not None or library is None or (launch and launch["size"] > 1):
+        return
+    if other and other["size"] > 1:
+        # Containers of a job may have WORLD_SIZE before anything is started in them; LOCAL_RANK is of a launcher's child
+        level = "warning" if other["local_rank"] is None else "error"
+        path = fact(report, "mpi", "path")
+        yield Finding.of(
+            "other-launcher",
+            level,
+            f"WORLD_SIZE is {other['size']}, but to mpi4py's MPI ({library}, {path}) this process is alone",
+        )
+
+
 def _gpus_on_some_ranks(s: Situation) -> Iterator[Finding]:
     without = [report["rank"] for report in s.reports if not gpus(report)]
     if s.backend != "host" and 0 < len(without) < len(s.reports):
@@ -230,6 +246,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 RULES: tuple[Callable[[Situation], Iterator[Finding]], ...] = (
     _mpi_start,
     _launcher,
+    _other_launcher,
     _gpus_on_some_ranks,
     _shared_gpus,
     _placement,

@@ -359,6 +359,24 @@ def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
         assert doctor.text(**environment) == ""
 
 
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_processes_of_torchrun(doctor: Doctor, local_rank: int) -> None:
+    environment = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
+    if local_rank == 0:
+        answer = doctor.json(status=1, **environment)
+        assert kinds(answer)["other-launcher"] == "error"
+        assert "WORLD_SIZE is 2" in what(answer, "other-launcher")
+    else:
+        assert doctor.text(**environment) == ""
+
+
+def test_the_variables_of_torchrun_may_be_anything(doctor: Doctor) -> None:
+    assert "other-launcher" not in kinds(doctor.json(WORLD_SIZE="many", LOCAL_RANK="1"))
+    assert kinds(doctor.json(WORLD_SIZE="2", LOCAL_RANK="", RANK="1"))["other-launcher"] == "warning", "and this process speaks"
+    command = [*_mpirun(), "-n", "2", *_program("--json", "--backend", "host")]
+    assert "other-launcher" not in kinds(doctor.json(command=command, WORLD_SIZE="2", LOCAL_RANK="1"))
+
+
 def test_an_mpi_that_does_not_start(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif '--gather' in sys.orig_argv:\n    os.write(2, b'no such device\\n')\n    os.abort()\n"

@@ -155,6 +155,14 @@ def _alone(s: Situation) -> None:
     del s.reports[1:]
 
 
+def _other_launch(size: int, local_rank: int | None) -> Callable[[Situation], None]:
+    def change(s: Situation) -> None:
+        for one in s.reports:
+            one["other_launch"] = {"size": size, "local_rank": local_rank}
+
+    return change
+
+
 def _nic(**facts: Any) -> Callable[[Situation], None]:
     return lambda s: [one["facts"]["network"]["nics"][0].update(facts) for one in s.reports]  # type: ignore[func-returns-value]
 
@@ -174,6 +182,8 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("wrong-mpirun", "error", dict(ranks=2), _alone, "started 2 processes"),
     ("wrong-mpirun", "error", dict(ranks=2, mpi_failure="unsupported PMI version"), _all(_alone, _set("mpi", family="MPICH")),
      "the launcher is of Open MPI"),
+    ("other-launcher", "error", ONE_PROCESS, _other_launch(2, 0), "WORLD_SIZE is 2, but to mpi4py's MPI (Open MPI v4.1.6"),
+    ("other-launcher", "warning", ONE_PROCESS, _other_launch(2, None), "WORLD_SIZE is 2"),
     ("mpi-does-not-start", "error", dict(ranks=2, mpi_failure="no memory"), _alone, "no memory"),
     ("mpi-does-not-start", "error", dict(ranks=1, mpi_failure="its process was killed by SIGSEGV"), _all(), "SIGSEGV"),
     ("no-gpu", "note", ONE_PROCESS, _all(NO_DRIVER, _set("machine", pci_gpus=0)), "libcuda"),
@@ -260,6 +270,20 @@ def test_what_is_wrong_is_found(kind: str, level: str, options: dict, change: Ca
     assert any(text in finding.what for finding in matching), matching
 
 
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (2, 4), (1, 1)])
+def test_ranks_that_mpi_knows_have_no_other_launcher(ranks: int, size: int) -> None:
+    """A program's WORLD_SIZE may well be set under mpirun, and be that of several jobs."""
+    situation = machine(ranks)
+    _other_launch(size, 0)(situation)
+    assert found(situation) == {}
+
+
+def test_a_wrong_mpirun_is_said_once() -> None:
+    situation = machine(2)
+    _all(_alone, _other_launch(2, 0))(situation)
+    assert found(situation) == {"wrong-mpirun": "error"}
+
+
 def test_every_kind_has_a_case() -> None:
     assert {case[0] for case in CASES} | {"neighbours-hidden"} == set(KINDS)
 
@@ -275,6 +299,7 @@ ALONE = {
     "nvshmem-mismatch",
     "cache-corrupt",
     "no-mpirun",
+    "other-launcher",
 }
 
 
