@@ -133,6 +133,25 @@ def test_python_blocks_of_the_documents_run(path, tmp_path):
     run_python_blocks(path.read_text(), tmp_path)
 
 
+def test_a_buffer_after_a_time_out(tmp_path):
+    """The way that the page shows: one rank is silent, and both have a Buffer that works afterwards."""
+    silent = """
+import deepep_rt
+from mpi4py import MPI
+real = deepep_rt.Buffer.dispatch
+if MPI.COMM_WORLD.rank == 1:
+    deepep_rt.Buffer.dispatch = lambda *_: None
+"""
+    check = """
+assert ok == (comm.rank == 1)
+Buffer.dispatch = real
+assert len(buffer.dispatch(x, topk_idx).recv_x) == 16
+buffer.destroy()
+"""
+    page = PAGES["docs/when-it-does-not-work.md"].read_text()
+    run_python_blocks(f"```python\n{silent}```\n{page}", tmp_path, check)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_is_overlooked(page):
     """A block in another language, or under another spelling of it, would escape the tests above and below."""
