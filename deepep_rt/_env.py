@@ -102,6 +102,12 @@ _LAUNCHERS = (
 )
 
 
+def world_size() -> int:
+    """The number of processes by PyTorch's convention; 0 if nobody says."""
+    value = os.environ.get("WORLD_SIZE", "")
+    return int(value) if value.isdigit() else 0
+
+
 def launch() -> Launch | None:
     """How an MPI launcher started this process, by the launcher's own variables; None without one."""
     for launcher, rank, size in _LAUNCHERS:

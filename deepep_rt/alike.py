@@ -69,5 +69,7 @@ def difference(said: Mapping[int, Sequence[int]]) -> str | None:
         numbers = {rank: int(theirs[i]) for rank, theirs in said.items()}
         if len(set(numbers.values())) > 1:
             shown = ", ".join(f"rank {rank}: {meanings[number] if meanings else number}" for rank, number in numbers.items())
-            return f"the ranks disagree on the {name} of this call; all must give the same. {shown}"
+            low_latency = any(KINDS[theirs[0]].startswith("low_latency") for theirs in said.values())
+            why = ", as use_fp8 and use_ue8m0 make it travel" if low_latency and name in ("x", "x_scales") else ""
+            return f"the ranks disagree on the {name} of this call{why}; all must give the same. {shown}"
     return None

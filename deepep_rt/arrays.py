@@ -8,6 +8,7 @@ lives as long as the array that the caller holds (`View.owner`).
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,10 @@ class Framework:
         """The stream that the caller works on now; None where the library does not tell."""
         return None
 
+    def is_writable(self, array: Any) -> bool:
+        """Whether it may be written to, as far as the library tells."""
+        return True
+
 
 class _Numpy(Framework):
     name = "numpy"
@@ -162,6 +167,9 @@ class _Numpy(Framework):
         import numpy as np
 
         return np.asarray(view).view(np.dtype(view.dtype)).reshape(view.shape)
+
+    def is_writable(self, array: Any) -> bool:
+        return array.flags.writeable
 
 
 class _Cupy(Framework):
@@ -186,6 +194,12 @@ class _Cupy(Framework):
         return StreamHandle.of(stream.ptr, stream)
 
 
+_CUT = (
+    "{} requires a gradient, and no gradient flows through the methods of a Buffer; train with deepep_rt.torch.dispatch and combine, or "
+    "call them under torch.no_grad()"
+)
+
+
 class _Torch(Framework):
     name = "torch"
 
@@ -198,6 +212,7 @@ class _Torch(Framework):
             self._current_stream = getattr(
                 torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
             )
+        self._is_grad_enabled = torch.is_grad_enabled
         self._names = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
         self._types = {name: dtype for dtype, name in self._names.items()}
 
@@ -205,6 +220,10 @@ class _Torch(Framework):
         if not array.is_contiguous():
             raise _not_contiguous(what)
         name = self._names.get(array.dtype) or _known(str(array.dtype), what)
+        if array.requires_grad and self._is_grad_enabled():
+            warnings.warn(_CUT.format(what), stacklevel=6)  # where a call of a Buffer stands
+        if array.is_meta:
+            raise EPInputError(f"{what} is a meta tensor, which has no numbers; pass one that has")
         return View(array.data_ptr(), array.shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
 
     def wrap(self, view: View) -> Any:
@@ -218,6 +237,14 @@ class _Torch(Framework):
 
 class _Jax(Framework):
     name = "jax"
+
+    def view(self, array: Any, what: str, stream: int | None) -> View:
+        if not hasattr(array, "__dlpack_device__"):
+            raise EPInputError(f"{what} is traced by JAX: in compiled functions, use deepep_rt.jax.dispatch and combine")
+        return super().view(array, what, stream)
+
+    def is_writable(self, array: Any) -> bool:
+        return False
 
     def wrap(self, view: View) -> Any:
         import jax
@@ -308,6 +335,8 @@ _numpy_names: dict[Any, str] = {}  # NumPy's dtype -> its name, which NumPy puts
 def _numpy_name(dtype: Any, what: str) -> str:
     name = _numpy_names.get(dtype)
     if name is None:
+        if not dtype.isnative:
+            raise EPInputError(f"{what}: dtype {dtype.str} has the byte order of other machines; pass x.astype({dtype.name!r})")
         name = _numpy_names[dtype] = _known(dtype.name, what)
     return name
 

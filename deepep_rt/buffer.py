@@ -106,6 +106,9 @@ class Buffer:
             raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
         if on_exhausted not in ("copy", "error"):
             raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
+        from . import comm as _comm  # MPI is needed from here on, not before
+
+        _comm.check_communicator(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
         self.config = Config(
             num_ranks=comm.Get_size(),
@@ -123,8 +126,6 @@ class Buffer:
             **{name: value for name, value in optional.items() if value is not None},
         )
         self._rank = comm.Get_rank()
-        from . import comm as _comm  # MPI is needed from here on, not before
-
         self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
         backend = _comm.agree(comm, self.config, backend, on_exhausted, network)
         if backend == "host":
@@ -220,8 +221,9 @@ class Buffer:
         Args:
             x: `[num_tokens, hidden]`, any dtype up to the buffer's width: bfloat16, float16, float32, float8, int8 or uint8 (FP8 from
                 frameworks that cannot export it). A row has a multiple of 16 bytes.
-            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. Not needed with `handle`.
-            topk_weights: `[num_tokens, num_topk]` float32, or None.
+            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. With `handle`, the same as then, or None;
+                `recv_topk_idx` is None then.
+            topk_weights: `[num_tokens, num_topk]` float32, or None. Needs `topk_idx` beside it.
             x_scales: `[num_tokens, n]`, at most one 4-byte word for 128 channels: `hidden // 128` float32, or packed UE8M0.
             handle: Repeat the routing of an earlier dispatch; nothing is counted and the host does not wait.
             num_worst_tokens: Rows of the result whatever arrives, 0 to `num_ranks * num_max_tokens_per_rank`: the host does not wait
@@ -416,13 +418,17 @@ class Buffer:
             for each Buffer.
 
         Raises:
-            EPInputError: if the buffer was made without `low_latency=True`.
+            EPInputError: if the buffer was made without `low_latency=True`, or the call was given JAX arrays, which nobody may write to.
             EPOutOfMemoryError: if the first such call finds no GPU memory for it.
 
         Example:
             >>> y = buffer.get_low_latency_combine_buffer(sent.handle)
         """
         backend = self._low_latency()
+        if handle._framework.name == "jax":
+            raise EPInputError(
+                "get_low_latency_combine_buffer: JAX arrays cannot be written to; give low_latency_combine an array of yours"
+            )
         with backend.context:
             return backend.low_latency_combine_view(handle._framework).to_framework()
 
@@ -552,6 +558,14 @@ class Buffer:
             raise EPInputError(f"rank is {rank!r}; expected one of 0 to {self.config.num_ranks - 1} other than this one ({mine})")
         with backend.context:
             backend.set_mask(rank, masked)
+
+    def __deepcopy__(self, memo: Any) -> Buffer:
+        return self  # a copy of a model goes on with the same one: it stands for all ranks together
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Buffer cannot be pickled: it belongs to the processes that made it; leave it out, and make one where you load"
+        )
 
     def __enter__(self) -> Buffer:
         return self

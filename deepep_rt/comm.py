@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from . import jit
+import numpy as np
+
+from . import _env, jit
 from .config import Config
 from .errors import EPConfigError, EPTimeoutError, EPUnavailableError
 from .network import NetworkOptions
@@ -21,17 +25,43 @@ if TYPE_CHECKING:
 _log = logging.getLogger("deepep_rt")
 
 
+_ARRIVING, _ARRIVED = 1, 2
+
+
 def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -> list[int]:
     """Gather a number from all ranks, but do not wait longer than `timeout_s` for one that does not come.
+
+    A rank that comes too late finds the words of those who have given up, and must not go on alone. So all say again that they have heard
+    all, until all say so at once.
 
     Raises:
         EPTimeoutError: if not all came.
     """
-    request, values = _start_to_gather(comm, value)
+    said = _ARRIVING
+    while True:
+        values = _exchange(comm, (said, value), timeout_s, phase, hint)
+        if (values[:, 0] == _ARRIVED).all():
+            return values[:, 1].tolist()
+        said = _ARRIVED
+
+
+def _exchange(comm: Intracomm, numbers: Sequence[int], timeout_s: float, phase: str, hint: str) -> np.ndarray:
+    """Gather numbers from all ranks, `[num_ranks, ...]`."""
+    request, values = _start_to_gather(comm, numbers)
+    _await(comm, request, values, timeout_s, phase, hint)
+    return values
+
+
+def _start_to_gather(comm: Intracomm, numbers: Sequence[int]) -> tuple[Any, np.ndarray]:
+    values = np.zeros((comm.Get_size(), len(numbers)), np.int64)
+    return comm.Iallgather(np.array(numbers, np.int64), values), values
+
+
+def _await(comm: Intracomm, request: Any, result: Any, timeout_s: float, phase: str, hint: str) -> None:
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
-            _unfinished.append((request, values))
+            _unfinished.append((request, result))
             raise EPTimeoutError(
                 f"rank {comm.Get_rank()} waited {timeout_s:g} s in {phase}, and not all {comm.Get_size()} ranks came: {hint}. "
                 f"Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if they are only slow",
@@ -40,17 +70,35 @@ def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -
                 phase=phase,
             )
         time.sleep(1e-4)
-    return values.tolist()
 
 
-_unfinished: list[Any] = []  # MPI may still write to these arrays
+_unfinished: list[Any] = []  # what MPI may still write to
 
 
-def _start_to_gather(comm: Intracomm, value: int) -> tuple[Any, Any]:
-    import numpy as np
+def _own(comm: Intracomm, timeout_s: float, phase: str, hint: str) -> Intracomm:
+    """A communicator of ours over the same ranks, made once and kept with theirs.
 
-    values = np.zeros(comm.Get_size(), np.int64)
-    return comm.Iallgather(np.array([value], np.int64), values), values
+    Whoever gives up leaves half of a collective behind. On the caller's communicator, that would be taken for one of the caller's.
+    """
+    made: Any = comm.Get_attr(_key_of_own())
+    if made is None:
+        made = comm.Idup()
+        comm.Set_attr(_key_of_own(), made)
+    own, request = made
+    _await(comm, request, made, timeout_s, phase, hint)
+    return own
+
+
+@functools.cache
+def _key_of_own() -> int:
+    from mpi4py import MPI
+
+    def free(comm: Any, key: int, made: Any) -> None:
+        own, request = made
+        if request.Test():
+            own.Free()
+
+    return MPI.Comm.Create_keyval(delete_fn=free)
 
 
 class AllOrNone:
@@ -74,12 +122,12 @@ class AllOrNone:
             timeout_s: After how long a silent rank is taken for lost, where that is so; otherwise it is waited for.
         """
         if not sound:
-            _unfinished.append(_start_to_gather(self._comm, 1))
+            _unfinished.append(_start_to_gather(self._comm, [False]))
             return False
         # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
         rounds = 1 if timeout_s is None else 2
         try:
-            return not any(any(meet(self._comm, 0, timeout_s or math.inf, "", "")) for _ in range(rounds))
+            return all(_exchange(self._comm, [True], timeout_s or math.inf, "", "").all() for _ in range(rounds))
         except EPTimeoutError:
             return False
 
@@ -103,6 +151,26 @@ class AllOrNone:
         self._comm.Free()
 
 
+def check_communicator(comm: Any) -> None:
+    """Raise EPConfigError unless it is a communicator that this process belongs to; warn of a launcher that is not MPI's."""
+    if not hasattr(comm, "Get_size"):
+        raise EPConfigError(
+            f"comm is a {type(comm).__name__}; expected an mpi4py communicator. For a torch.distributed process group there is "
+            f"deepep_rt.torch.communicator(group)"
+        )
+    if not comm:
+        raise EPConfigError("comm is MPI.COMM_NULL: this process is none of its ranks, and takes no part in the Buffer")
+    if comm.Get_size() == 1 and _env.world_size() > 1:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.Get_size() == 1:
+            warnings.warn(
+                f"WORLD_SIZE is {_env.world_size()}, but MPI counts one process: torchrun, or whatever started the others, is no MPI "
+                f"launcher. This Buffer has one rank; start the program with mpirun",
+                stacklevel=3,
+            )
+
+
 def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
     """Compare the settings of all ranks, and choose one backend for all of them.
 
@@ -114,7 +182,9 @@ def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, netw
         EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU, or a CUDA driver does not start.
         EPTimeoutError: if a rank does not come at all.
     """
-    meet(comm, 0, config.timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time")
+    when = config.timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time"
+    comm = _own(comm, *when)
+    meet(comm, 0, *when)
     mine = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
     mine |= (network or NetworkOptions()).common()
     missing = None if backend == "host" else _why_no_gpu()

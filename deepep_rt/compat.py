@@ -6,6 +6,7 @@ GPUs, or on the CPU, where calls run on the host backend.
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,10 +26,38 @@ from .torch import communicator
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
 
 topk_idx_t = torch.int64
 """What expert numbers are in DeepEP; int32 is welcome too."""
+
+
+__version__ = "1.2.1"  # of DeepEP, whose interface this is
+
+_MODULES = ("deep_ep", "deep_ep.buffer", "deep_ep.utils", "deep_ep_cpp")
+
+
+def install() -> None:
+    """Let `import deep_ep`, with `deep_ep.buffer`, `deep_ep.utils` and `deep_ep_cpp`, give this module, in this process.
+
+    For programs that import DeepEP by themselves. Call it before they do: many take an ImportError for "DeepEP is not installed".
+
+    Raises:
+        EPUnavailableError: if DeepEP itself was imported before.
+
+    Example:
+        >>> import deepep_rt.compat
+        >>> deepep_rt.compat.install()
+        >>> from deep_ep.utils import EventOverlap
+    """
+    here = sys.modules[__name__]
+    if theirs := [name for name in _MODULES if sys.modules.get(name, here) is not here]:
+        raise EPUnavailableError(f"{theirs[0]} was imported before, and is not this library; call install() first of all")
+    sys.modules.update(dict.fromkeys(_MODULES, here))
+
+
+class _NoAttributeError(EPUnavailableError, AttributeError):
+    """Says what is missing, and is an answer to `hasattr`."""
 
 
 class Buffer(NormalCalls, LowLatencyCalls):
@@ -91,7 +120,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         if not allow_nvlink_for_low_latency_mode:
             settings["ranks_per_node"] = 1
         if low_latency_mode and ranks_per_host(ranks) < self.group_size:
-            settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
+            settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=int(num_qps_per_rank))
         self._low_latency = LowLatencyBuffers(ranks, **settings) if low_latency_mode else None
         ranks_hinted, sizes = Buffer._hinted
         if self._low_latency is not None and enable_shrink and ranks_hinted == self.group_size:
@@ -176,6 +205,6 @@ class Buffer(NormalCalls, LowLatencyCalls):
         """Not in this library: DeepEP's C++ object.
 
         Raises:
-            EPUnavailableError: always.
+            EPUnavailableError: always; it is an AttributeError too.
         """
-        raise EPUnavailableError("runtime: there is no C++ object behind this Buffer; use the methods of the Buffer")
+        raise _NoAttributeError("runtime: there is no C++ object behind this Buffer; use the methods of the Buffer")

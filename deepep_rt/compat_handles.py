@@ -27,33 +27,41 @@ class _Fields(Sequence[Any]):
         return tuple(getattr(self, name) for name in chosen) if isinstance(index, slice) else getattr(self, chosen)
 
 
-class Absent:
-    """Stands in a handle for a table that this library does not have; using it says so."""
+class Absent(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
+    """Stands in a handle for a table that this library does not have; using it says so.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    It is a tensor because callers keep the entries of a handle for a backward pass (`ctx.save_for_backward(*handle)`), and give them back
+    as a tuple: it still knows whose entry it is.
+    """
+
+    handle: NormalHandle
+    entry: str
+
+    @staticmethod
+    def of(handle: NormalHandle, name: str) -> Absent:
+        made = torch.Tensor._make_subclass(Absent, torch.empty(0, dtype=torch.int32))
+        made.handle, made.entry = handle, name
+        return made
 
     def _refuse(self) -> NoReturn:
         raise EPUnavailableError(
-            f"{self._name} of a dispatch handle: this library sends without channels, and has no such table. Of a handle there are "
+            f"{self.entry} of a dispatch handle: this library sends without channels, and has no such table. Of a handle there are "
             f"rank_prefix_matrix [0], recv_src_idx [3] and is_token_in_rank [4]"
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        self._refuse()
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        self._refuse()
-
-    def __len__(self) -> NoReturn:
-        self._refuse()
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        next(arg for arg in args if isinstance(arg, Absent))._refuse()
+        given = [entry for arg in args for entry in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        next(entry for entry in given if isinstance(entry, Absent))._refuse()
 
     def __repr__(self) -> str:
-        return f"<{self._name}: not in this library>"
+        return f"<{self.entry}: not in this library>"
+
+
+def whole(handle: Any) -> Any:
+    """The handle that a sequence holds the entries of; anything else as it is."""
+    entries = handle if isinstance(handle, (tuple, list)) else ()
+    return next((entry.handle for entry in entries if isinstance(entry, Absent)), handle)
 
 
 class NormalHandle(_Fields):
@@ -87,17 +95,17 @@ class NormalHandle(_Fields):
     @property
     def channel_prefix_matrix(self) -> Absent:
         """Not in this library."""
-        return Absent("channel_prefix_matrix")
+        return Absent.of(self, "channel_prefix_matrix")
 
     @property
     def recv_channel_prefix_matrix(self) -> Absent:
         """Not in this library."""
-        return Absent("recv_channel_prefix_matrix")
+        return Absent.of(self, "recv_channel_prefix_matrix")
 
     @property
     def send_head(self) -> Absent:
         """Not in this library."""
-        return Absent("send_head")
+        return Absent.of(self, "send_head")
 
 
 class ExpertHandle(_Fields):

@@ -12,7 +12,7 @@ from .buffer import Buffer
 from .compat_calls import Calls, backend_of, check_handle, check_rows
 from .compat_config import Config
 from .compat_events import EventOverlap, Placement
-from .compat_handles import NormalHandle
+from .compat_handles import NormalHandle, whole
 from .compat_memory import NormalBuffers, Shape
 from .errors import EPInputError, EPUnavailableError
 from .results import DispatchResult
@@ -123,6 +123,7 @@ class NormalCalls(Calls):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise EPInputError("dispatch got a handle and top-k tensors; a handle repeats a routing without them")
+            handle = whole(handle)
             check_handle(handle, NormalHandle, "dispatch")
             handle.buffer.num_sms = num_sms
             sent = handle.buffer.dispatch(rows, x_scales=scales, handle=handle.own, previous_event=place.event, **place.options)
@@ -212,6 +213,7 @@ class NormalCalls(Calls):
             >>> combined_x, _, event = buffer.combine(y, handle)
         """
         self._need_normal()
+        handle = whole(handle)
         check_handle(handle, NormalHandle, "dispatch")
         place = Placement(x, self.get_comm_stream, previous_event, async_finish)
         handle.buffer.num_sms = self.num_sms if config is None else config.num_sms

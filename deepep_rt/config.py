@@ -6,6 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 from . import _env
 from .arrays import DTYPES
@@ -128,7 +129,7 @@ class Config:
                 f"num_experts={self.num_experts} on {self.num_ranks} ranks, got {self.num_max_tokens_per_rank}; "
                 f"make a Buffer of its own for them, with fewer tokens"
             )
-        if not self.timeout_s > 0:
+        if not isinstance(self.timeout_s, Real) or not self.timeout_s > 0:
             raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
 
     def __hash__(self) -> int:

@@ -39,6 +39,16 @@ _SENDS, _EXPECTS = _CAPACITY + 4, _CAPACITY + 5
 _NOTICE_HEAD = _CAPACITY + 6  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
 _BAD_EXPERT, _TOO_LARGE, _TOO_OFTEN = 1, 2, 3
 
+_PHASES_OF_PARTS = {
+    "low_latency_dispatch": {"kPhaseRoute": "kPhaseLlCounts", "kPhaseDispatchRows": "kPhaseLlRows"},
+    "low_latency_combine": {
+        "kPhaseDispatchLanding": "kPhaseLlWeights",
+        "kPhaseDispatchRows": "kPhaseLlWeights",
+        "kPhaseCombineLanding": "kPhaseLlCombineRoom",
+        "kPhaseCombineRows": "kPhaseLlCombineRows",
+    },
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Routing:
@@ -93,6 +103,7 @@ class HostBackend:
             handle = self._route(site, inputs)
             return self._send_rows(handle, handle._routing, inputs)
         routing: Routing = inputs.handle._routing
+        self._check_same_choices(inputs, routing)
         notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
         self._find_problem(notices, inputs, routing.sent_tokens)
         sizes = [len(tokens) for tokens in routing.sent_tokens]
@@ -113,7 +124,7 @@ class HostBackend:
         outgoing = [[part[first : first + count] for part in given] for first, count in self._spans(routing)]
         incoming = [[np.empty((len(tokens), p.shape[1]), np.uint8) for p in given] for tokens in routing.sent_tokens]
         incoming[self._rank] = outgoing[self._rank]
-        lost = self._mail.exchange(outgoing, incoming, "kPhaseCombineRows")
+        lost = self._mail.exchange(outgoing, incoming, self._phase("kPhaseCombineRows"))
 
         total = np.zeros((handle.num_tokens, config.hidden), np.float32)
         weights = None if inputs.topk_weights is None else Result((handle.num_tokens, config.num_topk), "float32", fill=0)
@@ -224,7 +235,7 @@ class HostBackend:
                 incoming[peer].append(arrived[peer])
         for mine, theirs in zip(outgoing[self._rank], incoming[self._rank], strict=True):
             theirs.reshape(-1)[:] = mine.reshape(-1)
-        lost = self._mail.exchange(outgoing, incoming, "kPhaseDispatchRows")
+        lost = self._mail.exchange(outgoing, incoming, self._phase("kPhaseDispatchRows"))
         num_arrived = routing.num_rows
         if inputs.handle is None:
             routing.num_received[list(lost)] = 0  # the routing is new, and nobody else has seen it
@@ -253,6 +264,10 @@ class HostBackend:
         idx[elsewhere] = -1
         if "topk_weights" in results:
             results["topk_weights"].rows.view(np.float32)[elsewhere] = 0
+
+    def _phase(self, name: str) -> str:
+        """What a wait of dispatch or combine is for, where it is a part of another call."""
+        return _PHASES_OF_PARTS.get(self._calling or "", {}).get(name, name)
 
     def _spans(self, routing: Routing) -> list[tuple[int, int]]:
         """First row and number of rows from each rank."""
@@ -283,6 +298,18 @@ class HostBackend:
             if counts.max() > self._config.num_max_tokens_per_rank:  # tokens chose it twice; it has room for one row of each
                 notices[:, _PROBLEM] = _TOO_OFTEN, counts.argmax(), counts.max()
 
+    def _check_same_choices(self, inputs: DispatchInputs, routing: Routing) -> None:
+        """Raise EPInputError unless expert numbers beside a handle are those of its routing, as far as it tells."""
+        if inputs.topk_idx is None:
+            return
+        home = rows_of(inputs.topk_idx).view(inputs.topk_idx.dtype) // self._config.num_local_experts
+        for peer, tokens in enumerate(routing.sent_tokens):
+            chosen = np.flatnonzero((home == peer).any(axis=1))
+            if not np.array_equal(chosen[: len(tokens)], tokens):  # what did not fit, or did not come, is in no routing
+                raise EPInputError(
+                    "topk_idx chooses other ranks than the routing of the handle; pass what its dispatch was given, or none"
+                )
+
     def _note_size(self, notices: np.ndarray, num_bytes: int, peer: int) -> None:
         if num_bytes > _MAX_PART_BYTES:
             notices[:, _PROBLEM] = _TOO_LARGE, peer, num_bytes
@@ -293,7 +320,7 @@ class HostBackend:
         Returns:
             What each rank said, `[num_ranks, ...]`; zeros for ranks that do not take part.
         """
-        heard, ranks = self._mail.swap(notices, phase)
+        heard, ranks = self._mail.swap(notices, self._phase(phase))
         if difference := alike.difference({int(rank): heard[rank, :_CAPACITY].tolist() for rank in ranks}):
             raise EPInputError(difference)
         wrong = np.flatnonzero(heard[:, _PROBLEM.start])

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from . import fp8
 from .arrays import Framework, View, host_bytes
 from .config import FP8_GROUP, Config
-from .errors import EPInputError
+from .errors import EPDestroyedError, EPInputError
 from .hooks import Hook, HookOrder
 from .host import HostBackend, Routing
 from .host_arrays import Result, from_float32, rows_of, to_float32
@@ -38,6 +38,7 @@ class _ExpertRouting:
     slot: np.ndarray  # [entries] where it lies in `[experts * capacity, hidden]`
     counts: np.ndarray  # [num_local_experts] entries of each expert
     weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
+    own_weights: np.ndarray | None  # [num_tokens, num_topk] of this rank, if it sent them with the rows
     hook: Hook | None
 
     @staticmethod
@@ -46,6 +47,7 @@ class _ExpertRouting:
         topk_idx: np.ndarray,
         recv_idx: np.ndarray,
         weights: np.ndarray | None,
+        own_weights: np.ndarray | None,
         hook: Hook | None,
         config: Config,
     ) -> _ExpertRouting:
@@ -61,7 +63,8 @@ class _ExpertRouting:
         first = np.cumsum(counts) - counts
         position = np.empty_like(expert)
         position[by_expert] = np.arange(len(expert)) - first[expert[by_expert]]
-        return _ExpertRouting(rows, topk_idx, row, choice, expert * config.num_max_recv_tokens + position, counts, weights, hook)
+        slot = expert * config.num_max_recv_tokens + position
+        return _ExpertRouting(rows, topk_idx, row, choice, slot, counts, weights, own_weights, hook)
 
 
 class HostLowLatencyBackend(HostBackend):
@@ -117,6 +120,7 @@ class HostLowLatencyBackend(HostBackend):
         num_recv = Result(shape[:1], "int32", fill=0)
 
         def receive() -> None:
+            self._check_live()
             for name, result in made.items():
                 view = sent._views[name]
                 assert view is not None
@@ -138,6 +142,7 @@ class HostLowLatencyBackend(HostBackend):
             _values(inputs.topk_idx).astype(np.int64),
             _values(recv_idx),
             None if weights is None else _values(weights),
+            None if inputs.topk_weights is None else _values(inputs.topk_weights).copy(),
             hook,
             config,
         )
@@ -161,6 +166,10 @@ class HostLowLatencyBackend(HostBackend):
             or not (np.where(may_be_gone & (given == -1), routing.topk_idx, given) == routing.topk_idx).all()
         ):
             raise EPInputError("topk_idx differs from the one that low_latency_dispatch was given; pass the same")
+        if routing.own_weights is not None and not np.array_equal(
+            _values(inputs.topk_weights), routing.own_weights, equal_nan=True
+        ):
+            raise EPInputError("topk_weights differ from those that low_latency_dispatch was given; pass the same, or none there")
         self._combine_hooks.start(return_recv_hook)
         total = self._reduce_early(site, inputs, call) if inputs.reduce_early else self._reduce_at_home(inputs)
         out = inputs.out
@@ -168,6 +177,7 @@ class HostLowLatencyBackend(HostBackend):
             out = Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
 
         def receive() -> None:
+            self._check_live()
             rows_of(out)[...] = total
 
         hook = self._combine_hooks.hook(receive) if return_recv_hook else None
@@ -224,6 +234,10 @@ class HostLowLatencyBackend(HostBackend):
         total = np.empty((inputs.handle.num_tokens, y.shape[1]), np.uint8)
         _weighted_sum(rows[came], token[came], choice[came], _values(inputs.topk_weights), total)
         return total
+
+    def _check_live(self) -> None:
+        if self._comm is None:
+            raise EPDestroyedError("the Buffer of this hook was destroyed")
 
     def _expert_rows(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
         """`y` as `[experts * capacity, row_bytes]` uint8."""

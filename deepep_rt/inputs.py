@@ -200,11 +200,11 @@ def low_latency_dispatch_inputs(
     if recv_stats is not None:
         recv = _look(site, recv_stats, "cumulative_local_expert_recv_stats", stream)
         _check_shape(recv, "cumulative_local_expert_recv_stats", (config.num_local_experts,), ("int32",))
-        _check_writable(site, recv, "cumulative_local_expert_recv_stats")
+        _check_writable(site, recv, recv_stats, "cumulative_local_expert_recv_stats")
     if wait_stats is not None:
         waits = _look(site, wait_stats, "wait_recv_cost_stats", stream)
         _check_shape(waits, "wait_recv_cost_stats", (config.num_ranks,), ("int64",))
-        _check_writable(site, waits, "wait_recv_cost_stats")
+        _check_writable(site, waits, wait_stats, "wait_recv_cost_stats")
     kind = bool(use_fp8), bool(round_scale or use_ue8m0), bool(use_ue8m0)
     return LowLatencyDispatchInputs(rows, idx, weights, *kind, recv, waits)
 
@@ -236,7 +236,7 @@ def low_latency_combine_inputs(
     if out is not None:
         into = _look(site, out, "out", stream)
         _check_shape(into, "out", (handle.num_tokens, config.hidden), ("bfloat16",))
-        _check_writable(site, into, "out")
+        _check_writable(site, into, out, "out")
         _check_start(into, "out")
     return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
 
@@ -256,8 +256,10 @@ def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
     return view
 
 
-def _check_writable(site: Site, view: View, what: str) -> None:
-    """What is written to has to be where the work is done."""
+def _check_writable(site: Site, view: View, array: Any, what: str) -> None:
+    """What is written to has to be where the work is done, and the caller's to change."""
+    if not view.framework.is_writable(array):
+        raise EPInputError(f"{what} is read-only, and would be written to; pass an array that may be changed (JAX has none)")
     if view.device != site.device:
         raise EPInputError(
             f"{what} is in host memory, but this buffer works on GPU {site.device} and writes to it; move it there"

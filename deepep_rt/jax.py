@@ -127,7 +127,9 @@ def dispatch(
     rows_, idx_, weights_ = (None if array is None else traced(buffer, array) for array in (x, topk_idx, weights))
     dispatch_inputs(buffer._site, None, rows_, idx_, weights_, None, None, rows, 1)
     if not x.shape[0]:
-        raise EPInputError("x has no rows, and XLA runs nothing for the sake of none; pass one whose topk_idx are all -1")
+        raise EPInputError(
+            "x has no rows: XLA leaves out a call that is given nothing, and the others would wait for it; pass a row with topk_idx -1"
+        )
     return _dispatch(buffer, rows, x, topk_idx, weights, _token(after))
 
 

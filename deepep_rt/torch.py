@@ -117,6 +117,8 @@ def dispatch(
         >>> y = experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights)
         >>> combine(buffer, y, sent.handle).sum().backward()
     """
+    for what, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        _check_tensor(tensor, what, needed=what == "x")
     if (fp8 or x.requires_grad) and x.dtype not in _FLOATS:
         why = "fp8=True converts" if fp8 else "gradients come back as"
         raise EPInputError(f"x has dtype {x.dtype}; {why} {', '.join(COMBINE_DTYPES)}. Convert x, or detach() it")
@@ -158,6 +160,7 @@ def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None,
     Example:
         >>> out = combine(buffer, y, sent.handle, bias=shared_expert_output)
     """
+    _check_tensor(x, "x", needed=True)
     _check_fp8(buffer, fp8_grad)
     link = handle._link.tensor if isinstance(handle, Handle) else None
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
@@ -254,6 +257,13 @@ def _rows(sent: DispatchResult, dtype: Any) -> Any:
         bits = rows if rows.dtype in _FLOATS else rows.view(torch.uint8)  # masked_fill_ knows no FP8
         bits.masked_fill_((positions >= sent.num_recv_tokens)[:, None], 0)
     return rows
+
+
+def _check_tensor(value: Any, what: str, needed: bool) -> None:
+    if not isinstance(value, torch.Tensor) and (needed or value is not None):
+        raise EPInputError(
+            f"{what} is a {type(value).__name__}; expected a torch.Tensor. Buffer.dispatch and combine take other arrays"
+        )
 
 
 def _check_fp8(buffer: Buffer, fp8: bool) -> None:

@@ -590,6 +590,38 @@ def run_lost_ranks(world: World) -> None:
 # --- the rest ------------------------------------------------------------------------------------------------------------------------
 
 
+class _ThereAndBack(torch.autograd.Function):
+    """A caller that keeps the entries of a handle in autograd's hands, and gives them back as a tuple."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, buffer: deep_ep.Buffer, layout: dict[str, Any], topk_idx: torch.Tensor
+    ) -> torch.Tensor:
+        recv_x, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=topk_idx, **layout)
+        ctx.buffer = buffer
+        ctx.save_for_backward(*handle)
+        return buffer.combine(recv_x, tuple(handle))[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        rows, *_ = ctx.buffer.dispatch(grads[0].contiguous(), handle=ctx.saved_tensors)
+        return ctx.buffer.combine(rows, list(ctx.saved_tensors))[0], None, None, None
+
+
+def run_handles_taken_apart(world: World) -> None:
+    with world.buffer(int(1e7)) as buffer:
+        num_experts = 4 * world.num_ranks
+        x = torch.randn((6, HIDDEN), device=world.device, generator=world.generator(5)).to(torch.bfloat16).requires_grad_()
+        topk_idx = routing(world, 5, 6, 2, num_experts)
+        per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
+        out = _ThereAndBack.apply(x, buffer, layout, topk_idx)
+        copies = goes.sum(1, keepdim=True)
+        assert torch.equal(out, x * copies)
+        out.sum().backward()
+        assert torch.equal(x.grad, copies.expand_as(x).to(x.dtype))
+
+
 def run_refusals(world: World) -> None:
     """What is not here says so by its name, and what is wrong is found before anything is sent."""
     x = torch.ones((4, HIDDEN), dtype=torch.bfloat16, device=world.device)
@@ -620,7 +652,7 @@ def run_refusals(world: World) -> None:
             (recv_channels, "recv_channel_prefix_matrix"),
             (head, "send_head"),
         ):
-            for use in (lambda a: a.shape, lambda a: a[0], len, torch.sum):
+            for use in (lambda a: a.shape, lambda a: a[0], len, torch.sum, lambda a: torch.cat([a, a])):
                 with raises(EPUnavailableError, name):
                     use(absent)
         with raises(EPInputError, "num_worst_tokens"):
@@ -637,9 +669,10 @@ def run_refusals(world: World) -> None:
         with raises(EPInputError, "low_latency_mode"):
             buffer.clean_low_latency_buffer(4, HIDDEN, num_experts)
         with raises(EPInputError, "whole"):
-            buffer.combine(recv_x, tuple(handle))
+            buffer.combine(recv_x, (None,) * 6)
+        assert not hasattr(buffer, "runtime")
         with raises(EPInputError, "whole"):
-            buffer.dispatch(x, tuple(handle))
+            buffer.dispatch(x, [None] * 6)
         combined, _, _ = buffer.combine(recv_x, handle)  # and all of that did no harm
         assert torch.equal(combined, x * goes.sum(1, keepdim=True))
         if world.rank == 0:  # one rank alone is wrong, and does it again

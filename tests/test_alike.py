@@ -35,6 +35,8 @@ def test_the_difference_in_words() -> None:
     assert found
     for word in ("topk_weights", "rank 0: None", "rank 2: float32"):
         assert word in found
+    fp8, bf16 = ((*alike.words("low_latency_dispatch", dtype, "int64", None, None), 0) for dtype in ("float8_e4m3fn", "bfloat16"))
+    assert "x of this call, as use_fp8" in str(alike.difference({0: fp8, 1: bf16}))
     assert "handle (number of its dispatch)" in str(alike.difference({0: same, 1: (*same[:-1], 4)}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import warnings
 import weakref
 
 import ml_dtypes
@@ -190,3 +191,39 @@ def test_jax(dtype: str) -> None:
     back = view.to_framework()
     assert type(back) is type(given)
     assert (back == given).all()
+
+
+def test_arrays_that_may_not_be_written_to() -> None:
+    given = np.zeros((2, 4), np.float32)
+    assert arrays.view(given, "out").framework.is_writable(given)
+    given.flags.writeable = False
+    assert not arrays.view(given, "out").framework.is_writable(given)
+    jax = pytest.importorskip("jax")
+    assert not arrays.framework_of(jax.numpy.zeros(3), "out").is_writable(jax.numpy.zeros(3))
+
+
+def test_numbers_in_the_byte_order_of_other_machines() -> None:
+    with pytest.raises(EPInputError, match=r"x: dtype >f4 has the byte order of other machines; pass x.astype\('float32'\)"):
+        arrays.view(np.ones((2, 4), ">f4"), "x")
+
+
+def test_torch_tensors_that_want_a_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones((2, 4), requires_grad=True)
+    with pytest.warns(UserWarning, match="x requires a gradient.*deepep_rt.torch"):
+        arrays.view(x, "x")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arrays.view(x, "x")
+
+
+def test_torch_tensors_without_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(EPInputError, match="x is a meta tensor"):
+        arrays.view(torch.ones((2, 4), device="meta"), "x")
+
+
+def test_jax_arrays_that_are_traced() -> None:
+    jax = pytest.importorskip("jax")
+    with pytest.raises(EPInputError, match=r"x is traced by JAX.*deepep_rt\.jax\.dispatch"):
+        jax.jit(lambda x: arrays.view(x, "x"))(jax.numpy.ones((2, 4)))

@@ -33,7 +33,19 @@ def choose(
     monkeypatch.setattr(driver, "cuInit", start)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_SUCCESS, gpus))
     monkeypatch.setattr(comm, "meet", lambda *_: [])
+    monkeypatch.setattr(comm, "_own", lambda communicator, *_: communicator)
     return comm.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
+
+
+def test_a_launcher_that_is_not_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of torchrun do not know each other by MPI: each would be alone, and nobody would notice."""
+    mpi = pytest.importorskip("mpi4py.MPI")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 2, but MPI counts one process.*mpirun"):
+        comm.check_communicator(mpi.COMM_SELF)
+    for value in ("1", "", "many"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        comm.check_communicator(mpi.COMM_SELF)
 
 
 @pytest.mark.parametrize(

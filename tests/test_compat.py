@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,11 +146,43 @@ def test_signature(name: str) -> None:
 def test_every_public_name_is_in_the_table() -> None:
     from deepep_rt import compat
 
-    assert set(compat.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
+    assert set(compat.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"}
     public = {name for name in dir(compat.Buffer) if not name.startswith("_") and name != "num_sms"}
     assert public - {"internode_dispatch", "internode_combine", "runtime"} == {
         name.split(".")[1] for name in SIGNATURES if name.startswith("Buffer.") and "__" not in name
     }
+
+
+def test_programs_that_import_deepep_by_themselves() -> None:
+    code = """
+from deepep_rt import compat
+compat.install()
+compat.install()
+import deep_ep, deep_ep_cpp
+from deep_ep import Buffer
+from deep_ep.buffer import Buffer as Same
+from deep_ep.utils import EventHandle, EventOverlap
+assert deep_ep.Buffer is Buffer is Same is compat.Buffer and deep_ep_cpp.Config is compat.Config
+try:
+    from deep_ep import HybridEPBuffer
+except ImportError:
+    print(deep_ep.__version__)
+"""
+    assert _python(code) == "1.2.1"
+    refused = """
+import sys, types
+sys.modules["deep_ep"] = types.ModuleType("deep_ep")
+from deepep_rt import EPUnavailableError, compat
+try:
+    compat.install()
+except EPUnavailableError as error:
+    print(error)
+"""
+    assert _python(refused) == "deep_ep was imported before, and is not this library; call install() first of all"
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_every_name_is_in_the_page_for_people_from_deepep() -> None:

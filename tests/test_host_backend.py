@@ -14,7 +14,16 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 PROGRAMS = ["dispatch", "combine", "rounds", "bad_calls", "buffers", "frameworks", "low_latency"]
-LATE = ["late_dispatch", "late_cached_dispatch", "late_combine", "never", "lost_between_counts_and_rows", "never_made"]
+LATE = [
+    "late_dispatch",
+    "late_cached_dispatch",
+    "late_combine",
+    "late_low_latency_dispatch",
+    "late_low_latency_combine",
+    "never",
+    "lost_between_counts_and_rows",
+    "never_made",
+]
 LIMIT_S = 200  # of a program that takes 90 where 8 ranks share 2 cores
 
 

@@ -58,6 +58,7 @@ BAD_DISPATCHES = {
     "too many tokens": (lambda: (_x(9), _idx(9)), {}, ["9 tokens", "num_max_tokens_per_rank=8", "split"]),
     "too wide": (lambda: (_x(dtype="float32"), _idx()), {}, ["float32", "bfloat16", "dtype='float32'"]),
     "strange dtype": (lambda: (_x(dtype="complex64"), _idx()), {}, ["x: dtype complex64", "expected one of"]),
+    "other byte order": (lambda: (_x(), _idx(dtype=">i8")), {}, ["topk_idx: dtype >i8", "byte order", "astype('int64')"]),
     "not contiguous": (lambda: (_x(hidden=512)[:, ::2], _idx()), {}, ["x: rows must be contiguous"]),
     "on a GPU": (lambda: (_on_gpu(_x()), _idx()), {}, ["x is on GPU 0", "host memory", "move"]),
     "indices on a GPU": (lambda: (_x(), _on_gpu(_idx())), {}, ["topk_idx is on GPU 0"]),
@@ -117,6 +118,17 @@ def test_bad_combine(buffer: Buffer, sent: DispatchResult, name: str) -> None:
     with pytest.raises(EPInputError) as caught:
         buffer.combine(make(), sent.handle, **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    _check_usable(buffer)
+
+
+def test_expert_numbers_of_another_routing(buffer: Buffer, sent: DispatchResult) -> None:
+    """Beside a handle, those that it was made with; a rank's choices may come in another order."""
+    again = buffer.dispatch(_x(), _idx()[:, ::-1].copy(), _weights(), handle=sent.handle)
+    assert (again.recv_topk_idx == _idx()[:, ::-1]).all()
+    nowhere = _idx()
+    nowhere[2] = -1
+    with pytest.raises(EPInputError, match="topk_idx chooses other ranks than the routing of the handle"):
+        buffer.dispatch(_x(), nowhere, handle=sent.handle)
     _check_usable(buffer)
 
 

@@ -16,7 +16,15 @@ pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]
 
-PROGRAMS = ["run_normal", "run_growth", "run_ranks_only", "run_low_latency", "run_two_in_flight", "run_refusals"]
+PROGRAMS = [
+    "run_normal",
+    "run_growth",
+    "run_ranks_only",
+    "run_low_latency",
+    "run_two_in_flight",
+    "run_handles_taken_apart",
+    "run_refusals",
+]
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import time
 import warnings
 
@@ -11,7 +13,7 @@ import oracle
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError
 from deepep_rt.comm import AllOrNone
 
 
@@ -123,6 +125,40 @@ def check_leaving_by_an_exception(comm: MPI.Intracomm) -> None:
             buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
     with make_buffer(comm, num_experts=4 * ranks) as buffer:
         _check_round(comm, buffer, 1)
+
+
+def check_late_makers(comm: MPI.Intracomm) -> None:
+    """A rank that comes after the others gave up does not wait for ever, and its communicator stays good; all find each other again."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if ranks == 1:
+        return
+    pauses = [1.2, 0.1, 0.0, 0.0] if rank == ranks - 1 else [0.0] * 4
+    for pause in pauses:
+        time.sleep(pause)
+        try:
+            buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=0.5)
+            break
+        except EPTimeoutError:
+            continue
+    assert comm.allgather(rank) == list(range(ranks))
+    with buffer:
+        _check_round(comm, buffer, 3)
+
+
+def check_what_is_no_communicator(comm: MPI.Intracomm) -> None:
+    with raises(EPConfigError, "comm is a ProcessGroup", "mpi4py", "deepep_rt.torch.communicator"):
+        make_buffer(type("ProcessGroup", (), {})(), num_experts=4)  # type: ignore[arg-type]
+    with raises(EPConfigError, "COMM_NULL"):
+        make_buffer(MPI.COMM_NULL, num_experts=4)
+    with raises(EPConfigError, "timeout_s is '3'"):
+        make_buffer(comm, num_experts=4 * comm.Get_size(), timeout_s="3")
+
+
+def check_copies_of_a_model(comm: MPI.Intracomm) -> None:
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        assert copy.deepcopy({"layer": buffer})["layer"] is buffer
+        with raises(TypeError, "cannot be pickled"):
+            pickle.dumps(buffer)
 
 
 def check_parting(comm: MPI.Intracomm) -> None:

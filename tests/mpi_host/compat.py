@@ -46,6 +46,10 @@ def check_masks(comm: MPI.Intracomm) -> None:
         del os.environ["DEEPEP_RT_TIMEOUT_S"]
 
 
+def check_handles_taken_apart(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_handles_taken_apart(world(comm, "cpu"))
+
+
 def check_refusals(comm: MPI.Intracomm) -> None:
     deepep_v1.run_refusals(world(comm, "cpu"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
+import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 from spmd import make_buffer, raises
@@ -69,6 +70,31 @@ def late_cached_dispatch(comm: MPI.Intracomm) -> None:
 def late_combine(comm: MPI.Intracomm) -> None:
     phases = "the address where combine may write", "the rows of combine"
     _late(comm, lambda b, x, i, s: lambda: b.combine(s.recv_x, s.handle), *phases)
+
+
+def late_low_latency_dispatch(comm: MPI.Intracomm) -> None:
+    """Its steps are those of dispatch; what it waits for has a name of its own."""
+    _late_low_latency(comm, "dispatch", "the token counts of a low-latency dispatch", 2)
+
+
+def late_low_latency_combine(comm: MPI.Intracomm) -> None:
+    _late_low_latency(comm, "combine", "room for the rows of a low-latency combine", 2)
+
+
+def _late_low_latency(comm: MPI.Intracomm, name: str, phase: str, call_idx: int) -> None:
+    ranks, culprit = comm.Get_size(), comm.Get_size() - 1
+    sizes = dict(num_topk=ranks, hidden=HIDDEN, dtype="bfloat16", low_latency=True)
+    buffer = make_buffer(comm, num_experts=ranks, timeout_s=TIMEOUT_S, **sizes)
+    x, weights = np.ones((20, HIDDEN), ml_dtypes.bfloat16), np.ones((20, ranks), np.float32)
+    idx = np.arange(ranks, dtype=np.int64)[None].repeat(20, 0)
+    sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+    if comm.Get_rank() != culprit:
+        calls = {
+            "dispatch": lambda: buffer.low_latency_dispatch(x, idx, use_fp8=False),
+            "combine": lambda: buffer.low_latency_combine(sent.recv_x, idx, weights, sent.handle),
+        }
+        _expect_timeout(buffer, comm, calls[name], phase, call_idx, culprit)
+    buffer.destroy()
 
 
 def never(comm: MPI.Intracomm) -> None:

@@ -11,7 +11,7 @@ import spmd
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises, same_bits
 
-from deepep_rt import Buffer, EPInputError
+from deepep_rt import Buffer, EPDestroyedError, EPInputError
 
 HIDDEN, NUM_TOPK, MAX_TOKENS = 256, 4, 16
 FORMATS = (
@@ -503,6 +503,29 @@ def check_low_latency_bad_expert_number(comm: MPI.Intracomm) -> None:
         with raises(EPInputError, "expert 1 is chosen 32 times", "room for 16"):
             buffer.low_latency_dispatch(x, idx)
         _check_round(comm, buffer, inputs, 25)
+
+
+def check_low_latency_arguments_that_are_wrong(comm: MPI.Intracomm) -> None:
+    """Host only."""
+    with _buffer(comm) as buffer:
+        inputs = _inputs(comm, 27, lambda rank: 5)
+        mine, y = inputs[comm.Get_rank()], _outputs(buffer, 27)[comm.Get_rank()]
+        x, idx, weights = mine.x, mine.topk_idx, mine.topk_weights
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
+        with raises(EPInputError, "topk_weights differ", "low_latency_dispatch"):
+            buffer.low_latency_combine(y, idx, weights + 1, sent.handle)
+        fixed = np.zeros_like(x)
+        fixed.flags.writeable = False
+        with raises(EPInputError, "out is read-only"):
+            buffer.low_latency_combine(y, idx, weights, sent.handle, out=fixed)
+        counts = np.zeros(buffer.config.num_local_experts, np.int32)
+        counts.flags.writeable = False
+        with raises(EPInputError, "cumulative_local_expert_recv_stats is read-only"):
+            buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=counts)
+        _check_round(comm, buffer, inputs, 27)
+        open_ = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
+    with raises(EPDestroyedError, "the Buffer of this hook was destroyed"):
+        open_.hook()
 
 
 def check_low_latency_ranks_that_disagree(comm: MPI.Intracomm) -> None:

@@ -459,6 +459,10 @@ def check_errors(comm: MPI.Intracomm) -> None:
     with buffer_for(comm) as buffer:
         with raises(EPInputError, "float64", "gradients"):
             dispatch(buffer, x.double(), idx)
+        with raises(EPInputError, "topk_idx is a ndarray", "torch.Tensor"):
+            dispatch(buffer, x, idx.cpu().numpy())
+        with raises(EPInputError, "x is a list", "torch.Tensor"):
+            combine(buffer, [1.0], None)
         with raises(EPInputError, "uint8", "fp8=True"):
             dispatch(buffer, torch.zeros(len(x), HIDDEN, dtype=torch.uint8, device=device()), idx, fp8=True)
         sent = dispatch(buffer, x, idx, weights)
