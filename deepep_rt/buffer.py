@@ -537,10 +537,13 @@ class Buffer:
         Example:
             >>> buffer.destroy()  # the end of a with block does the same
         """
+        self._destroy(in_touch)
+
+    def _destroy(self, in_touch: bool, error: BaseException | None = None) -> None:
         backend, self._backend = self._backend, None
         if backend is not None:
             with backend.context:
-                backend.destroy(in_touch)
+                backend.destroy(in_touch, error)
 
     def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
         if self._backend is None:
@@ -571,7 +574,7 @@ class Buffer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.destroy(in_touch=error is None)  # otherwise the other ranks may not get here
+        self._destroy(error is None, error)  # with an error, the other ranks may not get here
 
     def __del__(self) -> None:
         if getattr(self, "_backend", None) is not None:  # freeing is collective, and a destructor runs at no agreed time

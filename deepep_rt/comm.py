@@ -151,6 +151,55 @@ class AllOrNone:
         self._comm.Free()
 
 
+LAST_WORDS_TAG = 3
+_LISTENING_PERIOD_S = 0.02
+_GRACE_S = 0.2  # for what a rank sent before it left
+
+
+class LastWords:
+    """What a rank that an error throws out of its Buffer tells the others: they need not wait for it until the time is up.
+
+    Args:
+        comm: The ranks. Nobody else sends messages with `LAST_WORDS_TAG` over it.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        self._comm = comm
+        self._heard: dict[int, tuple[float, str]] = {}  # by rank: when, and what
+        self._listen_at = 0.0
+
+    def say(self, error: BaseException) -> None:
+        """Tell all others why this rank leaves; nobody has to listen."""
+        text = f"{type(error).__name__}: {error}".encode()[:500]
+        for peer in range(self._comm.Get_size()):
+            if peer != self._comm.Get_rank():
+                _unfinished.append((self._comm.Isend(text, peer, LAST_WORDS_TAG), text))
+
+    def gone(self) -> list[int]:
+        """The ranks from which nothing comes any more. To be asked often by who waits."""
+        if (now := time.monotonic()) >= self._listen_at:
+            self._listen_at = now + _LISTENING_PERIOD_S
+            from mpi4py import MPI
+
+            status = MPI.Status()
+            while self._comm.Iprobe(MPI.ANY_SOURCE, LAST_WORDS_TAG, status):
+                text = bytearray(status.Get_count(MPI.BYTE))
+                self._comm.Recv(text, status.Get_source(), LAST_WORDS_TAG)
+                self._heard[status.Get_source()] = now, text.decode(errors="replace")
+        return [rank for rank, (when, _) in self._heard.items() if now > when + _GRACE_S]
+
+    def error(self, peer: int, phase: str, call_idx: int = 0) -> EPTimeoutError:
+        """For who waits for a rank that has left."""
+        rank = self._comm.Get_rank()
+        return EPTimeoutError(
+            f"rank {rank} waits for rank {peer} in vain ({phase}): an error threw it out of its Buffer. There: {self._heard[peer][1]}",
+            rank=rank,
+            peer=peer,
+            phase=phase,
+            call_idx=call_idx,
+        )
+
+
 def check_communicator(comm: Any) -> None:
     """Raise EPConfigError unless it is a communicator that this process belongs to; warn of a launcher that is not MPI's."""
     if not hasattr(comm, "Get_size"):

@@ -60,6 +60,7 @@ class DeviceBackend:
         self.num_sms = config.num_sms  # of the next calls
         self._all_ranks = comm.AllOrNone(self._comm)
         self._broken: EPError | None = None
+        self._last_words = comm.LastWords(self._comm)
         self._destroyed = False
         self.device = choose_device(self._comm, self._all_ranks)
         self._map = layout.symmetric(config)
@@ -243,14 +244,19 @@ class DeviceBackend:
         return int(received[0])
 
     def synchronize(self) -> None:
+        while not self._order.is_done():
+            self._listen()
+            time.sleep(1e-5)
         self._order.synchronize()
 
-    def destroy(self, in_touch: bool) -> None:
+    def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         self._destroyed = True
         sound = False
         try:
+            if error is not None:
+                self._last_words.say(error)
             if in_touch and self._broken is None:
-                self._order.synchronize()
+                self.synchronize()
                 sound = self._is_sound()
         finally:
             together = self._all_ranks.holds(sound, self.config.timeout_s if self.config.on_timeout == "mask" else None)
@@ -390,6 +396,7 @@ class DeviceBackend:
             # Bad input is raised after the counts: the next call must not take them for its own.
             while (counts := self._page.counts()) is None:
                 self._check_peers()
+                self._listen()
                 if time.monotonic() > deadline:
                     raise self._timeout("the routing kernel did not run: the GPU is busy with other work, or stuck")
         finally:
@@ -401,6 +408,15 @@ class DeviceBackend:
             error.call_made = True
             raise
         return counts
+
+    def _listen(self) -> None:
+        """While the host waits: raise if a rank has left, and end what waits for it on the GPU."""
+        gone = self._last_words.gone()
+        if not gone or self.config.on_timeout == "mask":
+            return
+        self._broken = self._last_words.error(gone[0], "a call on the GPU")
+        driver.write_beside(self._state + structs.offset(structs.State.dtype({}), "abort"), 1)
+        raise self._broken
 
     def _timeout(self, what: str) -> EPTimeoutError:
         rank = self._comm.Get_rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -129,7 +130,7 @@ class CudaEvent:
         ok(driver.cuEventSynchronize(self.handle))
 
     def done(self) -> bool:
-        return driver.cuEventQuery(self.handle)[0] == _SUCCESS
+        return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY  # a failure is for who waits
 
     def __del__(self, _destroy: Any = driver.cuEventDestroy) -> None:
         if hasattr(self, "handle"):
@@ -213,6 +214,14 @@ def copy_async(to: int, source: int, num_bytes: int, stream: int) -> None:
     """Copy between any two of host and device memory."""
     if num_bytes:
         ok(driver.cuMemcpyAsync(to, source, num_bytes, stream))
+
+
+def write_beside(ptr: int, value: int) -> None:
+    """Write an int32 to device memory now, whatever all streams are busy with."""
+    stream, number = new_stream(), ctypes.c_int32(value)
+    ok(driver.cuMemcpyHtoDAsync(ptr, ctypes.addressof(number), 4, stream))
+    synchronize(stream)
+    ok(driver.cuStreamDestroy(stream))
 
 
 def allocate_async(num_bytes: int, stream: int) -> int:

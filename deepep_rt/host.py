@@ -158,8 +158,10 @@ class HostBackend:
     def synchronize(self) -> None:
         self._mail.check()
 
-    def destroy(self, in_touch: bool) -> None:
+    def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         comm, self._comm = self._comm, None
+        if comm is not None and error is not None:
+            self._mail.last_words.say(error)
         # Freeing is collective; peers that were lost would not take part.
         if comm is not None and in_touch and not self._mail.is_broken and not self._mail.masked:
             comm.Free()

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from .comm import LAST_WORDS_TAG, LastWords
 from .errors import EPInputError, EPTimeoutError
 from .structs import PHASES
 
-_NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, 3
+_NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, LAST_WORDS_TAG + 1
 _SIGNS_PER_TIMEOUT = 8
 _THROUGHPUT = 0  # what a notice carries instead of the number of a low-latency call; those count from 1
 _logger = logging.getLogger("deepep_rt")
@@ -57,6 +58,7 @@ class Mail:
         self._low_latency_calls = 0
         self._in_low_latency = False
         self._unfinished: list[_Post] = []
+        self.last_words = LastWords(comm)
 
     @property
     def is_broken(self) -> bool:
@@ -213,10 +215,14 @@ class Mail:
                 sign_at = now + self._timeout_s / _SIGNS_PER_TIMEOUT
                 self._give_sign()
                 alive_at.update(dict.fromkeys(self._take_signs(), now))
+            if not masks_silent and (gone := self.last_words.gone()):
+                silent = [post for post in posts if post.peer in gone and not post.is_done()]
+                if silent:
+                    self._fail(silent, self.last_words.error(silent[0].peer, phase, self._call_idx))
             if now > start + self._timeout_s:
                 silent = [post for post in posts if now > alive_at[post.peer] + self._timeout_s and not post.is_done()]
                 if silent and not masks_silent:
-                    self._fail(silent, phase)
+                    self._fail(silent, self._timeout(silent, phase))
                 lost.update(post.peer for post in silent if post.is_receive)
                 self._mask_silent(silent, phase)
                 posts = [post for post in posts if post not in silent]
@@ -250,13 +256,17 @@ class Mail:
                 *(self._rank, self._timeout_s, peer, phase, self._call_idx, peer),
             )
 
-    def _fail(self, silent: list[_Post], phase: str) -> None:
+    def _fail(self, silent: list[_Post], error: EPTimeoutError) -> None:
         for post in silent:
             post.request.Cancel()
             post.request.Free()
+        self._failure = error
+        raise error
+
+    def _timeout(self, silent: list[_Post], phase: str) -> EPTimeoutError:
         first = silent[0].peer
         others = sorted({post.peer for post in silent} - {first})
-        self._failure = EPTimeoutError(
+        return EPTimeoutError(
             f"rank {self._rank} waited {self._timeout_s:g} s for rank {first}: {phase} did not come "
             f"(call {self._call_idx} of this rank{f'; ranks {others} were silent too' if others else ''}). "
             f"Check that all ranks make the same calls in the same order and that rank {first} is alive; "
@@ -266,7 +276,6 @@ class Mail:
             phase=phase,
             call_idx=self._call_idx,
         )
-        raise self._failure
 
 
 @dataclass(eq=False)

@@ -85,6 +85,10 @@ class CallOrder:
         """The end of what the call has queued so far."""
         return _End(self, call)
 
+    def is_done(self) -> bool:
+        """Whether the last call has ended."""
+        return self._last_call.done()
+
     def synchronize(self) -> None:
         """Wait on the host for all calls."""
         self._last_call.synchronize()

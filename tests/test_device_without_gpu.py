@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from deepep_rt import (
     driver,
     jit,
     layout,
+    structs,
     symmetric,
 )
 from deepep_rt.device_low_latency import DeviceLowLatencyBackend
@@ -516,6 +518,29 @@ def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
     said.clear()
     make().destroy()
     assert (said, fake.freed.count(BASE)) == ([True, True, True], 1)
+
+
+def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says why, and who waits for it stops waiting, on the host and on the GPU."""
+    pytest.importorskip("mpi4py.MPI")
+    written: list[tuple[int, int]] = []
+    monkeypatch.setattr(driver, "write_beside", lambda ptr, value: written.append((ptr, value)))
+    buffer = make(timeout_s=60.0)
+    ranks = buffer._backend._comm
+    with pytest.raises(KeyError), buffer:
+        raise KeyError("mine")
+    assert ranks.said == "KeyError: 'mine'"
+    buffer = make(timeout_s=60.0)
+    backend = buffer._backend
+    backend._comm.last_words = b"ValueError: no batch"
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch") as caught:
+            buffer.dispatch(*arguments(fake))
+        assert caught.value.peer == 2
+    assert time.monotonic() - start < 10
+    assert written == [(backend._state + structs.offset(structs.State.dtype({}), "abort"), 1)]
+    buffer.destroy()
 
 
 @pytest.mark.parametrize(

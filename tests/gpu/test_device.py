@@ -312,17 +312,24 @@ def test_late_rank(comm):
 
 
 def test_a_rank_that_an_error_throws_out(comm):
-    """The others destroy their Buffer, and nobody waits for anybody; the next Buffer works."""
+    """The others stop waiting for it, on the GPU too, and hear why; nobody waits in destroy; the next Buffer works."""
 
     class Mistake(Exception): ...
 
-    gpu = make(comm)
-    try:
-        with gpu:
-            if comm.Get_rank() == comm.Get_size() - 1:
-                raise Mistake
-    except Mistake:
-        pass
+    last = comm.Get_size() - 1
+    idx, weights = routing(comm, 94, 40, 8, 32 * comm.Get_size())
+    x = rows(comm, 94, 40, 7168)
+    start = time.monotonic()
+    if comm.Get_rank() == last:
+        with pytest.raises(Mistake), make(comm, timeout_s=30) as gpu:  # noqa: PT012
+            gpu.dispatch(x, idx, weights)
+            raise Mistake("no more data")
+    else:
+        in_vain = f"rank {last} in vain.*Mistake: no more data"
+        with pytest.raises(EPTimeoutError, match=in_vain), make(comm, timeout_s=30) as gpu:  # noqa: PT012
+            gpu.dispatch(x, idx, weights)
+            gpu.dispatch(x, idx, weights)
+    assert time.monotonic() - start < 8
     comm.Barrier()
     gpu, host = make(comm), make(comm, "host")
     with gpu, host:
