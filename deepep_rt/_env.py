@@ -103,9 +103,18 @@ _LAUNCHERS = (
 
 
 def world_size() -> int:
-    """The number of processes by PyTorch's convention; 0 if nobody says."""
-    value = os.environ.get("WORLD_SIZE", "")
-    return int(value) if value.isdigit() else 0
+    """The number of processes, as torchrun and its like say it; 0 if nobody does."""
+    return _number("WORLD_SIZE") or 0
+
+
+def local_rank() -> int | None:
+    """The number of this process on its host, as torchrun and its like say it."""
+    return _number("LOCAL_RANK")
+
+
+def _number(name: str) -> int | None:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else None
 
 
 def launch() -> Launch | None:

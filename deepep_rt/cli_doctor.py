@@ -28,9 +28,6 @@ def doctor(
     low_latency: Annotated[bool, typer.Option("--low-latency", help="With memory for the low-latency calls.")] = False,
     ranks_per_node: RanksPerNode = None,
     as_json: Json = False,
-    # Of launchers that are not MPI's, such as torchrun: nobody gives these two by hand
-    world_size: Annotated[str, typer.Option(envvar="WORLD_SIZE", hidden=True)] = "",
-    local_rank: Annotated[str, typer.Option(envvar="LOCAL_RANK", hidden=True)] = "",
 ) -> None:
     """Examine this machine, or under mpirun all ranks, and say what is wrong and what to do. Exit status 1 if Buffers cannot work."""
     from . import doctor
@@ -48,10 +45,7 @@ def doctor(
         low_latency=low_latency,
         ranks_per_node=ranks_per_node,
     )
-    other = None
-    if world_size.isdigit():
-        other = {"size": int(world_size), "local_rank": int(local_rank) if local_rank.isdigit() else None}
-    situation, speaks = doctor.examine(sizes, ranks, backend, other)
+    situation, speaks = doctor.examine(sizes, ranks, backend)
     if not speaks:  # with status 0: a launcher that sees a rank fail ends the others, and rank 0 has not spoken yet
         return
     found = findings(situation)

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from . import doctor_run, layout
+from . import _env, doctor_run, layout
 from .doctor_facts import (
     Finding,
     Situation,
@@ -28,28 +28,26 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _MAX_HOSTS = 4  # that are shown with all their GPUs
 
 
-def examine(
-    sizes: Mapping[str, Any], num_ranks: int | None, backend: str, other_launch: Mapping[str, Any] | None = None
-) -> tuple[Situation, bool]:
+def examine(sizes: Mapping[str, Any], num_ranks: int | None, backend: str) -> tuple[Situation, bool]:
     """Look at this machine, and ask the other ranks what they see. Collective under a launcher.
 
     Args:
         sizes: Arguments of `Config` except for `num_ranks`; `num_experts` may be left out.
         num_ranks: Ranks of the Buffer; default: those of the launcher.
         backend: "auto", "cuda" or "host", as for `Buffer`.
-        other_launch: What a launcher that is not MPI's says: `size`, and `local_rank` (None: it does not say that).
 
     Returns:
         What was found, and whether it is for this rank to tell it.
     """
     launch = doctor_run.launch()
+    other_launch = {"size": _env.world_size(), "local_rank": _env.local_rank()}
     report = {**doctor_run.examine(), "launch": launch, "other_launch": other_launch}
     rank, reports, failure = 0, [{**report, **doctor_run.ALONE}], None
     if fact(report, "mpi", "error") is None:
         rank, reports, failure = doctor_run.gather(report)
     if len(reports) == 1:  # MPI did not bring the ranks together, so the launcher's word counts
         rank = launch["rank"] if launch else 0
-        if other_launch and other_launch["size"] > 1:
+        if other_launch["size"] > 1:
             rank = rank or other_launch["local_rank"] or 0  # srun may have started torchrun, once on each host
     return Situation(reports, sizes, num_ranks, backend, failure), rank == 0
 
