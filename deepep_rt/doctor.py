@@ -40,7 +40,7 @@ def examine(sizes: Mapping[str, Any], num_ranks: int | None, backend: str) -> tu
         What was found, and whether it is for this rank to tell it.
     """
     launch = doctor_run.launch()
-    other_launch = {"size": _env.world_size(), "local_rank": _env.local_rank()}
+    other_launch: dict[str, Any] = {"size": _env.world_size(), "local_rank": _env.local_rank()}
     report = {**doctor_run.examine(), "launch": launch, "other_launch": other_launch}
     rank, reports, failure = 0, [{**report, **doctor_run.ALONE}], None
     if fact(report, "mpi", "error") is None:
