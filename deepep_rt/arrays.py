@@ -221,10 +221,11 @@ class _Torch(Framework):
             raise _not_contiguous(what)
         name = self._names.get(array.dtype) or _known(str(array.dtype), what)
         if array.requires_grad and self._is_grad_enabled():
-            warnings.warn(_CUT.format(what), stacklevel=6)  # where a call of a Buffer stands
-        if array.is_meta:
+            warnings.warn(_CUT.format(what), stacklevel=5)  # where a call of a Buffer stands
+        ptr = array.data_ptr()
+        if not ptr and array.is_meta:
             raise EPInputError(f"{what} is a meta tensor, which has no numbers; pass one that has")
-        return View(array.data_ptr(), array.shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
+        return View(ptr, array.shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
 
     def wrap(self, view: View) -> Any:
         if view.dtype.startswith("float8"):  # torch's DLPack does not speak FP8 in every version

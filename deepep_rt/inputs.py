@@ -249,7 +249,7 @@ def _is_whole(value: Any, least: int, most: int) -> bool:
 
 
 def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
-    view = arrays.view(array, what, stream)
+    view = arrays.framework_of(array, what).view(array, what, stream)
     if view.device != site.device and view.device != HOST:
         here = "host memory (the host backend has no GPU)" if site.device == HOST else f"GPU {site.device}"
         raise EPInputError(f"{what} is on GPU {view.device}, but this buffer works in {here}; move the array first")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 from . import driver
@@ -27,11 +27,11 @@ class Readers:
         self._streams: set[int] = set()
         self._events: list[tuple[int, driver.CudaEvent]] = []
 
-    def add(self, streams: Collection[int]) -> None:
+    def add(self, streams: Sequence[int]) -> None:
         """Memory came back that these streams have used. Where one stream does everything, this costs nothing."""
         if len(streams) == 1:
-            self._came_back.extend((stream, None) for stream in streams)
-        else:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
+            self._came_back.append((streams[0], None))
+        elif streams:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
             with self.context:
                 self._came_back += [(stream, driver.CudaEvent(stream)) for stream in streams if not driver.is_capturing(stream)]
 
@@ -43,7 +43,7 @@ class Readers:
                 self._streams.add(other)
             else:
                 self._events.append((other, event))
-        if not self._events and self._streams <= {stream}:
+        if not self._events and (not self._streams or (stream in self._streams and len(self._streams) == 1)):
             return
         others = self._streams - {stream}
         with self.context:
@@ -120,7 +120,7 @@ class Pool:
                 return Block(self, offset, num_bytes, _users(stream, reader))
         return None
 
-    def release(self, offset: int, num_bytes: int, users: Collection[int]) -> None:
+    def release(self, offset: int, num_bytes: int, users: Sequence[int]) -> None:
         if not num_bytes:
             return
         self._readers.add(users)
@@ -166,7 +166,7 @@ class Slots:
         self._readers.let_finish_before(stream)
         return Slot(self, ptr, _users(stream, reader))
 
-    def give_back(self, ptr: int, users: Collection[int]) -> None:
+    def give_back(self, ptr: int, users: Sequence[int]) -> None:
         self._readers.add(users)
         self._free.append(ptr)
 

@@ -176,7 +176,8 @@ def test_torch_without_cuda_has_no_streams() -> None:
 
 def test_torch_parameters_and_empty_tensors() -> None:
     torch = pytest.importorskip("torch")
-    assert arrays.view(torch.nn.Parameter(torch.zeros(2, 4)), "x").framework.name == "torch"
+    with torch.no_grad():
+        assert arrays.view(torch.nn.Parameter(torch.zeros(2, 4)), "x").framework.name == "torch"
     assert arrays.view(torch.zeros(0, 4), "x").to_framework().shape == (0, 4)
 
 
