@@ -59,6 +59,11 @@ def unpacked(number: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def is_low_latency(call: Sequence[int]) -> bool:
+    """Whether such words are of a low-latency call."""
+    return KINDS[call[0]].startswith("low_latency")
+
+
 def difference(said: Mapping[int, Sequence[int]]) -> str | None:
     """What ranks disagree on, and who said what; None if on nothing.
 
@@ -69,7 +74,7 @@ def difference(said: Mapping[int, Sequence[int]]) -> str | None:
         numbers = {rank: int(theirs[i]) for rank, theirs in said.items()}
         if len(set(numbers.values())) > 1:
             shown = ", ".join(f"rank {rank}: {meanings[number] if meanings else number}" for rank, number in numbers.items())
-            low_latency = any(KINDS[theirs[0]].startswith("low_latency") for theirs in said.values())
-            why = ", as use_fp8 and use_ue8m0 make it travel" if low_latency and name in ("x", "x_scales") else ""
+            travels = name in ("x", "x_scales") and any(is_low_latency(theirs) for theirs in said.values())
+            why = ", as use_fp8 and use_ue8m0 make it travel" if travels else ""
             return f"the ranks disagree on the {name} of this call{why}; all must give the same. {shown}"
     return None

@@ -40,7 +40,7 @@ class Buffer:
 
     Making and destroying a Buffer, and every call, is collective: all ranks of `comm` do it in the same order. In a call, dtypes and which
     arguments are given must be the same on all ranks, numbers of tokens need not be. Ranks that differ get an `EPInputError`, on GPUs from
-    a later call where the host does not wait; a low-latency dispatch that differs breaks the Buffer.
+    a later call where the host does not wait (which is made all the same); a low-latency dispatch that differs breaks the Buffer.
 
     Args:
         comm: An mpi4py communicator; its ranks are the expert-parallel group.

@@ -78,7 +78,8 @@ _unfinished: list[Any] = []  # what MPI may still write to
 def _own(comm: Intracomm, timeout_s: float, phase: str, hint: str) -> Intracomm:
     """A communicator of ours over the same ranks, made once and kept with theirs.
 
-    Whoever gives up leaves half of a collective behind. On the caller's communicator, that would be taken for one of the caller's.
+    Whoever gives up leaves half of a collective behind. On the caller's communicator, that would be taken for one of the caller's. (What is
+    left there is half of an `Idup`, which only other non-blocking collectives could meet.)
     """
     made: Any = comm.Get_attr(_key_of_own())
     if made is None:
@@ -113,6 +114,7 @@ class AllOrNone:
 
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm.Dup()  # of its own: who goes early says so in the middle of anything
+        self._round = 0
 
     def holds(self, sound: bool, timeout_s: float | None = None) -> bool:
         """Whether all ranks are here and sound, as this one is or is not.
@@ -121,15 +123,30 @@ class AllOrNone:
             sound: Whether this one is.
             timeout_s: After how long a silent rank is taken for lost, where that is so; otherwise it is waited for.
         """
-        if not sound:
-            _unfinished.append(_start_to_gather(self._comm, [False]))
-            return False
         # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
-        rounds = 1 if timeout_s is None else 2
-        try:
-            return all(_exchange(self._comm, [True], timeout_s or math.inf, "", "").all() for _ in range(rounds))
-        except EPTimeoutError:
+        times = 1 if timeout_s is None or not sound else 2
+        return all(self._hear_all(sound, timeout_s or math.inf) for _ in range(times))
+
+    def _hear_all(self, sound: bool, timeout_s: float) -> bool:
+        """Tell every rank, and hear of all whether they are sound too. Who is not hears nobody.
+
+        Small messages from rank to rank: a collective would need whoever has gone to pass on what the others say.
+        """
+        self._round += 1
+        peers = [peer for peer in range(self._comm.Get_size()) if peer != self._comm.Get_rank()]
+        word, words = np.array([sound]), np.zeros(len(peers), bool)
+        requests = [self._comm.Isend(word, peer, self._round) for peer in peers]
+        if not sound:
+            _unfinished.append((requests, word))
             return False
+        requests += [self._comm.Irecv(words[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
+        deadline = time.monotonic() + timeout_s
+        while not all(request.Test() for request in requests):
+            if time.monotonic() > deadline:
+                _unfinished.append((requests, word, words))
+                return False
+            time.sleep(1e-4)
+        return bool(words.all())
 
     @contextmanager
     def part(self) -> Iterator[None]:

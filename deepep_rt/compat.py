@@ -54,6 +54,7 @@ def install() -> None:
     if theirs := [name for name in _MODULES if sys.modules.get(name, here) is not here]:
         raise EPUnavailableError(f"{theirs[0]} was imported before, and is not this library; call install() first of all")
     sys.modules.update(dict.fromkeys(_MODULES, here))
+    vars(here).update(buffer=here, utils=here)  # for `import deep_ep.utils as utils`
 
 
 class _NoAttributeError(EPUnavailableError, AttributeError):

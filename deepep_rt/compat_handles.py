@@ -51,7 +51,8 @@ class Absent(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        given = [entry for arg in args for entry in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        values = [*args, *(kwargs or {}).values()]
+        given = [entry for value in values for entry in (value if isinstance(value, (list, tuple)) else (value,))]
         next(entry for entry in given if isinstance(entry, Absent))._refuse()
 
     def __repr__(self) -> str:

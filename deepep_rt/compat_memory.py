@@ -166,9 +166,12 @@ class NormalBuffers:
                 problem = error  # the other ranks go on, and this one with them
             said = self._board.read(1 + len(counts))
             if said[:, 0].max() <= buffer.config.num_max_tokens_per_rank:
-                if problem is not None:
+                if problem is None:
+                    return buffer, sent, said[:, 1:]
+                try:
                     raise problem
-                return buffer, sent, said[:, 1:]
+                finally:
+                    del problem  # its traceback holds this frame, and with it the arguments of the call
             buffer = self._make(shape, int(said[:, 0].max()))
 
     def take(self, shape: Shape, num_tokens: int, least: int) -> Buffer:

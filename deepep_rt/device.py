@@ -80,8 +80,8 @@ class DeviceBackend:
     # --- the calls ---------------------------------------------------------------------------------------------------------------
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
-        """Decide where a call runs; raise what earlier calls left behind."""
-        self._check()
+        """Decide where a call runs; raise if an earlier one timed out."""
+        self._check_peers()
         return self._order.begin(x, async_finish, previous_event, stream)
 
     def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
@@ -153,6 +153,7 @@ class DeviceBackend:
             return {**made, **self._counts_of(slot, framework, stream)}
 
         handle = known or DispatchHandle(x.shape[0], num_rows, counts, site.serial, slot, {})
+        self._check_inputs()
         return DispatchResult(handle, self._order.event(call), self._for_caller(views, host_caller, stream))
 
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
@@ -200,6 +201,7 @@ class DeviceBackend:
                 )
             return made
 
+        self._check_inputs()
         return CombineResult(self._order.event(call), self._for_caller(views, inputs.x.device == HOST, stream))
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
@@ -402,11 +404,6 @@ class DeviceBackend:
         finally:
             if counts is None and self._broken is None:
                 self._broken = self._timeout("a dispatch was interrupted while it waited for its counts")
-        try:
-            self._check()
-        except EPInputError as error:
-            error.call_made = True
-            raise
         return counts
 
     def _listen(self) -> None:
@@ -475,7 +472,15 @@ class DeviceBackend:
     def _check(self) -> None:
         """Raise what the device reported."""
         self._check_peers()
-        self._page.check_inputs()
+        self._check_inputs()
+
+    def _check_inputs(self) -> None:
+        """At the end of a call: raise what kernels found wrong in this one or an earlier one. The other ranks have made this call too."""
+        try:
+            self._page.check_inputs()
+        except EPInputError as error:
+            error.call_made = True
+            raise
 
     def _check_peers(self) -> None:
         if self._broken is not None:

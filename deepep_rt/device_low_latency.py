@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from . import alike, driver, layout
@@ -43,6 +44,12 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self, communicator: Intracomm, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
     ) -> None:
         super().__init__(communicator, config, copy_when_full=copy_when_full, network=network)
+        with self._all_ranks.part() if config.low_latency else nullcontext():
+            self._make_low_latency_part()
+        # Nobody sends rows to memory that is still being cleared.
+
+    def _make_low_latency_part(self) -> None:
+        config = self.config
         self._ll_handle_map = layout.low_latency_handle(config)
         self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
         # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
@@ -56,11 +63,10 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
         self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
         if config.low_latency:
-            with self._all_ranks.part():  # after it, nobody sends rows to memory that is still being cleared
-                self._clear_rows()
-                for kernel in TABLE.values():
-                    if kernel.low_latency:
-                        self._launcher(kernel.name)
+            self._clear_rows()
+            for kernel in TABLE.values():
+                if kernel.low_latency:
+                    self._launcher(kernel.name)
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or let it take part again."""
@@ -240,6 +246,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         """Results for the caller, now or from its hook. A caller with arrays in host memory gets copies, except of what it gave."""
         on_host = like.device == HOST
         if receive is None:
+            self._check_inputs()
             return self._for_caller(views, on_host, stream, given), None
         made = views()
 

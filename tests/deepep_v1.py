@@ -652,7 +652,7 @@ def run_refusals(world: World) -> None:
             (recv_channels, "recv_channel_prefix_matrix"),
             (head, "send_head"),
         ):
-            for use in (lambda a: a.shape, lambda a: a[0], len, torch.sum, lambda a: torch.cat([a, a])):
+            for use in (lambda a: a.shape, lambda a: a[0], len, torch.sum, lambda a: torch.cat(tensors=[a, a])):
                 with raises(EPUnavailableError, name):
                     use(absent)
         with raises(EPInputError, "num_worst_tokens"):

@@ -162,6 +162,10 @@ import deep_ep, deep_ep_cpp
 from deep_ep import Buffer
 from deep_ep.buffer import Buffer as Same
 from deep_ep.utils import EventHandle, EventOverlap
+from deep_ep import utils
+import deep_ep.buffer as buffer
+import deep_ep.utils
+assert buffer.Buffer is Buffer and deep_ep.utils.EventOverlap is utils.EventOverlap is EventOverlap
 assert deep_ep.Buffer is Buffer is Same is compat.Buffer and deep_ep_cpp.Config is compat.Config
 try:
     from deep_ep import HybridEPBuffer

@@ -242,13 +242,17 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         report["rank"], report["other"], report["serial"] = 1, 0, (5, 5)
         report["alike"] = mine, alike.packed("dispatch", x.dtype, idx.dtype, None)
         page._differs.value = 1
-        with pytest.raises(EPInputError, match=r"topk_weights of this call.* rank 0: None, rank 1: float32. No rows were sent"):
-            buffer.synchronize()
+        with pytest.raises(
+            EPInputError, match=r"topk_weights of this call.* rank 0: None, rank 1: float32. No rows were sent"
+        ) as caught:
+            buffer.dispatch(x, idx, weights, num_worst_tokens=8)
+        assert caught.value.call_made
+        assert [call.kernel for call in fake.take()] == ["route", "dispatch"], "the other ranks make this call too"
         buffer.synchronize()
         buffer.low_latency_dispatch(x, idx, topk_weights=weights)
         (mine,) = (call.alike for call in fake.take())
         report["alike"] = mine, alike.packed("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
-        page._differs.value = page._timed_out.value = 1
+        page._differs.value = 1  # and a moment later, that the time was up
         for _ in range(2):
             with pytest.raises(
                 EPInputError, match=r"x of this call.*rank 0: bfloat16, rank 1: float8_e4m3fn.*cannot be used any more"

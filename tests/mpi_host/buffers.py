@@ -13,7 +13,7 @@ import oracle
 from mpi4py import MPI
 from spmd import TIMEOUT_S, inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError
 from deepep_rt.comm import AllOrNone
 
 
@@ -134,6 +134,23 @@ def check_leaving_by_an_exception(comm: MPI.Intracomm) -> None:
     assert time.monotonic() - start < TIMEOUT_S / 2
     with make_buffer(comm, num_experts=4 * ranks) as buffer:
         _check_round(comm, buffer, 1)
+
+
+def check_a_part_that_fails_on_one_rank(comm: MPI.Intracomm) -> None:
+    """The others hear of it at once, although that rank does nothing for MPI any more."""
+    if comm.Get_size() == 1:
+        return
+    all_ranks, start = AllOrNone(comm), time.monotonic()
+    with all_ranks.part():
+        pass
+    if comm.Get_rank() == 0:
+        with raises(KeyError), all_ranks.part():
+            raise KeyError
+        time.sleep(2)
+    else:
+        with raises(EPUnavailableError, "another rank could not make its part"), all_ranks.part():
+            pass
+        assert time.monotonic() - start < 1.5
 
 
 def check_late_makers(comm: MPI.Intracomm) -> None:
