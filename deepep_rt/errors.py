@@ -10,7 +10,7 @@
     ├── EPUnavailableError   (RuntimeError)  something that the request needs is not on this machine
     ├── EPOutOfMemoryError   (MemoryError)   not enough GPU memory, or no slot is left for a result
     ├── EPDestroyedError     (RuntimeError)  the buffer was destroyed
-    └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`; the buffer is broken
+    └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`, or left; the buffer is broken
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EPDestroyedError(EPError, RuntimeError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """A peer did not answer in time.
+    """A peer did not answer in time, or an exception threw it out of its `with` block.
 
     Attributes:
         rank: The rank that waited.
