@@ -130,7 +130,16 @@ class Framework:
     name = "dlpack"
 
     def view(self, array: Any, what: str, stream: int | None) -> View:
-        """Look at an argument; work on `stream` is ordered after whatever fills it."""
+        """Look at an argument of a call, without a copy.
+
+        Args:
+            array: A row-major array.
+            what: The argument's name, for error messages.
+            stream: The CUDA stream that will read it, for libraries that have to be told (JAX, plain DLPack): it waits for what fills it.
+
+        Raises:
+            EPInputError: if it is of an unsupported dtype, or not contiguous.
+        """
         device_type, device_id = array.__dlpack_device__()
         on_gpu = device_type in (dlpack.CUDA, dlpack.CUDA_MANAGED)
         capsule = array.__dlpack__(stream=_dlpack_stream(stream)) if on_gpu else array.__dlpack__()
@@ -290,20 +299,6 @@ def framework_of(array: Any, what: str) -> Framework:
     made = maker()
     _frameworks[kind] = framework = _singletons.setdefault(type(made), made)
     return framework
-
-
-def view(array: Any, what: str, stream: int | None = None) -> View:
-    """Look at an argument of a call as a View.
-
-    Args:
-        array: A row-major array of any framework.
-        what: The argument's name, for error messages.
-        stream: The CUDA stream that will read it, for frameworks that have to be told (JAX, plain DLPack).
-
-    Raises:
-        EPInputError: if it is no array, of an unsupported dtype, or not contiguous.
-    """
-    return framework_of(array, what).view(array, what, stream)
 
 
 def host_bytes(view: View) -> Any:

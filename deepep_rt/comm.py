@@ -37,31 +37,21 @@ def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -
     Raises:
         EPTimeoutError: if not all came.
     """
-    said = _ARRIVING
+    said, values = _ARRIVING, np.zeros((comm.Get_size(), 2), np.int64)
     while True:
-        values = _exchange(comm, (said, value), timeout_s, phase, hint)
+        request = comm.Iallgather(np.array([said, value], np.int64), values)
+        _await(comm, [request], values, timeout_s, phase, hint)
         if (values[:, 0] == _ARRIVED).all():
             return values[:, 1].tolist()
         said = _ARRIVED
 
 
-def _exchange(comm: Intracomm, numbers: Sequence[int], timeout_s: float, phase: str, hint: str) -> np.ndarray:
-    """Gather numbers from all ranks, `[num_ranks, ...]`."""
-    request, values = _start_to_gather(comm, numbers)
-    _await(comm, request, values, timeout_s, phase, hint)
-    return values
-
-
-def _start_to_gather(comm: Intracomm, numbers: Sequence[int]) -> tuple[Any, np.ndarray]:
-    values = np.zeros((comm.Get_size(), len(numbers)), np.int64)
-    return comm.Iallgather(np.array(numbers, np.int64), values), values
-
-
-def _await(comm: Intracomm, request: Any, result: Any, timeout_s: float, phase: str, hint: str) -> None:
+def _await(comm: Intracomm, requests: Sequence[Any], held: Any, timeout_s: float, phase: str, hint: str) -> None:
+    """Wait for requests, which use what is `held`, or raise EPTimeoutError."""
     deadline = time.monotonic() + timeout_s
-    while not request.Test():
+    while not all(request.Test() for request in requests):
         if time.monotonic() > deadline:
-            _unfinished.append((request, result))
+            _unfinished.append((requests, held))
             raise EPTimeoutError(
                 f"rank {comm.Get_rank()} waited {timeout_s:g} s in {phase}, and not all {comm.Get_size()} ranks came: {hint}. "
                 f"Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if they are only slow",
@@ -86,7 +76,7 @@ def _own(comm: Intracomm, timeout_s: float, phase: str, hint: str) -> Intracomm:
         made = comm.Idup()
         comm.Set_attr(_key_of_own(), made)
     own, request = made
-    _await(comm, request, made, timeout_s, phase, hint)
+    _await(comm, [request], made, timeout_s, phase, hint)
     return own
 
 
@@ -124,7 +114,7 @@ class AllOrNone:
             timeout_s: After how long a silent rank is taken for lost, where that is so; otherwise it is waited for.
         """
         # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
-        times = 1 if timeout_s is None or not sound else 2
+        times = 1 if timeout_s is None else 2
         return all(self._hear_all(sound, timeout_s or math.inf) for _ in range(times))
 
     def _hear_all(self, sound: bool, timeout_s: float) -> bool:
@@ -140,12 +130,10 @@ class AllOrNone:
             _unfinished.append((requests, word))
             return False
         requests += [self._comm.Irecv(words[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
-        deadline = time.monotonic() + timeout_s
-        while not all(request.Test() for request in requests):
-            if time.monotonic() > deadline:
-                _unfinished.append((requests, word, words))
-                return False
-            time.sleep(1e-4)
+        try:
+            _await(self._comm, requests, (word, words), timeout_s, "", "")
+        except EPTimeoutError:
+            return False
         return bool(words.all())
 
     @contextmanager

@@ -281,7 +281,7 @@ class DeviceBackend:
     # --- construction ------------------------------------------------------------------------------------------------------------
 
     def _make_own_part(self) -> None:
-        """What a rank makes without any other: memory, tables and the throughput kernels."""
+        """What a rank makes without any other: memory, tables and kernels."""
         config = self.config
         base = self._memory.ptr
         for region in ("control", "low_latency"):  # flags start at zero
@@ -395,7 +395,7 @@ class DeviceBackend:
         deadline = time.monotonic() + self.config.timeout_s + _HOST_GRACE_S
         counts = None
         try:
-            # Bad input is raised after the counts: the next call must not take them for its own.
+            # Bad input is no reason to stop: the next call must not take these counts for its own.
             while (counts := self._page.counts()) is None:
                 self._check_peers()
                 self._listen()

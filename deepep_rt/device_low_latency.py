@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import alike, driver, layout
 from .arrays import HOST, Framework, View
@@ -15,13 +14,9 @@ from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 from .hooks import Hook, HookOrder
 from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .kernels import TABLE
-from .network import NetworkOptions
 from .pool import Slot, Slots
 from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from .structs import LL_RECEIVE, LL_SEND
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _log = logging.getLogger("deepep_rt")
 
@@ -40,15 +35,8 @@ class _Results:
 class DeviceLowLatencyBackend(DeviceBackend):
     """The CUDA backend with both kinds of calls; the arguments are those of `DeviceBackend`."""
 
-    def __init__(
-        self, communicator: Intracomm, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
-    ) -> None:
-        super().__init__(communicator, config, copy_when_full=copy_when_full, network=network)
-        with self._all_ranks.part() if config.low_latency else nullcontext():
-            self._make_low_latency_part()
-        # Nobody sends rows to memory that is still being cleared.
-
-    def _make_low_latency_part(self) -> None:
+    def _make_own_part(self) -> None:
+        super()._make_own_part()
         config = self.config
         self._ll_handle_map = layout.low_latency_handle(config)
         self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)

@@ -28,7 +28,7 @@ class EPInputError(EPError, ValueError):
     """An array or a handle given to a call is wrong, or the ranks give different ones; the buffer stays usable, or the message says no.
 
     Attributes:
-        call_made: Whether the call was made all the same: what was wrong came to light behind it (GPUs, `check_inputs`).
+        call_made: Whether the call was made all the same: what was wrong came to light behind it (GPUs: `check_inputs`, ranks that differ).
     """
 
     call_made = False

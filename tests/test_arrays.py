@@ -30,6 +30,10 @@ class Producer:
         return self.array.__dlpack_device__()
 
 
+def _view(array: object, what: str, stream: int | None = None) -> View:
+    return arrays.framework_of(array, what).view(array, what, stream)
+
+
 def _values(dtype: str, shape: tuple[int, ...] = (3, 4)) -> np.ndarray:
     raw = np.random.default_rng(1).integers(0, 2, (*shape[:-1], shape[-1] * np.dtype(dtype).itemsize), np.uint8)
     return raw.view(dtype)
@@ -38,7 +42,7 @@ def _values(dtype: str, shape: tuple[int, ...] = (3, 4)) -> np.ndarray:
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_numpy(dtype: str) -> None:
     given = _values(dtype)
-    view = arrays.view(given, "x")
+    view = _view(given, "x")
     assert (view.ptr, view.shape, view.dtype, view.device) == (given.ctypes.data, (3, 4), dtype, HOST)
     assert view.itemsize == given.itemsize
     assert view.row_bytes == 4 * given.itemsize
@@ -52,36 +56,36 @@ def test_numpy(dtype: str) -> None:
 
 
 def test_views_pass_through() -> None:
-    view = arrays.view(np.zeros((2, 2)), "x")
-    assert arrays.view(view, "again") is view
+    view = _view(np.zeros((2, 2)), "x")
+    assert _view(view, "again") is view
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (1, 1), (2, 3, 4), (5,), ()])
 def test_shapes(shape: tuple[int, ...]) -> None:
     given = np.ones(shape, np.float32)
     for array in (given, Producer(given)):
-        view = arrays.view(array, "x")
+        view = _view(array, "x")
         assert view.shape == shape
         assert view.nbytes == given.nbytes
         assert len(arrays.host_bytes(view)) == given.nbytes
-    assert arrays.view(given, "x").to_framework().shape == shape
+    assert _view(given, "x").to_framework().shape == shape
 
 
 @pytest.mark.parametrize("array", [np.zeros((4, 6))[:, :3], np.zeros((4, 6)).T, np.zeros((4, 6))[::2], np.zeros((4, 6))[:, ::-1]])
 def test_gaps_are_refused(array: np.ndarray) -> None:
     for given in (array, Producer(array)):
         with pytest.raises(EPInputError, match="topk_idx: rows must be contiguous"):
-            arrays.view(given, "topk_idx")
+            _view(given, "topk_idx")
 
 
 def test_strange_objects_and_types_are_refused() -> None:
     for given, words in (([1, 2], "got list"), (None, "got NoneType"), (3, "got int"), ("x", "got str")):
         with pytest.raises(EPInputError, match=f"x: expected a NumPy, CuPy, PyTorch, JAX or DLPack array, {words}"):
-            arrays.view(given, "x")
+            _view(given, "x")
     with pytest.raises(EPInputError, match="x: dtype complex128 is not supported; expected one of bfloat16"):
-        arrays.view(np.zeros(3, complex), "x")
+        _view(np.zeros(3, complex), "x")
     with pytest.raises(EPInputError, match="x: DLPack type code 5 with 128 bits is not supported; pass a uint8 view"):
-        arrays.view(Producer(np.zeros(3, complex)), "x")
+        _view(Producer(np.zeros(3, complex)), "x")
 
 
 def test_subclasses_belong_to_their_framework() -> None:
@@ -94,7 +98,7 @@ def test_subclasses_belong_to_their_framework() -> None:
 
 def test_any_dlpack_producer_gets_dlpack_back() -> None:
     given = np.arange(12, dtype=np.float32).reshape(3, 4)
-    view = arrays.view(Producer(given), "x")
+    view = _view(Producer(given), "x")
     assert (view.ptr, view.shape, view.dtype, view.device) == (given.ctypes.data, (3, 4), "float32", HOST)
     back = view.to_framework()
     assert back.__dlpack_device__() == (dlpack.CPU, 0)
@@ -105,7 +109,7 @@ def test_any_dlpack_producer_gets_dlpack_back() -> None:
 
 def test_an_offset_into_an_array_is_kept() -> None:
     given = np.arange(12, dtype=np.int32).reshape(3, 4)[1:]
-    assert arrays.view(Producer(given), "x").ptr == given.ctypes.data
+    assert _view(Producer(given), "x").ptr == given.ctypes.data
 
 
 def _made(owner: object) -> View:
@@ -156,7 +160,7 @@ def test_torch(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     kind = getattr(torch, dtype)
     given = torch.arange(12).reshape(3, 4).to(kind)
-    view = arrays.view(given, "x")
+    view = _view(given, "x")
     assert (view.ptr, view.shape, view.dtype, view.device) == (given.data_ptr(), (3, 4), dtype, HOST)
     back = view.to_framework()
     assert isinstance(back, torch.Tensor)
@@ -164,7 +168,7 @@ def test_torch(dtype: str) -> None:
     assert back.data_ptr() == given.data_ptr()
     assert torch.equal(back.view(torch.uint8), given.view(torch.uint8))
     with pytest.raises(EPInputError, match="x: rows must be contiguous"):
-        arrays.view(given.T, "x")
+        _view(given.T, "x")
 
 
 def test_torch_without_cuda_has_no_streams() -> None:
@@ -177,8 +181,8 @@ def test_torch_without_cuda_has_no_streams() -> None:
 def test_torch_parameters_and_empty_tensors() -> None:
     torch = pytest.importorskip("torch")
     with torch.no_grad():
-        assert arrays.view(torch.nn.Parameter(torch.zeros(2, 4)), "x").framework.name == "torch"
-    assert arrays.view(torch.zeros(0, 4), "x").to_framework().shape == (0, 4)
+        assert _view(torch.nn.Parameter(torch.zeros(2, 4)), "x").framework.name == "torch"
+    assert _view(torch.zeros(0, 4), "x").to_framework().shape == (0, 4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "uint8"])
@@ -186,7 +190,7 @@ def test_jax(dtype: str) -> None:
     pytest.importorskip("jax")
     jnp = importlib.import_module("jax.numpy")
     given = jnp.arange(12).reshape(3, 4).astype(dtype)
-    view = arrays.view(given, "x")
+    view = _view(given, "x")
     assert (view.shape, view.dtype, view.device) == ((3, 4), dtype, HOST)
     assert (arrays.host_bytes(view) == np.asarray(given).view(np.uint8).reshape(-1)).all()
     back = view.to_framework()
@@ -196,35 +200,35 @@ def test_jax(dtype: str) -> None:
 
 def test_arrays_that_may_not_be_written_to() -> None:
     given = np.zeros((2, 4), np.float32)
-    assert arrays.view(given, "out").framework.is_writable(given)
+    assert _view(given, "out").framework.is_writable(given)
     given.flags.writeable = False
-    assert not arrays.view(given, "out").framework.is_writable(given)
+    assert not _view(given, "out").framework.is_writable(given)
     jax = pytest.importorskip("jax")
     assert not arrays.framework_of(jax.numpy.zeros(3), "out").is_writable(jax.numpy.zeros(3))
 
 
 def test_numbers_in_the_byte_order_of_other_machines() -> None:
     with pytest.raises(EPInputError, match=r"x: dtype >f4 has the byte order of other machines; pass x.astype\('float32'\)"):
-        arrays.view(np.ones((2, 4), ">f4"), "x")
+        _view(np.ones((2, 4), ">f4"), "x")
 
 
 def test_torch_tensors_that_want_a_gradient() -> None:
     torch = pytest.importorskip("torch")
     x = torch.ones((2, 4), requires_grad=True)
     with pytest.warns(UserWarning, match="x requires a gradient.*deepep_rt.torch"):
-        arrays.view(x, "x")
+        _view(x, "x")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        arrays.view(x, "x")
+        _view(x, "x")
 
 
 def test_torch_tensors_without_numbers() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(EPInputError, match="x is a meta tensor"):
-        arrays.view(torch.ones((2, 4), device="meta"), "x")
+        _view(torch.ones((2, 4), device="meta"), "x")
 
 
 def test_jax_arrays_that_are_traced() -> None:
     jax = pytest.importorskip("jax")
     with pytest.raises(EPInputError, match=r"x is traced by JAX.*deepep_rt\.jax\.dispatch"):
-        jax.jit(lambda x: arrays.view(x, "x"))(jax.numpy.ones((2, 4)))
+        jax.jit(lambda x: _view(x, "x"))(jax.numpy.ones((2, 4)))
