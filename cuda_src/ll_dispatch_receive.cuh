@@ -3,6 +3,9 @@
 #include "ll_dispatch.cuh"
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
+// So many blocks may poll whole headers, which saves them a round trip. Where twice as many do, the stores that are on their way there are
+// held up now and then, by 4 us.
+constexpr int kMostEager = 32;
 
 // Warp 0; in lanes where `differs`, a source that gave something else than this rank. What this rank would make of its rows is not what it
 // meant, and they are on their way already: the Buffer is broken. Some other rank differs from each, so all find that out.
@@ -48,24 +51,26 @@ __device__ inline bool read_headers(const Params& p, const Call& call, Sources& 
   return __all_sync(~0u, ok);
 }
 
-// Copies the rest of all headers, on behalf of the block; all warps but the first. False: the time is up.
-__device__ inline bool copy_headers(const Params& p, const Call& call, i32* choices, u32* comes) {
+// Copies the rest of all headers, on behalf of the block; all warps but the first. False: the time is up, or words that are not `awaited`
+// are missing.
+__device__ inline bool copy_headers(const Params& p, const Call& call, bool awaited, i32* choices, u32* comes) {
   constexpr int kThreads = kLlThreads - 32;
   const int thread = threadIdx.x - 32;
   bool ok = true;
   auto header_of = [&](int source) { return at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source)); };
-  auto await = [&](int source, const u64* word) {
-    u64 found = 0;
-    if (!call.out[source]) ok &= wait_word(p, word, call.received, kPhaseLlCounts, source, found);
+  auto look = [&](int source, const u64* word) {
+    if (call.out[source]) return 0u;
+    u64 found = ld_relaxed_sys(word);
+    if (static_cast<u32>(found) != call.received) ok &= awaited && wait_word(p, word, call.received, kPhaseLlCounts, source, found);
     return static_cast<u32>(found >> 32);
   };
   for (int i = thread; i < kNumExperts; i += kThreads) {
     const int source = i / kNumLocalExperts;
-    choices[i] = await(source, header_of(source)->num_choices + i % kNumLocalExperts);
+    choices[i] = look(source, header_of(source)->num_choices + i % kNumLocalExperts);
   }
   for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords; i += kThreads) {  // threads that had less to do
     const int source = i / kLlBitmapWords;
-    comes[i] = await(source, header_of(source)->tokens + i % kLlBitmapWords);
+    comes[i] = look(source, header_of(source)->tokens + i % kLlBitmapWords);
   }
   return ok;
 }
@@ -274,15 +279,22 @@ __device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
   // The last block, which has no row where few come, tells the counts.
   const bool tells = blockIdx.x == gridDim.x - 1;
   auto group_of = [](int num_tokens) { return Group(log2_share(num_tokens * kNumRanks, kMasksOnTimeout ? 0 : kMostShare)); };
-  auto has_rows = [&](int num_tokens) { return static_cast<int>(blockIdx.x) >> group_of(num_tokens).log2_blocks < num_tokens * kNumRanks; };
-  auto copy = [&] { return copy_headers(p, call, shared.choices, comes); };
-  // Who will have rows copies the headers as they come; first taking it that other ranks have as many tokens as this one.
-  const bool copies = tells || has_rows(p.num_tokens);
-  if (!__syncthreads_and(warp_idx() == 0 ? read_headers(p, call, shared.sources) : !copies || copy())) return;
+  auto num_busy = [&](int num_tokens) { return num_tokens * kNumRanks << group_of(num_tokens).log2_blocks; };
+  auto copy = [&](bool awaited) { return copy_headers(p, call, awaited, shared.choices, comes); };
+  // Who will have rows copies the headers as they come, or looks whether they have; first taking it that other ranks have as many tokens
+  // as this one.
+  const int expected = num_busy(p.num_tokens);
+  bool ok = true, copied = tells || static_cast<int>(blockIdx.x) < expected;
+  if (warp_idx() == 0) {
+    ok = read_headers(p, call, shared.sources);
+  } else if (copied) {
+    copied = copy(expected <= kMostEager);
+  }
+  if (!__syncthreads_and(ok)) return;
   const int most = shared.sources.most;
-  if (!copies) {
-    if (!has_rows(most)) return;
-    if (!__syncthreads_and(warp_idx() == 0 || copy())) return;
+  if (!__syncthreads_and(copied)) {
+    if (!tells && static_cast<int>(blockIdx.x) >= num_busy(most)) return;
+    if (!__syncthreads_and(warp_idx() == 0 || copy(true))) return;
   }
   if (tells) tell_counts(r);
   const Group group = group_of(most);

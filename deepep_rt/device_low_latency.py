@@ -20,6 +20,9 @@ from .structs import LL_RECEIVE, LL_SEND
 
 _log = logging.getLogger("deepep_rt")
 
+_PHASES = {False: LL_SEND | LL_RECEIVE, True: LL_SEND}
+"""What a call launches, by whether it has a hook, which launches the rest."""
+
 
 class _Results:
     """Results of one kind of dispatch: their memory, and what lies where in it."""
@@ -108,6 +111,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         recv_x, recv_scales = memory.ptr + results.x, memory.ptr + results.scales
         slot = self._ll_handles.take(stream, call.caller_stream)
         values = {
+            "phases": _PHASES[with_hook],
             "num_tokens": x.shape[0],
             "x": x.ptr,
             "topk_idx": idx.ptr,
@@ -168,6 +172,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             owner = self._ll_sums.take(stream, call.caller_stream)
             out = owner.ptr
         values = {
+            "phases": _PHASES[with_hook],
             "num_tokens": num_tokens,
             "y": y.ptr,
             "topk_idx": idx.ptr,
@@ -205,7 +210,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if self.config.on_timeout == "mask":
             self._tell_masked()
         launch = self._launcher(kernel)
-        values["phases"] = LL_SEND if with_hook else LL_SEND | LL_RECEIVE
         launch(stream, self._num_blocks, values)
         self._order.leave(call, arguments, *views)
         if not with_hook:

@@ -120,11 +120,12 @@ class CudaEvent:
 
     def __init__(self, stream: int, timing: bool = False) -> None:
         flags = driver.CUevent_flags
-        self.handle = int(ok(driver.cuEventCreate(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)))
+        self._event = ok(driver.cuEventCreate(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING))
+        self.handle = int(self._event)
         self.record(stream)
 
     def record(self, stream: int) -> None:
-        ok(driver.cuEventRecord(self.handle, stream))
+        ok(driver.cuEventRecord(self._event, stream))  # from an integer, the event would be made anew in each call
 
     def synchronize(self) -> None:
         ok(driver.cuEventSynchronize(self.handle))

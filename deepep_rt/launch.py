@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ class Launcher:
     def __init__(self, kernel: Kernel, function: Function, constants: Mapping[str, int], fixed: Mapping[str, Any]) -> None:
         dtype = kernel.struct.dtype(constants)
         names = kernel.struct.names
-        self.names = names[len(fixed) :]
+        self.names, self._name = names[len(fixed) :], kernel.name
         if tuple(fixed) != names[: len(fixed)]:
             raise AssertionError(f"{kernel.name}: the fixed members {tuple(fixed)} are not the first of {names}")
         self._buffer = ctypes.create_string_buffer(dtype.itemsize)
@@ -42,7 +41,7 @@ class Launcher:
             head[name] = value
         self._start = offset(dtype, self.names[0])
         self._packer = struct.Struct(_format(dtype, self.names, self._start))
-        self._values_in_order = itemgetter(*self.names)  # a tuple: every kernel has at least two
+        self._is_checked = False
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._arguments_at = ctypes.addressof(self._argument)
         self._function = driver.CUfunction(function.handle)  # from an integer it would be made in each call, which takes 1 us
@@ -56,8 +55,12 @@ class Launcher:
             config.attrs, config.numAttrs = [attribute], 1
 
     def __call__(self, stream: int, num_blocks: int, values: Mapping[str, int]) -> None:
-        """Launch `num_blocks` blocks on `stream`; `values` has every member that is not fixed."""
-        self._packer.pack_into(self._buffer, self._start, *self._values_in_order(values))
+        """Launch `num_blocks` blocks on `stream`; `values` has every member that is not fixed, in their order."""
+        if not self._is_checked:  # once: a kernel is launched from one place, and looking values up by name takes its time
+            if tuple(values) != self.names:
+                raise AssertionError(f"{self._name}: the values {tuple(values)} are not the members {self.names}, in this order")
+            self._is_checked = True
+        self._packer.pack_into(self._buffer, self._start, *values.values())
         config = self._config
         config.gridDimX, config.hStream = num_blocks, stream
         ok(driver.cuLaunchKernelEx(config, self._function, self._arguments_at, 0))

@@ -265,11 +265,13 @@ def test_ranks_that_differ(comm):
             ("topk_weights", lambda: gpu.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights if odd else None)),
         )
         for what, call in wrong:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(50_000_000)  # a call that does not wait for counts has returned before the ranks meet
             result = None
             with pytest.raises(EPInputError, match=f"the ranks disagree on the {what}.*rank 0.*rank 1.*No rows were sent"):  # noqa: PT012
-                result = call()  # raises where the host waits long enough to see it
+                result = call()  # raises where the host waits for counts
                 gpu.synchronize()
-            if what == "topk_idx":  # where it does not wait
+            if what == "topk_idx":
                 assert (result.recv_topk_idx == -1).all()  # whoever goes on with it finds no token
             round_trip(comm, gpu, host, 93, 40, 8)
 
