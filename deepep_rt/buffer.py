@@ -526,7 +526,8 @@ class Buffer:
 
         On GPUs, giving it back takes all ranks. A rank whose call timed out, that an error threw out of the `with` block, or that has
         masked others, says so and waits for nobody; the memory of all ranks then stays until the processes end, and a new Buffer may be
-        made. For a rank that says nothing, this waits without a limit, with `on_timeout="mask"` for `2 * timeout_s`.
+        made. For a rank that says nothing, this waits without a limit, and warns every 30 seconds; with
+        `on_timeout="mask"` it waits for `2 * timeout_s`.
 
         Args:
             in_touch: False: the program knows that a rank is lost; this one waits for nobody.

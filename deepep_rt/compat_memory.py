@@ -24,11 +24,11 @@ import torch
 
 from . import _env
 from .buffer import Buffer
-from .comm import meet
 from .compat_config import nvl_bytes
 from .errors import EPInputError, EPTimeoutError, EPUnavailableError
 from .placement import ranks_per_host
 from .results import DispatchResult
+from .together import meet
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import alike, comm, driver, jit, layout, structs, symmetric
+from . import alike, driver, jit, layout, symmetric
 from .arrays import HOST, Framework, View
+from .comm import announce
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
-from .errors import EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
@@ -23,12 +24,12 @@ from .pool import Block, Pool, Slot, Slots, StreamMemory
 from .results import CombineResult, DispatchHandle, DispatchResult, Views
 from .sources import kernel_constants
 from .streams import CallOrder
+from .together import AllOrNone
+from .transfer import to_device, to_host
+from .watch import Watch
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-_HOST_GRACE_S = 5.0
-"""The device reports a silent peer itself; only when the kernel does not even run does the host give up, this much later."""
 
 _EMPTY = 256  # stands for the address of an array without elements, and is never followed
 
@@ -58,15 +59,12 @@ class DeviceBackend:
     ) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self.num_sms = config.num_sms  # of the next calls
-        self._all_ranks = comm.AllOrNone(self._comm)
-        self._broken: EPError | None = None
-        self._last_words = comm.LastWords(self._comm)
+        self._all_ranks = AllOrNone(self._comm)
         self._destroyed = False
         self.device = choose_device(self._comm, self._all_ranks)
         self._map = layout.symmetric(config)
         with self._all_ranks.part():
             self.context = driver.CurrentContext()
-            self._order = CallOrder(self.device, self.context, self._check)
             free_bytes = driver.free_bytes()
             symmetric.load()
         self._check_memory(free_bytes)
@@ -75,13 +73,13 @@ class DeviceBackend:
             self._make_own_part()
         between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
         transport = f"NVLink or PCIe peer access{between}"
-        comm.announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
+        announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
 
     # --- the calls ---------------------------------------------------------------------------------------------------------------
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Decide where a call runs; raise if an earlier one timed out."""
-        self._check_peers()
+        self._watch.check_peers()
         return self._order.begin(x, async_finish, previous_event, stream)
 
     def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
@@ -137,7 +135,7 @@ class DeviceBackend:
         self._order.leave(call, (x, idx, weights, scales, slot, inputs), idx, weights, scales)
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
-            num_rows, counts = self._await_counts()
+            num_rows, counts = self._watch.await_counts()
         owner, base = self._owner(place, shape, num_rows, row_bytes, call)
         # How the rows of each result look. The arguments that say so are let go: results may outlive them.
         framework, rows = x.framework, [(view.dtype, view.shape[1:]) if view else None for view in (x, scales, idx, weights)]
@@ -153,7 +151,7 @@ class DeviceBackend:
             return {**made, **self._counts_of(slot, framework, stream)}
 
         handle = known or DispatchHandle(x.shape[0], num_rows, counts, site.serial, slot, {})
-        self._check_inputs()
+        self._watch.check_inputs()
         return DispatchResult(handle, self._order.event(call), self._for_caller(views, host_caller, stream))
 
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
@@ -201,7 +199,7 @@ class DeviceBackend:
                 )
             return made
 
-        self._check_inputs()
+        self._watch.check_inputs()
         return CombineResult(self._order.event(call), self._for_caller(views, inputs.x.device == HOST, stream))
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
@@ -247,7 +245,7 @@ class DeviceBackend:
 
     def synchronize(self) -> None:
         while not self._order.is_done():
-            self._listen()
+            self._watch.listen()
             time.sleep(1e-5)
         self._order.synchronize()
 
@@ -256,19 +254,20 @@ class DeviceBackend:
         sound = False
         try:
             if error is not None:
-                self._last_words.say(error)
-            if in_touch and self._broken is None:
+                self._watch.say(error)
+            if in_touch and not self._watch.is_broken:
                 self.synchronize()
                 sound = self._is_sound()
         finally:
-            together = self._all_ranks.holds(sound, self.config.timeout_s if self.config.on_timeout == "mask" else None)
+            limit_s = self.config.timeout_s if self.config.on_timeout == "mask" else None
+            together = self._all_ranks.holds(sound, "destroy their Buffer", limit_s)
         if together:
             self._order.forget_arguments()
             self._free()
         # Otherwise peers may still write to this memory, or never come to free theirs.
 
     def _is_sound(self) -> bool:
-        return self._broken is None
+        return not self._watch.is_broken
 
     def _free(self) -> None:
         self._memory.free()
@@ -294,6 +293,8 @@ class DeviceBackend:
         self._handle_map = layout.handle(config)
         self._handles = Slots(self._handle_map.num_bytes, layout.num_handles(config))
         self._page = HostPage(config)
+        self._watch = Watch(self._comm, config, self._page, self._state)
+        self._order = CallOrder(self.device, self.context, self._watch.check)
         self._arch = jit.current_arch()
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
         self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
@@ -390,35 +391,6 @@ class DeviceBackend:
             memory.used_on(call.caller_stream)
         return memory
 
-    def _await_counts(self) -> tuple[int, list[int]]:
-        """Wait on the host until the routing is known: the one synchronisation of the library."""
-        deadline = time.monotonic() + self.config.timeout_s + _HOST_GRACE_S
-        counts = None
-        try:
-            # Bad input is no reason to stop: the next call must not take these counts for its own.
-            while (counts := self._page.counts()) is None:
-                self._check_peers()
-                self._listen()
-                if time.monotonic() > deadline:
-                    raise self._timeout("the routing kernel did not run: the GPU is busy with other work, or stuck")
-        finally:
-            if counts is None and self._broken is None:
-                self._broken = self._timeout("a dispatch was interrupted while it waited for its counts")
-        return counts
-
-    def _listen(self) -> None:
-        """While the host waits: raise if a rank has left, and end what waits for it on the GPU."""
-        gone = self._last_words.gone()
-        if not gone or self.config.on_timeout == "mask":
-            return
-        self._broken = self._last_words.error(gone[0], "a call on the GPU")
-        driver.write_beside(self._state + structs.offset(structs.State.dtype({}), "abort"), 1)
-        raise self._broken
-
-    def _timeout(self, what: str) -> EPTimeoutError:
-        rank = self._comm.Get_rank()
-        return EPTimeoutError(what, rank=rank, peer=rank, phase=structs.phase_name(1))
-
     def _counts_of(self, slot: Slot, framework: Framework, stream: int) -> dict[str, View]:
         return {
             name: self._result(slot.ptr + self._handle_map.offsets[name], shape, "int32", slot, framework, stream)
@@ -429,15 +401,7 @@ class DeviceBackend:
         return View(ptr, shape, dtype, self.device, owner, framework, driver.Work(stream, self.context))
 
     def _on_device(self, stream: int, *views: View | None) -> list[Any]:
-        """The same arrays in GPU memory: those of host memory are copied."""
-        staged = []
-        for view in views:
-            if view is not None and view.device == HOST:
-                memory = StreamMemory(view.nbytes, stream)
-                driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
-                view = replace(view, ptr=memory.ptr, device=self.device, owner=(memory, view.owner))
-            staged.append(view)
-        return staged
+        return to_device(self.device, stream, *views)
 
     def _for_caller(
         self, views: Callable[[], Views], host_caller: bool, stream: int, given: View | None = None
@@ -445,22 +409,9 @@ class DeviceBackend:
         """Results for a caller whose arrays are in host memory are copied there, now."""
         if not host_caller:
             return views
-        copied = self._to_host(views(), stream, given)
-        self._check()
+        copied = to_host(views(), stream, given)
+        self._watch.check()
         return lambda: copied
-
-    def _to_host(self, views: Views, stream: int, given: View | None = None) -> Views:
-        """Copies in host memory, but of what the caller gave to be written to."""
-        copied: Views = {}
-        for name, view in views.items():
-            if view is not None and view is not given:
-                memory = np.empty(view.nbytes + 64, np.uint8)
-                ptr = memory.ctypes.data + -memory.ctypes.data % 64  # where JAX wants its arrays
-                driver.copy_async(ptr, view.ptr, view.nbytes, stream)
-                view = replace(view, ptr=ptr, device=HOST, owner=memory, work=None)
-            copied[name] = view
-        driver.synchronize(stream)
-        return copied
 
     def _check_near(self) -> None:
         if not self._is_near:
@@ -468,28 +419,6 @@ class DeviceBackend:
                 f"dispatch and combine serve up to {MAX_RANKS_PER_NODE} ranks that reach each other over NVLink; between hosts there are "
                 f"only the low-latency calls"
             )
-
-    def _check(self) -> None:
-        """Raise what the device reported."""
-        self._check_peers()
-        self._check_inputs()
-
-    def _check_inputs(self) -> None:
-        """At the end of a call: raise what kernels found wrong in this one or an earlier one. The other ranks have made this call too."""
-        try:
-            self._page.check_inputs()
-        except EPInputError as error:
-            error.call_made = True
-            raise
-
-    def _check_peers(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        try:
-            self._page.check_peers()
-        except EPError as error:
-            self._broken = error
-            raise
 
 
 def _dtypes(*views: View | None) -> list[Any]:

@@ -17,6 +17,7 @@ from .kernels import TABLE
 from .pool import Slot, Slots
 from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from .structs import LL_RECEIVE, LL_SEND
+from .transfer import to_host
 
 _log = logging.getLogger("deepep_rt")
 
@@ -218,7 +219,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         def receive() -> None:
             if self._destroyed:
                 raise EPDestroyedError("the Buffer of this hook was destroyed")
-            self._check_peers()
+            self._watch.check_peers()
             self._order.enter(call)
             launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
             self._order.leave(call, arguments, *views)
@@ -238,7 +239,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         """Results for the caller, now or from its hook. A caller with arrays in host memory gets copies, except of what it gave."""
         on_host = like.device == HOST
         if receive is None:
-            self._check_inputs()
+            self._watch.check_inputs()
             return self._for_caller(views, on_host, stream, given), None
         made = views()
 
@@ -246,8 +247,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             with self.context:
                 receive()
                 if on_host:
-                    made.update(self._to_host(made, stream, given))
+                    made.update(to_host(made, stream, given))
                 event._move()
-                self._check()  # at last: bad input does not keep a call from its second half
+                self._watch.check()  # at last: bad input does not keep a call from its second half
 
         return lambda: made, order.hook(receive_and_copy)

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .comm import LAST_WORDS_TAG, LastWords
 from .errors import EPInputError, EPTimeoutError
 from .structs import PHASES
+from .together import LAST_WORDS_TAG, LastWords
 
 _NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, LAST_WORDS_TAG + 1
 _SIGNS_PER_TIMEOUT = 8

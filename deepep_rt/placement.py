@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from . import _env
-from .comm import AllOrNone
 from .config import MAX_RANKS_PER_NODE, Config
 from .errors import EPConfigError
+from .together import AllOrNone
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

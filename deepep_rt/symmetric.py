@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _env
-from .comm import meet
 from .errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from .network import NetworkOptions
 from .placement import ranks_here
+from .together import meet
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -33,7 +33,7 @@ def choose(
     monkeypatch.setattr(driver, "cuInit", start)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_SUCCESS, gpus))
     monkeypatch.setattr(comm, "meet", lambda *_: [])
-    monkeypatch.setattr(comm, "_own", lambda communicator, *_: communicator)
+    monkeypatch.setattr(comm, "own", lambda communicator, *_: communicator)
     return comm.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
 
 

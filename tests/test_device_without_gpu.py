@@ -26,12 +26,12 @@ from deepep_rt import (
     EPUnavailableError,
     alike,
     arrays,
-    comm,
     driver,
     jit,
     layout,
     structs,
     symmetric,
+    together,
 )
 from deepep_rt.device_low_latency import DeviceLowLatencyBackend
 
@@ -500,7 +500,7 @@ def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:
 def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is given back only where nothing went wrong; the other ranks are told in any case."""
     said: list[bool] = []
-    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, sound, timeout_s=None: said.append(sound) or sound)
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, sound, what, timeout_s=None: said.append(sound) or sound)
 
     def fail() -> None:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -553,7 +553,7 @@ def test_a_rank_that_cannot_make_its_part(
 ) -> None:
     """The others hear of it."""
     said: list[bool] = []
-    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine: said.append(mine) or mine)
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what: said.append(mine) or mine)
 
     def fail(*_: Any) -> None:
         raise EPCacheError("the folder is full")
@@ -565,11 +565,13 @@ def test_a_rank_that_cannot_make_its_part(
     assert said == [True] * parts_before + [False]
     for last in (1, 2):
         said.clear()
-        monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine, last=last: said.append(mine) or len(said) < last)
+        monkeypatch.setattr(
+            together.AllOrNone, "holds", lambda self, mine, what, last=last: said.append(mine) or len(said) < last
+        )
         with pytest.raises(EPUnavailableError, match="another rank"):
             make(low_latency=True)
         assert said == [True] * last
-    monkeypatch.setattr(comm.AllOrNone, "holds", lambda self, mine: True)
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what: True)
     make(low_latency=True)
 
 
@@ -599,7 +601,7 @@ def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch:
 
 
 def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.device._HOST_GRACE_S", -0.9)
+    monkeypatch.setattr("deepep_rt.watch._GRACE_S", -0.9)
     with pytest.raises(EPTimeoutError, match="the routing kernel did not run"), make() as buffer:
         buffer.dispatch(*arguments(fake))
 

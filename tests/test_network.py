@@ -345,7 +345,7 @@ def _hosts_of(hosts):
 
 def test_ranks_have_to_agree_on_what_both_ends_of_a_connection_have(monkeypatch):
     monkeypatch.setattr(comm, "meet", lambda *arguments: [])
-    monkeypatch.setattr(comm, "_own", lambda communicator, *_: communicator)
+    monkeypatch.setattr(comm, "own", lambda communicator, *_: communicator)
     config = Config(2, 16, 128, 2, 4)
 
     def agree(mine, theirs):

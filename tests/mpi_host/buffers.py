@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import time
+import unittest.mock
 import warnings
 
 import numpy as np
@@ -13,8 +14,8 @@ import oracle
 from mpi4py import MPI
 from spmd import TIMEOUT_S, inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError
-from deepep_rt.comm import AllOrNone
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, together
+from deepep_rt.together import AllOrNone
 
 
 def _check_round(comm: MPI.Intracomm, buffer: Buffer, seed: int) -> None:
@@ -191,17 +192,35 @@ def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
     for timeout_s in (None, 20.0):
-        assert AllOrNone(comm).holds(True, timeout_s)
+        assert AllOrNone(comm).holds(True, "be here", timeout_s)
         start = time.monotonic()
-        assert not AllOrNone(comm).holds(rank != odd, timeout_s)
+        assert not AllOrNone(comm).holds(rank != odd, "be here", timeout_s)
         assert time.monotonic() - start < 10
     if odd == 0:
         return
     parting = AllOrNone(comm)
-    assert parting.holds(True)
+    assert parting.holds(True, "be here")
     if rank == odd:
         time.sleep(1)
-    assert not parting.holds(True, 0.5)
+    assert not parting.holds(True, "be here", 0.5)
+
+
+def check_who_waits_without_a_limit_says_so(comm: MPI.Intracomm) -> None:
+    late = comm.Get_size() - 1
+    if late == 0:
+        return
+    all_ranks = AllOrNone(comm)
+    with warnings.catch_warnings(record=True) as caught, unittest.mock.patch.object(together, "_REMINDER_S", 0.4):
+        warnings.simplefilter("always")
+        if comm.Get_rank() == late:
+            time.sleep(1.2)
+        assert all_ranks.holds(True, "be here")
+    said = [str(warning.message) for warning in caught]
+    if comm.Get_rank() == late:
+        assert not said
+    else:
+        assert len(said) >= 2, said
+        assert f"waits for ranks [{late}] to be here, " in said[-1]
 
 
 def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:

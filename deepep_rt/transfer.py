@@ -1,0 +1,38 @@
+"""Arrays in host memory: copied to the GPU for a call there, and its results back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from . import driver
+from .arrays import HOST, View
+from .pool import StreamMemory
+from .results import Views
+
+
+def to_device(device: int, stream: int, *views: View | None) -> list[View | None]:
+    """The same arrays in GPU memory: those of host memory are copied."""
+    staged = []
+    for view in views:
+        if view is not None and view.device == HOST:
+            memory = StreamMemory(view.nbytes, stream)
+            driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
+            view = replace(view, ptr=memory.ptr, device=device, owner=(memory, view.owner))
+        staged.append(view)
+    return staged
+
+
+def to_host(views: Views, stream: int, given: View | None = None) -> Views:
+    """Copies in host memory, but of what the caller gave to be written to (`given`). The host waits for them."""
+    copied: Views = {}
+    for name, view in views.items():
+        if view is not None and view is not given:
+            memory = np.empty(view.nbytes + 64, np.uint8)
+            ptr = memory.ctypes.data + -memory.ctypes.data % 64  # where JAX wants its arrays
+            driver.copy_async(ptr, view.ptr, view.nbytes, stream)
+            view = replace(view, ptr=ptr, device=HOST, owner=memory, work=None)
+        copied[name] = view
+    driver.synchronize(stream)
+    return copied

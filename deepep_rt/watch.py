@@ -1,0 +1,95 @@
+"""While calls run on the GPU: what the host hears of them, waits for, and raises."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from . import driver, structs
+from .config import Config
+from .errors import EPError, EPInputError, EPTimeoutError
+from .page import HostPage
+from .together import LastWords
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_GRACE_S = 5.0
+"""The device reports a silent peer itself; only when the kernel does not even run does the host give up, this much later."""
+
+
+class Watch:
+    """Hears of the calls of one Buffer, from kernels by its page and from ranks that leave by MPI.
+
+    Args:
+        comm: The ranks.
+        config: The Buffer's sizes.
+        page: Where kernels leave word.
+        state: Address of the kernels' State.
+    """
+
+    def __init__(self, comm: Intracomm, config: Config, page: HostPage, state: int) -> None:
+        self._config, self._page, self._rank = config, page, comm.Get_rank()
+        self._last_words = LastWords(comm)
+        self._abort_at = state + structs.offset(structs.State.dtype({}), "abort")
+        self._broken: EPError | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no call can be made any more."""
+        return self._broken is not None
+
+    def check(self) -> None:
+        """Raise what kernels have reported."""
+        self.check_peers()
+        self.check_inputs()
+
+    def check_peers(self) -> None:
+        """Raise what breaks the Buffer: time-outs, now and ever after."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._page.check_peers()
+        except EPError as error:
+            self._broken = error
+            raise
+
+    def check_inputs(self) -> None:
+        """At the end of a call: raise what kernels found wrong in this one or an earlier one. The other ranks have made this call too."""
+        try:
+            self._page.check_inputs()
+        except EPInputError as error:
+            error.call_made = True
+            raise
+
+    def listen(self) -> None:
+        """While the host waits: raise if a rank has left, and end what waits for it on the GPU."""
+        gone = self._last_words.gone()
+        if not gone or self._config.on_timeout == "mask":
+            return
+        self._broken = self._last_words.error(gone[0], "a call on the GPU")
+        driver.write_beside(self._abort_at, 1)
+        raise self._broken
+
+    def await_counts(self) -> tuple[int, list[int]]:
+        """Wait on the host until the routing is known: the one synchronisation of the library."""
+        deadline = time.monotonic() + self._config.timeout_s + _GRACE_S
+        counts = None
+        try:
+            # Bad input is no reason to stop: the next call must not take these counts for its own.
+            while (counts := self._page.counts()) is None:
+                self.check_peers()
+                self.listen()
+                if time.monotonic() > deadline:
+                    raise self._timeout("the routing kernel did not run: the GPU is busy with other work, or stuck")
+        finally:
+            if counts is None and self._broken is None:
+                self._broken = self._timeout("a dispatch was interrupted while it waited for its counts")
+        return counts
+
+    def say(self, error: BaseException) -> None:
+        """Tell the other ranks why this one leaves."""
+        self._last_words.say(error)
+
+    def _timeout(self, what: str) -> EPTimeoutError:
+        return EPTimeoutError(what, rank=self._rank, peer=self._rank, phase=structs.phase_name(1))
