@@ -90,6 +90,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
     """
 
     num_sms: int = 20
+    copies_results: bool = False
+    """True: `dispatch` and `combine` copy their results to PyTorch's own memory, which may be resized, and heeds `record_stream`."""
     _hinted: tuple[int, tuple[int, int, int, int]] = 0, (0, 0, 0, 0)  # ranks; tokens, hidden, top-k and experts
 
     def __init__(

@@ -25,6 +25,7 @@ class NormalCalls(Calls):
     """The calls of the normal mode."""
 
     num_sms: int
+    copies_results: bool
     _normal: NormalBuffers | None
 
     def get_dispatch_layout(
@@ -127,7 +128,7 @@ class NormalCalls(Calls):
             check_handle(handle, NormalHandle, "dispatch")
             handle.buffer.num_sms = num_sms
             sent = handle.buffer.dispatch(rows, x_scales=scales, handle=handle.own, previous_event=place.event, **place.options)
-            return _received(sent), None, None, None, None, place.finish(rows, scales)
+            return self._received(place, sent), None, None, None, None, place.finish(rows, scales)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise EPInputError(
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle; get_dispatch_layout "
@@ -177,7 +178,8 @@ class NormalCalls(Calls):
         place.share(recv_src_idx)
         made = NormalHandle(buffer, sent.handle, recv_src_idx, is_token_in_rank)
         topk = (sent.recv_topk_idx, sent.recv_topk_weights) if topk_idx is not None else (None, None)
-        return _received(sent), *topk, told, made, place.finish(rows, scales, chosen, topk_weights)
+        recv_x, topk = self._received(place, sent), self._handed_out(place, *topk)
+        return recv_x, *topk, told, made, place.finish(rows, scales, chosen, topk_weights)
 
     def combine(
         self,
@@ -220,7 +222,8 @@ class NormalCalls(Calls):
         back = handle.buffer.combine(
             x, handle.own, topk_weights=topk_weights, bias=bias, previous_event=place.event, **place.options
         )
-        return back.x, back.topk_weights, place.finish(x, topk_weights)
+        sums, weight_sums = self._handed_out(place, back.x, back.topk_weights)
+        return sums, weight_sums, place.finish(x, topk_weights)
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not in this library.
@@ -238,15 +241,24 @@ class NormalCalls(Calls):
         """
         raise EPUnavailableError("internode_combine: between hosts there is low_latency_combine; inside one, call combine")
 
+    def _received(self, place: Placement, sent: DispatchResult) -> Tensors:
+        rows, scales = self._handed_out(place, sent.recv_x, sent.recv_x_scales)
+        return rows if scales is None else (rows, scales)
+
+    def _handed_out(self, place: Placement, *results: torch.Tensor | None) -> tuple[Any, ...]:
+        """Results as the caller gets them: views of the library's memory, or copies in PyTorch's."""
+        if not self.copies_results:
+            return results
+        with place.here():
+            copies = tuple(None if result is None else result.clone() for result in results)
+        place.share(*(copy for copy in copies if copy is not None))
+        return copies
+
     def _need_normal(self) -> NormalBuffers:
         self._check_live()
         if self._normal is None:
             raise EPInputError("this Buffer has no memory for dispatch and combine; make it with num_nvl_bytes, such as int(1e9)")
         return self._normal
-
-
-def _received(sent: DispatchResult) -> Tensors:
-    return sent.recv_x if sent.recv_x_scales is None else (sent.recv_x, sent.recv_x_scales)
 
 
 def _width(x: torch.Tensor) -> str:

@@ -622,6 +622,38 @@ def run_handles_taken_apart(world: World) -> None:
         assert torch.equal(x.grad, copies.expand_as(x).to(x.dtype))
 
 
+def run_copied_results(world: World) -> None:
+    """Results in PyTorch's own memory may be freed while they are held, as Megatron-LM's overlapped schedule does."""
+    num_experts = 4 * world.num_ranks
+    x = torch.randn(world.num_tokens, HIDDEN, generator=world.generator(9), device=world.device).to(torch.bfloat16)
+    idx = routing(world, 9, world.num_tokens, 4, num_experts)
+    goes = goes_to(idx, world.num_ranks, num_experts)
+    weights = torch.ones(idx.shape, dtype=torch.float32, device=world.device)
+    with world.buffer(int(1e8)) as buffer:
+        layout = _check_layout(world, buffer, idx, num_experts, goes)
+        with raises(RuntimeError, "resiz"):  # why there is a choice
+            buffer.dispatch(x, **layout, topk_idx=idx)[0].untyped_storage().resize_(0)
+        deep_ep.Buffer.copies_results = True
+        try:
+            for is_async in (False, True):
+                event: Any
+                pair, recv_idx, recv_weights, _, handle, event = buffer.dispatch(
+                    to_fp8(x), **layout, topk_idx=idx, topk_weights=weights, async_finish=is_async
+                )
+                rows, *_, again = buffer.dispatch(x, handle=handle, async_finish=is_async)
+                with event, again:  # at the end the current stream waits
+                    pass
+                assert difference(from_fp8(pair), rows) < 1e-3
+                combined, sums, event = buffer.combine(rows, handle, topk_weights=recv_weights, async_finish=is_async)
+                with event:
+                    pass
+                assert difference(combined, x.float() * goes.sum(1, keepdim=True)) < 1e-5
+                for result in (*pair, recv_idx, recv_weights, rows, combined, sums):
+                    result.untyped_storage().resize_(0)
+        finally:
+            deep_ep.Buffer.copies_results = False
+
+
 def run_refusals(world: World) -> None:
     """What is not here says so by its name, and what is wrong is found before anything is sent."""
     x = torch.ones((4, HIDDEN), dtype=torch.bfloat16, device=world.device)

@@ -72,9 +72,13 @@ def test_steps_are_even(comm):
     """p99 of a replayed step is within 10 % of p50, also where so many blocks wait for the same headers that they could hold them up."""
     if comm.size == 1 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         return
-    args = bench_low_latency.parse_args(["--backend", "cuda", "--quick", "--experts", str(256 // comm.size * comm.size), "--tokens", "8,16,32"])
+    args = bench_low_latency.parse_args(
+        ["--backend", "cuda", "--quick", "--experts", str(256 // comm.size * comm.size), "--tokens", "8,16,32"]
+    )
     args.replays = 1000
-    tries = [on_rank_0(comm, bench_low_latency.run(comm, args)) for _ in range(3)]  # others may use the machine for a moment
+    tries = [
+        on_rank_0(comm, bench_low_latency.run(comm, args)) for _ in range(3)
+    ]  # somebody else may use the machine for a moment
     if comm.rank:
         return
     for rows in zip(*(low_latency_rows(result) for result in tries), strict=True):

@@ -23,6 +23,7 @@ PROGRAMS = [
     "run_low_latency",
     "run_two_in_flight",
     "run_handles_taken_apart",
+    "run_copied_results",
     "run_refusals",
 ]
 

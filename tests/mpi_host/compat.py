@@ -50,6 +50,10 @@ def check_handles_taken_apart(comm: MPI.Intracomm) -> None:
     deepep_v1.run_handles_taken_apart(world(comm, "cpu"))
 
 
+def check_copied_results(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_copied_results(world(comm, "cpu"))
+
+
 def check_refusals(comm: MPI.Intracomm) -> None:
     deepep_v1.run_refusals(world(comm, "cpu"))
 
