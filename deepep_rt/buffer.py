@@ -43,7 +43,8 @@ class Buffer:
     a later call where the host does not wait (which is made all the same); a low-latency dispatch that differs breaks the Buffer.
 
     Args:
-        comm: An mpi4py communicator; its ranks are the expert-parallel group.
+        comm: An mpi4py communicator, or what `deepep_rt.torch.communicator` makes of a process group; its ranks are the expert-parallel
+            group.
         num_max_tokens_per_rank: Most tokens that one rank gives to one `dispatch`.
         hidden: Elements of a row; in `dtype`, a row has a multiple of 16 bytes, and at most 96 KiB.
         num_topk: Experts of a token, 1 to 32.

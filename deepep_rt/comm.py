@@ -11,6 +11,7 @@ from . import _env, jit
 from .config import Config
 from .errors import EPConfigError, EPUnavailableError
 from .network import NetworkOptions
+from .store_comm import StoreCommunicator
 from .together import meet, own
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ def check_communicator(comm: Any) -> None:
         )
     if not comm:
         raise EPConfigError("comm is MPI.COMM_NULL: this process is none of its ranks, and takes no part in the Buffer")
-    if comm.Get_size() == 1 and _env.world_size() > 1:
+    if not isinstance(comm, StoreCommunicator) and comm.Get_size() == 1 and _env.world_size() > 1:
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.Get_size() == 1:
             warnings.warn(
                 f"WORLD_SIZE is {_env.world_size()}, but MPI counts one process: torchrun, or whatever started the others, is no MPI "
-                f"launcher. This Buffer has one rank; start the program with mpirun",
+                f"launcher. This Buffer has one rank; start the program with mpirun, or pass deepep_rt.torch.communicator()",
                 stacklevel=3,
             )
 

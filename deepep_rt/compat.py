@@ -65,7 +65,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
     """DeepEP V1's `Buffer`. Making it, and every call, is collective: all ranks do it in the same order.
 
     Args:
-        group: A `torch.distributed` group whose processes mpirun started, or None.
+        group: A `torch.distributed` group, or None.
         num_nvl_bytes: Memory for the normal mode (`dispatch`, `combine`) on each rank. Tells how many tokens room is made for at first;
             where calls have more, more is taken. 0: no normal mode.
         num_rdma_bytes: Accepted; the low-latency mode takes what its calls need.
@@ -81,7 +81,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         comm: An mpi4py communicator, where `group` is None.
 
     Raises:
-        EPConfigError: if there is neither a group nor a communicator, or torchrun started the processes.
+        EPConfigError: if there is neither a group nor a communicator.
         EPUnavailableError: if `num_nvl_bytes` asks for the normal mode with ranks on several hosts.
 
     Example:

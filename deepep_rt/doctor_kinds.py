@@ -51,10 +51,10 @@ _ALL = (
     ),
     Kind(
         "other-launcher",
-        "The processes were started by torchrun or another launcher that is not MPI's. To MPI each is rank 0 of 1: programs "
-        "seem to work, but every process computes alone.",
-        "Start with mpirun (or srun), one process for each GPU; docs/slurm-and-mpirun.md shows how torch.distributed takes "
-        "rank and size from MPI. If this is one process that nothing else was started with, unset WORLD_SIZE.",
+        "The processes were started by torchrun or another launcher that is not MPI's. To MPI each is rank 0 of 1: where a "
+        "program gives a Buffer MPI.COMM_WORLD, it seems to work, but every process computes alone.",
+        "With PyTorch, give it deepep_rt.torch.communicator(), which needs no MPI. Otherwise start with mpirun (or srun), one "
+        "process for each GPU. If this is one process that nothing else was started with, unset WORLD_SIZE.",
     ),
     Kind(
         "mpi-does-not-start",

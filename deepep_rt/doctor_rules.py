@@ -74,12 +74,10 @@ def _other_launcher(s: Situation) -> Iterator[Finding]:
     if len(s.reports) > 1 or s.mpi_failure is not None or library is None or (launch and launch["size"] > 1):
         return
     if other and other["size"] > 1:
-        # Containers of a job may have WORLD_SIZE before anything is started in them; LOCAL_RANK is of a launcher's child
-        level = "warning" if other["local_rank"] is None else "error"
         path = fact(report, "mpi", "path")
         yield Finding.of(
             "other-launcher",
-            level,
+            "warning",  # communicator(group) does without MPI, and containers may have WORLD_SIZE before anything is started in them
             f"WORLD_SIZE is {other['size']}, but to mpi4py's MPI ({library}, {path}) this process is alone",
         )
 

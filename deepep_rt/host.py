@@ -13,10 +13,9 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from . import alike
 from .arrays import HOST, View
@@ -27,6 +26,10 @@ from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, Site
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
+from .store_comm import StoreCommunicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 
@@ -72,7 +75,7 @@ class Routing:
 
 
 class HostBackend:
-    """Dispatch and combine over an MPI communicator, in host memory. The face is that of `device.DeviceBackend`."""
+    """Dispatch and combine by messages between processes, in host memory. The face is that of `device.DeviceBackend`."""
 
     name = "host"
     device = HOST
@@ -87,7 +90,7 @@ class HostBackend:
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
         self._calling: str | None = None  # the low-latency call, of `alike.KINDS`, that a dispatch or combine here is a part of
-        announce(self._comm, "host backend", "MPI", 0)
+        announce(self._comm, "host backend", "a store" if isinstance(comm, StoreCommunicator) else "MPI", 0)
 
     context = contextlib.nullcontext()
     """There is no device to make current."""

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from mpi4py import MPI
 
 from . import fp8
 from .arrays import Framework, View, host_bytes
@@ -25,6 +25,9 @@ from .host import HostBackend, Routing
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,16 +21,20 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from .errors import EPInputError, EPTimeoutError
+from .store_comm import StoreCommunicator
 from .structs import PHASES
 from .together import LAST_WORDS_TAG, LastWords
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 _NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, LAST_WORDS_TAG + 1
+_NUM_ROWS_TAGS = 32768 - _FIRST_ROWS_TAG  # every MPI has so many
 _SIGNS_PER_TIMEOUT = 8
 _THROUGHPUT = 0  # what a notice carries instead of the number of a low-latency call; those count from 1
 _logger = logging.getLogger("deepep_rt")
@@ -48,8 +52,6 @@ class Mail:
     def __init__(self, comm: MPI.Intracomm, timeout_s: float, masks_silent: bool) -> None:
         self._comm, self._timeout_s, self._masks_silent = comm, timeout_s, masks_silent
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
-        largest_tag: Any = comm.Get_attr(MPI.TAG_UB)
-        self._num_rows_tags = largest_tag + 1 - _FIRST_ROWS_TAG
         self._call_idx = 0
         self._failure: EPTimeoutError | None = None
         self._masked: set[int] = set()
@@ -160,7 +162,7 @@ class Mail:
 
     def _listening_tag(self, peer: int) -> int:
         """Where this rank listens for rows of a peer."""
-        return _FIRST_ROWS_TAG + self._rows_given_up[peer] % self._num_rows_tags
+        return _FIRST_ROWS_TAG + self._rows_given_up[peer] % _NUM_ROWS_TAGS
 
     def _is_old(self, number: int) -> bool:
         """Whether a notice with this number of a low-latency call is of a call that is over (or was masked) here."""
@@ -182,7 +184,11 @@ class Mail:
             )
 
     def _post(self, start: Any, parts: Sequence[np.ndarray], peer: int, tag: int, is_receive: bool = False) -> _Post:
-        """Start to send or receive several arrays as one MPI message, without packing them."""
+        """Start to send or receive several arrays as one message; MPI does without packing them."""
+        if isinstance(self._comm, StoreCommunicator):
+            return _Post(peer, start(parts, peer, tag), is_receive, parts)
+        from mpi4py import MPI
+
         blocks = [(part.nbytes, part.ctypes.data) for part in parts if part.nbytes]
         lengths, addresses = zip(*blocks, strict=True)
         datatype = MPI.BYTE.Create_hindexed(lengths, addresses).Commit()
@@ -209,7 +215,7 @@ class Mail:
         sign_at = start + self._timeout_s / _SIGNS_PER_TIMEOUT
         lost: set[int] = set()
         pause = 0.0
-        while not MPI.Request.Testall([post.request for post in posts]):
+        while sum(post.is_done() for post in posts) < len(posts):  # all are asked: MPI goes on with what it is asked about
             now = time.monotonic()
             if masks_silent and now > sign_at:
                 sign_at = now + self._timeout_s / _SIGNS_PER_TIMEOUT
@@ -233,14 +239,14 @@ class Mail:
     def _give_sign(self) -> None:
         self._unfinished = [post for post in self._unfinished if not post.is_done()]
         for peer in self.peers:
-            self._unfinished.append(self._post(self._comm.Isend, [np.zeros(1, np.uint8)], peer, _SIGN_TAG))
+            self._unfinished.append(_Post(peer, self._comm.isend(None, peer, _SIGN_TAG), False, ()))
 
     def _take_signs(self) -> Iterable[int]:
         """Ranks that gave signs of life. An old one does no harm: it is as if the rank were silent a moment later."""
-        status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, _SIGN_TAG, status):
-            self._comm.Recv(np.empty(1, np.uint8), status.Get_source(), _SIGN_TAG)
-            yield status.Get_source()
+        for peer in range(self._num_ranks):
+            while peer != self._rank and self._comm.iprobe(peer, _SIGN_TAG):
+                self._comm.recv(source=peer, tag=_SIGN_TAG)
+                yield peer
 
     def _mask_silent(self, silent: list[_Post], phase: str) -> None:
         for post in silent:

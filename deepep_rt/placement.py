@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import _env
 from .config import MAX_RANKS_PER_NODE, Config
 from .errors import EPConfigError
+from .store_comm import StoreCommunicator
 from .together import AllOrNone
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def ranks_per_host(comm: Intracomm) -> int:
 
 def ranks_here(comm: Intracomm) -> list[int]:
     """The ranks on this host, ascending. Collective."""
+    if isinstance(comm, StoreCommunicator):
+        return comm.ranks_here()
     from mpi4py import MPI
 
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)

@@ -1,4 +1,4 @@
-"""What ranks do together or not at all, through MPI, and how long they wait for each other."""
+"""What ranks do together or not at all, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import EPTimeoutError, EPUnavailableError
+from .store_comm import StoreCommunicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -71,6 +72,8 @@ def own(comm: Intracomm, timeout_s: float, phase: str, hint: str) -> Intracomm:
     Whoever gives up leaves half of a collective behind. On the caller's communicator, that would be taken for one of the caller's. (What is
     left there is half of an `Idup`, which only other non-blocking collectives could meet.)
     """
+    if isinstance(comm, StoreCommunicator):
+        return comm.own()
     made: Any = comm.Get_attr(_key_of_own())
     if made is None:
         made = comm.Idup()
@@ -116,7 +119,10 @@ class AllOrNone:
         """
         # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
         times = 1 if timeout_s is None else 2
-        return all(self._hear_all(sound, what, timeout_s or math.inf) for _ in range(times))
+        try:
+            return all(self._hear_all(sound, what, timeout_s or math.inf) for _ in range(times))
+        except EPUnavailableError:  # the process that held the store has ended
+            return False
 
     def _hear_all(self, sound: bool, what: str, timeout_s: float) -> bool:
         """Tell every rank, and hear of all whether they are sound too. Who is not hears nobody.
@@ -178,27 +184,23 @@ class LastWords:
 
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm
+        self._peers = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
         self._heard: dict[int, tuple[float, str]] = {}  # by rank: when, and what
         self._listen_at = 0.0
 
     def say(self, error: BaseException) -> None:
         """Tell all others why this rank leaves; nobody has to listen."""
-        text = f"{type(error).__name__}: {error}".encode()[:500]
-        for peer in range(self._comm.Get_size()):
-            if peer != self._comm.Get_rank():
-                _unfinished.append((self._comm.Isend(text, peer, LAST_WORDS_TAG), text))
+        text = f"{type(error).__name__}: {error}"[:500]
+        with suppress(EPUnavailableError):  # without the store there is no telling
+            _unfinished.extend(self._comm.isend(text, peer, LAST_WORDS_TAG) for peer in self._peers)
 
     def gone(self) -> list[int]:
         """The ranks from which nothing comes any more. To be asked often by who waits."""
         if (now := time.monotonic()) >= self._listen_at:
             self._listen_at = now + _LISTENING_PERIOD_S
-            from mpi4py import MPI
-
-            status = MPI.Status()
-            while self._comm.Iprobe(MPI.ANY_SOURCE, LAST_WORDS_TAG, status):
-                text = bytearray(status.Get_count(MPI.BYTE))
-                self._comm.Recv(text, status.Get_source(), LAST_WORDS_TAG)
-                self._heard[status.Get_source()] = now, text.decode(errors="replace")
+            for peer in self._peers:
+                while self._comm.iprobe(peer, LAST_WORDS_TAG):
+                    self._heard[peer] = now, self._comm.recv(source=peer, tag=LAST_WORDS_TAG)
         return [rank for rank, (when, _) in self._heard.items() if now > when + _GRACE_S]
 
     def error(self, peer: int, phase: str, call_idx: int = 0) -> EPTimeoutError:

@@ -8,6 +8,8 @@ runs the backward pass, through the same calls.
 from __future__ import annotations
 
 import dataclasses
+import sys
+import uuid
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from . import _env
 from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT
 from .errors import EPConfigError, EPInputError
 from .fp8 import LARGEST, LEAST_AMAX
 from .results import DispatchHandle, DispatchResult
+from .store_comm import StoreCommunicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -284,44 +288,81 @@ def _from_fp8(rows: Any, scales: Any, dtype: Any) -> Any:
 
 
 def communicator(group: Any = None) -> Intracomm:
-    """The MPI communicator of the ranks of a `torch.distributed` process group, in the order of the group. `Buffer` wants one.
+    """A communicator of the ranks of a `torch.distributed` process group, in the order of the group. `Buffer` wants one.
 
-    The processes have to be started by mpirun (or Slurm), also when `torch.distributed` is initialised. The first call with a group is
-    collective over it; later ones return the same communicator. With an NCCL group, choose the GPU (`torch.cuda.set_device`) before.
+    Where mpirun (or Slurm) started the processes it is MPI's. Otherwise - torchrun, `torch.multiprocessing.spawn`, the workers of an
+    inference server - it speaks over the store of `torch.distributed`, has the methods that Buffers need, and no MPI is loaded.
+
+    The first call with a group is collective over it; later ones return the same communicator. With an NCCL group, choose the GPU
+    (`torch.cuda.set_device`) before.
 
     Args:
         group: A process group of any backend. None: the default group if `torch.distributed` is initialised, otherwise all processes
             that mpirun started.
 
     Returns:
-        An mpi4py communicator.
+        An mpi4py communicator, or what stands for one.
 
     Raises:
-        EPConfigError: if this process is not in the group, or the group's processes were not started by one mpirun.
+        EPConfigError: if this process is not in the group.
 
     Example:
-        >>> torch.distributed.init_process_group("nccl", rank=comm_world.rank, world_size=comm_world.size)
+        >>> torch.distributed.init_process_group("nccl")
         >>> buffer = Buffer(communicator(expert_group), num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
     """
-    from mpi4py import MPI
-
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
+            from mpi4py import MPI
+
             return MPI.COMM_WORLD
         group = dist.group.WORLD
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise EPConfigError("this process is not in the group; only its members have a communicator of it")
-    comm = _communicators.get(group)
-    if comm is None or comm == MPI.COMM_NULL:  # its user freed it
-        size = dist.get_world_size(group)
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()), group)
-        ranks, sizes = zip(*found, strict=True)
-        if len(set(ranks)) != size or len(set(sizes)) != 1:
-            raise EPConfigError(
-                f"the {size} processes of this group were not started by one mpirun: MPI counts {list(sizes)} processes where they are, "
-                f"and their ranks are {list(ranks)}. Start all of them with mpirun -n N python ... (torchrun does not start MPI), "
-                f"with the mpirun of the MPI that mpi4py uses"
-            )
-        comm = _communicators[group] = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
-    return comm
+    if not _communicators.get(group):  # none yet, or its user freed it
+        _communicators[group] = _from_mpi(group) or _from_store(group)
+    return _communicators[group]
+
+
+def _from_mpi(group: Any) -> Intracomm | None:
+    """None where one mpirun did not start all of the group."""
+    ranks: tuple[int, ...] = ()
+    # First what the launcher says: in a process that it did not start, MPI may hang, or end the process.
+    for asked in (_place_from_launcher, _place_from_mpi):
+        said = _gathered(asked(), group)
+        if None in said:
+            return None
+        ranks, sizes = zip(*said, strict=True)
+        if len(set(ranks)) != len(ranks) or len(set(sizes)) != 1:
+            return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
+
+
+def _place_from_launcher() -> tuple[int, int] | None:
+    """Rank and size, of all that mpirun started."""
+    if "mpi4py.MPI" in sys.modules:
+        return _place_from_mpi()
+    found = _env.launch()
+    return (found.rank, found.size) if found else None
+
+
+def _place_from_mpi() -> tuple[int, int] | None:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # as mpi4py says that it finds no library
+        return None
+    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+
+
+def _from_store(group: Any) -> Any:
+    store = dist.distributed_c10d._get_default_store()
+    name = _gathered(uuid.uuid4().hex, group)[0]
+    return StoreCommunicator(store, f"deepep_rt/{name}", dist.get_rank(group), dist.get_world_size(group))
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
+    """What each rank of the group gives."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found

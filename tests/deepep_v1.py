@@ -10,18 +10,20 @@ import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
+from expect import raises
 from process_group import start_in_reverse
-from spmd import raises
 
 import deepep_rt.compat as deep_ep
 from deepep_rt import EPDestroyedError, EPInputError, EPUnavailableError
 from deepep_rt.torch import communicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 HIDDEN = 1024
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from mpi4py import MPI
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def start_in_reverse(comm: MPI.Intracomm, backend: str = "gloo") -> None:

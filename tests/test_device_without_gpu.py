@@ -533,7 +533,7 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
     assert ranks.said == "KeyError: 'mine'"
     buffer = make(timeout_s=60.0)
     backend = buffer._backend
-    backend._comm.last_words = b"ValueError: no batch"
+    backend._comm.last_words = "ValueError: no batch"
     start = time.monotonic()
     for _ in range(2):
         with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch") as caught:

@@ -182,7 +182,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("wrong-mpirun", "error", dict(ranks=2), _alone, "started 2 processes"),
     ("wrong-mpirun", "error", dict(ranks=2, mpi_failure="unsupported PMI version"), _all(_alone, _set("mpi", family="MPICH")),
      "the launcher is of Open MPI"),
-    ("other-launcher", "error", ONE_PROCESS, _other_launch(2, 0), "WORLD_SIZE is 2, but to mpi4py's MPI (Open MPI v4.1.6"),
+    ("other-launcher", "warning", ONE_PROCESS, _other_launch(2, 0), "WORLD_SIZE is 2, but to mpi4py's MPI (Open MPI v4.1.6"),
     ("other-launcher", "warning", ONE_PROCESS, _other_launch(2, None), "WORLD_SIZE is 2"),
     ("mpi-does-not-start", "error", dict(ranks=2, mpi_failure="no memory"), _alone, "no memory"),
     ("mpi-does-not-start", "error", dict(ranks=1, mpi_failure="its process was killed by SIGSEGV"), _all(), "SIGSEGV"),

@@ -44,6 +44,7 @@ ORDER = [
     "page",
     "pool",
     "network",
+    "store_comm",
     "together",
     "comm",
     "placement",

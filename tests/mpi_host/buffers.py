@@ -96,7 +96,8 @@ def check_two_buffers_at_once(comm: MPI.Intracomm) -> None:
             _check_round(comm, two, number)
             requests = [comm.isend(number, (rank + 1) % ranks, tag=tag) for tag in (1, 2)]  # the caller's own, in our tags
             assert [comm.recv(source=(rank - 1) % ranks, tag=tag) for tag in (1, 2)] == [number, number]
-            MPI.Request.waitall(requests)
+            for request in requests:
+                request.wait()
 
 
 def check_subcommunicators(comm: MPI.Intracomm) -> None:
@@ -220,7 +221,7 @@ def check_who_waits_without_a_limit_says_so(comm: MPI.Intracomm) -> None:
         assert not said
     else:
         assert len(said) >= 2, said
-        assert f"waits for ranks [{late}] to be here, " in said[-1]
+        assert any(f"waits for ranks [{late}] to be here, " in text for text in said), said
 
 
 def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:

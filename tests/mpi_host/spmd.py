@@ -10,17 +10,19 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and float8)
 import numpy as np
 import oracle
+from expect import raises
 from mpi4py import MPI
 
 from deepep_rt import Buffer
+from deepep_rt.store_comm import StoreCommunicator
+
+__all__ = ["raises"]
 
 TIMEOUT_S = 20.0
 backend = "host"  # the GPU tests run the same checks on "cuda",
@@ -29,16 +31,18 @@ MEETING_S = TIMEOUT_S + 5  # how long a rank that failed waits for the others, w
 
 
 def main(module_name: str) -> None:
-    """Run every `check_*` of a module, in the order of the file."""
+    """Run every `check_*` of a module, in the order of the file; with --store, over a store instead of MPI."""
     meeting = MPI.COMM_WORLD.Dup()
+    store = _store(meeting) if "--store" in sys.argv else None
     checks = [f for name, f in inspect.getmembers(sys.modules[module_name], inspect.isfunction) if name.startswith("check_")]
     checks.sort(key=lambda check: check.__code__.co_firstlineno)
-    passed = [_run(check, meeting) for check in checks]
+    passed = [_run(check, meeting, store) for check in checks]
+    meeting.Barrier()  # rank 0 holds the store
     sys.exit(0 if all(passed) else 1)
 
 
-def _run(check: Callable[[MPI.Intracomm], None], meeting: MPI.Intracomm) -> bool:
-    comm = meeting.Dup()
+def _run(check: Callable[[Any], None], meeting: MPI.Intracomm, store: Any) -> bool:
+    comm = meeting.Dup() if store is None else _OverStore(store, check.__name__, meeting)
     rank = meeting.Get_rank()
     last_resort = threading.Timer(MEETING_S, MPI.COMM_WORLD.Abort, (3,))
     last_resort.daemon = True
@@ -56,18 +60,23 @@ def _run(check: Callable[[MPI.Intracomm], None], meeting: MPI.Intracomm) -> bool
     return everywhere
 
 
-@contextmanager
-def raises(kind: type[BaseException], *words: str) -> Iterator[SimpleNamespace]:
-    """Expect an exception whose message contains all `words`; it is `.error` of what the block gets."""
-    caught = SimpleNamespace(error=None)
-    try:
-        yield caught
-    except kind as error:
-        caught.error = error
-    if caught.error is None:
-        raise AssertionError(f"{kind.__name__} was not raised")
-    missing = [word for word in words if word not in str(caught.error)]
-    assert not missing, f"{missing} not in the message: {caught.error}"
+def _store(meeting: MPI.Intracomm) -> Any:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if meeting.Get_rank() == 0 else None
+    port = meeting.bcast(store and store.port)
+    return store or dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+class _OverStore(StoreCommunicator):
+    """Buffers speak over the store; what else a check does goes over MPI."""
+
+    def __init__(self, store: Any, name: str, meeting: MPI.Intracomm) -> None:
+        super().__init__(store, name, meeting.Get_rank(), meeting.Get_size())
+        self._meeting = meeting.Dup()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._meeting, name)
 
 
 def make_buffer(comm: MPI.Intracomm, *, num_experts: int, **settings: Any) -> Buffer:

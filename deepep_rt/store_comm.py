@@ -1,0 +1,213 @@
+"""Ranks without MPI: a communicator over the key-value store of torch.distributed, for processes that mpirun did not start.
+
+It has the methods of mpi4py's Intracomm that Buffers use. A message is a key that its receiver deletes; a collective leaves a key of each
+rank, which goes when a later one shows that all have read it. Nobody blocks in the store: other threads of the process use it too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import EPUnavailableError
+
+_LONGEST_PAUSE_S = 2e-3
+_PARTING_S = 10.0
+
+
+class StoreCommunicator:
+    """The ranks of a group. All of them make one at the same time, and make the same calls.
+
+    Args:
+        store: With the methods `set`, `get`, `check` and `delete_key` of `torch.distributed.Store`.
+        name: Begins all keys; the same on all ranks, and nobody else's.
+        rank: The number of this process.
+        size: How many there are.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        self._store, self._name, self.rank, self.size = store, name, rank, size
+        self._num_duplicates = self._num_collectives = 0
+        self._left: list[str] = []  # keys of this rank from collectives that some rank may not have read yet
+        self._sent: Counter[tuple[int, int]] = Counter()  # messages by peer and tag
+        self._received: Counter[tuple[int, int]] = Counter()
+        self._own: StoreCommunicator | None = None
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Dup(self) -> StoreCommunicator:
+        """One that shares no messages with this one; nothing is sent for it."""
+        self._num_duplicates += 1
+        return StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size)
+
+    def own(self) -> StoreCommunicator:
+        """A duplicate that is kept."""
+        if self._own is None:
+            self._own = self.Dup()
+        return self._own
+
+    def Free(self) -> None:
+        """Part: whoever holds the store must not end while others look for their last keys there."""
+        with suppress(EPUnavailableError):  # it has ended: all the others were there
+            self._start_allgather(None).wait(_PARTING_S)
+
+    def ranks_here(self) -> list[int]:
+        """The ranks on this host, ascending. Collective."""
+        hosts = self.allgather(_host())
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
+    # --- collectives -------------------------------------------------------------------------------------------------------------
+
+    def allgather(self, value: Any) -> list[Any]:
+        """What each rank gives, in the order of ranks."""
+        request = self._start_allgather(value)
+        request.wait()
+        return request.result
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        return self.allgather(value if self.rank == root else None)[root]
+
+    def Bcast(self, array: np.ndarray, root: int = 0) -> None:
+        array[...] = self.bcast(array, root)
+
+    def Barrier(self) -> None:
+        self.allgather(None)
+
+    def Iallgather(self, mine: np.ndarray, all_: np.ndarray) -> Request:
+        """Start to fill the rows of `all_` with the array of each rank."""
+
+        def fill(values: list[Any]) -> None:
+            all_[...] = np.stack(values)
+
+        return self._start_allgather(mine, fill)
+
+    def _start_allgather(self, value: Any, then: Callable[[list[Any]], None] = lambda values: None) -> Request:
+        self._num_collectives += 1
+        keys = [f"{self._name}/all/{self._num_collectives}/{rank}" for rank in range(self.size)]
+        self._ask("set", keys[self.rank], pickle.dumps(value))
+
+        def look() -> tuple[bool, Any]:
+            if not self._ask("check", keys):
+                return False, None
+            values = [pickle.loads(self._ask("get", key)) for key in keys]
+            # All ranks are in this collective, and so done with the ones before.
+            for key in self._left:
+                self._ask("delete_key", key)
+            self._left = [keys[self.rank]]
+            then(values)
+            return True, values
+
+        return Request(look)
+
+    # --- messages ----------------------------------------------------------------------------------------------------------------
+
+    def Isend(self, parts: np.ndarray | Sequence[np.ndarray], dest: int, tag: int) -> Request:
+        """Send an array, or several as one message."""
+        self._send(b"".join(part.tobytes() for part in _listed(parts)), dest, tag)
+        return Request(lambda: (True, None))
+
+    def Irecv(self, parts: np.ndarray | Sequence[np.ndarray], source: int, tag: int) -> Request:
+        """Start to receive into an array, or several. From a rank, and under a tag, one at a time."""
+
+        def look() -> tuple[bool, Any]:
+            if not self.iprobe(source, tag):
+                return False, None
+            data, start = self._receive(source, tag), 0
+            for part in _listed(parts):
+                bits = np.frombuffer(data, np.uint8, part.nbytes, start)
+                part[...] = bits.view(part.dtype).reshape(part.shape)
+                start += part.nbytes
+            return True, None
+
+        return Request(look)
+
+    def isend(self, value: Any, dest: int, tag: int) -> Request:
+        """Send an object."""
+        self._send(pickle.dumps(value), dest, tag)
+        return Request(lambda: (True, None))
+
+    def iprobe(self, source: int, tag: int) -> bool:
+        """Whether there is a message."""
+        return self._ask("check", [self._key(source, self.rank, tag, self._received[source, tag])])
+
+    def recv(self, source: int, tag: int) -> Any:
+        """The object that `iprobe` has found."""
+        return pickle.loads(self._receive(source, tag))
+
+    def _send(self, data: bytes, dest: int, tag: int) -> None:
+        self._ask("set", self._key(self.rank, dest, tag, self._sent[dest, tag]), data)
+        self._sent[dest, tag] += 1
+
+    def _receive(self, source: int, tag: int) -> bytes:
+        key = self._key(source, self.rank, tag, self._received[source, tag])
+        self._received[source, tag] += 1
+        data = self._ask("get", key)
+        self._ask("delete_key", key)
+        return data
+
+    def _key(self, source: int, dest: int, tag: int, number: int) -> str:
+        return f"{self._name}/{source}>{dest}/{tag}/{number}"
+
+    def _ask(self, method: str, *given: Any) -> Any:
+        try:
+            return getattr(self._store, method)(*given)
+        except RuntimeError as error:
+            raise EPUnavailableError(
+                f"rank {self.rank}: the store of torch.distributed does not answer ({str(error).splitlines()[0]}). Did the process that "
+                f"holds it, often rank 0, end?"
+            ) from error
+
+
+class Request:
+    """Something that was started.
+
+    Args:
+        look: Whether it is done by now, and its result.
+    """
+
+    def __init__(self, look: Callable[[], tuple[bool, Any]]) -> None:
+        self._look, self._is_over = look, False
+        self.result: Any = None
+
+    def __bool__(self) -> bool:
+        return not self._is_over
+
+    def Test(self) -> bool:
+        if not self._is_over:
+            self._is_over, self.result = self._look()
+        return self._is_over
+
+    def Cancel(self) -> None:
+        self._is_over = True
+
+    def Free(self) -> None:
+        """Nothing is held."""
+
+    def wait(self, timeout_s: float = float("inf")) -> None:
+        """Wait, without a limit or until the time is up."""
+        end, pause = time.monotonic() + timeout_s, 1e-4
+        while not self.Test() and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _listed(parts: np.ndarray | Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    return [parts] if isinstance(parts, np.ndarray) else parts
+
+
+def _host() -> str:
+    """What processes of one host, and no others, have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

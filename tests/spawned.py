@@ -1,0 +1,124 @@
+"""A program that mpirun does not start: python spawned.py cuda|host N spawns its processes; without N, torchrun has started them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import deepep_v1
+import torch
+import torch.distributed as dist
+from expect import raises
+
+from deepep_rt import Buffer, EPTimeoutError
+from deepep_rt.store_comm import StoreCommunicator
+from deepep_rt.torch import communicator
+
+HIDDEN, TOPK = 256, 2
+
+
+def check_round_trips(backend: str, group: dist.ProcessGroup) -> None:
+    """Both kinds of calls, with experts that change nothing."""
+    ranks = communicator(group)
+    assert isinstance(ranks, StoreCommunicator)
+    assert communicator(group) is ranks
+    experts, device = 4 * ranks.Get_size(), "cuda" if backend == "cuda" else "cpu"
+    x = torch.randn(20 + ranks.Get_rank(), HIDDEN, device=device).bfloat16()
+    idx = torch.rand(x.shape[0], experts, device=device).argsort(1)[:, :TOPK].contiguous()
+    sizes = dict(num_max_tokens_per_rank=32, hidden=HIDDEN, num_topk=TOPK, num_experts=experts, low_latency=True)
+    with Buffer(ranks, backend=backend, **sizes) as buffer:
+        assert sum(ranks.allgather(x.shape[0])) == sum(20 + rank for rank in range(ranks.Get_size()))
+        sent = buffer.dispatch(x, idx)
+        goes = deepep_v1.goes_to(idx, ranks.Get_size(), experts).sum(1, keepdim=True)
+        assert deepep_v1.difference(buffer.combine(sent.recv_x, sent.handle).x, x.float() * goes) < 1e-5
+        weights = torch.full(idx.shape, 1 / TOPK, device=device)
+        quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+        back = buffer.low_latency_combine(quick.recv_x, idx, weights, quick.handle).x
+        assert deepep_v1.difference(back, x) < 1e-5
+
+
+def check_an_error_is_told(backend: str, ranks: StoreCommunicator) -> None:
+    """A rank that an error throws out of its Buffer keeps nobody waiting."""
+    experts, device = ranks.Get_size(), "cuda" if backend == "cuda" else "cpu"
+    x, idx = torch.ones(4, HIDDEN, device=device).bfloat16(), torch.zeros(4, 1, dtype=torch.int64, device=device)
+    sizes = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=1, num_experts=experts, timeout_s=30)
+    start = time.monotonic()
+    if ranks.Get_rank() == 0:
+        with raises(KeyError, "mine"), Buffer(ranks, backend=backend, **sizes):
+            raise KeyError("mine")
+    else:
+        with raises(EPTimeoutError, "rank 0 in vain", "KeyError", "mine"), Buffer(ranks, backend=backend, **sizes) as buffer:
+            for _ in range(2):
+                buffer.dispatch(x, idx)
+    assert time.monotonic() - start < 20
+    ranks.Barrier()
+
+
+def check_a_late_maker(ranks: StoreCommunicator) -> None:
+    """Ranks that gave up waiting and one that comes too late find each other again."""
+    late = ranks.Get_rank() == ranks.Get_size() - 1
+    for pause in (1.2, 0.1, 0, 0) if late else (0, 0, 0, 0):
+        time.sleep(pause)
+        try:
+            buffer = Buffer(
+                ranks,
+                num_max_tokens_per_rank=8,
+                hidden=HIDDEN,
+                num_topk=1,
+                num_experts=ranks.Get_size(),
+                timeout_s=0.5,
+                backend="host",
+            )
+            break
+        except EPTimeoutError:
+            continue
+    buffer.destroy()
+
+
+def check_all(backend: str) -> None:
+    if backend == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    check_round_trips(backend, dist.group.WORLD)
+    check_an_error_is_told(backend, communicator())
+    if dist.get_world_size() > 1:
+        check_a_late_maker(communicator())
+    if backend == "host":  # NVSHMEM wants groups to be made before a Buffer of all
+        for odd in (0, 1):
+            members = list(range(odd, dist.get_world_size(), 2))
+            group = dist.new_group(members) if members else None
+            if dist.get_rank() in members:
+                check_round_trips(backend, group)
+    world = deepep_v1.World(communicator(), dist.group.WORLD, "cuda" if backend == "cuda" else "cpu")
+    deepep_v1.run_normal(world)
+    deepep_v1.run_growth(world)
+    deepep_v1.run_low_latency(world)
+    assert "mpi4py.MPI" not in sys.modules
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all passed", flush=True)
+    dist.destroy_process_group()
+
+
+def _spawned(rank: int, size: int, backend: str, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    check_all(backend)
+
+
+def main() -> None:
+    backend = sys.argv[1]
+    if len(sys.argv) > 2:
+        import socket
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        size = int(sys.argv[2])
+        torch.multiprocessing.spawn(_spawned, (size, backend, port), nprocs=size)
+    else:
+        dist.init_process_group(os.environ.get("BACKEND", "gloo"))
+        check_all(backend)
+
+
+if __name__ == "__main__":
+    main()
