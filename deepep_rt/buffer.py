@@ -107,7 +107,7 @@ class Buffer:
             raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
         if on_exhausted not in ("copy", "error"):
             raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
-        from . import comm as _comm  # MPI is needed from here on, not before
+        from . import comm as _comm
 
         _comm.check_communicator(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}

@@ -244,6 +244,7 @@ class DeviceBackend:
         return int(received[0])
 
     def synchronize(self) -> None:
+        self._watch.start_listening()
         while not self._order.is_done():
             self._watch.listen()
             time.sleep(1e-5)

@@ -31,7 +31,8 @@ _ALL = (
     # --- MPI
     Kind(
         "no-mpi4py",
-        "Every Buffer is made over an mpi4py communicator, on GPUs too. mpi4py is not installed, or it finds no MPI library.",
+        "Buffers are made over an mpi4py communicator, on GPUs too; only those of a torch.distributed group can do without. "
+        "mpi4py is not installed, or it finds no MPI library.",
         "pip install 'deepep_rt[mpich]' brings an MPI and its mpirun. With an MPI of your own, put its library where the "
         "loader finds it (module load, LD_LIBRARY_PATH), or build mpi4py for it: pip install --no-binary mpi4py mpi4py.",
     ),

@@ -147,7 +147,7 @@ class HostBackend:
         return CombineResult(event=Event(), _make_views=lambda: views)
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
-        """Bytes a second that MPI carries from this rank to the others; see `Buffer.copy_ceiling`."""
+        """Bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceiling`."""
         assert self._comm is not None
         outgoing = np.ones((self._num_ranks, num_rows * row_bytes), np.uint8)
         incoming = np.zeros_like(outgoing)
@@ -168,6 +168,8 @@ class HostBackend:
         # Freeing is collective; peers that were lost would not take part.
         if comm is not None and in_touch and not self._mail.is_broken and not self._mail.masked:
             comm.Free()
+        elif isinstance(comm, StoreCommunicator):
+            comm.leave()
 
     def _route(self, site: Site, inputs: DispatchInputs) -> DispatchHandle:
         """Work out a new routing and tell the ranks about it."""

@@ -211,6 +211,7 @@ class Mail:
     def _poll(self, posts: list[_Post], phase: str) -> set[int]:
         masks_silent = self._masks_silent and self._in_low_latency
         start = time.monotonic()
+        self.last_words.start_listening()
         alive_at = dict.fromkeys((post.peer for post in posts), start)
         sign_at = start + self._timeout_s / _SIGNS_PER_TIMEOUT
         lost: set[int] = set()

@@ -1,7 +1,7 @@
 """Ranks without MPI: a communicator over the key-value store of torch.distributed, for processes that mpirun did not start.
 
 It has the methods of mpi4py's Intracomm that Buffers use. A message is a key that its receiver deletes; a collective leaves a key of each
-rank, which goes when a later one shows that all have read it. Nobody blocks in the store: other threads of the process use it too.
+rank, which goes when a later one shows that all have read it. Nobody waits inside of the store, where waits have limits of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .errors import EPUnavailableError
 
 _LONGEST_PAUSE_S = 2e-3
 _PARTING_S = 10.0
+_MOST_BYTES = 4 << 20  # of a value: a TCPStore drops clients that send more than twice as much
+_ALLTOALL_TAG = 0
 
 
 class StoreCommunicator:
@@ -31,12 +33,17 @@ class StoreCommunicator:
         name: Begins all keys; the same on all ranks, and nobody else's.
         rank: The number of this process.
         size: How many there are.
+        kept: Kept as long as this is: whoever holds the store shall not end it while it is used.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
-        self._store, self._name, self.rank, self.size = store, name, rank, size
+    def __init__(self, store: Any, name: str, rank: int, size: int, kept: Any = None) -> None:
+        self._store, self._name, self.rank, self.size, self._kept = store, name, rank, size, kept
         self._num_duplicates = self._num_collectives = 0
-        self._left: list[str] = []  # keys of this rank from collectives that some rank may not have read yet
+        # Keys of this rank from collectives that some rank may not have read yet, and the numbers of the collectives.
+        self._left: list[tuple[int, str]] = []
+        self._left_after: list[
+            tuple[int, str]
+        ] = []  # where they go when this is freed: those of the one that it is a duplicate of
         self._sent: Counter[tuple[int, int]] = Counter()  # messages by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
         self._own: StoreCommunicator | None = None
@@ -47,10 +54,13 @@ class StoreCommunicator:
     def Get_size(self) -> int:
         return self.size
 
-    def Dup(self) -> StoreCommunicator:
-        """One that shares no messages with this one; nothing is sent for it."""
+    def Dup(self, keeps: bool = True) -> StoreCommunicator:
+        """One that shares no messages with this one; nothing is sent for it. `keeps`: whether it, too, keeps the store going."""
         self._num_duplicates += 1
-        return StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size)
+        kept = self._kept if keeps else None
+        made = StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size, kept)
+        made._left_after = self._left
+        return made
 
     def own(self) -> StoreCommunicator:
         """A duplicate that is kept."""
@@ -62,6 +72,12 @@ class StoreCommunicator:
         """Part: whoever holds the store must not end while others look for their last keys there."""
         with suppress(EPUnavailableError):  # it has ended: all the others were there
             self._start_allgather(None).wait(_PARTING_S)
+        self._left_after += [(0, key) for _, key in self._left]  # they go with its next collective
+
+    def leave(self) -> None:
+        """Part without waiting for the others, who shall not wait for this rank either."""
+        with suppress(EPUnavailableError):
+            self._start_allgather(None)
 
     def ranks_here(self) -> list[int]:
         """The ranks on this host, ascending. Collective."""
@@ -85,6 +101,15 @@ class StoreCommunicator:
     def Barrier(self) -> None:
         self.allgather(None)
 
+    def Alltoall(self, outgoing: np.ndarray, incoming: np.ndarray) -> None:
+        """Fill row r of `incoming` with the row of rank r that is meant for this rank."""
+        requests = []
+        for peer in range(self.size):
+            self.Isend(outgoing[peer], peer, _ALLTOALL_TAG)
+            requests.append(self.Irecv(incoming[peer], peer, _ALLTOALL_TAG))
+        for request in requests:
+            request.wait()
+
     def Iallgather(self, mine: np.ndarray, all_: np.ndarray) -> Request:
         """Start to fill the rows of `all_` with the array of each rank."""
 
@@ -94,18 +119,19 @@ class StoreCommunicator:
         return self._start_allgather(mine, fill)
 
     def _start_allgather(self, value: Any, then: Callable[[list[Any]], None] = lambda values: None) -> Request:
-        self._num_collectives += 1
-        keys = [f"{self._name}/all/{self._num_collectives}/{rank}" for rank in range(self.size)]
+        self._num_collectives = number = self._num_collectives + 1
+        keys = [f"{self._name}/all/{number}/{rank}" for rank in range(self.size)]
         self._ask("set", keys[self.rank], pickle.dumps(value))
+        self._left.append((number, keys[self.rank]))
 
         def look() -> tuple[bool, Any]:
             if not self._ask("check", keys):
                 return False, None
             values = [pickle.loads(self._ask("get", key)) for key in keys]
             # All ranks are in this collective, and so done with the ones before.
-            for key in self._left:
+            for key in [key for earlier, key in self._left if earlier < number]:
                 self._ask("delete_key", key)
-            self._left = [keys[self.rank]]
+            self._left[:] = [(later, key) for later, key in self._left if later >= number]
             then(values)
             return True, values
 
@@ -134,9 +160,9 @@ class StoreCommunicator:
         return Request(look)
 
     def isend(self, value: Any, dest: int, tag: int) -> Request:
-        """Send an object."""
-        self._send(pickle.dumps(value), dest, tag)
-        return Request(lambda: (True, None))
+        """Send an object. It is over when it was received."""
+        key = self._send(pickle.dumps(value), dest, tag)
+        return Request(lambda: (not self._ask("check", [key]), None))
 
     def iprobe(self, source: int, tag: int) -> bool:
         """Whether there is a message."""
@@ -146,15 +172,22 @@ class StoreCommunicator:
         """The object that `iprobe` has found."""
         return pickle.loads(self._receive(source, tag))
 
-    def _send(self, data: bytes, dest: int, tag: int) -> None:
-        self._ask("set", self._key(self.rank, dest, tag, self._sent[dest, tag]), data)
+    def _send(self, data: bytes, dest: int, tag: int) -> str:
+        key = self._key(self.rank, dest, tag, self._sent[dest, tag])
         self._sent[dest, tag] += 1
+        pieces = [data[start : start + _MOST_BYTES] for start in range(0, len(data), _MOST_BYTES)]
+        for i, piece in enumerate(pieces):
+            self._ask("set", f"{key}/{i}", piece)
+        self._ask("set", key, str(len(pieces)).encode())  # last: who finds it finds all
+        return key
 
     def _receive(self, source: int, tag: int) -> bytes:
         key = self._key(source, self.rank, tag, self._received[source, tag])
         self._received[source, tag] += 1
-        data = self._ask("get", key)
-        self._ask("delete_key", key)
+        keys = [f"{key}/{i}" for i in range(int(self._ask("get", key)))]
+        data = b"".join(self._ask("get", piece) for piece in keys)
+        for used in (*keys, key):
+            self._ask("delete_key", used)
         return data
 
     def _key(self, source: int, dest: int, tag: int, number: int) -> str:

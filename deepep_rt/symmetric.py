@@ -12,6 +12,7 @@ from . import _env
 from .errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from .network import NetworkOptions
 from .placement import ranks_here
+from .store_comm import StoreCommunicator
 from .together import meet
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def runtime(comm: Intracomm, environment: Mapping[str, str] | None = None) -> Ru
             _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())
         else:
             _runtime = _start(comm, nvshmem, environment or {})
+    elif isinstance(_runtime.comm, StoreCommunicator) and comm.Get_size() == _runtime.num_pes:
+        _runtime = dataclasses.replace(_runtime, comm=_kept(comm))  # the store of the one before may be gone
     late = [f"{name}={value}" for name, value in (environment or {}).items() if _runtime.environment.get(name) != value]
     if late and comm.Get_rank() == 0:
         whose = "somebody else started it" if _runtime.comm is None else "an earlier Buffer started it"
@@ -102,7 +105,12 @@ def _start(comm: Intracomm, nvshmem: Any, environment: Mapping[str, str]) -> Run
         attributes = nvshmem.InitAttr()
         nvshmem.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
         nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
-    return Runtime(comm.Dup(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
+    return Runtime(_kept(comm), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
+
+
+def _kept(comm: Any) -> Any:
+    """A duplicate for as long as the process lives, which does not keep a store alive that its owner has closed."""
+    return comm.Dup(keeps=False) if isinstance(comm, StoreCommunicator) else comm.Dup()
 
 
 class SymmetricMemory:

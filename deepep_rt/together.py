@@ -42,7 +42,7 @@ def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -
 def _await(comm: Intracomm, requests: Sequence[Any], held: Any, timeout_s: float, phase: str, hint: str) -> None:
     """Wait for requests, which use what is `held`, or raise EPTimeoutError."""
     if not _are_done(requests, timeout_s):
-        _unfinished.append((requests, held))
+        _keep(comm, requests, held)
         raise EPTimeoutError(
             f"rank {comm.Get_rank()} waited {timeout_s:g} s in {phase}, and not all {comm.Get_size()} ranks came: {hint}. "
             f"Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if they are only slow",
@@ -54,16 +54,22 @@ def _await(comm: Intracomm, requests: Sequence[Any], held: Any, timeout_s: float
 
 def _are_done(requests: Sequence[Any], timeout_s: float) -> bool:
     """Whether requests are done, now or soon."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause = time.monotonic() + timeout_s, 1e-4
     while not all(request.Test() for request in requests):
         if time.monotonic() > deadline:
             return False
-        time.sleep(1e-4)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 2e-3)
     return True
 
 
-_unfinished: list[Any] = []  # what MPI may still write to
 _REMINDER_S = 30.0  # who waits without a limit says so this often
+_unfinished: list[Any] = []  # what MPI may still read, or write to
+
+
+def _keep(comm: Intracomm, *held: Any) -> None:
+    if not isinstance(comm, StoreCommunicator):  # which would be kept too, and does nothing by itself
+        _unfinished.append(held)
 
 
 def own(comm: Intracomm, timeout_s: float, phase: str, hint: str) -> Intracomm:
@@ -134,14 +140,14 @@ class AllOrNone:
         word, words = np.array([sound]), np.zeros(len(peers), bool)
         requests = [self._comm.Isend(word, peer, self._round) for peer in peers]
         if not sound:
-            _unfinished.append((requests, word))
+            _keep(self._comm, requests, word)
             return False
         requests += [self._comm.Irecv(words[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
         start = time.monotonic()
         while not _are_done(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
             waited_s = time.monotonic() - start
             if waited_s > timeout_s:
-                _unfinished.append((requests, word, words))
+                _keep(self._comm, requests, word, words)
                 return False
             silent = [peer for peer, request in zip(peers, requests[len(peers) :], strict=True) if not request.Test()]
             warnings.warn(  # no log line, which nobody might see: this may be why the program stands still
@@ -173,6 +179,7 @@ class AllOrNone:
 LAST_WORDS_TAG = 3
 _LISTENING_PERIOD_S = 0.02
 _GRACE_S = 0.2  # for what a rank sent before it left
+_LAST_WORDS_S = 1.0
 
 
 class LastWords:
@@ -189,10 +196,16 @@ class LastWords:
         self._listen_at = 0.0
 
     def say(self, error: BaseException) -> None:
-        """Tell all others why this rank leaves; nobody has to listen."""
+        """Tell all others why this rank leaves; nobody has to listen. A store may end with this process: who listens gets a moment."""
         text = f"{type(error).__name__}: {error}"[:500]
         with suppress(EPUnavailableError):  # without the store there is no telling
-            _unfinished.extend(self._comm.isend(text, peer, LAST_WORDS_TAG) for peer in self._peers)
+            requests = [self._comm.isend(text, peer, LAST_WORDS_TAG) for peer in self._peers]
+            if not _are_done(requests, _LAST_WORDS_S):
+                _keep(self._comm, requests, text)
+
+    def start_listening(self) -> None:
+        """A wait begins. Listening costs messages: a short wait has none of it."""
+        self._listen_at = time.monotonic() + _LISTENING_PERIOD_S
 
     def gone(self) -> list[int]:
         """The ranks from which nothing comes any more. To be asked often by who waits."""

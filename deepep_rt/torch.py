@@ -8,6 +8,7 @@ runs the backward pass, through the same calls.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import sys
 import uuid
 import weakref
@@ -343,6 +344,8 @@ def _place_from_launcher() -> tuple[int, int] | None:
     """Rank and size, of all that mpirun started."""
     if "mpi4py.MPI" in sys.modules:
         return _place_from_mpi()
+    if dist.is_torchelastic_launched() or multiprocessing.parent_process() is not None:
+        return None  # what mpirun started is this process's parent, whose variables it has
     found = _env.launch()
     return (found.rank, found.size) if found else None
 
@@ -358,7 +361,8 @@ def _place_from_mpi() -> tuple[int, int] | None:
 def _from_store(group: Any) -> Any:
     store = dist.distributed_c10d._get_default_store()
     name = _gathered(uuid.uuid4().hex, group)[0]
-    return StoreCommunicator(store, f"deepep_rt/{name}", dist.get_rank(group), dist.get_world_size(group))
+    # A client of its own: others may wait inside of the store, and let nobody else in meanwhile.
+    return StoreCommunicator(store.clone(), f"deepep_rt/{name}", dist.get_rank(group), dist.get_world_size(group), kept=store)
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import driver, structs
 from .config import Config
-from .errors import EPError, EPInputError, EPTimeoutError
+from .errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
 from .page import HostPage
 from .together import LastWords
 
@@ -19,7 +19,7 @@ _GRACE_S = 5.0
 
 
 class Watch:
-    """Hears of the calls of one Buffer, from kernels by its page and from ranks that leave by MPI.
+    """Hears of the calls of one Buffer, from kernels by its page and from ranks that leave by a message.
 
     Args:
         comm: The ranks.
@@ -62,19 +62,29 @@ class Watch:
             error.call_made = True
             raise
 
+    def start_listening(self) -> None:
+        """The host begins to wait."""
+        self._last_words.start_listening()
+
     def listen(self) -> None:
         """While the host waits: raise if a rank has left, and end what waits for it on the GPU."""
-        gone = self._last_words.gone()
-        if not gone or self._config.on_timeout == "mask":
+        if self._config.on_timeout == "mask":
             return
-        self._broken = self._last_words.error(gone[0], "a call on the GPU")
-        driver.write_beside(self._abort_at, 1)
-        raise self._broken
+        try:
+            gone = self._last_words.gone()
+            error: EPError | None = self._last_words.error(gone[0], "a call on the GPU") if gone else None
+        except EPUnavailableError as lost:  # with the process that held the ranks' store
+            error = lost
+        if error is not None:
+            self._broken = error
+            driver.write_beside(self._abort_at, 1)
+            raise error
 
     def await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host until the routing is known: the one synchronisation of the library."""
         deadline = time.monotonic() + self._config.timeout_s + _GRACE_S
         counts = None
+        self.start_listening()
         try:
             # Bad input is no reason to stop: the next call must not take these counts for its own.
             while (counts := self._page.counts()) is None:

@@ -101,8 +101,14 @@ def check_all(backend: str) -> None:
 
 
 def _spawned(rank: int, size: int, backend: str, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    place = dict(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", **place)
     check_all(backend)
+    time.sleep(2 * bool(rank))  # until rank 0 has closed its store
+    dist.init_process_group("gloo", **place)  # nobody keeps the old store, which would answer here
+    check_round_trips(backend, dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,9 @@ import pytest
 from test_host_backend import _launch
 
 from deepep_rt import EPUnavailableError
+from deepep_rt.config import Config
 from deepep_rt.store_comm import StoreCommunicator
+from deepep_rt.together import LastWords
 
 TESTS = Path(__file__).resolve().parent
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
@@ -30,6 +36,7 @@ class Store:
 
     def set(self, key: str, value: bytes) -> None:
         self._look()
+        assert len(value) <= 8 << 20, "as TCPStore says it, and drops the client"
         self.held[key] = value
 
     def get(self, key: str) -> bytes:
@@ -152,6 +159,84 @@ def test_who_frees_waits_for_the_others(ranks: list[StoreCommunicator]) -> None:
     assert gone == [0]
 
 
+def test_messages_of_any_size(ranks: list[StoreCommunicator]) -> None:
+    sent = np.random.default_rng(1).integers(0, 255, 20 << 20, np.uint8)
+    for size in (0, 1, 4 << 20, sent.nbytes):
+        heard = np.zeros(size, np.uint8)
+        ranks[0].Isend(sent[:size], 1, tag=1)
+        assert ranks[1].Irecv(heard, 0, tag=1).Test()
+        assert (heard == sent[:size]).all()
+    assert not ranks[0]._store.held
+    outgoing = [np.arange(3)[:, None] + 10 * rank for rank in range(3)]
+    incoming = [np.zeros((3, 1), int) for _ in range(3)]
+    on_all(ranks, lambda comm: comm.Alltoall(outgoing[comm.Get_rank()], incoming[comm.Get_rank()]))
+    assert [array[:, 0].tolist() for array in incoming] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+
+
+def test_nothing_is_left_of_communicators_that_were_freed(ranks: list[StoreCommunicator]) -> None:
+    def use(comm: StoreCommunicator) -> None:
+        for _ in range(10):
+            made = comm.Dup()
+            made.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))  # and given up
+            made.allgather(1)
+            made.Free()
+            comm.allgather(1)
+
+    on_all(ranks, use)
+    assert len(ranks[0]._store.held) == 3
+
+
+def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
+    ranks[0].leave()
+    start = time.monotonic()
+    on_all(ranks[1:], lambda comm: comm.Free())
+    assert time.monotonic() - start < 1
+
+
+def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicator]) -> None:
+    words = [LastWords(comm) for comm in ranks]
+    heard: list[int] = []
+
+    def listen(i: int) -> None:
+        end = time.monotonic() + 5
+        while time.monotonic() < end and not heard:
+            heard.extend(words[i].gone())
+            time.sleep(0.01)
+
+    listeners = [threading.Thread(target=listen, args=(i,)) for i in (1, 2)]
+    for listener in listeners:
+        listener.start()
+    start = time.monotonic()
+    words[0].say(KeyError("mine"))
+    assert not any("/3/" in key for key in ranks[0]._store.held), "all have heard it"
+    assert time.monotonic() - start < 0.9
+    for listener in listeners:
+        listener.join()
+    assert heard
+    words[1].say(KeyError("nobody listens"))
+    assert 0.9 < time.monotonic() - start < 4
+
+
+def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is told as well; and where time-outs mask, Buffers go on."""
+    pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+    from deepep_rt import driver
+    from deepep_rt.watch import Watch
+
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(driver, "write_beside", lambda ptr, value: told.append((ptr, value)))
+    page: Any = SimpleNamespace(check_peers=lambda: None)
+    config = Config(3, 8, 64, 2, 12, low_latency=True, timeout_s=5.0)
+    ranks[0]._store.fails = True
+    Watch(ranks[0], replace(config, on_timeout="mask"), page, 1 << 20).listen()
+    watch = Watch(ranks[0], config, page, 1 << 20)
+    for _ in range(2):
+        with pytest.raises(EPUnavailableError, match="does not answer"):
+            watch.listen() if not told else watch.check_peers()
+    assert watch.is_broken
+    assert [value for _, value in told] == [1]
+
+
 @needs_torch
 @pytest.mark.parametrize(("program", "num_ranks"), [("dispatch", 3), ("bad_calls", 2), ("buffers", 3), ("low_latency", 2)])
 def test_checks_of_the_host_backend(program: str, num_ranks: int) -> None:
@@ -163,23 +248,62 @@ def test_checks_of_the_host_backend(program: str, num_ranks: int) -> None:
 @needs_torch
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_processes_that_were_spawned(num_ranks: int) -> None:
-    assert "all passed" in run_without_mpirun("host", str(num_ranks))
+    """In the middle of a program that mpirun did start: its variables are not those of the processes."""
+    assert "all passed" in run_without_mpirun("host", str(num_ranks), PMI_RANK="0", PMI_SIZE="1")
 
 
 @needs_torch
 def test_processes_of_torchrun() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert "all passed" in run_without_mpirun("host", launcher=launcher)
+    assert "all passed" in run_without_mpirun("host", launcher=launcher, PMI_RANK="0", PMI_SIZE="1")
 
 
-def run_without_mpirun(*arguments: str, launcher: tuple[str, ...] = ()) -> str:
-    """What tests/spawned.py prints, in processes that know of no mpirun."""
+@needs_torch
+def test_the_rank_that_holds_the_store_ends_by_an_error() -> None:
+    """The others are told why, although the store ends with it."""
+    code = """
+import sys, torch, torch.distributed as dist
+from deepep_rt import Buffer
+from deepep_rt.torch import communicator
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], rank=rank, world_size=2)
+with Buffer(communicator(), num_max_tokens_per_rank=4, hidden=64, num_topk=1, num_experts=2, backend="host") as buffer:
+    if rank == 0:
+        raise KeyError("mine")
+    buffer.dispatch(torch.ones(4, 64).bfloat16(), torch.zeros(4, 1, dtype=torch.int64))
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), port],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=90)[0] for process in started]
+    assert "KeyError: 'mine'" in outputs[0]
+    assert "rank 1 waits for rank 0 in vain" in outputs[1], outputs[1]
+    assert "KeyError: 'mine'" in outputs[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a process that knows of no mpirun."""
     launchers = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "SLURM_", "PRTE_", "OPAL_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    rest = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     paths = [str(TESTS.parent), str(TESTS), str(TESTS / "mpi_host"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**rest, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
+
+
+def run_without_mpirun(*arguments: str, launcher: tuple[str, ...] = (), **more: str) -> str:
+    """What tests/spawned.py prints, in processes that know of no mpirun."""
     done = subprocess.run(
         [sys.executable, *launcher, str(TESTS / "spawned.py"), *arguments],
-        env={**environment, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

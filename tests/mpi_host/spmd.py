@@ -76,6 +76,8 @@ class _OverStore(StoreCommunicator):
         self._meeting = meeting.Dup()
 
     def __getattr__(self, name: str) -> Any:
+        if name not in ("Split", "allreduce"):  # of the checks; what a Buffer lacks shall be missed
+            raise AttributeError(name)
         return getattr(self._meeting, name)
 
 
