@@ -41,9 +41,7 @@ class StoreCommunicator:
         self._num_duplicates = self._num_collectives = 0
         # Keys of this rank from collectives that some rank may not have read yet, and the numbers of the collectives.
         self._left: list[tuple[int, str]] = []
-        self._left_after: list[
-            tuple[int, str]
-        ] = []  # where they go when this is freed: those of the one that it is a duplicate of
+        self._left_after: list[tuple[int, str]] = []  # where they go when this is freed: to what this is a duplicate of
         self._sent: Counter[tuple[int, int]] = Counter()  # messages by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
         self._own: StoreCommunicator | None = None
