@@ -298,8 +298,8 @@ __device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
   }
   if (tells) tell_counts(r);
   const Group group = group_of(most);
-  constexpr int kFew = 2;  // where few rows come, code that is not there takes no time
-  if (!kMasksOnTimeout && group.num_threads() * kFew >= kVecs) {
+  constexpr int kFew = 2;  // where few rows come, code that is not there takes no time; rows of a warp's size need no other
+  if (!kMasksOnTimeout && (32 * kFew >= kVecs || group.num_threads() * kFew >= kVecs)) {
     receive_tokens<kVecs, kFew>(r, group);
   } else {
     receive_tokens<kVecs, kLlPieces>(r, group);

@@ -353,7 +353,7 @@ def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
     environment = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
     library = doctor.json()["ranks"][0]["facts"]["mpi"]["library"]
     if rank == 0:
-        answer = doctor.json(status=1, **environment)
+        answer = doctor.json(**environment)
         assert f"(Open MPI) started 2 processes, but to mpi4py's MPI ({library}" in what(answer, "wrong-mpirun")
     else:  # one screen for the job, not one for each process that believes to be rank 0
         assert doctor.text(**environment) == ""
@@ -363,7 +363,7 @@ def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
 def test_processes_of_torchrun(doctor: Doctor, local_rank: int) -> None:
     environment = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
     if local_rank == 0:
-        answer = doctor.json(status=1, **environment)
+        answer = doctor.json(**environment)
         assert kinds(answer)["other-launcher"] == "warning"
         assert "WORLD_SIZE is 2" in what(answer, "other-launcher")
     else:
