@@ -353,7 +353,7 @@ def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
     environment = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
     library = doctor.json()["ranks"][0]["facts"]["mpi"]["library"]
     if rank == 0:
-        answer = doctor.json(**environment)
+        answer = doctor.json(status=1, **environment)
         assert f"(Open MPI) started 2 processes, but to mpi4py's MPI ({library}" in what(answer, "wrong-mpirun")
     else:  # one screen for the job, not one for each process that believes to be rank 0
         assert doctor.text(**environment) == ""
