@@ -361,8 +361,9 @@ def _place_from_mpi() -> tuple[int, int] | None:
 def _from_store(group: Any) -> Any:
     store = dist.distributed_c10d._get_default_store()
     name = _gathered(uuid.uuid4().hex, group)[0]
-    # A client of its own: others may wait inside of the store, and let nobody else in meanwhile.
-    return StoreCommunicator(store.clone(), f"deepep_rt/{name}", dist.get_rank(group), dist.get_world_size(group), kept=store)
+    # A client of its own, where this PyTorch can make one: others may wait inside of the store, and let nobody else in meanwhile.
+    client = store.clone() if hasattr(store, "clone") else store
+    return StoreCommunicator(client, f"deepep_rt/{name}", dist.get_rank(group), dist.get_world_size(group), kept=store)
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:
