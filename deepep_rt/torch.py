@@ -8,9 +8,6 @@ runs the backward pass, through the same calls.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import sys
-import uuid
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from . import _env
 from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT
 from .errors import EPConfigError, EPInputError
 from .fp8 import LARGEST, LEAST_AMAX
 from .results import DispatchHandle, DispatchResult
-from .store_comm import StoreCommunicator
+from .torch_group import from_mpi, from_store
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -320,54 +316,5 @@ def communicator(group: Any = None) -> Intracomm:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise EPConfigError("this process is not in the group; only its members have a communicator of it")
     if not _communicators.get(group):  # none yet, or its user freed it
-        _communicators[group] = _from_mpi(group) or _from_store(group)
+        _communicators[group] = from_mpi(group) or from_store(group)
     return _communicators[group]
-
-
-def _from_mpi(group: Any) -> Intracomm | None:
-    """None where one mpirun did not start all of the group."""
-    ranks: tuple[int, ...] = ()
-    # First what the launcher says: in a process that it did not start, MPI may hang, or end the process.
-    for asked in (_place_from_launcher, _place_from_mpi):
-        said = _gathered(asked(), group)
-        if None in said:
-            return None
-        ranks, sizes = zip(*said, strict=True)
-        if len(set(ranks)) != len(ranks) or len(set(sizes)) != 1:
-            return None
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
-
-
-def _place_from_launcher() -> tuple[int, int] | None:
-    """Rank and size, of all that mpirun started."""
-    if "mpi4py.MPI" in sys.modules:
-        return _place_from_mpi()
-    if dist.is_torchelastic_launched() or multiprocessing.parent_process() is not None:
-        return None  # what mpirun started is this process's parent, whose variables it has
-    found = _env.launch()
-    return (found.rank, found.size) if found else None
-
-
-def _place_from_mpi() -> tuple[int, int] | None:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):  # as mpi4py says that it finds no library
-        return None
-    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-
-
-def _from_store(group: Any) -> Any:
-    store = dist.distributed_c10d._get_default_store()
-    name = _gathered(uuid.uuid4().hex, group)[0]
-    # A client of its own, where this PyTorch can make one: others may wait inside of the store, and let nobody else in meanwhile.
-    client = store.clone() if hasattr(store, "clone") else store
-    return StoreCommunicator(client, f"deepep_rt/{name}", dist.get_rank(group), dist.get_world_size(group), kept=store)
-
-
-def _gathered(value: Any, group: Any) -> list[Any]:
-    """What each rank of the group gives."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found

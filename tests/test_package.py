@@ -64,6 +64,7 @@ ORDER = [
     "tables",
     "buffer",
     "__init__",
+    "torch_group",
     "torch",
     "jax_device",
     "jax_calls",

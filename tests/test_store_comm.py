@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -301,14 +302,18 @@ def environment(**more: str) -> dict[str, str]:
 
 def run_without_mpirun(*arguments: str, launcher: tuple[str, ...] = (), **more: str) -> str:
     """What tests/spawned.py prints, in processes that know of no mpirun."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *launcher, str(TESTS / "spawned.py"), *arguments],
         env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
-        check=False,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    try:
+        output, _ = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the processes that it has started, too
+        pytest.fail(f"it did not end\n{process.communicate()[0]}", pytrace=False)
+    assert process.returncode == 0, output
+    return output
