@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from ports import free_port
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -14,10 +14,6 @@ if TYPE_CHECKING:
 
 def start_in_reverse(comm: MPI.Intracomm, backend: str = "gloo") -> None:
     """Start torch.distributed over the ranks of `comm` in reverse, so that no order is right by chance."""
-    port = None
-    if comm.Get_rank() == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    port = free_port() if comm.Get_rank() == 0 else None
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
     dist.init_process_group(backend, rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())

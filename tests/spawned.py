@@ -10,6 +10,7 @@ import deepep_v1
 import torch
 import torch.distributed as dist
 from expect import raises
+from ports import free_port
 
 from deepep_rt import Buffer, EPTimeoutError
 from deepep_rt.store_comm import StoreCommunicator
@@ -114,13 +115,8 @@ def _spawned(rank: int, size: int, backend: str, port: int) -> None:
 def main() -> None:
     backend = sys.argv[1]
     if len(sys.argv) > 2:
-        import socket
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         size = int(sys.argv[2])
-        torch.multiprocessing.spawn(_spawned, (size, backend, port), nprocs=size)
+        torch.multiprocessing.spawn(_spawned, (size, backend, free_port()), nprocs=size)
     else:
         dist.init_process_group(os.environ.get("BACKEND", "gloo"))
         check_all(backend)

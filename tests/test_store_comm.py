@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import free_port
 from test_host_backend import _launch
 
 from deepep_rt import EPUnavailableError
@@ -273,9 +273,7 @@ with Buffer(communicator(), num_max_tokens_per_rank=4, hidden=64, num_topk=1, nu
         raise KeyError("mine")
     buffer.dispatch(torch.ones(4, 64).bfloat16(), torch.zeros(4, 1, dtype=torch.int64))
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), port],

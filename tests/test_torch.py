@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 
 import pytest
+from ports import free_port
 from test_examples import run
 from test_host_backend import _launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-
-
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def _run(program: str, num_ranks: int) -> None:
@@ -38,7 +32,7 @@ def test_gradients(num_ranks: int) -> None:
 @pytest.mark.parametrize("options", [[], ["--distributed", "gloo"]], ids=["mpi", "distributed"])
 def test_example(num_ranks: int, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It compares its loss curve with that of one rank itself."""
-    monkeypatch.setenv("MASTER_PORT", _free_port())
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     lines = run(num_ranks, "moe_torch.py", *options)
     assert lines[0].startswith(f"host: {num_ranks} ranks")
