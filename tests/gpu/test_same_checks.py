@@ -66,4 +66,4 @@ def test_check(check, settings, comm, monkeypatch):
     monkeypatch.setattr(spmd, "backend", "cuda")
     monkeypatch.setattr(spmd, "more", settings)
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")
-    assert spmd._run(check, comm)
+    assert spmd.run_check(check, comm)

@@ -30,26 +30,26 @@ def _checks(name):
 
 
 @pytest.fixture(autouse=True)
-def spmd(monkeypatch):
+def on_gpus(monkeypatch):
     """What the tests of the host backend share puts its tensors on GPUs here."""
-    import spmd
-
-    monkeypatch.setattr(spmd, "backend", "cuda")
-    return spmd
+    monkeypatch.setattr("spmd.backend", "cuda")
 
 
 @pytest.mark.parametrize("check", _checks("torch_autograd"))
-def test_gradients(check, comm, spmd):
-    assert spmd._run(check, comm)
+def test_gradients(check, comm):
+    import spmd
+
+    assert spmd.run_check(check, comm)
 
 
 @pytest.mark.parametrize("check", _checks("torch_groups"))
-def test_communicator(check, comm, spmd, monkeypatch):
+def test_communicator(check, comm, monkeypatch):
+    import spmd
     import torch_groups
 
     own_gpu = torch.cuda.device_count() >= comm.Get_size()
     monkeypatch.setattr(torch_groups, "backend", "nccl" if own_gpu else "gloo")  # NCCL wants a GPU for each rank
-    assert spmd._run(check, comm)
+    assert spmd.run_check(check, comm)
 
 
 class Step:

@@ -47,7 +47,7 @@ def test_check(check, jax, comm, monkeypatch):
     monkeypatch.setattr(spmd, "backend", "cuda")
     monkeypatch.setattr(spmd, "more", {"timeout_s": TIMEOUT_S})
     monkeypatch.setattr(spmd, "MEETING_S", TIMEOUT_S + 20)
-    assert spmd._run(check, comm)
+    assert spmd.run_check(check, comm)
 
 
 @pytest.mark.parametrize("options", [{}, {"xla_gpu_graph_min_graph_size": 1}], ids=["default", "small_command_buffers"])

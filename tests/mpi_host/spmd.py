@@ -36,12 +36,13 @@ def main(module_name: str) -> None:
     store = _store(meeting) if "--store" in sys.argv else None
     checks = [f for name, f in inspect.getmembers(sys.modules[module_name], inspect.isfunction) if name.startswith("check_")]
     checks.sort(key=lambda check: check.__code__.co_firstlineno)
-    passed = [_run(check, meeting, store) for check in checks]
+    passed = [run_check(check, meeting, store) for check in checks]
     meeting.Barrier()  # rank 0 holds the store
     sys.exit(0 if all(passed) else 1)
 
 
-def _run(check: Callable[[Any], None], meeting: MPI.Intracomm, store: Any) -> bool:
+def run_check(check: Callable[[Any], None], meeting: MPI.Intracomm, store: Any = None) -> bool:
+    """Run a check on all ranks, with a communicator of its own over MPI or a store; whether it passed on all of them."""
     comm = meeting.Dup() if store is None else _OverStore(store, check.__name__, meeting)
     rank = meeting.Get_rank()
     last_resort = threading.Timer(MEETING_S, MPI.COMM_WORLD.Abort, (3,))
