@@ -136,12 +136,13 @@ def _draw(results: Sequence[dict[str, Any]], references: Sequence[Reference], fo
 
 
 def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: Sizes, commit: str | None) -> dict[str, Any] | None:
-    from . import comm as _comm
+    from .agreement import agree
+    from .communicator import communicator_of
 
     program = importlib.import_module(f".{PROGRAMS[name]}", __package__)
     experts = sizes.experts or -(-256 // comm.size) * comm.size
     config = Config(comm.size, 128, sizes.hidden or 7168, sizes.topk or 8, experts)
-    on_gpu = _comm.agree(comm, config, backend, "copy") == "cuda"
+    on_gpu = agree(communicator_of(comm), config, backend, "copy") == "cuda"
     words = ["--backend", "cuda" if on_gpu else "host", "--topk", str(sizes.topk or 8), "--experts", str(experts)]
     words += ["--hidden", str(sizes.hidden or (7168 if on_gpu else 512))]
     words += ["--quick"] * quick + (["--commit", commit] if commit else [])

@@ -29,6 +29,7 @@ from .results import (
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+    from .communicator import Communicator
     from .device_low_latency import DeviceLowLatencyBackend
     from .host_low_latency import HostLowLatencyBackend
 
@@ -84,7 +85,7 @@ class Buffer:
 
     def __init__(
         self,
-        comm: Intracomm,
+        comm: Intracomm | Communicator,
         *,
         num_max_tokens_per_rank: int,
         hidden: int,
@@ -107,12 +108,13 @@ class Buffer:
             raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
         if on_exhausted not in ("copy", "error"):
             raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
-        from . import comm as _comm
+        from .agreement import agree
+        from .communicator import communicator_of
 
-        _comm.check_communicator(comm)
+        ranks = communicator_of(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
         self.config = Config(
-            num_ranks=comm.Get_size(),
+            num_ranks=ranks.Get_size(),
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             hidden=hidden,
             num_topk=num_topk,
@@ -126,19 +128,19 @@ class Buffer:
             on_timeout=on_timeout,
             **{name: value for name, value in optional.items() if value is not None},
         )
-        self._rank = comm.Get_rank()
+        self._rank = ranks.Get_rank()
         self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
-        backend = _comm.agree(comm, self.config, backend, on_exhausted, network)
+        backend = agree(ranks, self.config, backend, on_exhausted, network)
         if backend == "host":
             from .host_low_latency import HostLowLatencyBackend
 
-            self._backend = HostLowLatencyBackend(comm, self.config)
+            self._backend = HostLowLatencyBackend(ranks, self.config)
         else:
             from .device_low_latency import DeviceLowLatencyBackend
             from .placement import placed
 
-            self.config = placed(comm, self.config)
-            self._backend = DeviceLowLatencyBackend(comm, self.config, copy_when_full=on_exhausted == "copy", network=network)
+            self.config = placed(ranks, self.config)
+            self._backend = DeviceLowLatencyBackend(ranks, self.config, copy_when_full=on_exhausted == "copy", network=network)
         self._site = Site(next(_serials), self.config, self._backend.device)
 
     @staticmethod

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from . import buffer as _core
+from .communicator import communicator_of
 from .compat_config import Config
 from .compat_events import EventHandle, EventOverlap
 from .compat_low_latency import LowLatencyCalls
@@ -112,7 +113,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
             raise EPConfigError(
                 "neither group nor comm was given; pass a torch.distributed group, or an mpi4py communicator as comm="
             )
-        ranks: Intracomm = communicator(group) if group is not None else comm  # type: ignore[assignment]
+        ranks = communicator_of(comm if group is None else communicator(group))
         self.rank, self.group_size = ranks.Get_rank(), ranks.Get_size()
         self.group = comm if group is None else group
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

@@ -17,21 +17,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from . import _env
 from .buffer import Buffer
+from .communicator import Communicator
 from .compat_config import nvl_bytes
 from .errors import EPInputError, EPTimeoutError, EPUnavailableError
 from .placement import ranks_per_host
 from .results import DispatchResult
 from .together import meet
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _LEAST_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little
 _MOST_TOKENS_AHEAD = 8192  # that room is made for before a call needs it
@@ -52,7 +50,7 @@ class Board:
         EPUnavailableError: on every rank, if they have no memory in common.
     """
 
-    def __init__(self, comm: Intracomm, timeout_s: float) -> None:
+    def __init__(self, comm: Communicator, timeout_s: float) -> None:
         self._rank, self._timeout_s, self._call = comm.Get_rank(), timeout_s, 1
         shape = (2, comm.Get_size(), _MOST_WORDS)
         num_bytes = 8 * int(np.prod(shape))
@@ -117,7 +115,7 @@ class NormalBuffers:
         num_bytes: Memory that a Buffer may take before a call needs more (`num_nvl_bytes`).
     """
 
-    def __init__(self, comm: Intracomm, num_bytes: int) -> None:
+    def __init__(self, comm: Communicator, num_bytes: int) -> None:
         self._comm, self._num_bytes, self._timeout_s = comm, num_bytes, _env.timeout_s()
         if ranks_per_host(comm) != comm.Get_size():
             raise EPUnavailableError(
@@ -213,7 +211,7 @@ class LowLatencyBuffers:
         settings: Of every Buffer.
     """
 
-    def __init__(self, comm: Intracomm, **settings: Any) -> None:
+    def __init__(self, comm: Communicator, **settings: Any) -> None:
         self._comm, self._settings = comm, settings
         self._buffers: dict[tuple[int, int, int, int, str], Buffer] = {}
         self._masked: set[int] = set()  # by hand

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import alike, driver, jit, layout, symmetric
+from .agreement import announce
 from .arrays import HOST, Framework, View
-from .comm import announce
+from .communicator import Communicator
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
 from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
@@ -27,9 +28,6 @@ from .streams import CallOrder
 from .together import AllOrNone
 from .transfer import to_device, to_host
 from .watch import Watch
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _EMPTY = 256  # stands for the address of an array without elements, and is never followed
 
@@ -55,7 +53,7 @@ class DeviceBackend:
     name = "cuda"
 
     def __init__(
-        self, communicator: Intracomm, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
+        self, communicator: Communicator, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
     ) -> None:
         self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
         self.num_sms = config.num_sms  # of the next calls

@@ -13,23 +13,20 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import alike
+from .agreement import announce
 from .arrays import HOST, View
-from .comm import announce
+from .communicator import Communicator
 from .config import Config
 from .errors import EPInputError
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, Site
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
-from .store_comm import StoreCommunicator
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 
@@ -80,8 +77,8 @@ class HostBackend:
     name = "host"
     device = HOST
 
-    def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
-        self._comm: MPI.Intracomm | None = comm.Dup()  # our messages never meet the caller's
+    def __init__(self, comm: Communicator, config: Config) -> None:
+        self._comm: Communicator | None = comm.Dup()  # our messages never meet the caller's
         self._config = config
         self.num_sms = config.num_sms  # of a GPU; here it is only kept
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
@@ -90,7 +87,7 @@ class HostBackend:
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
         self._calling: str | None = None  # the low-latency call, of `alike.KINDS`, that a dispatch or combine here is a part of
-        announce(self._comm, "host backend", "a store" if isinstance(comm, StoreCommunicator) else "MPI", 0)
+        announce(self._comm, "host backend", comm.carrier, 0)
 
     context = contextlib.nullcontext()
     """There is no device to make current."""
@@ -168,7 +165,7 @@ class HostBackend:
         # Freeing is collective; peers that were lost would not take part.
         if comm is not None and in_touch and not self._mail.is_broken and not self._mail.masked:
             comm.Free()
-        elif isinstance(comm, StoreCommunicator):
+        elif comm is not None:
             comm.leave()
 
     def _route(self, site: Site, inputs: DispatchInputs) -> DispatchHandle:

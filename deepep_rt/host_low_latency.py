@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import fp8
 from .arrays import Framework, View, host_bytes
+from .communicator import Communicator
 from .config import FP8_GROUP, Config
 from .errors import EPDestroyedError, EPInputError
 from .hooks import Hook, HookOrder
@@ -25,9 +25,6 @@ from .host import HostBackend, Routing
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +70,7 @@ class _ExpertRouting:
 class HostLowLatencyBackend(HostBackend):
     """The host backend with the low-latency calls."""
 
-    def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
+    def __init__(self, comm: Communicator, config: Config) -> None:
         super().__init__(comm, config)
         self._combine_memory: Result | None = None
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from . import _env, dlpack
+from .communicator import communicator_of
 from .errors import EPInputError, EPUnavailableError
 
 if TYPE_CHECKING:
@@ -34,9 +35,8 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
     Example:
         >>> use_gpu_of_rank(MPI.COMM_WORLD)
     """
-    node = comm.Split_type(_mpi().COMM_TYPE_SHARED)
-    local_rank = node.Get_rank()
-    node.Free()
+    ranks = communicator_of(comm)
+    local_rank = ranks.ranks_here().index(ranks.Get_rank())
     if not (count := count_gpus()):
         return jax.local_devices()[0]
     from . import driver
@@ -86,14 +86,9 @@ def check_device(buffer: Buffer, array: Any) -> None:
 
 
 def check_threads(buffer: Buffer) -> None:
-    if buffer.backend == "host" and _mpi().Query_thread() < _mpi().THREAD_SERIALIZED:
+    mpi = sys.modules.get("mpi4py.MPI")  # not loaded where a Buffer speaks over a store
+    if buffer.backend == "host" and mpi and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise EPUnavailableError(
             "JAX calls back from threads of its own, but this MPI was started for one thread; start it with MPI_THREAD_MULTIPLE "
             "(mpi4py does, unless mpi4py.rc.thread_level says otherwise)"
         )
-
-
-def _mpi() -> Any:
-    from mpi4py import MPI
-
-    return MPI

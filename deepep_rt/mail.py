@@ -21,17 +21,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .communicator import Communicator
 from .errors import EPInputError, EPTimeoutError
-from .store_comm import StoreCommunicator
 from .structs import PHASES
 from .together import LAST_WORDS_TAG, LastWords
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, LAST_WORDS_TAG + 1
 _NUM_ROWS_TAGS = 32768 - _FIRST_ROWS_TAG  # every MPI has so many
@@ -49,7 +46,7 @@ class Mail:
         masks_silent: Whether a low-latency call masks silent peers instead of raising.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float, masks_silent: bool) -> None:
+    def __init__(self, comm: Communicator, timeout_s: float, masks_silent: bool) -> None:
         self._comm, self._timeout_s, self._masks_silent = comm, timeout_s, masks_silent
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
         self._call_idx = 0
@@ -127,10 +124,10 @@ class Mail:
         said = np.zeros((self._num_ranks, 2 + notices.shape[1]), np.int64)  # call and tag before each notice
         said[:, 0], said[:, 1], said[:, 2:] = number, [self._listening_tag(peer) for peer in range(self._num_ranks)], notices
         heard = np.zeros_like(said)
-        sends = [self._post(self._comm.Isend, [said[peer]], peer, _NOTICE_TAG) for peer in self.peers]
+        sends = [self._send([said[peer]], peer, _NOTICE_TAG) for peer in self.peers]
         waiting = self.peers
         while waiting:
-            receives = [self._post(self._comm.Irecv, [heard[peer]], peer, _NOTICE_TAG, is_receive=True) for peer in waiting]
+            receives = [self._receive([heard[peer]], peer, _NOTICE_TAG) for peer in waiting]
             self._wait([*sends, *receives], phase)
             sends = []
             waiting = [peer for peer in waiting if peer in self.peers and self._is_old(int(heard[peer, 0]))]
@@ -153,11 +150,10 @@ class Mail:
         posts = []
         for peer in self.peers:
             if any(part.nbytes for part in incoming[peer]):
-                tag = self._listening_tag(peer)
-                posts.append(self._post(self._comm.Irecv, incoming[peer], peer, tag, is_receive=True))
+                posts.append(self._receive(incoming[peer], peer, self._listening_tag(peer)))
         for peer in self.peers:
             if any(part.nbytes for part in outgoing[peer]):
-                posts.append(self._post(self._comm.Isend, outgoing[peer], peer, self._rows_tags[peer]))
+                posts.append(self._send(outgoing[peer], peer, self._rows_tags[peer]))
         return self._wait(posts, phase)
 
     def _listening_tag(self, peer: int) -> int:
@@ -183,18 +179,11 @@ class Mail:
                 f"all ranks must have made the same number of calls when one is unmasked"
             )
 
-    def _post(self, start: Any, parts: Sequence[np.ndarray], peer: int, tag: int, is_receive: bool = False) -> _Post:
-        """Start to send or receive several arrays as one message; MPI does without packing them."""
-        if isinstance(self._comm, StoreCommunicator):
-            return _Post(peer, start(parts, peer, tag), is_receive, parts)
-        from mpi4py import MPI
+    def _send(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Post:
+        return _Post(peer, self._comm.send_parts(parts, peer, tag), False, parts)
 
-        blocks = [(part.nbytes, part.ctypes.data) for part in parts if part.nbytes]
-        lengths, addresses = zip(*blocks, strict=True)
-        datatype = MPI.BYTE.Create_hindexed(lengths, addresses).Commit()
-        request = start([MPI.BOTTOM, 1, datatype], peer, tag)
-        datatype.Free()  # the pending request holds on to it
-        return _Post(peer, request, is_receive, parts)
+    def _receive(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Post:
+        return _Post(peer, self._comm.receive_parts(parts, peer, tag), True, parts)
 
     def _wait(self, posts: list[_Post], phase: str) -> set[int]:
         """Wait until everything is done.
@@ -290,7 +279,7 @@ class _Post:
     """A message on its way."""
 
     peer: int
-    request: MPI.Request
+    request: Any  # of mpi4py, or of `store_comm`
     is_receive: bool
     parts: Sequence[np.ndarray]  # what MPI reads or writes
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from . import _env
+from .communicator import Communicator
 from .config import MAX_RANKS_PER_NODE, Config
 from .errors import EPConfigError
-from .store_comm import StoreCommunicator
 from .together import AllOrNone
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
-
-def placed(comm: Intracomm, config: Config) -> Config:
+def placed(comm: Communicator, config: Config) -> Config:
     """Settle which ranks reach each other over NVLink: those of a host, or the smaller groups that were asked for. Collective.
 
     Raises:
@@ -33,13 +29,13 @@ def placed(comm: Intracomm, config: Config) -> Config:
     return config
 
 
-def ranks_per_host(comm: Intracomm) -> int:
+def ranks_per_host(comm: Communicator) -> int:
     """The number of ranks on each host. Collective.
 
     Raises:
         EPConfigError: on every rank, if the hosts hold different numbers of ranks, or ranks that do not follow each other.
     """
-    hosts = sorted(set(comm.allgather(tuple(ranks_here(comm)))))
+    hosts = sorted(set(comm.allgather(tuple(comm.ranks_here()))))
     size = len(hosts[0])
     if any(len(ranks) != size or ranks[-1] - ranks[0] != size - 1 for ranks in hosts):
         shown = "; ".join(", ".join(map(str, ranks)) for ranks in hosts[:4]) + ("; ..." if len(hosts) > 4 else "")
@@ -51,19 +47,7 @@ def ranks_per_host(comm: Intracomm) -> int:
     return size
 
 
-def ranks_here(comm: Intracomm) -> list[int]:
-    """The ranks on this host, ascending. Collective."""
-    if isinstance(comm, StoreCommunicator):
-        return comm.ranks_here()
-    from mpi4py import MPI
-
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = host.allgather(comm.Get_rank())
-    host.Free()
-    return sorted(ranks)
-
-
-def choose_device(comm: Intracomm, all_ranks: AllOrNone) -> int:
+def choose_device(comm: Communicator, all_ranks: AllOrNone) -> int:
     """The GPU of this rank, which becomes the current one: the one that the caller chose, or the rank's of its host. Collective.
 
     Raises:
@@ -72,7 +56,7 @@ def choose_device(comm: Intracomm, all_ranks: AllOrNone) -> int:
     """
     from . import driver  # who works in host memory needs no CUDA
 
-    rank, here = comm.Get_rank(), ranks_here(comm)
+    rank, here = comm.Get_rank(), comm.ranks_here()
     with all_ranks.part():
         device = driver.use_device(here.index(rank))
         uuid = driver.device_uuid(device)

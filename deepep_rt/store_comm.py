@@ -36,6 +36,9 @@ class StoreCommunicator:
         kept: Kept as long as this is: whoever holds the store shall not end it while it is used.
     """
 
+    carrier = "a store"
+    outlasts_its_owner = False
+
     def __init__(self, store: Any, name: str, rank: int, size: int, kept: Any = None) -> None:
         self._store, self._name, self.rank, self.size, self._kept = store, name, rank, size, kept
         self._num_duplicates = self._num_collectives = 0
@@ -52,19 +55,28 @@ class StoreCommunicator:
     def Get_size(self) -> int:
         return self.size
 
-    def Dup(self, keeps: bool = True) -> StoreCommunicator:
-        """One that shares no messages with this one; nothing is sent for it. `keeps`: whether it, too, keeps the store going."""
+    def Dup(self) -> StoreCommunicator:
+        """One that shares no messages with this one; nothing is sent for it."""
+        return self._duplicate(self._kept)
+
+    def _duplicate(self, kept: Any) -> StoreCommunicator:
         self._num_duplicates += 1
-        kept = self._kept if keeps else None
         made = StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size, kept)
         made._left_after = self._left
         return made
 
-    def own(self) -> StoreCommunicator:
-        """A duplicate that is kept."""
+    def begin_own(self) -> tuple[StoreCommunicator, Request]:
+        """A duplicate that is kept, and a request that is over."""
         if self._own is None:
             self._own = self.Dup()
-        return self._own
+        return self._own, Request(lambda: (True, None))
+
+    def lasting(self) -> StoreCommunicator:
+        """A duplicate for as long as the process lives, which keeps no store alive that its owner has closed."""
+        return self._duplicate(None)
+
+    def keep(self, *held: Any) -> None:
+        """Nothing goes on by itself here: what nobody waits for needs not be held on to."""
 
     def Free(self) -> None:
         """Part: whoever holds the store must not end while others look for their last keys there."""
@@ -137,19 +149,25 @@ class StoreCommunicator:
 
     # --- messages ----------------------------------------------------------------------------------------------------------------
 
-    def Isend(self, parts: np.ndarray | Sequence[np.ndarray], dest: int, tag: int) -> Request:
-        """Send an array, or several as one message."""
-        self._send(b"".join(part.tobytes() for part in _listed(parts)), dest, tag)
+    def Isend(self, array: np.ndarray, dest: int, tag: int) -> Request:
+        return self.send_parts([array], dest, tag)
+
+    def Irecv(self, array: np.ndarray, source: int, tag: int) -> Request:
+        return self.receive_parts([array], source, tag)
+
+    def send_parts(self, parts: Sequence[np.ndarray], dest: int, tag: int) -> Request:
+        """Send several arrays as one message."""
+        self._send(b"".join(part.tobytes() for part in parts), dest, tag)
         return Request(lambda: (True, None))
 
-    def Irecv(self, parts: np.ndarray | Sequence[np.ndarray], source: int, tag: int) -> Request:
-        """Start to receive into an array, or several. From a rank, and under a tag, one at a time."""
+    def receive_parts(self, parts: Sequence[np.ndarray], source: int, tag: int) -> Request:
+        """Start to receive one message into several arrays. From a rank, and under a tag, one at a time."""
 
         def look() -> tuple[bool, Any]:
             if not self.iprobe(source, tag):
                 return False, None
             data, start = self._receive(source, tag), 0
-            for part in _listed(parts):
+            for part in parts:
                 bits = np.frombuffer(data, np.uint8, part.nbytes, start)
                 part[...] = bits.view(part.dtype).reshape(part.shape)
                 start += part.nbytes
@@ -232,10 +250,6 @@ class Request:
         while not self.Test() and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def _listed(parts: np.ndarray | Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    return [parts] if isinstance(parts, np.ndarray) else parts
 
 
 def _host() -> str:

@@ -6,17 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _env
+from .communicator import Communicator
 from .errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from .network import NetworkOptions
-from .placement import ranks_here
-from .store_comm import StoreCommunicator
 from .together import meet
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _log = logging.getLogger("deepep_rt")
 
@@ -25,7 +21,7 @@ _log = logging.getLogger("deepep_rt")
 class Runtime:
     """The NVSHMEM of this process. There is one; the first Buffer starts it over its communicator, unless somebody else did before."""
 
-    comm: Any  # a duplicate of that communicator; None when somebody else started NVSHMEM
+    comm: Communicator | None  # a duplicate of that communicator; None when somebody else started NVSHMEM
     my_pe: int
     num_pes: int
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what it was asked to start with
@@ -52,7 +48,7 @@ def load() -> Any:
     return nvshmem
 
 
-def runtime(comm: Intracomm, environment: Mapping[str, str] | None = None) -> Runtime:
+def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) -> Runtime:
     """Find NVSHMEM running, or start it: rank 0 makes the unique ID and MPI broadcasts it. Collective over `comm`.
 
     Args:
@@ -71,8 +67,8 @@ def runtime(comm: Intracomm, environment: Mapping[str, str] | None = None) -> Ru
             _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())
         else:
             _runtime = _start(comm, nvshmem, environment or {})
-    elif isinstance(_runtime.comm, StoreCommunicator) and comm.Get_size() == _runtime.num_pes:
-        _runtime = dataclasses.replace(_runtime, comm=_kept(comm))  # the store of the one before may be gone
+    elif _runtime.comm and not _runtime.comm.outlasts_its_owner and comm.Get_size() == _runtime.num_pes:
+        _runtime = dataclasses.replace(_runtime, comm=comm.lasting())  # the store of the one before may be gone
     late = [f"{name}={value}" for name, value in (environment or {}).items() if _runtime.environment.get(name) != value]
     if late and comm.Get_rank() == 0:
         whose = "somebody else started it" if _runtime.comm is None else "an earlier Buffer started it"
@@ -91,12 +87,12 @@ def runtime(comm: Intracomm, environment: Mapping[str, str] | None = None) -> Ru
     return _runtime
 
 
-def _start(comm: Intracomm, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
+def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
     import numpy as np
 
     rank, size = comm.Get_rank(), comm.Get_size()
     # One host: no network transport is looked for, whatever the host has. What was asked for wins, and the user's own setting over that.
-    default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(ranks_here(comm)) == size else {}
+    default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(comm.ranks_here()) == size else {}
     with _env.overridden({**default, **environment}):
         uid = nvshmem.uniqueid()
         if rank == 0:
@@ -105,12 +101,7 @@ def _start(comm: Intracomm, nvshmem: Any, environment: Mapping[str, str]) -> Run
         attributes = nvshmem.InitAttr()
         nvshmem.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
         nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
-    return Runtime(_kept(comm), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
-
-
-def _kept(comm: Any) -> Any:
-    """A duplicate for as long as the process lives, which does not keep a store alive that its owner has closed."""
-    return comm.Dup(keeps=False) if isinstance(comm, StoreCommunicator) else comm.Dup()
+    return Runtime(comm.lasting(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
 
 
 class SymmetricMemory:
@@ -136,7 +127,7 @@ class SymmetricMemory:
 
     def __init__(
         self,
-        comm: Intracomm,
+        comm: Communicator,
         num_bytes: int,
         timeout_s: float,
         ranks_per_node: int | None = None,
@@ -145,7 +136,7 @@ class SymmetricMemory:
         nvshmem = self._nvshmem = load()
         self._runtime = runtime(comm, network.environment() if network else None)
         if self._runtime.comm is not None:
-            self._check_same_size(num_bytes, timeout_s)
+            _check_same_size(self._runtime.comm, num_bytes, timeout_s)
         self.ptr = nvshmem.malloc(num_bytes)
         if not all(comm.allgather(bool(self.ptr))):
             raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank; see Buffer.size_hint")
@@ -166,9 +157,10 @@ class SymmetricMemory:
         """Collective, like the allocation."""
         self._nvshmem.free(self.ptr)
 
-    def _check_same_size(self, num_bytes: int, timeout_s: float) -> None:
-        """NVSHMEM would wait without a limit for ranks that do not come."""
-        hint = "ranks outside of this Buffer's communicator have to make one of the same size at the same time"
-        sizes = set(meet(self._runtime.comm, num_bytes, timeout_s, "the allocation of symmetric memory", hint))
-        if len(sizes) != 1:
-            raise EPConfigError(f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)}")
+
+def _check_same_size(comm: Communicator, num_bytes: int, timeout_s: float) -> None:
+    """NVSHMEM would wait without a limit for ranks that do not come."""
+    hint = "ranks outside of this Buffer's communicator have to make one of the same size at the same time"
+    sizes = set(meet(comm, num_bytes, timeout_s, "the allocation of symmetric memory", hint))
+    if len(sizes) != 1:
+        raise EPConfigError(f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)}")

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .communicator import Communicator
 from .errors import EPTimeoutError, EPUnavailableError
-from .store_comm import StoreCommunicator
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _ARRIVING, _ARRIVED = 1, 2
 
 
-def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -> list[int]:
+def meet(comm: Communicator, value: int, timeout_s: float, phase: str, hint: str) -> list[int]:
     """Gather a number from all ranks, but do not wait longer than `timeout_s` for one that does not come.
 
     A rank that comes too late finds the words of those who have given up, and must not go on alone. So all say again that they have heard
@@ -39,10 +35,10 @@ def meet(comm: Intracomm, value: int, timeout_s: float, phase: str, hint: str) -
         said = _ARRIVED
 
 
-def _await(comm: Intracomm, requests: Sequence[Any], held: Any, timeout_s: float, phase: str, hint: str) -> None:
+def _await(comm: Communicator, requests: Sequence[Any], held: Any, timeout_s: float, phase: str, hint: str) -> None:
     """Wait for requests, which use what is `held`, or raise EPTimeoutError."""
     if not _are_done(requests, timeout_s):
-        _keep(comm, requests, held)
+        comm.keep(requests, held)
         raise EPTimeoutError(
             f"rank {comm.Get_rank()} waited {timeout_s:g} s in {phase}, and not all {comm.Get_size()} ranks came: {hint}. "
             f"Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if they are only slow",
@@ -64,41 +60,15 @@ def _are_done(requests: Sequence[Any], timeout_s: float) -> bool:
 
 
 _REMINDER_S = 30.0  # who waits without a limit says so this often
-_unfinished: list[Any] = []  # what MPI may still read, or write to
 
 
-def _keep(comm: Intracomm, *held: Any) -> None:
-    if not isinstance(comm, StoreCommunicator):  # which would be kept too, and does nothing by itself
-        _unfinished.append(held)
-
-
-def own(comm: Intracomm, timeout_s: float, phase: str, hint: str) -> Intracomm:
-    """A communicator of ours over the same ranks, made once and kept with theirs.
-
-    Whoever gives up leaves half of a collective behind. On the caller's communicator, that would be taken for one of the caller's. (What is
-    left there is half of an `Idup`, which only other non-blocking collectives could meet.)
+def own(comm: Communicator, timeout_s: float, phase: str, hint: str) -> Communicator:
+    """A communicator of ours over the same ranks: who gives up waiting leaves half of a collective behind, and on the caller's, that would
+    be taken for one of the caller's.
     """
-    if isinstance(comm, StoreCommunicator):
-        return comm.own()
-    made: Any = comm.Get_attr(_key_of_own())
-    if made is None:
-        made = comm.Idup()
-        comm.Set_attr(_key_of_own(), made)
-    own, request = made
-    _await(comm, [request], made, timeout_s, phase, hint)
+    own, request = comm.begin_own()
+    _await(comm, [request], own, timeout_s, phase, hint)
     return own
-
-
-@functools.cache
-def _key_of_own() -> int:
-    from mpi4py import MPI
-
-    def free(comm: Any, key: int, made: Any) -> None:
-        own, request = made
-        if request.Test():
-            own.Free()
-
-    return MPI.Comm.Create_keyval(delete_fn=free)
 
 
 class AllOrNone:
@@ -111,7 +81,7 @@ class AllOrNone:
         comm: The ranks.
     """
 
-    def __init__(self, comm: Intracomm) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm.Dup()  # of its own: who goes early says so in the middle of anything
         self._round = 0
 
@@ -140,14 +110,14 @@ class AllOrNone:
         word, words = np.array([sound]), np.zeros(len(peers), bool)
         requests = [self._comm.Isend(word, peer, self._round) for peer in peers]
         if not sound:
-            _keep(self._comm, requests, word)
+            self._comm.keep(requests, word)
             return False
         requests += [self._comm.Irecv(words[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
         start = time.monotonic()
         while not _are_done(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
             waited_s = time.monotonic() - start
             if waited_s > timeout_s:
-                _keep(self._comm, requests, word, words)
+                self._comm.keep(requests, word, words)
                 return False
             silent = [peer for peer, request in zip(peers, requests[len(peers) :], strict=True) if not request.Test()]
             warnings.warn(  # no log line, which nobody might see: this may be why the program stands still
@@ -189,7 +159,7 @@ class LastWords:
         comm: The ranks. Nobody else sends messages with `LAST_WORDS_TAG` over it.
     """
 
-    def __init__(self, comm: Intracomm) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._peers = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
         self._heard: dict[int, tuple[float, str]] = {}  # by rank: when, and what
@@ -201,7 +171,7 @@ class LastWords:
         with suppress(EPUnavailableError):  # without the store there is no telling
             requests = [self._comm.isend(text, peer, LAST_WORDS_TAG) for peer in self._peers]
             if not _are_done(requests, _LAST_WORDS_S):
-                _keep(self._comm, requests, text)
+                self._comm.keep(requests, text)
 
     def start_listening(self) -> None:
         """A wait begins. Listening costs messages: a short wait has none of it."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from . import driver, structs
+from .communicator import Communicator
 from .config import Config
 from .errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
 from .page import HostPage
 from .together import LastWords
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _GRACE_S = 5.0
 """The device reports a silent peer itself; only when the kernel does not even run does the host give up, this much later."""
@@ -28,7 +25,7 @@ class Watch:
         state: Address of the kernels' State.
     """
 
-    def __init__(self, comm: Intracomm, config: Config, page: HostPage, state: int) -> None:
+    def __init__(self, comm: Communicator, config: Config, page: HostPage, state: int) -> None:
         self._config, self._page, self._rank = config, page, comm.Get_rank()
         self._last_words = LastWords(comm)
         self._abort_at = state + structs.offset(structs.State.dtype({}), "abort")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import Buffer, arrays, comm, device, driver, jit, launch, placement, pool, symmetric
+from deepep_rt import Buffer, agreement, arrays, communicator, device, driver, jit, launch, placement, pool, symmetric
 from deepep_rt.arrays import DTYPES, Framework, View
 
 BASE = 1 << 40  # of symmetric memory
@@ -130,6 +130,7 @@ class _Communicator:
         said, self.last_words = self.last_words, ""
         return said
 
+    def keep(self, *held: Any) -> None: ...
     def Barrier(self) -> None: ...
     def Free(self) -> None: ...
 
@@ -216,9 +217,10 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
     monkeypatch.setattr(symmetric, "load", lambda: None)
-    monkeypatch.setattr(comm, "agree", lambda *_: "cuda")
+    monkeypatch.setattr(communicator, "communicator_of", lambda comm: comm)
+    monkeypatch.setattr(agreement, "agree", lambda *_: "cuda")
     monkeypatch.setattr(placement, "placed", lambda communicator, config: config)
-    monkeypatch.setattr(comm, "announce", lambda *_: None)
+    monkeypatch.setattr(agreement, "announce", lambda *_: None)
 
     def make(**sizes: Any) -> Buffer:
         defaults = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32, timeout_s=1.0, check_inputs=False)

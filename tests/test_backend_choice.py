@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepep_rt import EPUnavailableError, comm
+from deepep_rt import EPUnavailableError, agreement, communicator
 from deepep_rt.config import Config
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
@@ -32,9 +32,9 @@ def choose(
 
     monkeypatch.setattr(driver, "cuInit", start)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_SUCCESS, gpus))
-    monkeypatch.setattr(comm, "meet", lambda *_: [])
-    monkeypatch.setattr(comm, "own", lambda communicator, *_: communicator)
-    return comm.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
+    monkeypatch.setattr(agreement, "meet", lambda *_: [])
+    monkeypatch.setattr(agreement, "own", lambda communicator, *_: communicator)
+    return agreement.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
 
 
 def test_a_launcher_that_is_not_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +42,10 @@ def test_a_launcher_that_is_not_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi = pytest.importorskip("mpi4py.MPI")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match="WORLD_SIZE is 2, but MPI counts one process.*mpirun"):
-        comm.check_communicator(mpi.COMM_SELF)
+        communicator.communicator_of(mpi.COMM_SELF)
     for value in ("1", "", "many"):
         monkeypatch.setenv("WORLD_SIZE", value)
-        comm.check_communicator(mpi.COMM_SELF)
+        communicator.communicator_of(mpi.COMM_SELF)
 
 
 @pytest.mark.parametrize(

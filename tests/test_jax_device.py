@@ -26,14 +26,13 @@ def test_a_gpu_is_put_first(monkeypatch: pytest.MonkeyPatch, before: str | None,
     assert os.environ["CUDA_VISIBLE_DEVICES"] == after
 
 
-NODE = SimpleNamespace(Get_rank=lambda: 0, Free=lambda: None)
-COMM = SimpleNamespace(Split_type=lambda kind: NODE)
+COMM = SimpleNamespace(Get_rank=lambda: 0, ranks_here=lambda: [0])
 
 
 @pytest.fixture(autouse=True)
 def _mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI does not start in the process of all tests."""
-    monkeypatch.setattr(ep, "_mpi", lambda: SimpleNamespace(COMM_TYPE_SHARED=0))
+    monkeypatch.setattr(ep, "communicator_of", lambda comm: comm)
 
 
 @pytest.fixture

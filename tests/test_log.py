@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import deepep_rt
-from deepep_rt import comm, jit
+from deepep_rt import agreement, jit
 
 PROGRAM = """
 import logging, sys
@@ -53,7 +53,7 @@ def test_the_line_tells_what_a_buffer_consists_of(caplog: pytest.LogCaptureFixtu
 
     with caplog.at_level(logging.INFO, logger="deepep_rt"):
         for rank in range(2):
-            comm.announce(Rank(rank), "CUDA (sm_90)", "NVLink", 1_440_000_000)
+            agreement.announce(Rank(rank), "CUDA (sm_90)", "NVLink", 1_440_000_000)
     assert [record.getMessage() for record in caplog.records] == [
         "Buffer of 16 ranks: CUDA (sm_90), NVLink, 1.44 GB a rank, kernels: 3 from the cache and 2 compiled"
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepep_rt import EPConfigError, EPUnavailableError, NetworkOptions, comm, placement, symmetric
+from deepep_rt import EPConfigError, EPUnavailableError, NetworkOptions, agreement, placement, symmetric
 from deepep_rt.config import Config
 from deepep_rt.network import TRANSPORTS
 
@@ -30,7 +30,7 @@ ALL = NetworkOptions(
 
 
 class Ranks:
-    """One rank's communicator, as far as `comm` uses it. `gather` gives what all ranks would give, from what this one gives."""
+    """One rank's communicator, as far as the package uses it. `gather` gives what all ranks would give, from what this one gives."""
 
     def __init__(self, size=4, rank=0, hosts=None, gather=None):
         self.size, self.rank, self.hosts = size, rank, hosts or [list(range(size))]
@@ -51,9 +51,13 @@ class Ranks:
     def Bcast(self, array, root):
         pass
 
-    def Split_type(self, kind):
-        here = next(ranks for ranks in self.hosts if self.rank in ranks)
-        return Ranks(len(here), here.index(self.rank), gather=lambda mine: here)
+    def lasting(self):
+        return self
+
+    outlasts_its_owner = True
+
+    def ranks_here(self):
+        return next(ranks for ranks in self.hosts if self.rank in ranks)
 
     def allgather(self, mine):
         return self.gather(mine)
@@ -344,13 +348,13 @@ def _hosts_of(hosts):
 
 
 def test_ranks_have_to_agree_on_what_both_ends_of_a_connection_have(monkeypatch):
-    monkeypatch.setattr(comm, "meet", lambda *arguments: [])
-    monkeypatch.setattr(comm, "own", lambda communicator, *_: communicator)
+    monkeypatch.setattr(agreement, "meet", lambda *arguments: [])
+    monkeypatch.setattr(agreement, "own", lambda communicator, *_: communicator)
     config = Config(2, 16, 128, 2, 4)
 
     def agree(mine, theirs):
         other = {**dataclasses.asdict(config), "backend": "host", "on_exhausted": "copy", **theirs.common()}
-        return comm.agree(Ranks(2, gather=lambda given: [given, (other, None)]), config, "host", "copy", mine)
+        return agreement.agree(Ranks(2, gather=lambda given: [given, (other, None)]), config, "host", "copy", mine)
 
     assert agree(None, NetworkOptions(nics=["mlx5_0:1"], bootstrap_interface="eth0")) == "host"
     with pytest.raises(EPConfigError, match=r"service_level: rank 0 None, rank 1 3; connections_per_peer: rank 0 4, rank 1 None"):

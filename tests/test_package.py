@@ -45,8 +45,10 @@ ORDER = [
     "pool",
     "network",
     "store_comm",
+    "mpi_comm",
+    "communicator",
     "together",
-    "comm",
+    "agreement",
     "placement",
     "symmetric",
     "results",
@@ -137,7 +139,7 @@ def test_imports_point_upward(module: str) -> None:
 
 def test_the_import_reader_sees_every_form() -> None:
     text = """
-from . import comm
+from . import agreement
 from .host import HostBackend
 import deepep_rt.device
 from deepep_rt.jit import load
@@ -148,7 +150,7 @@ def f():
 if TYPE_CHECKING:
     from .cli import app
 """
-    assert _imports(ast.parse(text)) == {"comm", "host", "device", "jit", "__init__", "pool"}
+    assert _imports(ast.parse(text)) == {"agreement", "host", "device", "jit", "__init__", "pool"}
 
 
 def _python(code: str, **environment: str) -> str:

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from spmd import TIMEOUT_S, inputs_of_all, main, make_buffer, raises
 
 from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, together
+from deepep_rt.communicator import communicator_of
 from deepep_rt.together import AllOrNone
 
 
@@ -142,7 +143,7 @@ def check_a_part_that_fails_on_one_rank(comm: MPI.Intracomm) -> None:
     """The others hear of it at once, although that rank does nothing for MPI any more."""
     if comm.Get_size() == 1:
         return
-    all_ranks, start = AllOrNone(comm), time.monotonic()
+    all_ranks, start = AllOrNone(communicator_of(comm)), time.monotonic()
     with all_ranks.part():
         pass
     if comm.Get_rank() == 0:
@@ -193,13 +194,13 @@ def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
     for timeout_s in (None, 20.0):
-        assert AllOrNone(comm).holds(True, "be here", timeout_s)
+        assert AllOrNone(communicator_of(comm)).holds(True, "be here", timeout_s)
         start = time.monotonic()
-        assert not AllOrNone(comm).holds(rank != odd, "be here", timeout_s)
+        assert not AllOrNone(communicator_of(comm)).holds(rank != odd, "be here", timeout_s)
         assert time.monotonic() - start < 10
     if odd == 0:
         return
-    parting = AllOrNone(comm)
+    parting = AllOrNone(communicator_of(comm))
     assert parting.holds(True, "be here")
     if rank == odd:
         time.sleep(1)
@@ -210,7 +211,7 @@ def check_who_waits_without_a_limit_says_so(comm: MPI.Intracomm) -> None:
     late = comm.Get_size() - 1
     if late == 0:
         return
-    all_ranks = AllOrNone(comm)
+    all_ranks = AllOrNone(communicator_of(comm))
     with warnings.catch_warnings(record=True) as caught, unittest.mock.patch.object(together, "_REMINDER_S", 0.4):
         warnings.simplefilter("always")
         if comm.Get_rank() == late:

@@ -1,46 +1,21 @@
-"""Agreement between ranks, through MPI, on the settings and the backend of a Buffer."""
+"""Agreement between ranks on the settings and the backend of a Buffer."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
-from typing import TYPE_CHECKING, Any
 
-from . import _env, jit
+from . import jit
+from .communicator import Communicator
 from .config import Config
 from .errors import EPConfigError, EPUnavailableError
 from .network import NetworkOptions
-from .store_comm import StoreCommunicator
 from .together import meet, own
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _log = logging.getLogger("deepep_rt")
 
 
-def check_communicator(comm: Any) -> None:
-    """Raise EPConfigError unless it is a communicator that this process belongs to; warn of a launcher that is not MPI's."""
-    if not hasattr(comm, "Get_size"):
-        raise EPConfigError(
-            f"comm is a {type(comm).__name__}; expected an mpi4py communicator. For a torch.distributed process group there is "
-            f"deepep_rt.torch.communicator(group)"
-        )
-    if not comm:
-        raise EPConfigError("comm is MPI.COMM_NULL: this process is none of its ranks, and takes no part in the Buffer")
-    if not isinstance(comm, StoreCommunicator) and comm.Get_size() == 1 and _env.world_size() > 1:
-        from mpi4py import MPI
-
-        if MPI.COMM_WORLD.Get_size() == 1:
-            warnings.warn(
-                f"WORLD_SIZE is {_env.world_size()}, but MPI counts one process: torchrun, or whatever started the others, is no MPI "
-                f"launcher. This Buffer has one rank; start the program with mpirun, or pass deepep_rt.torch.communicator()",
-                stacklevel=3,
-            )
-
-
-def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
+def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
     """Compare the settings of all ranks, and choose one backend for all of them.
 
     Returns:
@@ -82,7 +57,7 @@ def agree(comm: Intracomm, config: Config, backend: str, on_exhausted: str, netw
     return backend
 
 
-def announce(comm: Intracomm, backend: str, transport: str, num_bytes: int) -> None:
+def announce(comm: Communicator, backend: str, transport: str, num_bytes: int) -> None:
     """Log, on rank 0, what a Buffer that was just made consists of; the kernels are those of this process so far."""
     if comm.Get_rank() == 0:
         _log.info(
