@@ -108,9 +108,13 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._order.enter(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         results = self._ll_results[inputs.use_fp8, inputs.use_ue8m0]
-        memory = results.memory.take(stream, call.caller_stream)
-        recv_x, recv_scales = memory.ptr + results.x, memory.ptr + results.scales
-        slot = self._ll_handles.take(stream, call.caller_stream)
+        if (into := inputs.into) is None:
+            memory: Any = results.memory.take(stream, call.caller_stream)
+            recv_x, recv_scales = memory.ptr + results.x, memory.ptr + results.scales
+            slot: Any = self._ll_handles.take(stream, call.caller_stream)
+        else:
+            memory, slot = into, into.tables
+            recv_x, recv_scales = into.recv_x.ptr, into.recv_scales.ptr if into.recv_scales else 0
         values = {
             "phases": _PHASES[with_hook],
             "num_tokens": x.shape[0],

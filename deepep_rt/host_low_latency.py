@@ -28,7 +28,7 @@ from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyD
 
 
 @dataclass(frozen=True, eq=False)
-class _ExpertRouting:
+class ExpertRouting:
     """A routing, and where the rows that arrived lie. An entry is a choice of a local expert by a token that arrived."""
 
     rows: DispatchHandle  # the routing of the rows
@@ -50,7 +50,7 @@ class _ExpertRouting:
         own_weights: np.ndarray | None,
         hook: Hook | None,
         config: Config,
-    ) -> _ExpertRouting:
+    ) -> ExpertRouting:
         """Lay out entries by expert; those of an expert keep the order of rows, which is that of source ranks and tokens."""
         routing: Routing = rows._routing
         is_there = np.zeros(len(recv_idx), bool)
@@ -64,7 +64,7 @@ class _ExpertRouting:
         position = np.empty_like(expert)
         position[by_expert] = np.arange(len(expert)) - first[expert[by_expert]]
         slot = expert * config.num_max_recv_tokens + position
-        return _ExpertRouting(rows, topk_idx, row, choice, slot, counts, weights, own_weights, hook)
+        return ExpertRouting(rows, topk_idx, row, choice, slot, counts, weights, own_weights, hook)
 
 
 class HostLowLatencyBackend(HostBackend):
@@ -137,7 +137,7 @@ class HostLowLatencyBackend(HostBackend):
         recv_idx, weights = sent._views["topk_idx"], sent._views["topk_weights"]
         assert recv_idx is not None
         hook = self._dispatch_hooks.hook(receive) if return_recv_hook else None
-        routing = _ExpertRouting.of(
+        routing = ExpertRouting.of(
             sent.handle,
             _values(inputs.topk_idx).astype(np.int64),
             _values(recv_idx),
@@ -156,7 +156,7 @@ class HostLowLatencyBackend(HostBackend):
     def low_latency_combine(
         self, site: Site, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool
     ) -> LowLatencyCombineResult:
-        routing: _ExpertRouting = inputs.handle._routing
+        routing: ExpertRouting = inputs.handle._routing
         if routing.hook is not None and not routing.hook.called:
             raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")
         given, home = _values(inputs.topk_idx), routing.topk_idx // self._config.num_local_experts
@@ -187,7 +187,7 @@ class HostLowLatencyBackend(HostBackend):
 
     def _reduce_early(self, site: Site, inputs: LowLatencyCombineInputs, call: Call) -> np.ndarray:
         """Add up the rows of a token that are here, send the sum as bfloat16, and add up the sums at home."""
-        routing: _ExpertRouting = inputs.handle._routing
+        routing: ExpertRouting = inputs.handle._routing
         with self._part_of("low_latency_combine"):
             weights = routing.weights
             if weights is None:
@@ -204,7 +204,7 @@ class HostLowLatencyBackend(HostBackend):
 
     def _reduce_at_home(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
         """Send the row of each choice, and add them up at home."""
-        routing: _ExpertRouting = inputs.handle._routing
+        routing: ExpertRouting = inputs.handle._routing
         tokens: Routing = routing.rows._routing
         config, y = self._config, self._expert_rows(inputs)
         self._mail.start_call()

@@ -62,6 +62,15 @@ class CombineInputs:
 
 
 @dataclass(slots=True)
+class LowLatencyMemory:
+    """Memory on the GPU for what arrives. None of it is the Buffer's, so a call that is captured may be replayed whatever comes between."""
+
+    recv_x: View
+    recv_scales: View | None
+    tables: View  # of the handle
+
+
+@dataclass(slots=True)
 class LowLatencyDispatchInputs:
     """Checked arguments of low_latency_dispatch."""
 
@@ -73,6 +82,7 @@ class LowLatencyDispatchInputs:
     use_ue8m0: bool  # and travel as their exponents
     recv_stats: View | None
     wait_stats: View | None
+    into: LowLatencyMemory | None = None  # the caller's own, where it has some
 
 
 @dataclass(slots=True)

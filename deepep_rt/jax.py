@@ -27,14 +27,28 @@ from jax.ad_checkpoint import checkpoint_name
 from . import tables
 from .errors import EPInputError
 from .inputs import combine_inputs, dispatch_inputs
-from .jax_calls import call, errors, run_combine, run_dispatch, run_known_dispatch, traced
+from .jax_calls import Combined, call, errors, run_combine, run_dispatch, run_known_dispatch, token_of, traced
 from .jax_device import check_threads, use_gpu_of_rank
+from .jax_low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
 from .results import DispatchHandle
 
 if TYPE_CHECKING:
     from .buffer import Buffer
 
-__all__ = ["Combined", "Dispatched", "Handle", "checkpoint", "combine", "dispatch", "errors", "use_gpu_of_rank"]
+__all__ = [
+    "Combined",
+    "Dispatched",
+    "Handle",
+    "LowLatencyDispatched",
+    "LowLatencyHandle",
+    "checkpoint",
+    "combine",
+    "dispatch",
+    "errors",
+    "low_latency_combine",
+    "low_latency_dispatch",
+    "use_gpu_of_rank",
+]
 
 
 @partial(
@@ -72,15 +86,6 @@ class Dispatched(NamedTuple):
     num_recv_tokens_per_expert: jax.Array
     """Received tokens of each local expert, `[num_local_experts]` int32."""
     handle: Handle
-
-
-class Combined(NamedTuple):
-    """Rows added up over the ranks, back at the tokens' own rank."""
-
-    x: jax.Array
-    """`[num_tokens, hidden]`, dtype of combine's `x`; zero for tokens that went nowhere."""
-    token: jax.Array
-    """Orders later calls after this one, `[1]` float32; see `after`."""
 
 
 def dispatch(
@@ -130,7 +135,7 @@ def dispatch(
         raise EPInputError(
             "x has no rows: XLA leaves out a call that is given nothing, and the others would wait for it; pass a row with topk_idx -1"
         )
-    return _dispatch(buffer, rows, x, topk_idx, weights, _token(after))
+    return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
 
 
 def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | None = None) -> Combined:
@@ -156,7 +161,7 @@ def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | 
     x = jnp.asarray(x)
     if not isinstance(handle, Handle):
         raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.dispatch")
-    return _combine(buffer, x, handle, _token(handle.token if after is None else after))
+    return _combine(buffer, x, handle, token_of(handle.token if after is None else after))
 
 
 def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +200,7 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
 
     run = jax.custom_vjp(once)
     run.defvjp(forward, backward)
-    return lambda *arguments, after=None: run(_token(after), *arguments)
+    return lambda *arguments, after=None: run(token_of(after), *arguments)
 
 
 def _dispatch_once(
@@ -283,14 +288,6 @@ def _sum(tree: Any) -> jax.Array:
 def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:
     """Results that policies of `jax.checkpoint` can name."""
     return [checkpoint_name(result, name) for result in results]
-
-
-def _token(after: Any) -> jax.Array:
-    if after is None:
-        return jnp.zeros(1, jnp.float32)
-    if getattr(after, "shape", None) != (1,) or after.dtype != jnp.float32:
-        raise EPInputError(f"after is {getattr(after, 'aval', after)!s}; expected the token of an earlier call, or of its handle")
-    return after
 
 
 def _without_padding(rows: jax.Array, num_recv: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,16 @@ from .jax_device import check_device
 
 if TYPE_CHECKING:
     from .buffer import Buffer
+
+
+class Combined(NamedTuple):
+    """Rows added up over the ranks, back at the tokens' own rank."""
+
+    x: jax.Array
+    """`[num_tokens, hidden]`, dtype of combine's `x`; zero for tokens that went nowhere."""
+    token: jax.Array
+    """Orders later calls after this one, `[1]` float32; see `after`."""
+
 
 _PLAIN = Framework()  # results stay Views: a callback must not make JAX arrays
 _one_at_a_time = threading.RLock()  # XLA may run callbacks of independent programs at once
@@ -52,10 +62,12 @@ def call(
     after: list[jax.Array],
     given: list[jax.Array],
     shapes: Sequence[tuple[tuple[int, ...], Any]],
+    may_be_captured: bool = False,
 ) -> list[jax.Array]:
     """Put a call into the program: `run(buffer, stream, arguments, results, *sizes)`, after what `after` depends on.
 
     The first result is the token. It is the first of `after`, which nobody looks at: XLA only sees that it comes out of the call.
+    `may_be_captured`: whether XLA may put it into a CUDA graph, which it replays without calling back.
     """
     made: dict[Any, Callable[..., None]] = vars(buffer).setdefault("_jax_callbacks", {})
     if (
@@ -63,7 +75,9 @@ def call(
     ) not in made:  # the same function each time, or JAX would compile calls outside of jit again
         made[key] = _callback(buffer, *key)
     token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
-    done = buffer_callback(made[key], [token, *results], input_output_aliases={0: 0})(*after, *given)
+    aliases, kept = {0: 0}, [token, *results]
+    step = buffer_callback(made[key], kept, input_output_aliases=aliases, command_buffer_compatible=may_be_captured)
+    done = step(*after, *given)
     # In a scan on a GPU, XLA would fuse the call with what stacks its results, keep the call for its other results, and so make it twice.
     return jax.lax.optimization_barrier(done)
 
@@ -93,6 +107,15 @@ def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], 
                 raise
 
     return callback
+
+
+def token_of(after: Any) -> jax.Array:
+    """What a call comes after: the token that was given, or nothing."""
+    if after is None:
+        return jnp.zeros(1, jnp.float32)
+    if getattr(after, "shape", None) != (1,) or after.dtype != jnp.float32:
+        raise EPInputError(f"after is {getattr(after, 'aval', after)!s}; expected the token of an earlier call, or of its handle")
+    return after
 
 
 def _look(buffer: Buffer, array: Any) -> View:

@@ -72,8 +72,9 @@ def test_program(program: str, num_ranks: int) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_inside_of_compiled_jax_functions(num_ranks: int) -> None:
-    test_program("in_jit", num_ranks)
+@pytest.mark.parametrize("program", ["in_jit", "decode_in_jit"])
+def test_inside_of_compiled_jax_functions(program: str, num_ranks: int) -> None:
+    test_program(program, num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -70,6 +70,7 @@ ORDER = [
     "torch",
     "jax_device",
     "jax_calls",
+    "jax_low_latency",
     "jax",
     "compat_config",
     "compat_events",

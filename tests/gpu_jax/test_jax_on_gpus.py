@@ -31,13 +31,14 @@ def _checks():
     if importlib.util.find_spec("jax") is None:
         return []
     try:
+        import decode_in_jit
         import in_jit
     except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
         return []
-    found = [
-        f for name, f in inspect.getmembers(in_jit, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
-    ]
-    return [pytest.param(f, id=f.__name__) for f in sorted(found, key=lambda f: f.__code__.co_firstlineno)]
+    members = [member for module in (in_jit, decode_in_jit) for member in inspect.getmembers(module, inspect.isfunction)]
+    found = [check for name, check in members if name.startswith("check_") and name not in HOST_ONLY]
+    found.sort(key=lambda check: (check.__module__, check.__code__.co_firstlineno))
+    return [pytest.param(check, id=f"{check.__module__}.{check.__name__}") for check in found]
 
 
 @pytest.mark.parametrize("check", _checks())
@@ -111,6 +112,60 @@ def test_hundred_steps(jax, comm, options):
     assert total[-1] < 0.9 * total[0], "nothing was learnt"
     np.testing.assert_allclose(learnt[0], wanted[0][mine], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(learnt[1], wanted[1].reshape(ranks, tokens, -1)[rank], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["command_buffers", "without"])
+def test_decoding(jax, comm, graphs):
+    """A step of several layers with inputs that change. XLA replays it as a CUDA graph, without calling Python, or calls back each time."""
+    from deepep_rt import jax as ep
+
+    layers, steps, tokens, hidden, experts = 8, 50, 16, 1024, 8 * comm.Get_size()
+    options = {"xla_gpu_graph_min_graph_size": 1} if graphs else {"xla_gpu_enable_command_buffer": ""}
+    settings = dict(num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=4, num_experts=experts, low_latency=True)
+    with make(comm, **settings) as buffer:
+
+        def layer(x, idx, weights):
+            sent = ep.low_latency_dispatch(buffer, x, idx, weights, use_fp8=False)
+            return x + ep.low_latency_combine(buffer, sent.recv_x, idx, weights, sent.handle).x
+
+        def step(x, idx, weights):
+            for i in range(layers):
+                x = layer(x, idx[i], weights[i])
+            return x
+
+        x = rows(comm, 5, tokens, hidden).cpu().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        routings = [routing(comm, seed, layers * tokens, 4, experts, dtype=torch.int32) for seed in range(3)]
+        routings = [[jax.device_put(a.cpu().numpy().reshape(layers, tokens, 4)) for a in pair] for pair in routings]
+        compiled = jax.jit(step).lower(x, *routings[0]).compile(compiler_options=options)
+        eager = [_without_jit(buffer, x, *map(np.asarray, pair)) for pair in routings]
+        given = jax.device_put(x)
+        comm.Barrier()
+        calls, combine = [], buffer.low_latency_combine
+        buffer.low_latency_combine = lambda *args, **kw: calls.append(1) or combine(*args, **kw)
+        for i in range(steps):
+            out = compiled(given, *routings[i % 3])
+            np.testing.assert_array_equal(np.asarray(out).view(np.uint16), eager[i % 3].view(np.uint16))
+        jax.block_until_ready(out)
+        comm.Barrier()
+        num_calls, start = len(calls), time.perf_counter()
+        for i in range(steps):
+            out = compiled(given, *routings[i % 3])
+        jax.block_until_ready(out)
+        seconds = time.perf_counter() - start
+        if comm.Get_rank() == 0:
+            print(
+                f"{1e6 * seconds / steps / layers:.0f} us a layer; {num_calls} combines called back for {steps} steps of {layers}"
+            )
+        assert num_calls < steps * layers / 2 if graphs else num_calls == steps * layers
+        buffer.synchronize()
+
+
+def _without_jit(buffer, x, idx, weights):
+    for layer_idx, layer_weights in zip(idx, weights, strict=True):
+        sent = buffer.low_latency_dispatch(x, layer_idx, topk_weights=layer_weights, use_fp8=False)
+        back = buffer.low_latency_combine(sent.recv_x, layer_idx, layer_weights, sent.handle).x
+        x = (x.astype(np.float32) + np.asarray(back).astype(np.float32)).astype(ml_dtypes.bfloat16)
+    return x
 
 
 @pytest.mark.parametrize("num_worst_tokens", [None, 200])

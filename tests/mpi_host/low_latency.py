@@ -26,7 +26,7 @@ NUM_ROUNDS = 40
 
 def _buffer(comm: MPI.Intracomm, **settings: Any) -> Buffer:
     defaults = dict(hidden=HIDDEN, num_topk=NUM_TOPK, num_max_tokens_per_rank=MAX_TOKENS, num_experts=4 * comm.Get_size())
-    return make_buffer(comm, low_latency=True, dtype="bfloat16", **{**defaults, **settings})
+    return make_buffer(comm, dtype="bfloat16", **{"low_latency": True, **defaults, **settings})
 
 
 def _tokens(rank: int) -> int:

@@ -1,0 +1,137 @@
+"""deepep_rt.jax: the low-latency calls inside compiled functions, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import low_latency_oracle
+import numpy as np
+import oracle
+from low_latency import FORMATS, MAX_TOKENS, _arrived, _buffer, _check_same, _inputs, _outputs
+from mpi4py import MPI
+from spmd import main, raises
+
+from deepep_rt import Buffer, EPInputError
+from deepep_rt import jax as ep
+
+
+def _tokens(rank: int) -> int:
+    """A rank without tokens is refused while it traces: `check_wrong_calls`."""
+    return (5, 1, MAX_TOKENS, 3)[rank % 4]
+
+
+def _step(buffer: Buffer, late_weights: bool, reduce_early: bool, options: dict[str, bool]) -> Any:
+    """Dispatch, and combine what the experts are taken to have computed."""
+
+    @jax.jit
+    def step(x: jax.Array, idx: jax.Array, weights: jax.Array, y: jax.Array) -> Any:
+        sent = ep.low_latency_dispatch(buffer, x, idx, None if late_weights else weights, **options)
+        return sent, ep.low_latency_combine(buffer, y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early)
+
+    return step
+
+
+def _check_steps(
+    comm: MPI.Intracomm, buffer: Buffer, step: Any, reduce_early: bool, options: dict[str, bool], seeds: range
+) -> None:
+    """A compiled step with inputs that change."""
+    rank = comm.Get_rank()
+    for seed in seeds:
+        inputs, y = _inputs(comm, seed, _tokens, idx_dtype="int32"), _outputs(buffer, seed, special=bool(seed % 2))
+        wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
+        mine = inputs[rank]
+        sent, back = jax.block_until_ready(step(mine.x, mine.topk_idx, mine.topk_weights, y[rank]))
+        got = jax.tree.map(np.asarray, sent)
+        low_latency_oracle.check_dispatch(got, _arrived(buffer, rank, inputs, options))
+        _check_same(f"combine, reduce_early={reduce_early}", np.asarray(back.x), wanted)
+
+
+def check_every_format(comm: MPI.Intracomm) -> None:
+    with _buffer(comm) as buffer:
+        for i, options in enumerate(FORMATS):
+            late, early = bool(i % 2), i != 3
+            with ep.errors():
+                _check_steps(comm, buffer, _step(buffer, late, early, options), early, options, range(3))
+
+
+def check_a_scan(comm: MPI.Intracomm) -> None:
+    """Steps of decoding in one program, each fed with what the last one gave; throughput calls in between."""
+    rank = comm.Get_rank()
+    inputs = [_inputs(comm, seed, lambda rank: 8, idx_dtype="int32")[rank] for seed in range(6)]
+    x = inputs[0].x
+    idx, weights = (np.stack([getattr(one, name) for one in inputs]) for name in ("topk_idx", "topk_weights"))
+    factor = np.float32(rank + 1)  # what the experts of this rank do
+
+    with _buffer(comm) as buffer:
+        place = jnp.arange(buffer.config.num_max_recv_tokens)
+
+        def step(carry: Any, routing: Any) -> Any:
+            x, after = carry
+            idx, weights = routing
+            sent = ep.low_latency_dispatch(buffer, x, idx, weights, use_fp8=False, after=after)
+            there = place[None, :] < sent.num_recv_tokens_per_expert[:, None]
+            y = jnp.where(there[..., None], sent.recv_x * factor.astype(x.dtype), 0).astype(x.dtype)
+            low = ep.low_latency_combine(buffer, y, idx, weights, sent.handle)
+            slow = ep.dispatch(buffer, low.x, idx, weights, after=low.token)
+            back = ep.combine(buffer, slow.recv_x, slow.handle)
+            return (back.x, back.token), (low.x, sent.num_recv_tokens_per_expert)
+
+        start = jnp.asarray(x), jnp.zeros(1, jnp.float32)
+        with ep.errors():
+            decode = jax.jit(lambda start, routing: jax.lax.scan(step, start, routing)[1])
+            sums, counts = jax.block_until_ready(decode(start, (idx, weights)))
+
+        for i in range(len(inputs)):
+            sent = buffer.low_latency_dispatch(x, idx[i], topk_weights=weights[i], use_fp8=False)
+            np.testing.assert_array_equal(counts[i], np.asarray(sent.num_recv_tokens_per_expert))
+            y = (np.asarray(sent.recv_x).astype(np.float32) * factor).astype(x.dtype)
+            low = np.asarray(buffer.low_latency_combine(y, idx[i], weights[i], sent.handle).x)
+            _check_same(f"step {i}", np.asarray(sums[i]), low)
+            slow = buffer.dispatch(low, idx[i], weights[i])
+            x = np.asarray(buffer.combine(slow.recv_x, slow.handle).x)
+
+
+def check_wrong_calls(comm: MPI.Intracomm) -> None:
+    """Refused while the function is traced: no call was made, and the Buffer stays good."""
+    mine: oracle.RankInputs = _inputs(comm, 1, _tokens, idx_dtype="int32")[comm.Get_rank()]
+    given = mine.x, mine.topk_idx, mine.topk_weights
+    with _buffer(comm) as buffer:
+
+        def dispatch(x: Any = given[0], idx: Any = given[1], weights: Any = given[2], **options: Any) -> Any:
+            return jax.jit(lambda x, idx, weights: ep.low_latency_dispatch(buffer, x, idx, weights, **options))(x, idx, weights)
+
+        sizes = buffer.config
+        shape = (sizes.num_local_experts, sizes.num_max_recv_tokens, sizes.hidden)
+        y = jnp.zeros(shape, jnp.bfloat16)
+        with raises(EPInputError, "x is float32", "bfloat16"):
+            dispatch(x=mine.x.astype(np.float32))
+        with raises(EPInputError, "x has no rows", "topk_idx -1"):
+            dispatch(mine.x[:0], mine.topk_idx[:0], mine.topk_weights[:0])
+        with raises(EPInputError, "topk_idx has shape"):
+            dispatch(idx=mine.topk_idx[:, :-1])
+        with raises(EPInputError, "use_ue8m0"):
+            dispatch(use_fp8=False, use_ue8m0=True)
+        with raises(EPInputError, "after is", "token"):
+            dispatch(after=mine.x)
+        with raises(EPInputError, "low-latency calls have no gradient", "dispatch and combine"):
+            jax.grad(lambda x: ep.low_latency_dispatch(buffer, x, *given[1:], use_fp8=False).recv_x.sum().astype(jnp.float32))(
+                given[0]
+            )
+        sent = dispatch()
+        with raises(EPInputError, "handle is a Dispatched", "low_latency_dispatch"):
+            ep.low_latency_combine(buffer, y, *given[1:], ep.Dispatched(*[None] * 5))
+        with raises(EPInputError, "y has dtype float32"):
+            ep.low_latency_combine(buffer, y.astype(jnp.float32), *given[1:], sent.handle)
+        with _buffer(comm) as other, raises(EPInputError, "handle comes from another Buffer"):
+            ep.low_latency_combine(other, y, *given[1:], sent.handle)
+        back = jax.block_until_ready(ep.low_latency_combine(buffer, y, *given[1:], sent.handle))
+        assert not np.asarray(back.x).any()
+    plain = _buffer(comm, low_latency=False)
+    with plain as buffer, raises(EPInputError, "low_latency=True"):
+        ep.low_latency_dispatch(buffer, *given)
+
+
+if __name__ == "__main__":
+    main(__name__)
