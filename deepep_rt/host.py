@@ -98,7 +98,40 @@ class HostBackend:
         return Call(None, None, async_finish, previous_event)
 
     def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
-        self._mail.start_call()
+        with self._mail.call():
+            return self._dispatch(site, inputs)
+
+    def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
+        with self._mail.call():
+            return self._combine(inputs)
+
+    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
+        """Bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceiling`."""
+        assert self._comm is not None
+        outgoing = np.ones((self._num_ranks, num_rows * row_bytes), np.uint8)
+        incoming = np.zeros_like(outgoing)
+        self._comm.Alltoall(outgoing, incoming)
+        start = time.perf_counter()
+        for _ in range(iterations):
+            self._comm.Alltoall(outgoing, incoming)
+        slowest = max(self._comm.allgather((time.perf_counter() - start) / iterations))
+        return num_rows * max(self._num_ranks - 1, 1) * row_bytes / slowest
+
+    def synchronize(self) -> None:
+        self._mail.check()
+
+    def destroy(self, in_touch: bool, error: BaseException | None) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None and error is not None:
+            self._mail.last_words.say(error)
+        self._mail.release()
+        # Freeing is collective; peers that were lost would not take part.
+        if comm is not None and in_touch and not self._mail.is_broken and not self._mail.masked:
+            comm.Free()
+        elif comm is not None:
+            comm.leave()
+
+    def _dispatch(self, site: Site, inputs: DispatchInputs) -> DispatchResult:
         if inputs.handle is None:
             handle = self._route(site, inputs)
             return self._send_rows(handle, handle._routing, inputs)
@@ -110,8 +143,7 @@ class HostBackend:
         goes, comes = self._agree_on_rows(notices, "kPhaseDispatchLanding", sizes, routing.num_received)
         return self._send_rows(inputs.handle, routing.only(sent=goes, received=comes), inputs)
 
-    def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
-        self._mail.start_call()
+    def _combine(self, inputs: CombineInputs) -> CombineResult:
         handle, x, config = inputs.handle, inputs.x, self._config
         routing: Routing = handle._routing
         notices = self._notices("combine", x, inputs, routing.serial)
@@ -142,31 +174,6 @@ class HostBackend:
             from_float32(total, x.dtype, out.rows)
         views = {"x": out.view(x.framework), "topk_weights": None if weights is None else weights.view(x.framework)}
         return CombineResult(event=Event(), _make_views=lambda: views)
-
-    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
-        """Bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceiling`."""
-        assert self._comm is not None
-        outgoing = np.ones((self._num_ranks, num_rows * row_bytes), np.uint8)
-        incoming = np.zeros_like(outgoing)
-        self._comm.Alltoall(outgoing, incoming)
-        start = time.perf_counter()
-        for _ in range(iterations):
-            self._comm.Alltoall(outgoing, incoming)
-        slowest = max(self._comm.allgather((time.perf_counter() - start) / iterations))
-        return num_rows * max(self._num_ranks - 1, 1) * row_bytes / slowest
-
-    def synchronize(self) -> None:
-        self._mail.check()
-
-    def destroy(self, in_touch: bool, error: BaseException | None) -> None:
-        comm, self._comm = self._comm, None
-        if comm is not None and error is not None:
-            self._mail.last_words.say(error)
-        # Freeing is collective; peers that were lost would not take part.
-        if comm is not None and in_touch and not self._mail.is_broken and not self._mail.masked:
-            comm.Free()
-        elif comm is not None:
-            comm.leave()
 
     def _route(self, site: Site, inputs: DispatchInputs) -> DispatchHandle:
         """Work out a new routing and tell the ranks about it."""

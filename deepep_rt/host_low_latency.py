@@ -207,13 +207,12 @@ class HostLowLatencyBackend(HostBackend):
         routing: ExpertRouting = inputs.handle._routing
         tokens: Routing = routing.rows._routing
         config, y = self._config, self._expert_rows(inputs)
-        self._mail.start_call()
         spans = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])
         slots = [routing.slot[first:end] for first, end in spans.T]  # entries come in the order of their source ranks
         token, choice = np.nonzero(routing.topk_idx >= 0)
         peer = routing.topk_idx[token, choice] // config.num_local_experts
         by_peer = [np.flatnonzero(peer == rank) for rank in range(self._num_ranks)]
-        with self._part_of("low_latency_combine with allow_multiple_reduction=False"):
+        with self._part_of("low_latency_combine with allow_multiple_reduction=False"), self._mail.call():
             notices = self._notices("combine", inputs.y, inputs, tokens.serial)
             sends, expects = [len(part) for part in slots], [len(entries) for entries in by_peer]
             self._note_size(notices, max(sends) * y.shape[1], int(np.argmax(sends)))

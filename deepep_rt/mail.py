@@ -38,7 +38,7 @@ _logger = logging.getLogger("deepep_rt")
 
 
 class Mail:
-    """Bounded exchanges of messages between all ranks. After a time-out that masks nobody it is broken for good.
+    """Bounded exchanges of messages between all ranks. After a time-out that masks nobody, or a call that was interrupted, it is broken.
 
     Args:
         comm: Nobody else sends messages over it.
@@ -82,11 +82,31 @@ class Mail:
     def check(self) -> None:
         """Raise if an earlier call timed out."""
         if (first := self._failure) is not None:
-            text = f"this Buffer is broken since an earlier call timed out; make a new one. The earlier error: {first}"
+            text = f"this Buffer is broken since an earlier call did not end; make a new one. The earlier error: {first}"
             raise EPTimeoutError(text, rank=first.rank, peer=first.peer, phase=first.phase, call_idx=first.call_idx)
 
-    def start_call(self) -> None:
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """What is exchanged meanwhile belongs to one call.
+
+        If something throws this rank out of the middle of it, the Buffer is broken: its next call would be taken for this one.
+        """
         self._call_idx += 1
+        try:
+            yield
+        except EPInputError:  # all ranks agree on it, or nothing was sent yet
+            raise
+        except BaseException as error:
+            if self._failure is None and not self._in_low_latency:  # low-latency calls tell their numbers
+                what = f"rank {self._rank} was thrown out of call {self._call_idx} by {type(error).__name__}"
+                self._failure = EPTimeoutError(what, rank=self._rank, peer=self._rank, phase="", call_idx=self._call_idx)
+            raise
+
+    def release(self) -> None:
+        """Nothing is exchanged any more. MPI goes on with what was started: what that reads and writes must outlive this."""
+        self._unfinished = [post for post in self._unfinished if not post.is_done()]
+        if self._unfinished:
+            self._comm.keep(self._unfinished)
 
     @contextmanager
     def low_latency_call(self) -> Iterator[None]:
@@ -194,7 +214,7 @@ class Mail:
         try:
             return self._poll(posts, PHASES[phase][1])
         except BaseException:
-            self._unfinished += posts  # MPI may still read or write there
+            self._comm.keep(posts)  # MPI may still read or write there, whatever becomes of the Buffer
             raise
 
     def _poll(self, posts: list[_Post], phase: str) -> set[int]:
@@ -254,8 +274,8 @@ class Mail:
 
     def _fail(self, silent: list[_Post], error: EPTimeoutError) -> None:
         for post in silent:
-            post.request.Cancel()
-            post.request.Free()
+            if post.is_receive:
+                post.request.Cancel()
         self._failure = error
         raise error
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
+import signal
 import time
 import unittest.mock
 import warnings
+from typing import Any
 
 import numpy as np
 import oracle
+import spmd
 from mpi4py import MPI
 from spmd import TIMEOUT_S, inputs_of_all, main, make_buffer, raises
 
@@ -188,6 +192,61 @@ def check_copies_of_a_model(comm: MPI.Intracomm) -> None:
         assert copy.deepcopy({"layer": buffer})["layer"] is buffer
         with raises(TypeError, "cannot be pickled"):
             pickle.dumps(buffer)
+
+
+def check_an_interrupted_call(comm: MPI.Intracomm) -> None:
+    """Who is thrown out of the middle of a call cannot go on as if nothing had happened: its next call would be taken for this one."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if ranks == 1:
+        return
+    num_tokens = 3 * rank  # rank 0 has none: the others get on without it
+
+    def call(buffer: Buffer) -> Any:
+        x = np.full((num_tokens, buffer.config.hidden), rank, np.float32)
+        return buffer.dispatch(x, np.tile(np.arange(buffer.config.num_topk), (num_tokens, 1)))
+
+    buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=3.0, dtype="float32")
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with raises(KeyboardInterrupt):
+            call(buffer)
+        signal.signal(signal.SIGALRM, before)
+        with raises(EPTimeoutError, "interrupted" if spmd.backend == "cuda" else "thrown out of call 1 by KeyboardInterrupt"):
+            call(buffer)
+    else:
+        time.sleep(1.0)
+        call(buffer)
+        with raises(EPTimeoutError):
+            call(buffer)
+    buffer.destroy()
+
+
+def check_memory_that_mpi_still_reads(comm: MPI.Intracomm) -> None:
+    """A rank that gave up forgets its Buffer, and goes on with MPI; its rows are taken up later than that."""
+    if comm.Get_size() == 1 or spmd.backend != "host":
+        return
+    rank, sizes = comm.Get_rank(), dict(num_max_tokens_per_rank=512, hidden=4096, num_topk=1, dtype="float32")
+    buffer = make_buffer(comm, num_experts=comm.Get_size(), timeout_s=0.5, **sizes)
+    x, idx = np.full((512, 4096), rank, np.float32), np.full((512, 1), 1 - min(rank, 1), np.int64)
+    if rank == 0:
+        with raises(EPTimeoutError):
+            buffer.dispatch(x, idx)
+        buffer.destroy()
+        del buffer
+        gc.collect()
+        rubbish = [np.full((512, 4096), -1, np.float32) for _ in range(3)]
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            MPI.COMM_WORLD.Iprobe()
+        del rubbish
+    else:
+        mail = buffer._backend._mail
+        exchange, mail._timeout_s = mail.exchange, 4.0
+        mail.exchange = lambda *given: time.sleep(1.5) or exchange(*given)
+        with contextlib.suppress(EPTimeoutError):
+            buffer.dispatch(x, idx)
+        buffer.destroy()
 
 
 def check_parting(comm: MPI.Intracomm) -> None:
