@@ -26,10 +26,10 @@ from . import _env
 from .buffer import Buffer
 from .communicator import Communicator
 from .compat_config import nvl_bytes
-from .errors import EPInputError, EPTimeoutError, EPUnavailableError
+from .errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
 from .placement import ranks_per_host
 from .results import DispatchResult
-from .together import meet
+from .together import meet, own
 
 _LEAST_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little
 _MOST_TOKENS_AHEAD = 8192  # that room is made for before a call needs it
@@ -54,22 +54,21 @@ class Board:
         self._rank, self._timeout_s, self._call = comm.Get_rank(), timeout_s, 1
         shape = (2, comm.Get_size(), _MOST_WORDS)
         num_bytes = 8 * int(np.prod(shape))
-        path = ""
-        if self._rank == 0:
-            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            number, path = tempfile.mkstemp(prefix="deepep_rt-", dir=folder)
-            os.ftruncate(number, num_bytes)
-            os.close(number)
-        path = comm.bcast(path)
-        memory, problem = None, None
+        file, memory, problem = None, None, None
         try:
-            with Path(path).open("r+b") as file:
-                memory = mmap.mmap(file.fileno(), num_bytes)
+            file = _shared_file(num_bytes) if self._rank == 0 else None
+        except OSError as error:
+            problem = f"rank {self._rank}: {error}"
+        path = comm.bcast(file)
+        try:
+            if path is not None:
+                with path.open("r+b") as opened:
+                    memory = mmap.mmap(opened.fileno(), num_bytes)
         except OSError as error:
             problem = f"rank {self._rank}: {error}"
         problems = [said for said in comm.allgather(problem) if said]
-        if self._rank == 0:
-            Path(path).unlink()
+        if file is not None:
+            file.unlink()
         if problems or memory is None:
             raise EPUnavailableError(f"the ranks of this host share no memory ({problems[0]}); start them in one container")
         self._words = np.frombuffer(memory, np.int64).reshape(shape)
@@ -94,6 +93,14 @@ class Board:
                 )
         self._call += 1
         return held & 0xFFFFFFFF
+
+
+def _shared_file(num_bytes: int) -> Path:
+    """A new file, in memory if there is a folder for that."""
+    number, path = tempfile.mkstemp(prefix="deepep_rt-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    os.ftruncate(number, num_bytes)
+    os.close(number)
+    return Path(path)
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,7 @@ class NormalBuffers:
                 "Make the Buffer with num_nvl_bytes=0 and low_latency_mode=True, and use low_latency_dispatch between hosts"
             )
         self._board = Board(comm, self._timeout_s)
+        self._meetings = own(comm, self._timeout_s, "the making of a Buffer", "all ranks have to make it at the same time")
         self._current: dict[Shape, Buffer] = {}
         self._outgrown: list[Buffer] = []  # handles and results of theirs may be held
 
@@ -158,7 +166,7 @@ class NormalBuffers:
             problem = None
             try:
                 sent = send(buffer, num_tokens <= buffer.config.num_max_tokens_per_rank)
-            except EPInputError as error:
+            except EPError as error:
                 if not error.call_made:
                     raise
                 problem = error  # the other ranks go on, and this one with them
@@ -177,7 +185,7 @@ class NormalBuffers:
         buffer = self._current.get(shape)
         if buffer is None:
             hint = "all ranks have to call dispatch, with the same hidden, number of experts and top-k"
-            tokens = meet(self._comm, num_tokens, self._timeout_s, "the first dispatch of its kind", hint)
+            tokens = meet(self._meetings, num_tokens, self._timeout_s, "the first dispatch of its kind", hint)
             return self._make(shape, max(*tokens, least, self._tokens_ahead(shape)))
         return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least)
 

@@ -385,7 +385,11 @@ class DeviceBackend:
     def _own_memory(self, num_bytes: int, call: Call) -> StreamMemory:
         """Memory outside of the pool."""
         assert call.stream is not None
-        memory = StreamMemory(num_bytes, call.stream)
+        try:
+            memory = StreamMemory(num_bytes, call.stream)
+        except EPOutOfMemoryError as error:
+            error.call_made = True  # rows have come: the other ranks know nothing of this
+            raise
         if call.caller_stream is not None:
             memory.used_on(call.caller_stream)
         return memory

@@ -17,7 +17,14 @@ from __future__ import annotations
 
 
 class EPError(Exception):
-    """Base of every exception that deepep_rt raises on purpose."""
+    """Base of every exception that deepep_rt raises on purpose.
+
+    Attributes:
+        call_made: Whether the call was made all the same: what was wrong came to light behind it (GPUs: `check_inputs`, ranks that differ,
+            no memory for what came), and the other ranks go on.
+    """
+
+    call_made = False
 
 
 class EPConfigError(EPError, ValueError):
@@ -25,13 +32,7 @@ class EPConfigError(EPError, ValueError):
 
 
 class EPInputError(EPError, ValueError):
-    """An array or a handle given to a call is wrong, or the ranks give different ones; the buffer stays usable, or the message says no.
-
-    Attributes:
-        call_made: Whether the call was made all the same: what was wrong came to light behind it (GPUs: `check_inputs`, ranks that differ).
-    """
-
-    call_made = False
+    """An array or a handle given to a call is wrong, or the ranks give different ones; the buffer stays usable, or the message says no."""
 
 
 class EPCompileError(EPError, RuntimeError):

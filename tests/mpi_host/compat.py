@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import unittest.mock
+from typing import Any
 
 import deepep_v1
+import numpy as np
 import torch
 from deepep_v1 import world
 from mpi4py import MPI
 from spmd import main, raises
 
-from deepep_rt import EPConfigError, EPTimeoutError, EPUnavailableError
+from deepep_rt import Buffer, EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.compat_memory import Board
 
 
@@ -118,6 +121,60 @@ def check_the_board(comm: MPI.Intracomm) -> None:
         board.read(1)
     assert caught.error.peer == size - 1
     comm.Barrier()
+
+
+def check_a_folder_that_does_not_take_the_board(comm: MPI.Intracomm) -> None:
+    no_folder = unittest.mock.patch("tempfile.mkstemp", side_effect=FileNotFoundError("no folder"))
+    with no_folder, raises(EPUnavailableError, "rank 0: no folder"):
+        Board(comm, timeout_s=0.5)
+
+
+def check_a_first_dispatch_that_others_do_not_make(comm: MPI.Intracomm) -> None:
+    """What is left of it does not meet the caller's own collectives."""
+    here, size = world(comm, "cpu"), comm.Get_size()
+    os.environ["DEEPEP_RT_TIMEOUT_S"] = "1"
+    try:
+        buffer = deepep_v1.deep_ep.Buffer(None, int(1e7), comm=comm)
+    finally:
+        del os.environ["DEEPEP_RT_TIMEOUT_S"]
+    if comm.Get_rank() == 0 and size > 1:
+        with raises(EPTimeoutError, "the first dispatch of its kind"):
+            _dispatch(here, buffer)
+    heard = np.zeros(size, np.int64)
+    comm.Iallgather(np.array([100 + comm.Get_rank()]), heard).Wait()
+    assert heard.tolist() == [100 + rank for rank in range(size)]
+    buffer.destroy()
+
+
+def check_memory_that_ends_behind_a_call(comm: MPI.Intracomm) -> None:
+    """The other ranks have made the call: this one must count it too."""
+    here = world(comm, "cpu")
+    with here.buffer(int(1e7), 0) as buffer:
+        wanted = _dispatch(here, buffer)[0]
+        real = Buffer.dispatch
+
+        def dispatch(self: Buffer, *args: Any, **kwargs: Any) -> Any:
+            real(self, *args, **kwargs)
+            error = EPOutOfMemoryError("none left")
+            error.call_made = True
+            raise error
+
+        with unittest.mock.patch.object(Buffer, "dispatch", dispatch if comm.Get_rank() == 0 else real):
+            if comm.Get_rank() == 0:
+                with raises(EPOutOfMemoryError):
+                    _dispatch(here, buffer)
+            else:
+                _dispatch(here, buffer)
+        calls = comm.allgather(buffer._normal._board._call)
+        assert len(set(calls)) == 1, calls
+        assert torch.equal(_dispatch(here, buffer)[0], wanted)
+
+
+def _dispatch(here: Any, buffer: Any) -> Any:
+    topk_idx = deepep_v1.routing(here, 1, 3, 2, 4 * here.comm.Get_size())
+    per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4 * here.comm.Get_size())
+    layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
+    return buffer.dispatch(torch.ones((3, 256), dtype=torch.bfloat16), topk_idx=topk_idx, **layout)
 
 
 def check_normal_with_a_group(comm: MPI.Intracomm) -> None:
