@@ -235,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   last = __shfl_sync(~0u, last, 0);
   if (!last) return;
   __syncwarp();  // all lanes send what lane 0 acquired
-  if (!routes.failed && lane < kNumRanks) {
+  // A block that gave up has left out its share, whatever this one thinks: it saw `abort` before it counted itself as done.
+  if (!routes.failed && !was_aborted(p) && lane < kNumRanks) {
     st_release_sys(at<u32>(p.peers[lane], kControlDispatchFlags) + p.rank, epoch);
     wait_epoch(p, at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);
   }

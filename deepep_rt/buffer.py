@@ -25,6 +25,7 @@ from .results import (
     LowLatencyDispatchResult,
     LowLatencyHandle,
 )
+from .turns import Turns
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -141,6 +142,7 @@ class Buffer:
 
             self.config = placed(ranks, self.config)
             self._backend = DeviceLowLatencyBackend(ranks, self.config, copy_when_full=on_exhausted == "copy", network=network)
+        self._turns = Turns(self._backend.context)
         self._site = Site(next(_serials), self.config, self._backend.device)
 
     @staticmethod
@@ -251,7 +253,7 @@ class Buffer:
             >>> sent.recv_x.shape, sent.num_recv_tokens_per_expert_list
         """
         backend = self._live()
-        with backend.context:
+        with self._turns:
             call = backend.begin(x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
                 self._site, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
@@ -292,7 +294,7 @@ class Buffer:
             >>> out = buffer.combine(y, sent.handle, bias=shared_expert_output).x
         """
         backend = self._live()
-        with backend.context:
+        with self._turns:
             call = backend.begin(x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
             return backend.combine(self._site, inputs, call)
@@ -344,7 +346,7 @@ class Buffer:
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
         backend = self._low_latency()
-        with backend.context:
+        with self._turns:
             call = backend.begin(x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
                 self._site,
@@ -401,7 +403,7 @@ class Buffer:
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
         backend = self._low_latency()
-        with backend.context:
+        with self._turns:
             call = backend.begin(y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
                 self._site, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out
@@ -432,7 +434,7 @@ class Buffer:
             raise EPInputError(
                 "get_low_latency_combine_buffer: JAX arrays cannot be written to; give low_latency_combine an array of yours"
             )
-        with backend.context:
+        with self._turns:
             return backend.low_latency_combine_view(handle._framework).to_framework()
 
     def mask_rank(self, rank: int) -> None:
@@ -508,7 +510,7 @@ class Buffer:
                 f"row_bytes a multiple of {ROW_ALIGNMENT} up to {self.config.row_bytes}"
             )
         backend = self._live()
-        with backend.context:
+        with self._turns:
             return backend.copy_ceiling(row_bytes, num_rows, iterations)
 
     def synchronize(self) -> None:
@@ -546,7 +548,7 @@ class Buffer:
     def _destroy(self, in_touch: bool, error: BaseException | None = None) -> None:
         backend, self._backend = self._backend, None
         if backend is not None:
-            with backend.context:
+            with self._turns.last():
                 backend.destroy(in_touch, error)
 
     def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
@@ -563,11 +565,14 @@ class Buffer:
         backend, mine = self._low_latency(), self._rank
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.config.num_ranks or rank == mine:
             raise EPInputError(f"rank is {rank!r}; expected one of 0 to {self.config.num_ranks - 1} other than this one ({mine})")
-        with backend.context:
+        with self._turns:
             backend.set_mask(rank, masked)
 
-    def __deepcopy__(self, memo: Any) -> Buffer:
+    def __copy__(self) -> Buffer:
         return self  # a copy of a model goes on with the same one: it stands for all ranks together
+
+    def __deepcopy__(self, memo: Any) -> Buffer:
+        return self
 
     def __reduce__(self) -> Any:
         raise TypeError(

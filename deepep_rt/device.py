@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,15 @@ class DeviceBackend:
             symmetric.load()
         self._check_memory(free_bytes)
         self._memory = symmetric.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
-        with self._all_ranks.part():  # after it, nobody writes to control memory that is still being cleared
-            self._make_own_part()
+        self._held = ExitStack()  # what destroy gives back
+        self._held.callback(self._memory.free)
+        try:
+            with self._all_ranks.part():  # after it, nobody writes to control memory that is still being cleared
+                self._make_own_part()
+        except Exception:
+            if self._all_part(not self._memory.is_of_several_buffers, config.timeout_s):
+                self._free()
+            raise
         between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
         transport = f"NVLink or PCIe peer access{between}"
         announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
@@ -130,7 +138,7 @@ class DeviceBackend:
                 "alike": alike.packed("dispatch", *_dtypes(x, idx, weights, scales), scale_bytes),
             },
         )
-        self._order.leave(call, (x, idx, weights, scales, slot, inputs), idx, weights, scales)
+        self._order.leave(call, (x, slot, inputs, idx, weights, scales), inputs.topk_idx, inputs.topk_weights, inputs.scales)
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._watch.await_counts()
@@ -186,7 +194,7 @@ class DeviceBackend:
                 "alike": alike.packed("combine", *_dtypes(x, None, weights)),
             },
         )
-        self._order.leave(call, (x, weights, biases, handle, inputs), weights, *biases)
+        self._order.leave(call, (x, weights, biases, handle, inputs), inputs.topk_weights, *inputs.biases)
         dtype, framework, with_weights = x.dtype, x.framework, weights is not None
 
         def views() -> Views:
@@ -258,21 +266,20 @@ class DeviceBackend:
                 self.synchronize()
                 sound = self._is_sound()
         finally:
-            limit_s = self.config.timeout_s if self.config.on_timeout == "mask" else None
-            together = self._all_ranks.holds(sound, "destroy their Buffer", limit_s)
+            together = self._all_part(sound, self.config.timeout_s if self.config.on_timeout == "mask" else None)
         if together:
             self._order.forget_arguments()
             self._free()
         # Otherwise peers may still write to this memory, or never come to free theirs.
 
+    def _all_part(self, sound: bool, limit_s: float | None) -> bool:
+        return self._memory.all_free(self._all_ranks.holds(sound, "destroy their Buffer", limit_s), limit_s)
+
     def _is_sound(self) -> bool:
         return not self._watch.is_broken
 
     def _free(self) -> None:
-        self._memory.free()
-        self._handles.destroy()
-        driver.free(self._state)
-        self._page.free()
+        self._held.close()
         self._all_ranks.free()
         self._comm.Free()
 
@@ -287,11 +294,13 @@ class DeviceBackend:
                 driver.fill(base + self._map.offsets[region], 0, self._map.sizes[region])
         local_bytes = layout.local(config).num_bytes
         self._state = driver.allocate(local_bytes)
+        self._held.callback(driver.free, self._state)
         driver.fill(self._state, 0, local_bytes)
         self._pool = Pool(base + self._map.offsets["pool"], self._map.sizes["pool"])
         self._handle_map = layout.handle(config)
-        self._handles = Slots(self._handle_map.num_bytes, layout.num_handles(config))
+        self._handles = self._slots(self._handle_map.num_bytes, layout.num_handles(config))
         self._page = HostPage(config)
+        self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state)
         self._order = CallOrder(self.device, self.context, self._watch.check)
         self._arch = jit.current_arch()
@@ -303,6 +312,11 @@ class DeviceBackend:
             if config.dtype in COMBINE_DTYPES:
                 self._launcher("combine", config.dtype)
         driver.synchronize(0)
+
+    def _slots(self, num_bytes: int, count: int = 0) -> Slots:
+        made = Slots(num_bytes, count)
+        self._held.callback(made.destroy)
+        return made
 
     def _check_memory(self, free: int) -> None:
         need = layout.size_hint(self.config)["total"]

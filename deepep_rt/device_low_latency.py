@@ -28,9 +28,9 @@ _PHASES = {False: LL_SEND | LL_RECEIVE, True: LL_SEND}
 class _Results:
     """Results of one kind of dispatch: their memory, and what lies where in it."""
 
-    def __init__(self, config: Config, use_fp8: bool, use_ue8m0: bool) -> None:
+    def __init__(self, slots: Callable[[int], Slots], config: Config, use_fp8: bool, use_ue8m0: bool) -> None:
         parts = layout.low_latency_result(config, use_fp8=use_fp8, use_ue8m0=use_ue8m0)
-        self.memory = Slots(parts.num_bytes, 0)
+        self.memory = slots(parts.num_bytes)
         self.x, self.scales = parts.offsets["x"], parts.offsets["scales"]
         self.dtype = "float8_e4m3fn" if use_fp8 else "bfloat16"
         self.scale_dtype = None if not use_fp8 else "uint8" if use_ue8m0 else "float32"
@@ -43,10 +43,10 @@ class DeviceLowLatencyBackend(DeviceBackend):
         super()._make_own_part()
         config = self.config
         self._ll_handle_map = layout.low_latency_handle(config)
-        self._ll_handles = Slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
+        self._ll_handles = self._slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
         # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
-        self._ll_results = {kind: _Results(config, *kind) for kind in ((False, False), (True, False), (True, True))}
-        self._ll_sums = Slots(config.num_max_tokens_per_rank * config.hidden * 2, 0)
+        self._ll_results = {kind: _Results(self._slots, config, *kind) for kind in ((False, False), (True, False), (True, True))}
+        self._ll_sums = self._slots(config.num_max_tokens_per_rank * config.hidden * 2)
         self._has_fp8 = has_fp8(self._arch)
         # The same in every call: a rank with few tokens may get many from others.
         self._num_blocks = min(config.low_latency_sms, driver.num_sms(self.device), max(2 * config.num_max_tokens_per_rank, 16))
@@ -92,11 +92,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
     def _is_sound(self) -> bool:
         return super()._is_sound() and not self.masked_ranks()
 
-    def _free(self) -> None:
-        super()._free()
-        for slots in (self._ll_handles, self._ll_sums, *(results.memory for results in self._ll_results.values())):
-            slots.destroy()
-
     def low_latency_dispatch(
         self, site: Site, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool
     ) -> LowLatencyDispatchResult:
@@ -135,7 +130,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 "low_latency_dispatch", results.dtype, idx.dtype, weights.dtype if weights else None, results.scale_dtype
             ),
         }
-        receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook, idx, weights)
+        given = inputs.topk_idx, inputs.topk_weights
+        receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook, *given)
         framework = x.framework
 
         def views() -> Views:
@@ -188,22 +184,24 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
         }
-        receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook, idx, weights)
-        framework, given = y.framework, inputs.out
+        given = inputs.topk_idx, inputs.topk_weights
+        receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook, *given)
+        framework, into = y.framework, inputs.out
 
         def views() -> Views:
-            return {"x": given or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, framework, stream)}
+            return {"x": into or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, framework, stream)}
 
         event = self._order.event(call)
-        make_views, hook = self._deliver(views, inputs.y, stream, receive, self._combine_hooks, event, given)
+        make_views, hook = self._deliver(views, inputs.y, stream, receive, self._combine_hooks, event, into)
         return LowLatencyCombineResult(event, hook, make_views)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         config = self.config
         shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
         if self._ll_combine_buffer is None:
-            writer = framework.current_stream(self.device) or self._order.own_stream
-            self._ll_combine_buffer = self._ll_results[False, False].memory.take(writer)
+            writer = framework.current_stream(self.device)  # 0 is a stream too
+            memory = self._ll_results[False, False].memory
+            self._ll_combine_buffer = memory.take(self._order.own_stream if writer is None else writer)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(

@@ -163,7 +163,11 @@ class Work:
 
 
 def is_capturing(stream: int) -> bool:
-    return ok(driver.cuStreamIsCapturing(stream)) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    """Whether a stream is part of a graph capture; the default stream is, in a way, while one that waits for it is."""
+    said = driver.cuStreamIsCapturing(stream)
+    if said[0] == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        return True
+    return ok(said) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 def capture_id(stream: int) -> int | None:

@@ -141,6 +141,8 @@ def dispatch_inputs(
         scales = _look(site, x_scales, "x_scales", stream)
         if len(scales.shape) != 2 or scales.shape[0] != num_tokens:
             raise EPInputError(f"x_scales has shape {list(scales.shape)}; expected [{num_tokens}, scales of a row]")
+        if scales.ptr % 4 and scales.device != HOST:
+            raise EPInputError("x_scales starts at an address that is not a multiple of 4 bytes; pass a copy")
         if scales.row_bytes % 4 or scales.row_bytes > config.scale_bytes:
             raise EPInputError(
                 f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {config.scale_bytes} "
@@ -263,6 +265,10 @@ def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
     if view.device != site.device and view.device != HOST:
         here = "host memory (the host backend has no GPU)" if site.device == HOST else f"GPU {site.device}"
         raise EPInputError(f"{what} is on GPU {view.device}, but this buffer works in {here}; move the array first")
+    if view.ptr % 8 and view.device != HOST and view.ptr % view.itemsize:
+        raise EPInputError(
+            f"{what} starts at an address that is not a multiple of {view.itemsize} bytes, its element; pass a copy"
+        )
     return view
 
 

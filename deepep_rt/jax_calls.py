@@ -90,8 +90,8 @@ def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], 
         nonlocal checked
         with _one_at_a_time:
             try:
-                backend = buffer._live()
-                with backend.context:
+                buffer._live()
+                with buffer._turns:
                     if not checked:
                         check_device(buffer, out[0])
                         checked = True

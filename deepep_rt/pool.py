@@ -193,10 +193,23 @@ class Slot:
             self._slots.give_back(self.ptr, self._users)
 
 
+_late: deque[tuple[int, int]] = deque()
+
+
+def free_async(ptr: int, stream: int) -> None:
+    """Free stream-ordered memory, or later if the stream is captured just now: a graph does not free what it has not allocated."""
+    if driver.is_capturing(stream):
+        _late.append((ptr, stream))
+    else:
+        driver.free_async(ptr, stream)
+
+
 class StreamMemory:
     """Memory from the driver's stream-ordered pool; it goes back with the last reference, after what the streams that use it hold then."""
 
     def __init__(self, num_bytes: int, stream: int) -> None:
+        for _ in range(len(_late)):
+            free_async(*_late.popleft())
         self.ptr, self.stream = driver.allocate_async(num_bytes, stream), stream
         self._readers = Readers()
 
@@ -204,7 +217,7 @@ class StreamMemory:
         """Another stream works with it."""
         self._readers.add([stream])
 
-    def __del__(self, _free: Any = driver.free_async, _is_ending: Any = sys.is_finalizing) -> None:
+    def __del__(self, _free: Any = free_async, _is_ending: Any = sys.is_finalizing) -> None:
         if hasattr(self, "_readers") and not _is_ending():
             with self._readers.context:
                 self._readers.let_finish_before(self.stream)

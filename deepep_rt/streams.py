@@ -7,8 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from . import arrays, driver
+from .arrays import HOST
 from .inputs import Call
 from .results import Event
+
+
+class _Capture:
+    """The capture of a CUDA graph, as far as its calls go.
+
+    It holds their arguments: while it goes on, their allocator would give their memory to a branch beside the call. Nobody says when it
+    ends, and its stream may be gone by then; they are let go when the next one begins, or the host waits for all calls.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.held: list[Any] = []
+        self.end: driver.CudaEvent  # of the last call
 
 
 class CallOrder:
@@ -25,8 +39,7 @@ class CallOrder:
         self.own_stream = driver.new_stream()
         self._last_stream: int | None = None
         self._last_call = driver.CudaEvent(self.own_stream)  # an event: the stream itself may be gone when the next call comes
-        # The last call of a graph capture: the capture's number, and where the call ends.
-        self._captured: tuple[int, driver.CudaEvent] | None = None
+        self._capture: _Capture | None = None  # the last one that had calls
         self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
@@ -51,25 +64,33 @@ class CallOrder:
             driver.wait_stream(stream, call.caller_stream)
         call.capture = driver.capture_id(stream)  # these waits may have drawn the stream into the caller's capture
         if call.capture is not None:
-            if self._captured is not None and self._captured[0] == call.capture:
-                driver.wait_event(stream, self._captured[1].handle)
+            if self._capture is not None and self._capture.number == call.capture:
+                driver.wait_event(stream, self._capture.end.handle)
         elif stream != self._last_stream:
             driver.wait_event(stream, self._last_call.handle)
 
     def leave(self, call: Call, arguments: Any, *views: arrays.View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
-        give their memory away. `views`: those that may be of another library, which knows nothing of that stream.
+        give their memory away. `views`: those that may be of another library, or in host memory, whose allocators know nothing of that
+        stream.
         """
         stream = call.stream
         assert stream is not None
-        if call.capture is not None:
-            self._captured = call.capture, driver.CudaEvent(stream)
-            return  # replays of a graph are ordered by whoever replays it
+        must_hold = stream != call.caller_stream or any(
+            view is not None and (view.framework is not call.framework or view.device == HOST) for view in views
+        )
+        if call.capture is not None:  # replays of a graph are ordered by whoever replays it
+            if self._capture is None or self._capture.number != call.capture:
+                self._capture = _Capture(call.capture)
+            self._capture.end = driver.CudaEvent(stream)
+            if must_hold:
+                self._capture.held.append(arguments)
+            return
         while self._alive and self._alive[0][0].done():
             self._alive.popleft()
         self._last_stream = stream
         self._last_call.record(stream)
-        if stream != call.caller_stream or any(view is not None and view.framework is not call.framework for view in views):
+        if must_hold:
             self._alive.append((driver.CudaEvent(stream), arguments))
 
     def extend(self, call: Call) -> None:
@@ -93,11 +114,13 @@ class CallOrder:
         """Wait on the host for all calls."""
         self._last_call.synchronize()
         driver.synchronize(self.own_stream)
+        self._capture = None
         self.check()
 
     def forget_arguments(self) -> None:
         """All work is done: nothing reads the arguments any more."""
         self._alive.clear()
+        self._capture = None
 
 
 class _End(Event):

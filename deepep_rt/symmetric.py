@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from . import _env
 from .communicator import Communicator
 from .errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from .network import NetworkOptions
-from .together import meet
+from .together import AllOrNone, meet
 
 _log = logging.getLogger("deepep_rt")
 
@@ -135,8 +136,11 @@ class SymmetricMemory:
     ) -> None:
         nvshmem = self._nvshmem = load()
         self._runtime = runtime(comm, network.environment() if network else None)
+        self._all: AllOrNone | None = None  # the ranks of the runtime, where they are more than those of the Buffer
         if self._runtime.comm is not None:
             _check_same_size(self._runtime.comm, num_bytes, timeout_s)
+            if comm.Get_size() < self._runtime.num_pes:
+                self._all = AllOrNone(self._runtime.comm)
         self.ptr = nvshmem.malloc(num_bytes)
         if not all(comm.allgather(bool(self.ptr))):
             raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank; see Buffer.size_hint")
@@ -153,9 +157,22 @@ class SymmetricMemory:
                 f"no direct path from the GPU of rank {at} to those of ranks {peers}; peer access (NVLink or PCIe) is needed {where}"
             )
 
+    @property
+    def is_of_several_buffers(self) -> bool:
+        """Whether ranks outside of `comm` have made one of theirs with it."""
+        return self._all is not None
+
+    def all_free(self, sound: bool, timeout_s: float | None) -> bool:
+        """Whether all ranks free it now: those of the Buffer, as they agreed, and those outside. NVSHMEM would wait for all of them."""
+        if self._all is None:
+            return sound
+        return self._all.holds(sound, "destroy the Buffers of their groups", math.inf if timeout_s is None else timeout_s)
+
     def free(self) -> None:
         """Collective, like the allocation."""
         self._nvshmem.free(self.ptr)
+        if self._all is not None:
+            self._all.free()
 
 
 def _check_same_size(comm: Communicator, num_bytes: int, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import driver
 from .arrays import HOST, View
+from .errors import EPInputError
 from .pool import StreamMemory
 from .results import Views
 
@@ -17,6 +18,11 @@ def to_device(device: int, stream: int, *views: View | None) -> list[View | None
     staged = []
     for view in views:
         if view is not None and view.device == HOST:
+            if driver.is_capturing(stream):
+                raise EPInputError(
+                    "an array is in host memory, which each replay of the CUDA graph would read anew; inside of a capture, pass arrays on "
+                    "the GPU"
+                )
             memory = StreamMemory(view.nbytes, stream)
             driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
             view = replace(view, ptr=memory.ptr, device=device, owner=(memory, view.owner))

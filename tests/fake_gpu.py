@@ -190,7 +190,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         monkeypatch.setattr(driver, name, noted(name, answer))
     monkeypatch.setattr(driver, "CudaEvent", Event)
     monkeypatch.setattr(driver, "CurrentContext", Context)
-    monkeypatch.setattr(pool.StreamMemory.__del__, "__defaults__", (driver.free_async, lambda: False))
+    monkeypatch.setattr(pool.StreamMemory.__del__, "__defaults__", (pool.free_async, lambda: False))
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     monkeypatch.setattr(
         launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch, CUfunction=int)
@@ -211,7 +211,12 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         ptr, pes = BASE, range(4)
         peers = tuple(BASE + (rank << 36) for rank in range(4))
 
+        is_of_several_buffers = False
+
         def __init__(self, *_: object) -> None: ...
+        def all_free(self, sound: bool, timeout_s: float | None) -> bool:
+            return sound
+
         def free(self) -> None:
             fake.freed.append(self.ptr)
 

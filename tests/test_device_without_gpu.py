@@ -208,6 +208,34 @@ def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.Monke
         assert fake.take() == []
 
 
+def test_arguments_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is not given to a branch of the graph beside the call; what lies in host memory is refused."""
+    capture = 7
+    with make(low_latency=True) as buffer, monkeypatch.context() as capturing:
+        capturing.setattr(driver, "capture_id", lambda stream: capture)
+        capturing.setattr(driver, "is_capturing", lambda stream: True)
+        seen = []
+        for call in (
+            lambda x, idx: buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True),
+            lambda x, idx: buffer.low_latency_dispatch(x, idx, async_finish=True),
+        ):
+            x, idx, _ = arguments(fake)
+            call(x, idx)
+            seen.append(weakref.ref(x))
+            del x, idx
+            gc.collect()
+            assert all(ref() is not None for ref in seen)
+        capture = 8
+        x, idx, _ = arguments(fake)
+        buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True)
+        gc.collect()
+        assert all(ref() is None for ref in seen)
+        fake.take()
+        with pytest.raises(EPInputError, match=r"host memory.*each replay.*on the GPU"):
+            buffer.dispatch(x, np.zeros((10, 4), np.int64), num_worst_tokens=40)
+        assert fake.take() == []
+
+
 def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
     """It is raised once the call is whole: its counts have come, and the second half of a low-latency call is launched."""
     with make(low_latency=True) as buffer:
@@ -551,9 +579,10 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
 def test_a_rank_that_cannot_make_its_part(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, parts_before: int
 ) -> None:
-    """The others hear of it."""
+    """The others hear of it, and what was taken by then is given back."""
     said: list[bool] = []
-    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what: said.append(mine) or mine)
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what, limit=None: said.append(mine) or mine)
+    taken, given = (("allocate", "allocate_pinned"), ("free", "free_pinned"))
 
     def fail(*_: Any) -> None:
         raise EPCacheError("the folder is full")
@@ -562,16 +591,18 @@ def test_a_rank_that_cannot_make_its_part(
         broken.setattr(module, name, fail)
         with pytest.raises(EPCacheError):
             make(low_latency=True)
-    assert said == [True] * parts_before + [False]
+    assert said == [True] * parts_before + [False] + [True] * parts_before, "in the end, to give memory back together"
+    assert (BASE in fake.freed) == bool(parts_before)
+    assert sum(map(fake.asked.count, taken)) == sum(map(fake.asked.count, given))
     for last in (1, 2):
         said.clear()
         monkeypatch.setattr(
-            together.AllOrNone, "holds", lambda self, mine, what, last=last: said.append(mine) or len(said) < last
+            together.AllOrNone, "holds", lambda self, mine, what, limit=None, last=last: said.append(mine) or len(said) != last
         )
         with pytest.raises(EPUnavailableError, match="another rank"):
             make(low_latency=True)
-        assert said == [True] * last
-    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what: True)
+        assert said == [True] * (2 * last - 1)
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what, limit=None: True)
     make(low_latency=True)
 
 
@@ -598,6 +629,54 @@ def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch:
             call(Other(fake, "int64", 10, 4))  # by now the first one's kernels have run
             gc.collect()
             assert seen() is None
+
+
+def test_host_memory_beside_a_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied later than the call returns: its library would give it away before."""
+
+    class OnHost(Array): ...
+
+    class Library(type(arrays.framework_of(Array(fake, "int32", 1), "x"))):  # type: ignore[misc]
+        def view(self, array: Array, what: str, stream: int | None) -> arrays.View:
+            return arrays.View(array.ptr, array.shape, array.dtype, arrays.HOST, array, library)
+
+    library = arrays.framework_of(Array(fake, "int32", 1), "x")  # PyTorch's tensors are in both kinds of memory
+    monkeypatch.setitem(arrays._frameworks, OnHost, Library())
+    with make() as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=40)
+        bias = OnHost(fake, "bfloat16", 10, 256)
+        seen = weakref.ref(bias)
+        buffer.combine(Array(fake, "bfloat16", 40, 256), sent.handle, bias=bias)
+        del bias
+        gc.collect()
+        assert seen() is not None
+
+
+@pytest.mark.parametrize("caller", [0, 12])
+def test_the_combine_buffer_is_for_the_callers_stream(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caller: int
+) -> None:
+    """The default stream is one too."""
+    with make(low_latency=True) as buffer:
+        x, idx, _ = arguments(fake)
+        handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
+        gc.collect()
+        monkeypatch.setattr(type(arrays.framework_of(x, "x")), "current_stream", lambda self, device: caller)
+        fake.waits.clear()
+        buffer.get_low_latency_combine_buffer(handle)
+        assert (caller, ("all of", CALLERS_STREAM)) in fake.waits
+
+
+def test_scales_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        x, idx, _ = arguments(fake)
+        for scales in (Array(fake, "uint8", 10, 8, offset=1), Array(fake, "float32", 10, 2, offset=2)):
+            with pytest.raises(EPInputError, match=r"x_scales starts at an address.*multiple of 4 bytes.*pass a copy"):
+                buffer.dispatch(x, idx, x_scales=scales)
+        with pytest.raises(EPInputError, match=r"topk_idx starts at an address.*multiple of 8 bytes"):
+            buffer.dispatch(x, Array(fake, "int64", 10, 4, offset=4))
+        assert fake.take() == []
 
 
 def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ ORDER = [
     "inputs",
     "streams",
     "hooks",
+    "turns",
     "mail",
     "host_arrays",
     "host",

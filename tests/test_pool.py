@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from deepep_rt import driver
-from deepep_rt.pool import Pool, Slots
+from cuda.bindings import driver as cuda
+
+from deepep_rt import EPUnavailableError, driver
+from deepep_rt.pool import Pool, Slots, StreamMemory
 
 
 class FakeDriver:
@@ -148,6 +150,32 @@ def test_captures_are_left_alone(fake: FakeDriver) -> None:
     fake.capturing.clear()
     pool.allocate(1024, 3)
     assert {wait[:2] for wait in fake.waits} == {(3, 1)}
+
+
+def test_memory_that_comes_back_while_its_stream_is_captured(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph does not free what it has not allocated; it is freed with the next that is asked for."""
+    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
+    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
+    memory = StreamMemory(64, 5)
+    fake.capturing.add(5)
+    del memory
+    assert fake.freed == []
+    other = StreamMemory(64, 6)
+    assert fake.freed == []
+    del other
+    assert fake.freed == [6]
+    fake.capturing.clear()
+    StreamMemory(64, 6)
+    assert fake.freed == [6, 5, 6]
+
+
+def test_the_default_stream_while_one_that_waits_for_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses to say whether it is captured; work on it would end the capture."""
+    answers = iter([(cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, None), (cuda.CUresult.CUDA_ERROR_INVALID_HANDLE, None)])
+    monkeypatch.setattr(driver.driver, "cuStreamIsCapturing", lambda stream: next(answers))
+    assert driver.is_capturing(0)
+    with pytest.raises(EPUnavailableError, match="INVALID_HANDLE"):
+        driver.is_capturing(0)
 
 
 def test_slots_grow_and_come_back(fake: FakeDriver) -> None:

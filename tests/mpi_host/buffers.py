@@ -7,9 +7,11 @@ import copy
 import gc
 import pickle
 import signal
+import threading
 import time
 import unittest.mock
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,16 @@ import spmd
 from mpi4py import MPI
 from spmd import TIMEOUT_S, inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError, together
+from deepep_rt import (
+    Buffer,
+    EPConfigError,
+    EPDestroyedError,
+    EPInputError,
+    EPTimeoutError,
+    EPUnavailableError,
+    symmetric,
+    together,
+)
 from deepep_rt.communicator import communicator_of
 from deepep_rt.together import AllOrNone
 
@@ -264,6 +275,49 @@ def check_parting(comm: MPI.Intracomm) -> None:
     if rank == odd:
         time.sleep(1)
     assert not parting.holds(True, "be here", 0.5)
+
+
+def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
+    """NVSHMEM frees it on all ranks of its runtime, and waits for all of them; one that does not free is heard of by all groups."""
+    rank, size, freed = comm.Get_rank(), comm.Get_size(), []
+    if size == 1 or spmd.backend != "host":
+        return  # on GPUs: check_subcommunicators
+    nvshmem = SimpleNamespace(malloc=lambda num_bytes: 1 << 40, ptr=lambda ptr, pe: ptr, free=freed.append)
+    runtime = symmetric.Runtime(communicator_of(comm), rank, size)
+    with unittest.mock.patch.multiple(symmetric, load=lambda: nvshmem, _runtime=runtime):
+        for odd in (None, 0, size - 1):
+            memory = symmetric.SymmetricMemory(communicator_of(MPI.COMM_SELF), 64, 5.0)
+            assert memory.is_of_several_buffers
+            if memory.all_free(rank != odd, None):
+                memory.free()
+            assert len(freed) == (odd is None)
+            freed.clear()
+            comm.Barrier()
+
+
+def check_threads(comm: MPI.Intracomm) -> None:
+    """A thread that comes while another one is in a call is refused, and the call of the other is not disturbed."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if ranks == 1:
+        return
+    with make_buffer(comm, num_experts=4 * ranks) as buffer:
+        if rank == 0:
+            refused: list[str] = []
+
+            def second() -> None:
+                time.sleep(0.5)
+                with raises(EPInputError, "another thread", "a Buffer for each") as caught:
+                    buffer.combine(None, None)
+                refused.append(str(caught.error))
+
+            other = threading.Thread(target=second)
+            other.start()
+            _check_round(comm, buffer, 1)
+            other.join()
+            assert refused
+        else:
+            time.sleep(1.5)
+            _check_round(comm, buffer, 1)
 
 
 def check_who_waits_without_a_limit_says_so(comm: MPI.Intracomm) -> None:
