@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -11,24 +12,23 @@ from .errors import EPInputError
 class Hook:
     """The receiving half of a call. Calling it receives; that happens once, and in the order of the calls."""
 
-    def __init__(self, order: HookOrder, receive: Callable[[], None]) -> None:
+    def __init__(self, order: HookOrder) -> None:
         self._order = order
-        self._receive: Callable[[], None] | None = receive
-
-    @property
-    def called(self) -> bool:
-        return self._receive is None
+        self.called = False
 
     def __call__(self) -> None:
-        if self._receive is None:
+        if self.called:
             raise EPInputError(f"this hook of {self._order.what} was called already; each is called once")
-        self._order._close(self)
-        receive, self._receive = self._receive, None  # forgotten, so that the hook keeps no memory alive
+        receive = self._order._close(self)
+        self.called = True
         receive()
 
 
 class HookOrder:
     """The open hooks of one kind of call, oldest first.
+
+    A hook that nobody can call any more (an exception took the caller past it) is called here, when its turn comes: the other ranks have
+    made the call.
 
     Args:
         limit: How many may be open (the buffer's `num_slots`).
@@ -37,10 +37,11 @@ class HookOrder:
 
     def __init__(self, limit: int, what: str) -> None:
         self.what, self._limit = what, limit
-        self._open: deque[Hook] = deque()
+        self._open: deque[tuple[weakref.ref[Hook], Callable[[], None]]] = deque()
 
     def start(self, has_hook: bool) -> None:
         """Raise EPInputError if such a call may not start now. Nothing is noted yet: the call may still fail."""
+        self._call_abandoned()
         if not has_hook and self._open:
             raise EPInputError(f"{self.what} without return_recv_hook, but {len(self._open)} hooks are open; call them first")
         if has_hook and len(self._open) >= self._limit:
@@ -50,16 +51,22 @@ class HookOrder:
 
     def check_none_open(self, doing: str) -> None:
         """Raise EPInputError if a call waits for its hook."""
+        self._call_abandoned()
         if self._open:
             raise EPInputError(f"{doing}: hooks of {self.what} are open ({len(self._open)}); call them first")
 
     def hook(self, receive: Callable[[], None]) -> Hook:
-        """Note a call that was made, and wrap what receives for it."""
-        made = Hook(self, receive)
-        self._open.append(made)
+        """Note a call that was made, and wrap what receives for it. `receive` must not hold the hook."""
+        made = Hook(self)
+        self._open.append((weakref.ref(made), receive))
         return made
 
-    def _close(self, hook: Hook) -> None:
-        if self._open[0] is not hook:
+    def _close(self, hook: Hook) -> Callable[[], None]:
+        self._call_abandoned()
+        if self._open[0][0]() is not hook:
             raise EPInputError(f"an earlier hook of {self.what} is open; call hooks in the order of their calls")
-        self._open.popleft()
+        return self._open.popleft()[1]  # forgotten, so that the hook keeps no memory alive
+
+    def _call_abandoned(self) -> None:
+        while self._open and self._open[0][0]() is None:
+            self._open.popleft()[1]()

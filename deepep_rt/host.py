@@ -31,13 +31,14 @@ from .results import CombineResult, DispatchHandle, DispatchResult, Event
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 
 # A notice begins with what all ranks must say alike. Then comes what each says for itself. The problem is 0 (none), 1 (expert number:
-# token, value), 2 (size: destination, bytes) or 3 (low latency only, choices of one expert: expert, choices). Two more are for the
-# addressee alone: rows that it gets along a known routing, and rows that it is expected to send.
+# token, value), 2 (size: destination, bytes), 3 (low latency only, choices of one expert: expert, choices) or 4 (expert numbers that do
+# not go with the handle). Two more are for the addressee alone: rows that it gets along a known routing, and rows that it is expected to
+# send.
 _CAPACITY = alike.NUM_WORDS
 _PROBLEM = slice(_CAPACITY + 1, _CAPACITY + 4)
 _SENDS, _EXPECTS = _CAPACITY + 4, _CAPACITY + 5
 _NOTICE_HEAD = _CAPACITY + 6  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
-_BAD_EXPERT, _TOO_LARGE, _TOO_OFTEN = 1, 2, 3
+_BAD_EXPERT, _TOO_LARGE, _TOO_OFTEN, _OTHER_CHOICES = 1, 2, 3, 4
 
 _PHASES_OF_PARTS = {
     "low_latency_dispatch": {"kPhaseRoute": "kPhaseLlCounts", "kPhaseDispatchRows": "kPhaseLlRows"},
@@ -136,9 +137,10 @@ class HostBackend:
             handle = self._route(site, inputs)
             return self._send_rows(handle, handle._routing, inputs)
         routing: Routing = inputs.handle._routing
-        self._check_same_choices(inputs, routing)
         notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
         self._find_problem(notices, inputs, routing.sent_tokens)
+        if not notices[0, _PROBLEM.start] and not self._chooses_the_same(inputs, routing):
+            notices[:, _PROBLEM] = _OTHER_CHOICES, 0, 0
         sizes = [len(tokens) for tokens in routing.sent_tokens]
         goes, comes = self._agree_on_rows(notices, "kPhaseDispatchLanding", sizes, routing.num_received)
         return self._send_rows(inputs.handle, routing.only(sent=goes, received=comes), inputs)
@@ -309,17 +311,17 @@ class HostBackend:
             if counts.max() > self._config.num_max_tokens_per_rank:  # tokens chose it twice; it has room for one row of each
                 notices[:, _PROBLEM] = _TOO_OFTEN, counts.argmax(), counts.max()
 
-    def _check_same_choices(self, inputs: DispatchInputs, routing: Routing) -> None:
-        """Raise EPInputError unless expert numbers beside a handle are those of its routing, as far as it tells."""
+    def _chooses_the_same(self, inputs: DispatchInputs, routing: Routing) -> bool:
+        """Whether expert numbers beside a handle choose the ranks of its routing."""
         if inputs.topk_idx is None:
-            return
+            return True
         home = rows_of(inputs.topk_idx).view(inputs.topk_idx.dtype) // self._config.num_local_experts
-        for peer, tokens in enumerate(routing.sent_tokens):
+        for peer, (tokens, count) in enumerate(zip(routing.sent_tokens, routing.num_sent[self._rank], strict=True)):
             chosen = np.flatnonzero((home == peer).any(axis=1))
-            if not np.array_equal(chosen[: len(tokens)], tokens):  # what did not fit, or did not come, is in no routing
-                raise EPInputError(
-                    "topk_idx chooses other ranks than the routing of the handle; pass what its dispatch was given, or none"
-                )
+            # Tokens that did not fit are in no routing: the first that were chosen are.
+            if len(chosen) != count or not np.array_equal(chosen[: len(tokens)], tokens):
+                return False
+        return True
 
     def _note_size(self, notices: np.ndarray, num_bytes: int, peer: int) -> None:
         if num_bytes > _MAX_PART_BYTES:
@@ -360,6 +362,10 @@ class HostBackend:
         if problem == _BAD_EXPERT:
             last = self._config.num_experts - 1
             return f"{whose}topk_idx: token {where} chooses expert {what}; expected 0 to {last}, or -1 for none"
+        if problem == _OTHER_CHOICES:
+            return (
+                f"{whose}topk_idx chooses other ranks than the routing of the handle; pass what its dispatch was given, or none"
+            )
         if problem == _TOO_OFTEN:
             room = self._config.num_max_tokens_per_rank
             return f"{whose}topk_idx: expert {where} is chosen {what} times; it has room for {room} (num_max_tokens_per_rank)"

@@ -8,6 +8,7 @@ Masked ranks need little here: no rows come from them, and `HostBackend` leaves 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ class ExpertRouting:
     counts: np.ndarray  # [num_local_experts] entries of each expert
     weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
     own_weights: np.ndarray | None  # [num_tokens, num_topk] of this rank, if it sent them with the rows
-    hook: Hook | None
+    hook: Hook | None = None
 
     @staticmethod
     def of(
@@ -48,7 +49,6 @@ class ExpertRouting:
         recv_idx: np.ndarray,
         weights: np.ndarray | None,
         own_weights: np.ndarray | None,
-        hook: Hook | None,
         config: Config,
     ) -> ExpertRouting:
         """Lay out entries by expert; those of an expert keep the order of rows, which is that of source ranks and tokens."""
@@ -64,7 +64,7 @@ class ExpertRouting:
         position = np.empty_like(expert)
         position[by_expert] = np.arange(len(expert)) - first[expert[by_expert]]
         slot = expert * config.num_max_recv_tokens + position
-        return ExpertRouting(rows, topk_idx, row, choice, slot, counts, weights, own_weights, hook)
+        return ExpertRouting(rows, topk_idx, row, choice, slot, counts, weights, own_weights)
 
 
 class HostLowLatencyBackend(HostBackend):
@@ -136,21 +136,21 @@ class HostLowLatencyBackend(HostBackend):
 
         recv_idx, weights = sent._views["topk_idx"], sent._views["topk_weights"]
         assert recv_idx is not None
-        hook = self._dispatch_hooks.hook(receive) if return_recv_hook else None
         routing = ExpertRouting.of(
             sent.handle,
             _values(inputs.topk_idx).astype(np.int64),
             _values(recv_idx),
             None if weights is None else _values(weights),
             None if inputs.topk_weights is None else _values(inputs.topk_weights).copy(),
-            hook,
             config,
         )
+        hook = self._dispatch_hooks.hook(receive) if return_recv_hook else None
         if hook is None:
             receive()
         views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
         views.update({name: result.view(framework) for name, result in made.items()})
-        handle = LowLatencyHandle(x.shape[0], site.serial, routing, weights is not None, framework)
+        kept = dataclasses.replace(routing, hook=hook)  # a copy: `receive` must not hold the hook
+        handle = LowLatencyHandle(x.shape[0], site.serial, kept, weights is not None, framework)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
 
     def low_latency_combine(

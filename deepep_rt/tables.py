@@ -146,4 +146,4 @@ def _load_low_latency_host(site: Site, words: np.ndarray, num_tokens: int, has_w
     weights = own_weights = None
     if has_weights:
         weights, own_weights = table("weights", num_rows).view("float32"), table("own_weights", num_tokens).view("float32")
-    return ExpertRouting.of(rows, topk_idx, recv_idx, weights, own_weights, None, config)
+    return ExpertRouting.of(rows, topk_idx, recv_idx, weights, own_weights, config)

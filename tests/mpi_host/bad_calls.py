@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import oracle
+import spmd
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
@@ -39,6 +40,24 @@ def check_bad_expert_number(comm: MPI.Intracomm) -> None:
         with raises(EPInputError, "token 0", f"expert {experts + rank}"):
             buffer.dispatch(x, everybody)
         _check_usable(comm, buffer)
+
+
+def check_expert_numbers_that_do_not_go_with_a_handle(comm: MPI.Intracomm) -> None:
+    """Also where they choose a rank more, or one less. (GPUs do not compare: they carry what they are given.)"""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if spmd.backend != "host":
+        return
+    guilty, x, idx = ranks - 1, np.zeros((5, 32), np.float32), np.tile(np.arange(4), (5, 1))
+    with make_buffer(comm, num_experts=4 * ranks) as buffer:
+        sent = buffer.dispatch(x, idx)
+        for other in ([[4 * ranks - 1, 1, 2, 3]] if ranks > 1 else []) + [[-1, -1, -1, -1]]:
+            given = idx.copy()
+            if rank == guilty:
+                given[2:] = other
+            with raises(EPInputError, "topk_idx chooses other ranks than the routing of the handle"):
+                buffer.dispatch(x, given, handle=sent.handle)
+            _check_usable(comm, buffer)
+        assert (buffer.dispatch(x, idx, handle=sent.handle).recv_topk_idx == sent.recv_topk_idx).all()
 
 
 def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
