@@ -15,6 +15,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class EPError(Exception):
     """Base of every exception that deepep_rt raises on purpose.
@@ -73,3 +76,8 @@ class EPTimeoutError(EPError, TimeoutError):
         super().__init__(message)
         self.rank, self.peer, self.phase = rank, peer, phase
         self.expected, self.seen, self.call_idx = expected, seen, call_idx
+
+    def __reduce__(self) -> Any:
+        """Exceptions are pickled (a process pool does it) by their positional arguments, and then by what was set on them."""
+        make = functools.partial(type(self), rank=self.rank, peer=self.peer, phase=self.phase)
+        return make, self.args, vars(self)

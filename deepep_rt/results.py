@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from .arrays import Framework, View
 
@@ -54,8 +54,29 @@ class Event:
         """Let it stand for all that the call has queued by now: a hook has queued the rest."""
 
 
+class _OfBuffer:
+    """It names memory of a Buffer, which no other process has, and which a copy would not be another piece of."""
+
+    _instead: ClassVar[str]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: it belongs to a Buffer of this process; {self._instead}"
+        )
+
+
+class _Handle(_OfBuffer):
+    _instead = "send what was routed (topk_idx), and dispatch where you load it"
+
+    def __copy__(self) -> Any:
+        return self  # nobody changes it
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # as a Buffer does
+
+
 @dataclass(eq=False)
-class DispatchHandle:
+class DispatchHandle(_Handle):
     """A routing that dispatch worked out: give it to `combine`, or to `dispatch(handle=)` to repeat the routing."""
 
     num_tokens: int
@@ -72,9 +93,10 @@ class DispatchHandle:
 Views = dict[str, View | None]
 
 
-class _Arrays:
+class _Arrays(_OfBuffer):
     """Arrays of the caller's framework, made when somebody looks at them: calls have no time for what nobody looks at."""
 
+    _instead = "take its arrays, and copy those"
     _make_views: Callable[[], Views]
 
     @cached_property
@@ -158,7 +180,7 @@ class CombineResult(_Arrays):
 
 
 @dataclass(eq=False)
-class LowLatencyHandle:
+class LowLatencyHandle(_Handle):
     """What `low_latency_combine` has to know about a `low_latency_dispatch`."""
 
     num_tokens: int

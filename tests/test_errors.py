@@ -1,0 +1,51 @@
+"""Exceptions reach another process, or a copy, as they are."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from deepep_rt import EPInputError, EPTimeoutError, errors
+
+KINDS = [kind for name, kind in vars(errors).items() if name.startswith("EP")]
+
+
+def _pickled(error: Exception) -> Any:
+    return pickle.loads(pickle.dumps(error))
+
+
+def _timed_out() -> EPTimeoutError:
+    return EPTimeoutError("rank 0 waited", rank=0, peer=3, phase="rows of a dispatch", expected=7, seen=6, call_idx=9)
+
+
+@pytest.mark.parametrize("travel", [_pickled, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind: type[Exception], travel: Callable[[Exception], Any]) -> None:
+    error = _timed_out() if kind is EPTimeoutError else kind("what went wrong")
+    error.note = "set later"  # type: ignore[attr-defined]
+    came = travel(error)
+    assert type(came) is kind
+    assert (str(came), came.args, vars(came)) == (str(error), error.args, vars(error))
+
+
+def test_calls_that_were_made_all_the_same() -> None:
+    error = EPInputError("expert 8")
+    assert not _pickled(error).call_made
+    error.call_made = True
+    assert _pickled(error).call_made
+
+
+def _time_out() -> None:
+    raise _timed_out()
+
+
+def test_a_pool_hands_out_what_its_process_raised() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool, pytest.raises(EPTimeoutError, match="rank 0 waited") as caught:
+        pool.submit(_time_out).result(timeout=60)
+    assert (caught.value.peer, caught.value.phase, caught.value.call_idx) == (3, "rows of a dispatch", 9)
