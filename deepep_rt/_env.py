@@ -1,4 +1,4 @@
-"""The only reader of the environment: every `DEEPEP_RT_*` variable, with its meaning and default."""
+"""The only reader of the environment: every `DEEPEP_RT_*` variable, with its meaning and default. An empty one counts as unset."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def share_gpus() -> bool:
 
 def timeout_s() -> float:
     """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 30 when unset."""
-    text = os.environ.get("DEEPEP_RT_TIMEOUT_S", "30")
+    text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or "30"
     try:
         return float(text)
     except ValueError:

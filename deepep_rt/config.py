@@ -6,7 +6,10 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
 
 from . import _env
 from .arrays import DTYPES
@@ -26,9 +29,10 @@ STAGE_BYTES = 16 * 1024
 MAX_ROW_BYTES = 96 * 1024
 """Two stages of the widest row fit in the shared memory of a block."""
 
+MAX_TIMEOUT_S = 1e9
+"""Thirty years. Kernels count nanoseconds, in 64 bits."""
+
 _STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
-
-
 _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # what a block of low-latency dispatch may take; sm_80 has 163 KB
 
 FP8_GROUP = 128
@@ -37,6 +41,13 @@ FP8_GROUP = 128
 ROUTE_THREADS = 256
 MAX_ROUTE_BLOCKS = 16
 """Blocks that share the counting of a new routing; one token a thread up to 4096 tokens."""
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Whether it is a whole number (of Python or of NumPy) in this range; True and False are none."""
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the second takes its time
+        return False
+    return least <= int(value) <= most
 
 
 def rows_per_copy(row_bytes: int) -> int:
@@ -49,7 +60,7 @@ def rows_per_copy(row_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes that every rank of a Buffer agrees on.
+    """Sizes that every rank of a Buffer agrees on. NumPy's numbers are welcome, and become Python's.
 
     Args:
         num_ranks: Ranks of the communicator.
@@ -101,11 +112,19 @@ class Config:
             ("low_latency_sms", 1, 1 << 10),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            if not is_whole(value, least, most):
                 raise EPConfigError(f"{name} is {value!r}; expected a whole number from {least} to {most}")
+            self._set(name, int(value))
         node = self.ranks_per_node
-        if node is not None and (not isinstance(node, int) or isinstance(node, bool) or node < 1 or self.num_ranks % node):
-            raise EPConfigError(f"ranks_per_node is {node!r}; expected a divisor of the number of ranks ({self.num_ranks})")
+        if node is not None:
+            if not is_whole(node, 1, self.num_ranks) or self.num_ranks % node:
+                raise EPConfigError(f"ranks_per_node is {node!r}; expected a divisor of the number of ranks ({self.num_ranks})")
+            self._set("ranks_per_node", int(node))
+        for name in ("low_latency", "check_inputs"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise EPConfigError(f"{name} is {value!r}; expected True or False")
+            self._set(name, bool(value))
         if self.on_timeout not in ("raise", "mask"):
             raise EPConfigError(f"on_timeout is {self.on_timeout!r}; expected 'raise' or 'mask'")
         if self.num_experts % self.num_ranks:
@@ -129,8 +148,14 @@ class Config:
                 f"num_experts={self.num_experts} on {self.num_ranks} ranks, got {self.num_max_tokens_per_rank}; "
                 f"make a Buffer of its own for them, with fewer tokens"
             )
-        if not isinstance(self.timeout_s, Real) or not self.timeout_s > 0:
-            raise EPConfigError(f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds")
+        if not isinstance(self.timeout_s, Real) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise EPConfigError(
+                f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds, {MAX_TIMEOUT_S:g} (30 years) at most"
+            )
+        self._set("timeout_s", float(self.timeout_s))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # it is frozen
 
     def __hash__(self) -> int:
         return self._hash

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .config import is_whole
 from .errors import EPConfigError
 
 TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
@@ -64,7 +65,7 @@ class NetworkOptions:
             ("queue_depth", 128, 1 << 15),  # NVSHMEMI_IBGDA_MIN_QP_DEPTH, NVSHMEMI_IBGDA_MAX_QP_DEPTH
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most):
+            if value is not None and not is_whole(value, least, most):
                 raise EPConfigError(f"{name} is {value!r}; expected a whole number from {least} to {most}, or None")
         if self.nics is not None and (isinstance(self.nics, str) or not self.nics or not all(map(_is_port, self.nics))):
             raise EPConfigError(f"nics is {self.nics!r}; expected names with a port, such as ['mlx5_0:1', 'mlx5_1:1'], or None")

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepep_rt import EPConfigError
+from deepep_rt import Buffer, EPConfigError
 from deepep_rt.arrays import DTYPES
-from deepep_rt.config import MAX_ROW_BYTES, MAX_TOPK, Config, arch_number, combine_constants, rows_per_copy, tuning
+from deepep_rt.config import (
+    MAX_ROW_BYTES,
+    MAX_TIMEOUT_S,
+    MAX_TOPK,
+    Config,
+    arch_number,
+    combine_constants,
+    rows_per_copy,
+    tuning,
+)
 
 GOOD = dict(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
 
@@ -54,6 +64,16 @@ def configs(draw: st.DrawFn) -> Config:
         ({"dtype": "bf16"}, ["'bf16'", "bfloat16"]),
         ({"timeout_s": 0}, ["timeout_s is 0", "positive"]),
         ({"timeout_s": float("nan")}, ["timeout_s is nan"]),
+        ({"timeout_s": float("inf")}, ["timeout_s is inf", "1e+09 (30 years) at most"]),
+        ({"timeout_s": 1e10}, ["timeout_s is 10000000000.0", "at most"]),
+        ({"hidden": np.float64(16)}, ["hidden is", "16.0", "whole number"]),
+        ({"hidden": np.True_}, ["hidden is", "True"]),
+        ({"ranks_per_node": 3}, ["ranks_per_node is 3", "divisor", "(8)"]),
+        ({"ranks_per_node": 0}, ["ranks_per_node is 0", "divisor"]),
+        ({"ranks_per_node": True}, ["ranks_per_node is True", "divisor"]),
+        ({"low_latency": "yes"}, ["low_latency is 'yes'", "True or False"]),
+        ({"low_latency": 1}, ["low_latency is 1", "True or False"]),
+        ({"check_inputs": "no"}, ["check_inputs is 'no'", "True or False"]),
     ],
 )
 def test_bad_values_are_named(change: dict, words: list[str]) -> None:
@@ -63,6 +83,19 @@ def test_bad_values_are_named(change: dict, words: list[str]) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    wanted = Config(**GOOD, ranks_per_node=4, timeout_s=2.5, low_latency=False, check_inputs=True)
+    sizes = {name: np.int64(value) for name, value in GOOD.items()}
+    given = Config(**sizes, ranks_per_node=np.uint8(4), timeout_s=np.float32(2.5), low_latency=np.False_, check_inputs=np.True_)
+    assert given == wanted
+    assert [type(value) for value in vars(given).values()] == [type(value) for value in vars(wanted).values()]
+    assert Buffer.size_hint(**sizes) == Buffer.size_hint(**GOOD)
+
+
+def test_the_longest_time_limit_is_a_number_of_nanoseconds() -> None:
+    assert int(Config(**GOOD, timeout_s=MAX_TIMEOUT_S).timeout_s * 1e9) < 2**62
+
+
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config(**GOOD).hidden = 1
@@ -70,6 +103,8 @@ def test_frozen() -> None:
 
 def test_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DEEPEP_RT_TIMEOUT_S", raising=False)
+    assert Config(**GOOD).timeout_s == 30
+    monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "")
     assert Config(**GOOD).timeout_s == 30
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "1.5")
     assert Config(**GOOD).timeout_s == 1.5

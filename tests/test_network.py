@@ -149,6 +149,7 @@ def test_environment():
         "NVSHMEM_HCA_PE_MAPPING": "mlx5_0:1:1,mlx5_3:1:1",
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth0",
     }
+    assert NetworkOptions(service_level=np.int64(3)).environment() == {"NVSHMEM_IB_SL": "3"}
     assert NetworkOptions(ibgda=False, service_level=0).environment() == {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_IB_SL": "0"}
 
 
