@@ -31,7 +31,6 @@ LOCK_TIMEOUT_S = 120.0
 
 _MAGIC = b"deepep_rt kernel 1\n"
 _DIGEST_BYTES = 32
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -80,34 +79,29 @@ class Store:
         info = json.dumps(entry.info, sort_keys=True).encode()
         body = len(info).to_bytes(8, "little") + info + entry.code
         path = self._path(entry.arch, entry.key)
+        data = _MAGIC + hashlib.sha256(body).digest() + body
         with self._explained():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
             try:
-                with os.fdopen(number, "wb") as file:
-                    file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.chmod(name, 0o644)  # mkstemp's 0600 would shut out the other users of a shared cache
-                os.replace(name, path)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+                _write(path, data)
+            except FileNotFoundError:  # somebody cleared the cache meanwhile
+                _write(path, data)
 
     @contextmanager
     def locked(self, arch: str, key: str, timeout_s: float | None = None) -> Iterator[bool]:
         """Hold an entry's lock, so that one process compiles and the others find the result; gives whether the lock was got.
 
-        It is not got where the file system has no locks, and after `timeout_s` (its holder may be stuck, or died on another machine):
-        compiling twice is only slow.
+        It is not got where there are no locks (a file system without them, a file that another user left), and after `timeout_s` (its
+        holder may be stuck, or died on another machine): compiling twice is only slow.
 
         Raises:
             EPCacheError: if the folder cannot be written.
         """
         path = self._path(arch, key).with_suffix(".lock")
         with self._explained():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            number = _open_lock(path)
+        if number is None:
+            yield False
+            return
         try:
             yield _acquire(number, path, LOCK_TIMEOUT_S if timeout_s is None else timeout_s)
         finally:
@@ -174,6 +168,32 @@ def _read(path: Path) -> Entry | CorruptEntry | None:
     return Entry(key, arch, data[split:], json.loads(data[start + 8 : split]))
 
 
+def _write(path: Path, data: bytes) -> None:
+    """Make or replace a file; whoever reads it sees all of the old one or all of the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # mkstemp's 0600 would shut out the other users of a shared cache
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _open_lock(path: Path) -> int | None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        if not path.exists():
+            raise  # the folder cannot be written: no entry can, either
+        return None
+
+
 def _acquire(number: int, path: Path, timeout_s: float) -> bool:
     """Poll for a file lock: a blocking flock could hang for ever on a lock that a dead machine holds over NFS."""
     deadline, pause = time.monotonic() + timeout_s, 0.005
@@ -182,10 +202,9 @@ def _acquire(number: int, path: Path, timeout_s: float) -> bool:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return False
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
-                raise
+                _log.debug("kernel cache: %s cannot be locked (%s); compiling all the same", path, error)
+                return False
         if time.monotonic() > deadline:
             _log.warning("kernel cache: %s was held for %.0f s; compiling without waiting for its holder", path, timeout_s)
             return False

@@ -138,10 +138,47 @@ def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: py
         assert again
 
 
-def test_file_systems_without_locks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EIO", "ESTALE"])
+def test_what_cannot_be_locked_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(getattr(errno, error), "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with Store(tmp_path).locked("sm_90", "ab", timeout_s=60) as got:
         assert not got
+
+
+def test_a_lock_that_another_user_left_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real = Store(tmp_path), os.open
+
+    def refuse(path: Path, *arguments: int) -> int:
+        if str(path).endswith(".lock"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(EPCacheError, match="Permission denied"), store.locked("sm_90", ENTRY.key):
+        pytest.fail("the folder cannot be written, and that is said before anything is compiled")
+    (tmp_path / "sm_90" / f"{ENTRY.key}.lock").write_text("")
+    with store.locked("sm_90", ENTRY.key) as got:
+        assert not got
+        store.put(ENTRY)
+    assert store.get("sm_90", ENTRY.key) == ENTRY
+
+
+@pytest.mark.parametrize("step", ["chmod", "replace"])
+def test_an_entry_survives_that_the_cache_is_cleared_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    store, real, cleared = Store(tmp_path), getattr(os, step), []
+
+    def late(*arguments: object) -> None:
+        if not cleared:
+            cleared.append(store.clear())
+        real(*arguments)
+
+    monkeypatch.setattr(os, step, late)
+    store.put(ENTRY)
+    assert cleared
+    assert store.get("sm_90", ENTRY.key) == ENTRY
+    assert len(list((tmp_path / "sm_90").iterdir())) == 1
