@@ -42,7 +42,7 @@ def _needed(s: Situation) -> str:
 
 
 def _driver_version(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding]:
-    serves, compiler = numbers_of(fact(report, "driver", "cuda")), numbers_of(fact(report, "nvrtc", "version"))
+    serves, compiler = (numbers_of(fact(report, *where))[:2] for where in (("driver", "cuda"), ("nvrtc", "version")))
     if not serves or not compiler or not gpus(report):
         return
     arch = (fact(report, "settings", "variables") or {}).get("DEEPEP_RT_ARCH", "")

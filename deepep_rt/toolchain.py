@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +55,12 @@ def _available(what: str) -> Iterator[None]:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """NVRTC's version, such as "12.9"."""
+    """NVRTC's version, such as "12.9.86"."""
     with _available("NVRTC"):
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
-    return f"{major}.{minor}"
+    return _with_patch(f"{major}.{minor}", "nvrtc", "nvidia-cuda-nvrtc")
 
 
 @functools.cache
@@ -68,7 +69,26 @@ def nvjitlink_version() -> str:
         from cuda.bindings import nvjitlink
 
         major, minor = nvjitlink.version()
-    return f"{major}.{minor}"
+    return _with_patch(f"{major}.{minor}", "nvJitLink", "nvidia-nvjitlink")
+
+
+def _with_patch(version: str, library: str, wheel: str) -> str:
+    """A loaded library's version with its patch release, which it does not tell: its file's name does, or its wheel.
+
+    Without it, where nothing is known of the file: all patch releases then have one key.
+    """
+    known: list[str] = []
+    with suppress(Exception):
+        from cuda import pathfinder
+
+        path = Path(pathfinder.load_nvidia_dynamic_lib(library).abs_path).resolve()
+        known.append(path.name.partition(".so.")[2])  # of a toolkit: libnvrtc.so.12.9.86
+        for name in (wheel, f"{wheel}-cu{version.partition('.')[0]}"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found = importlib.metadata.distribution(name)
+                if path.is_relative_to(Path(str(found.locate_file("nvidia"))).resolve()):
+                    known.append(found.version)
+    return next((full for full in known if full.startswith(f"{version}.")), version)
 
 
 @functools.cache

@@ -284,6 +284,13 @@ def test_a_wrong_mpirun_is_said_once() -> None:
     assert found(situation) == {"wrong-mpirun": "error"}
 
 
+def test_patch_releases_of_nvrtc_are_no_newer_cuda() -> None:
+    """A driver tells none."""
+    situation = machine(1)
+    _all(_set("nvrtc", version="13.1.115"), _set("settings", variables={"DEEPEP_RT_ARCH": "compute_80"}))(situation)
+    assert found(situation) == {}
+
+
 def test_every_kind_has_a_case() -> None:
     assert {case[0] for case in CASES} | {"neighbours-hidden"} == set(KINDS)
 

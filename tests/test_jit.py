@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,8 +192,8 @@ def test_a_missing_source_is_named(cache: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_architectures_are_refused_with_the_known_ones(sources: Path, cache: Path) -> None:
-    with pytest.raises(EPCompileError, match=r"does not know sm_33; it knows .*sm_90"):
-        jit.build(TINY, CONSTANTS, "sm_33", folder=sources)
+    with pytest.raises(EPCompileError, match=r"does not know sm_999; it knows .*sm_90"):
+        jit.build(TINY, CONSTANTS, "sm_999", folder=sources)
     with pytest.raises(EPConfigError, match="arch is 'hopper'"):
         jit.build(TINY, CONSTANTS, "hopper", folder=sources)
 
@@ -234,6 +238,44 @@ def test_missing_nvrtc_names_the_extras(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(EPUnavailableError, match=r"NVRTC is not installed.*deepep_rt\[cuda12\].*deepep_rt\[cuda13\]"):
         toolchain.nvrtc_version()
+
+
+@pytest.mark.parametrize(
+    ("version", "wheel"), [(toolchain.nvrtc_version, "nvidia-cuda-nvrtc"), (toolchain.nvjitlink_version, "nvidia-nvjitlink")]
+)
+def test_versions_name_the_patch_release(version: Callable[[], str], wheel: str) -> None:
+    """Which may make other code, and so is part of the key."""
+    found = version()
+    major, _, _ = found.split(".")
+    for name in (f"{wheel}-cu{major}", wheel):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            assert importlib.metadata.version(name) == found
+            return
+    pytest.skip("the library does not come from a wheel")
+
+
+@pytest.mark.parametrize(
+    ("file", "version"),
+    [
+        ("cuda/lib64/libnvrtc.so.12.9.41", "12.9.41"),
+        ("site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "12.9.86"),
+        ("other/libnvrtc.so.12", "12.9"),
+        ("cuda/lib64/libnvrtc.so.12.8.93", "12.9"),  # that would be another one than what answered
+    ],
+)
+def test_where_the_patch_release_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, version: str) -> None:
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    (tmp_path / "link.so").symlink_to(tmp_path / file)
+    wheels = {"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
+    monkeypatch.setattr(
+        importlib.metadata,
+        "distribution",
+        lambda name: SimpleNamespace(version=wheels[name], locate_file=lambda part: tmp_path / "site" / part),
+    )
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", lambda name: SimpleNamespace(abs_path=str(tmp_path / "link.so")))
+    assert toolchain._with_patch("12.9", "nvrtc", "nvidia-cuda-nvrtc") == version
 
 
 WORKER = """
