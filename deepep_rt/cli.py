@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from . import _env, bench, jit, toolchain
+from . import __version__, _env, bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
@@ -33,6 +33,21 @@ ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 
 _WIDTH_OF_LOGS = 220  # holds the table of the cache
 _MOST_CHOICES = 10  # keys that an ambiguous one is answered with
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version of deepep_rt.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 def run(args: Sequence[str] | None = None) -> None:

@@ -32,6 +32,9 @@ MAX_ROW_BYTES = 96 * 1024
 MAX_TIMEOUT_S = 1e9
 """Thirty years. Kernels count nanoseconds, in 64 bits."""
 
+MIN_ARCH = "sm_80"
+"""The oldest GPUs that the kernels are written for."""
+
 _STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
 _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # what a block of low-latency dispatch may take; sm_80 has 163 KB
 

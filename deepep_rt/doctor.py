@@ -26,6 +26,7 @@ from .errors import EPConfigError
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _MAX_HOSTS = 4  # that are shown with all their GPUs
+_MORE = "docs/when-it-does-not-work.md, in the repository and the source distribution, has more on each."
 
 
 def examine(sizes: Mapping[str, Any], num_ranks: int | None, backend: str) -> tuple[Situation, bool]:
@@ -277,5 +278,5 @@ def _verdict(found: Sequence[Finding]) -> Text:
     number = {level: sum(finding.level == level for finding in found) for level in _STYLES}
     counts = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for level, count in number.items() if count)
     if is_broken(found):
-        return Text(f"Broken: {counts}. docs/when-it-does-not-work.md has more on each.", _STYLES["error"])
+        return Text(f"Broken: {counts}. {_MORE}", _STYLES["error"])
     return Text(f"Usable{': ' + counts if counts else ', nothing to remark'}.", "bold green")

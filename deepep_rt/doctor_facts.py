@@ -67,7 +67,8 @@ class Situation:
         """Raises EPConfigError if the sizes are wrong."""
         # settings with a default in the environment, which may be what is wrong
         fixed = {"timeout_s": 1.0, "check_inputs": False}
-        ranks = self.num_ranks or (len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE)
+        there = len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE
+        ranks = there if self.num_ranks is None else self.num_ranks
         config = Config(**{**fixed, "num_experts": 32 * ranks, **self.sizes, "num_ranks": ranks})
         host = len(next(iter(self.hosts.values())))
         if config.ranks_per_node is None and len(self.hosts) > 1 and ranks == len(self.reports) and ranks % host == 0:

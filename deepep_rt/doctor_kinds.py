@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_ARCH = "sm_80"
 MIN_NVSHMEM = "3.4.5"
 """As pyproject.toml asks for."""
 
@@ -68,13 +67,15 @@ _ALL = (
     # --- GPUs
     Kind(
         "no-gpu",
-        "No NVIDIA GPU was found. Buffers run on the host backend (NumPy and MPI): the same results, far slower.",
-        "Nothing, if that is meant. On a machine that has GPUs, install NVIDIA's driver; in a container, pass the GPUs in "
-        "(docker run --gpus all).",
+        "No NVIDIA GPU was found. With backend='auto', Buffers run on the host backend (NumPy and MPI): the same results, far "
+        "slower. With backend='cuda', making one raises EPUnavailableError.",
+        "On a machine that has GPUs, install NVIDIA's driver; in a container, pass the GPUs in (docker run --gpus all). Without "
+        "GPUs on purpose, choose backend='auto' (the default) or 'host'.",
     ),
     Kind(
         "gpu-hidden",
-        "The machine has GPUs, but this process sees none of them, so Buffers fall back to the host backend.",
+        "The machine has GPUs, but this process sees none of them. With backend='auto', Buffers fall back to the host backend; "
+        "with backend='cuda', making one raises EPUnavailableError.",
         "Unset CUDA_VISIBLE_DEVICES, or set it to GPUs that exist. In a container, pass the GPUs in (docker run --gpus "
         "all); under Slurm, ask for them (--gpus-per-node).",
     ),
@@ -241,7 +242,8 @@ _ALL = (
     # --- settings, cache, system
     Kind(
         "wrong-setting",
-        "A DEEPEP_RT_ variable has a value that is not understood. Making a Buffer raises EPConfigError.",
+        "A DEEPEP_RT_ variable has a value that is not understood. Making a Buffer raises EPConfigError, or EPCompileError for a "
+        "DEEPEP_RT_ARCH that NVRTC does not know.",
         "Correct or unset the variable; the README has a table of them.",
     ),
     Kind(

@@ -22,8 +22,8 @@ from typing import Any
 
 from . import _env, doctor_gpus, toolchain
 from .cache import CorruptEntry, Store
-from .config import Config, arch_number
-from .errors import EPCacheError, EPConfigError
+from .config import Config
+from .errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 
 _PACKAGES = re.compile(
     r"numpy|mpi4py|mpich|openmpi|impi-rt|ml-dtypes|torch|jax|jaxlib|cupy-cuda1\dx|cuda-(bindings|core|pathfinder|python)"
@@ -55,7 +55,7 @@ def settings() -> dict[str, Any]:
     for name, read in (("DEEPEP_RT_TIMEOUT_S", lambda: Config(1, 1, 16, 1, 1, check_inputs=False)), ("DEEPEP_RT_ARCH", _arch)):
         try:  # what can be read may still be out of range
             read()
-        except EPConfigError as error:
+        except (EPConfigError, EPCompileError) as error:
             if str(error) not in mistakes:
                 mistakes.append(f"{name}: {error}")
     found: dict[str, Any] = {"variables": _env.variables(), "mistakes": mistakes, "unknown": _env.unknown()}
@@ -67,7 +67,8 @@ def settings() -> dict[str, Any]:
 
 def _arch() -> None:
     if arch := _env.arch():
-        arch_number(arch)
+        with contextlib.suppress(EPUnavailableError):  # without NVRTC, which has a finding of its own
+            toolchain.check_arch(arch)
 
 
 def machine(root: Path = Path("/")) -> dict[str, Any]:

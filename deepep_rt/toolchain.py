@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import arch_number
-from .errors import EPCompileError, EPUnavailableError
+from .config import MIN_ARCH, arch_number
+from .errors import EPCompileError, EPConfigError, EPUnavailableError
 
 _INSTALL = "pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]', whichever matches the driver"
 
@@ -101,7 +101,9 @@ def known_archs() -> tuple[str, ...]:
 
 
 def check_arch(arch: str) -> None:
-    """Raise EPCompileError if NVRTC does not know `arch`, EPConfigError if it is no such name."""
+    """Raise EPConfigError if `arch` is no such name or too old for the kernels, EPCompileError if NVRTC does not know it."""
+    if arch_number(arch) < arch_number(MIN_ARCH):
+        raise EPConfigError(f"arch is {arch!r}; the kernels need {MIN_ARCH} or newer")
     if f"sm_{arch_number(arch)}" not in known_archs():
         raise EPCompileError(f"NVRTC {nvrtc_version()} does not know {arch}; it knows {', '.join(known_archs())}")
 

@@ -16,6 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 
 from without import without
 
+import deepep_rt
 from deepep_rt import cli, jit, toolchain
 from deepep_rt.cache import SUFFIX, Entry, Store
 from deepep_rt.config import Config
@@ -107,21 +108,25 @@ def test_fp8_buffers_combine_nothing_by_default(terminal: Terminal) -> None:
 
 def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli._targets(["all"]) == [arch for arch in cli.ALL_ARCHS if arch in toolchain.known_archs()]
-    monkeypatch.setattr(toolchain, "known_archs", lambda: ("sm_75", "sm_80", "sm_90"))
-    assert cli._targets(["all", "sm_80", "compute_75"]) == ["sm_80", "sm_90", "compute_75"]
+    monkeypatch.setattr(toolchain, "known_archs", lambda: ("sm_75", "sm_80", "sm_86", "sm_90"))
+    assert cli._targets(["all", "sm_80", "compute_86"]) == ["sm_80", "sm_90", "compute_86"]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--arch", "sm_33"], "it knows"),
+        (["--arch", "sm_999"], "it knows"),
+        (["--arch", "sm_90", "--arch", "sm_70"], "arch is 'sm_70'; the kernels need sm_80 or newer"),
+        (["--arch", "compute_75"], "arch is 'compute_75'; the kernels need sm_80 or newer"),
         (["--arch", "hopper"], "arch is 'hopper'"),
         (["--arch", "sm_90", "--experts", "255"], "num_experts is 255"),
         (["--arch", "sm_90", "--combine-dtype", "int8"], "--combine-dtype is int8"),
     ],
 )
-def test_wrong_arguments_are_explained(terminal: Terminal, args: list[str], message: str) -> None:
+def test_wrong_arguments_are_explained(terminal: Terminal, cache: Path, args: list[str], message: str) -> None:
     terminal("compile", *args, status=1)
+    assert not cache.exists(), "it is said before anything is compiled"
+    assert len(terminal.err.splitlines()) == 1
     assert terminal.err.startswith("error: ")
     assert message in terminal.err
     assert "Traceback" not in terminal.err
@@ -181,7 +186,7 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     key = listed[0]["key"]
     text = terminal("cache", "show", key[:12])
     assert key in text
-    assert all(name in text for name in ("kNumRanks", "registers", "nvrtc", "compile_seconds"))
+    assert all(name in text for name in ("kNumRanks", "registers", "nvrtc", "compile_seconds", toolchain.nvrtc_version()))
     assert terminal.json("cache", "show", key) == listed[0]
 
     assert "removed 6 kernels" in terminal("cache", "clear")
@@ -258,3 +263,7 @@ def test_help_names_the_commands() -> None:
     assert "compile" in done.stdout
     assert "cache" in done.stdout
     assert "bench" in done.stdout
+
+
+def test_version(terminal: Terminal) -> None:
+    assert terminal("--version").strip() == deepep_rt.__version__

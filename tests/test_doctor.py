@@ -118,6 +118,19 @@ def test_sizes_are_options(doctor: Doctor) -> None:
     assert doctor.run(_program("--backend", "gpu")).returncode == 1
 
 
+@pytest.mark.parametrize("option", ["--ranks", "--tokens", "--hidden", "--topk", "--experts", "--slots", "--ranks-per-node"])
+def test_a_size_of_zero_is_no_default(doctor: Doctor, option: str) -> None:
+    assert " is 0; expected" in what(doctor.json(option, "0", status=1), "wrong-sizes")
+
+
+def test_the_page_is_where_the_last_line_says(doctor: Doctor) -> None:
+    last = doctor.text("--ranks", "0", status=1).strip().splitlines()[-1]
+    (page,) = re.findall(r"\S+\.md", last)
+    assert (HERE.parent / page).is_file()
+    assert "source distribution" in last
+    assert "/docs" in (HERE.parent / "pyproject.toml").read_text().partition("sdist]")[2].partition("]")[0]
+
+
 # --- machines that are not here ------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +249,9 @@ def test_settings_that_are_not_understood(doctor: Doctor) -> None:
     answer = doctor.json(status=1, DEEPEP_RT_TIMEOUT_S="-3", DEEPEP_RT_ARCH="hopper")
     assert "DEEPEP_RT_TIMEOUT_S: timeout_s is -3.0" in what(answer, "wrong-setting")
     assert "DEEPEP_RT_ARCH: arch is 'hopper'" in what(answer, "wrong-setting")
+    answer = doctor.json(status=1, DEEPEP_RT_TIMEOUT_S="inf", DEEPEP_RT_ARCH="sm_70")
+    assert "DEEPEP_RT_TIMEOUT_S: timeout_s is inf" in what(answer, "wrong-setting")
+    assert "DEEPEP_RT_ARCH: arch is 'sm_70'; the kernels need sm_80 or newer" in what(answer, "wrong-setting")
     answer = doctor.json(
         status=1, DEEPEP_RT_TIMEOUT_S="abc", DEEPEP_RT_DEBUG="maybe", DEEPEP_RT_ASSERT_CACHED="perhaps", DEEPEP_RT_TIMEOUT="5"
     )
@@ -243,6 +259,24 @@ def test_settings_that_are_not_understood(doctor: Doctor) -> None:
     assert all(value in said for value in ("'abc'", "'maybe'", "'perhaps'"))
     assert what(answer, "unknown-setting") == "DEEPEP_RT_TIMEOUT"
     assert "probe-failed" not in kinds(answer)
+
+
+def test_an_architecture_that_the_compiler_does_not_know(doctor: Doctor, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    said = what(doctor.json(status=1, DEEPEP_RT_ARCH="sm_999"), "wrong-setting")
+    assert re.match(r"DEEPEP_RT_ARCH: NVRTC \S+ does not know sm_999; it knows .*sm_90", said)
+    assert kinds(doctor.json(DEEPEP_RT_ARCH="compute_90")).keys().isdisjoint({"wrong-setting"})
+    without_nvrtc = kinds(doctor.json(**without(tmp_path, "cuda"), DEEPEP_RT_ARCH="sm_999"))
+    assert without_nvrtc.keys().isdisjoint({"wrong-setting", "probe-failed"}), "there is nobody to ask"
+
+
+@pytest.mark.parametrize("name", list(_env._READERS))
+def test_an_empty_setting_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = _env._READERS[name]
+    monkeypatch.delenv(name, raising=False)
+    unset = read()
+    monkeypatch.setenv(name, "")
+    assert read() == unset
 
 
 def test_every_setting_is_read() -> None:

@@ -284,6 +284,15 @@ def test_a_wrong_mpirun_is_said_once() -> None:
     assert found(situation) == {"wrong-mpirun": "error"}
 
 
+@pytest.mark.parametrize("kind", ["no-gpu", "gpu-hidden"])
+def test_what_it_means_that_there_is_no_gpu_is_said_for_each_backend(kind: str) -> None:
+    """The same text stands under a note and, with --backend cuda, under an error."""
+    meaning = KINDS[kind].meaning
+    assert "With backend='auto'" in meaning
+    assert re.search(r"[Ww]ith backend='cuda', making one raises EPUnavailableError", meaning)
+    assert "if that is meant" not in KINDS[kind].remedy
+
+
 def test_patch_releases_of_nvrtc_are_no_newer_cuda() -> None:
     """A driver tells none."""
     situation = machine(1)

@@ -194,6 +194,8 @@ def test_a_missing_source_is_named(cache: Path, tmp_path: Path) -> None:
 def test_unknown_architectures_are_refused_with_the_known_ones(sources: Path, cache: Path) -> None:
     with pytest.raises(EPCompileError, match=r"does not know sm_999; it knows .*sm_90"):
         jit.build(TINY, CONSTANTS, "sm_999", folder=sources)
+    with pytest.raises(EPConfigError, match="arch is 'sm_70'; the kernels need sm_80 or newer"):
+        jit.build(TINY, CONSTANTS, "sm_70", folder=sources)
     with pytest.raises(EPConfigError, match="arch is 'hopper'"):
         jit.build(TINY, CONSTANTS, "hopper", folder=sources)
 
