@@ -42,8 +42,17 @@ def backend_of(x: torch.Tensor) -> str:
     return "cuda" if x.is_cuda else "host"
 
 
-def check_rows(x: torch.Tensor) -> None:
+def check_tensor(x: Any, name: str) -> None:
+    """Raise EPInputError unless it is one of PyTorch's."""
+    if not isinstance(x, torch.Tensor):
+        raise EPInputError(
+            f"{name} is a {type(x).__name__}; expected a torch.Tensor (torch.from_numpy makes one of a NumPy array)"
+        )
+
+
+def check_rows(x: Any) -> None:
     """Raise EPInputError unless there is a hidden size to be read."""
+    check_tensor(x, "x")
     if x.dim() != 2:
         raise EPInputError(f"x has shape {list(x.shape)}; expected [num_tokens, hidden]")
 

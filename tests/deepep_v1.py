@@ -669,6 +669,9 @@ def run_refusals(world: World) -> None:
             event.current_stream_wait()
         with raises(EPInputError, "x has shape"):
             buffer.dispatch(x[0], **layout, topk_idx=topk_idx)
+        for wrong in (np.ones((4, HIDDEN), np.float32), (np.ones((4, HIDDEN), np.uint8), np.ones((4, 1), np.float32))):
+            with raises(EPInputError, "x is a ndarray", "torch.Tensor"):
+                buffer.dispatch(wrong, **layout, topk_idx=topk_idx)
         with raises(EPInputError, "is_token_in_rank"):
             buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights)
         with raises(EPInputError, "topk_idx"):
@@ -726,6 +729,8 @@ def run_refusals(world: World) -> None:
             buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, async_finish=True, return_recv_hook=True)
         with raises(EPInputError, "x has shape"):
             buffer.low_latency_dispatch(x[0], topk_idx, 4, num_experts)
+        with raises(EPInputError, "x is a ndarray", "torch.Tensor"):
+            buffer.low_latency_dispatch(np.ones((4, HIDDEN), np.float32), topk_idx, 4, num_experts)
         with raises(EPInputError, "512"):
             buffer.low_latency_dispatch(x[:, :128].contiguous(), topk_idx, 4, num_experts, round_scale=True, use_ue8m0=True)
         packed, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)
