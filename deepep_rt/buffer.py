@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import layout
-from .config import ROW_ALIGNMENT, Config
+from .config import ROW_ALIGNMENT, Config, is_whole
 from .errors import EPConfigError, EPDestroyedError, EPInputError
 from .inputs import Site, combine_inputs, dispatch_inputs, low_latency_combine_inputs, low_latency_dispatch_inputs
 from .network import NetworkOptions
@@ -109,6 +109,8 @@ class Buffer:
             raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
         if on_exhausted not in ("copy", "error"):
             raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
+        if network is not None and not isinstance(network, NetworkOptions):
+            raise EPConfigError(f"network is {network!r}; expected NetworkOptions, or None")
         from .agreement import agree
         from .communicator import communicator_of
 
@@ -563,10 +565,10 @@ class Buffer:
 
     def _set_mask(self, rank: int, masked: bool) -> None:
         backend, mine = self._low_latency(), self._rank
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.config.num_ranks or rank == mine:
+        if not is_whole(rank, 0, self.config.num_ranks - 1) or rank == mine:
             raise EPInputError(f"rank is {rank!r}; expected one of 0 to {self.config.num_ranks - 1} other than this one ({mine})")
         with self._turns:
-            backend.set_mask(rank, masked)
+            backend.set_mask(int(rank), masked)
 
     def __copy__(self) -> Buffer:
         return self  # a copy of a model goes on with the same one: it stands for all ranks together

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .compat_calls import Calls, backend_of, check_handle, check_rows
+from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor
 from .compat_events import EventOverlap, Placement
 from .compat_handles import ExpertHandle
 from .compat_memory import LowLatencyBuffers
@@ -171,6 +171,8 @@ class LowLatencyCalls(Calls):
                 "combine_wait_recv_cost_stats: only dispatches measure waiting here; leave it out, or use dispatch_wait_recv_cost_stats"
             )
         buffer = handle.buffer
+        if not zero_copy:
+            check_tensor(x, "x")
         place = Placement(x, self.get_comm_stream, None, async_finish)
         back = buffer.low_latency_combine(
             buffer.get_low_latency_combine_buffer(handle.own) if zero_copy else x,

@@ -9,7 +9,7 @@ import torch
 from . import compat_routing
 from .arrays import DTYPES
 from .buffer import Buffer
-from .compat_calls import Calls, backend_of, check_handle, check_rows
+from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor
 from .compat_config import Config
 from .compat_events import EventOverlap, Placement
 from .compat_handles import NormalHandle, whole
@@ -52,6 +52,7 @@ class NormalCalls(Calls):
         Example:
             >>> per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 256)
         """
+        check_tensor(topk_idx, "topk_idx")
         if topk_idx.dim() != 2 or num_experts % self.group_size:
             raise EPInputError(
                 f"topk_idx has shape {list(topk_idx.shape)} and num_experts is {num_experts}; expected [num_tokens, num_topk] and a "
@@ -217,6 +218,7 @@ class NormalCalls(Calls):
         self._need_normal()
         handle = whole(handle)
         check_handle(handle, NormalHandle, "dispatch")
+        check_tensor(x, "x")
         place = Placement(x, self.get_comm_stream, previous_event, async_finish)
         handle.buffer.num_sms = self.num_sms if config is None else config.num_sms
         back = handle.buffer.combine(

@@ -145,6 +145,11 @@ class Config:
             raise EPConfigError(
                 f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; at most {MAX_ROW_BYTES} fit"
             )
+        if self.low_latency and 2 * self.hidden % ROW_ALIGNMENT:
+            raise EPConfigError(
+                f"low-latency calls carry rows of bfloat16, and one of hidden={self.hidden} has {2 * self.hidden} bytes; expected a "
+                f"multiple of {ROW_ALIGNMENT}"
+            )
         if self.low_latency and not self.fits_low_latency:
             raise EPConfigError(
                 f"low-latency calls take up to {self.most_low_latency_tokens} tokens with num_topk={self.num_topk} and "
@@ -215,7 +220,7 @@ class Config:
     @cached_property
     def most_low_latency_tokens(self) -> int:
         """Tokens a rank that low-latency calls can take: what a block knows of them all has to fit its shared memory."""
-        room = _LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts
+        room = _LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts - 9 * self.num_ranks
         return min(room // 4 * 2 // self.num_topk, room // (4 * self.num_ranks) * 32)
 
     @property

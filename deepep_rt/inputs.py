@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 from . import arrays
 from .arrays import HOST, Framework, View
-from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, Config
+from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, Config, is_whole
 from .errors import EPInputError
 from .results import DispatchHandle, LowLatencyHandle
 
@@ -148,11 +147,11 @@ def dispatch_inputs(
                 f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {config.scale_bytes} "
                 f"(hidden // 128 float32, or packed UE8M0)"
             )
-    if num_worst_tokens is not None and not _is_whole(num_worst_tokens, 0, config.num_max_recv_tokens):
+    if num_worst_tokens is not None and not is_whole(num_worst_tokens, 0, config.num_max_recv_tokens):
         raise EPInputError(
             f"num_worst_tokens is {num_worst_tokens}; expected 0 to {config.num_max_recv_tokens} (num_ranks * num_max_tokens_per_rank)"
         )
-    if not _is_whole(expert_alignment, 1, 1 << 20):
+    if not is_whole(expert_alignment, 1, 1 << 20):
         raise EPInputError(f"expert_alignment is {expert_alignment!r}; expected a positive whole number")
     return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment)
 
@@ -251,13 +250,6 @@ def low_latency_combine_inputs(
         _check_writable(site, into, out, "out")
         _check_start(into, "out")
     return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
-
-
-def _is_whole(value: Any, least: int, most: int) -> bool:
-    """Whether it is a whole number (of Python or of NumPy) in this range; True and False are none."""
-    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the second takes its time
-        return False
-    return least <= int(value) <= most
 
 
 def _look(site: Site, array: Any, what: str, stream: int | None) -> View:

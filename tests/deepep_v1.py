@@ -679,6 +679,10 @@ def run_refusals(world: World) -> None:
         recv_x, _, _, _, handle, _ = buffer.dispatch(x, **layout, topk_idx=topk_idx)
         with raises(EPInputError, "handle"):
             buffer.dispatch(x, handle, topk_idx=topk_idx)
+        with raises(EPInputError, "topk_idx is a ndarray", "torch.Tensor"):
+            buffer.get_dispatch_layout(topk_idx.cpu().numpy(), num_experts)
+        with raises(EPInputError, "x is a ndarray", "torch.Tensor"):
+            buffer.combine(np.ones((4, HIDDEN), np.float32), handle)
         prefix, channels, recv_channels, source, given, head = handle  # it can be taken apart like a tuple
         assert torch.equal(prefix, handle[0])
         assert torch.equal(source, handle[-3])
@@ -734,6 +738,8 @@ def run_refusals(world: World) -> None:
         with raises(EPInputError, "512"):
             buffer.low_latency_dispatch(x[:, :128].contiguous(), topk_idx, 4, num_experts, round_scale=True, use_ue8m0=True)
         packed, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)
+        with raises(EPInputError, "x is a ndarray", "torch.Tensor"):
+            buffer.low_latency_combine(np.ones((4, HIDDEN), np.float32), topk_idx, weights, handle)
         with raises(EPInputError, "whole"):
             buffer.low_latency_combine(packed, topk_idx, weights, tuple(handle))
         with raises(EPInputError, "whole"):

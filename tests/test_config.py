@@ -73,6 +73,10 @@ def configs(draw: st.DrawFn) -> Config:
         ({"ranks_per_node": True}, ["ranks_per_node is True", "divisor"]),
         ({"low_latency": "yes"}, ["low_latency is 'yes'", "True or False"]),
         ({"low_latency": 1}, ["low_latency is 1", "True or False"]),
+        (
+            {"low_latency": True, "hidden": 12, "dtype": "float32"},
+            ["rows of bfloat16", "hidden=12", "24 bytes", "multiple of 16"],
+        ),
         ({"check_inputs": "no"}, ["check_inputs is 'no'", "True or False"]),
     ],
 )
@@ -183,12 +187,12 @@ def test_combine_constants() -> None:
 @given(configs(), st.integers(1, 256))
 def test_most_tokens_of_low_latency_calls(config: Config, num_ranks: int) -> None:
     """What a block of a dispatch has to hold fits with so many tokens, and with no more."""
-    config = dataclasses.replace(config, num_ranks=num_ranks, num_experts=32 * num_ranks)
+    config = dataclasses.replace(config, num_ranks=num_ranks, num_experts=32 * num_ranks, hidden=1024)
 
     def shared_bytes(tokens: int) -> int:
         table = max(2 * tokens * config.num_topk, num_ranks * -(-tokens // 32) * 4)  # experts of tokens, then which of them come
         assert 0 <= dataclasses.replace(config, num_max_tokens_per_rank=tokens).low_latency_table_bytes - table < 4
-        return table + 4 * config.num_experts
+        return table + 4 * config.num_experts + 9 * num_ranks
 
     most = config.most_low_latency_tokens
     assert shared_bytes(most) <= 160 * 1024 < shared_bytes(most + 1) + 4

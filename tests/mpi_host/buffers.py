@@ -194,6 +194,8 @@ def check_what_is_no_communicator(comm: MPI.Intracomm) -> None:
         make_buffer(type("ProcessGroup", (), {})(), num_experts=4)  # type: ignore[arg-type]
     with raises(EPConfigError, "COMM_NULL"):
         make_buffer(MPI.COMM_NULL, num_experts=4)
+    with raises(EPConfigError, "network is 3", "NetworkOptions"):
+        make_buffer(comm, num_experts=4 * comm.Get_size(), network=3)
     with raises(EPConfigError, "timeout_s is '3'"):
         make_buffer(comm, num_experts=4 * comm.Get_size(), timeout_s="3")
 

@@ -360,7 +360,7 @@ def _survivors_of(comm: MPI.Intracomm, heard_by: Collection[int], topk_idx: Any)
         mine, live = inputs[rank], everyone[:-1]
         if rank == last:
             for peer in set(live) - set(heard_by):
-                buffer.mask_rank(peer)
+                buffer.mask_rank(np.int64(peer))
             _die_after_notices(buffer, partial(_dispatch, buffer, mine))
         else:
             sent = _dispatch(buffer, mine)
