@@ -40,7 +40,8 @@ _serials = itertools.count(1)
 class Buffer:
     """Routes tokens to the ranks of their experts (`dispatch`) and adds the experts' outputs up back home (`combine`).
 
-    Making and destroying a Buffer, and every call, is collective: all ranks of `comm` do it in the same order. In a call, dtypes and which
+    Making and destroying a Buffer, and every call, is collective: all ranks of `comm` do it in the same order (and so from one thread at a
+    time; a thread that comes in the middle of another's call gets an `EPInputError`). In a call, dtypes and which
     arguments are given must be the same on all ranks, numbers of tokens need not be. Ranks that differ get an `EPInputError`, on GPUs from
     a later call where the host does not wait (which is made all the same); a low-latency dispatch that differs breaks the Buffer.
 
@@ -239,7 +240,8 @@ class Buffer:
             expert_alignment: Counts for each expert are rounded up to a multiple of this.
             async_finish: Run on the buffer's own stream; `result.event` tells when it is done.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
-            stream: Run on this stream (an integer handle or an array library's stream) instead of the caller's current one.
+            stream: Run on this stream (an array library's, or an integer handle, which then has to outlive the results) instead of the
+                caller's current one.
 
         Returns:
             What arrived at this rank, ordered by source rank and source token.

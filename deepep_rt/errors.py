@@ -20,14 +20,11 @@ from typing import Any
 
 
 class EPError(Exception):
-    """Base of every exception that deepep_rt raises on purpose.
-
-    Attributes:
-        call_made: Whether the call was made all the same: what was wrong came to light behind it (GPUs: `check_inputs`, ranks that differ,
-            no memory for what came), and the other ranks go on.
-    """
+    """Base of every exception that deepep_rt raises on purpose."""
 
     call_made = False
+    """Whether the call was made all the same: what was wrong came to light behind it (GPUs: `check_inputs`, ranks that differ, no memory
+    for what came), and the other ranks go on."""
 
 
 class EPConfigError(EPError, ValueError):

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import tables
+from .config import COMBINE_DTYPES
 from .errors import EPInputError
 from .inputs import combine_inputs, dispatch_inputs
 from .jax_calls import Combined, call, errors, run_combine, run_dispatch, run_known_dispatch, token_of, traced
@@ -123,6 +124,8 @@ def dispatch(
         >>> out = combine(buffer, y, sent.handle).x
     """
     check_threads(buffer)
+    if topk_idx is None:
+        raise EPInputError("topk_idx is None; pass [num_tokens, num_topk] int32")
     config = buffer.config
     rows = config.num_max_recv_tokens if num_worst_tokens is None else num_worst_tokens
     x, topk_idx = jnp.asarray(x), jnp.asarray(topk_idx)
@@ -222,6 +225,8 @@ def _dispatch_once(
 
 
 def _dispatch_forward(buffer: Buffer, rows: int, *arguments: Any) -> tuple[Dispatched, Any]:
+    if (dtype := arguments[0].dtype.name) not in COMBINE_DTYPES:
+        raise EPInputError(f"x is {dtype}, and its gradient would be a combine of {dtype}; use {', '.join(COMBINE_DTYPES)}")
     sent = _dispatch_once(buffer, rows, *arguments)  # not `_dispatch`, whose inside policies do not see, nor the names there
     return sent, (sent.handle, sent.recv_topk_idx)
 

@@ -337,6 +337,10 @@ def check_wrong_arguments(comm: MPI.Intracomm) -> None:
         sent = call(x, idx, weights)
         with raises(EPInputError, "x has shape", f"expected [{sent.recv_x.shape[0]}, {HIDDEN}]"):
             ep.combine(buffer, x, sent.handle)
+        with raises(EPInputError, "topk_idx is None"):
+            ep.dispatch(buffer, x, None)
+        with raises(EPInputError, "x is float8_e4m3fn", "gradient", "bfloat16"):
+            jax.grad(lambda x: ep.dispatch(buffer, x, idx).recv_x.astype(jnp.float32).sum())(x.astype(jnp.float8_e4m3fn))
         with raises(EPInputError, "tuple", "deepep_rt.jax.dispatch"):
             ep.combine(buffer, sent.recv_x, tuple(sent))
         with _buffer(comm) as other, raises(EPInputError, "another Buffer"):
