@@ -41,7 +41,8 @@ class HookOrder:
 
     def start(self, has_hook: bool) -> None:
         """Raise EPInputError if such a call may not start now. Nothing is noted yet: the call may still fail."""
-        self._call_abandoned()
+        if self._open:
+            self._call_abandoned()
         if not has_hook and self._open:
             raise EPInputError(f"{self.what} without return_recv_hook, but {len(self._open)} hooks are open; call them first")
         if has_hook and len(self._open) >= self._limit:

@@ -354,7 +354,8 @@ def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):
 def test_host_time(comm):
     """What a call costs the host without the synchronisation for counts: at most 60 us, and 25 us in low latency.
 
-    CPUs of one machine differ by up to 1.8, whatever the code does: the best row of ten calls counts, of the best rank.
+    CPUs of one machine differ by up to 1.8, whatever the code does: the best row of ten calls counts, of the best rank. And machines differ
+    by more than 2: where PyTorch's smallest operation takes longer than the 8 us that are usual, limits are so much higher.
     """
     if os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         return  # ranks that take turns have no time to measure
@@ -382,5 +383,8 @@ def test_host_time(comm):
             "low_latency_dispatch": (25, host_us(lambda: gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=fp8))),
             "low_latency_combine": (25, host_us(lambda: gpu.low_latency_combine(y, idx, weights, quick.handle))),
         }
-        print({name: f"{us:.1f} us" for name, (_, us) in spent.items()})
-        assert not [name for name, (limit, us) in spent.items() if us > limit], spent
+        one = torch.zeros(1, device="cuda")
+        yardstick = host_us(lambda: one.add_(1))
+        print({name: f"{us:.1f} us" for name, (_, us) in spent.items()}, f"add_: {yardstick:.1f} us")
+        slowness = max(1.0, yardstick / 8)
+        assert not [name for name, (limit, us) in spent.items() if us > limit * slowness], (spent, yardstick)
