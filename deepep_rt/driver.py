@@ -11,7 +11,10 @@ from cuda.bindings import driver
 from .arrays import StreamHandle
 from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 
+# Members of enumerations that calls are compared with: looking one up takes longer than comparing.
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
+_CAPTURED_ELSEWHERE = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+_NOT_CAPTURED = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _device_uuid = getattr(
     driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid
 )  # CUDA 13 has only the newer one, under the plain name
@@ -165,9 +168,9 @@ class Work:
 def is_capturing(stream: int) -> bool:
     """Whether a stream is part of a graph capture; the default stream is, in a way, while one that waits for it is."""
     said = driver.cuStreamIsCapturing(stream)
-    if said[0] == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+    if said[0] == _CAPTURED_ELSEWHERE:
         return True
-    return ok(said) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    return ok(said) != _NOT_CAPTURED
 
 
 def capture_id(stream: int) -> int | None:
