@@ -49,6 +49,12 @@ def capsule(ptr: int, shape: tuple[int, ...], code: int, bits: int, device: tupl
     return made
 
 
+def address(capsule: Any) -> int:
+    """The pointer alone, where shape and type are known: looking at those takes longer."""
+    tensor = _Tensor.from_address(_pointer(id(capsule), _NAME))
+    return (tensor.data or 0) + tensor.byte_offset
+
+
 def parse(capsule: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, int, int, tuple[int, int]]:
     """Pointer, shape, strides (in elements, or None), type code, bits and device of a producer's capsule, which stays unused.
 
@@ -57,5 +63,5 @@ def parse(capsule: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, i
     tensor = _Tensor.from_address(_pointer(id(capsule), _NAME))
     shape = tuple((ctypes.c_int64 * tensor.ndim).from_address(tensor.shape)) if tensor.ndim else ()
     strides = tuple((ctypes.c_int64 * tensor.ndim).from_address(tensor.strides)) if tensor.strides else None
-    pointer = (tensor.data or 0) + tensor.byte_offset
-    return pointer, shape, strides, tensor.code, tensor.bits * tensor.lanes, (tensor.device_type, tensor.device_id)
+    kind = tensor.code, tensor.bits * tensor.lanes, (tensor.device_type, tensor.device_id)
+    return (tensor.data or 0) + tensor.byte_offset, shape, strides, *kind

@@ -69,20 +69,28 @@ def call(
     The first result is the token. It is the first of `after`, which nobody looks at: XLA only sees that it comes out of the call.
     `may_be_captured`: whether XLA may put it into a CUDA graph, which it replays without calling back.
     """
-    made: dict[Any, Callable[..., None]] = vars(buffer).setdefault("_jax_callbacks", {})
-    if (
-        key := (run, sizes, len(after))
-    ) not in made:  # the same function each time, or JAX would compile calls outside of jit again
-        made[key] = _callback(buffer, *key)
     token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
-    aliases, kept = {0: 0}, [token, *results]
-    step = buffer_callback(made[key], kept, input_output_aliases=aliases, command_buffer_compatible=may_be_captured)
+    made: dict[Any, Callable[..., None]] = vars(buffer).setdefault("_jax_callbacks", {})
+    key = run, sizes, len(after), _forms(given), _forms(results)
+    if key not in made:  # the same function each time, or JAX would compile calls outside of jit again
+        made[key] = _callback(buffer, *key)
+    aliases, all_results = {0: 0}, [token, *results]
+    step = buffer_callback(made[key], all_results, input_output_aliases=aliases, command_buffer_compatible=may_be_captured)
     done = step(*after, *given)
     # In a scan on a GPU, XLA would fuse the call with what stacks its results, keep the call for its other results, and so make it twice.
     return jax.lax.optimization_barrier(done)
 
 
-def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], num_after: int) -> Callable[..., None]:
+_Forms = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype name of arrays
+
+
+def _forms(arrays: Sequence[Any]) -> _Forms:
+    return tuple((array.shape, array.dtype.name) for array in arrays)
+
+
+def _callback(
+    buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], num_after: int, given: _Forms, results: _Forms
+) -> Callable[..., None]:
     """What XLA calls. It outlives the trace, so it must not hold arrays."""
     on_host, checked = buffer.backend == "host", False
 
@@ -96,11 +104,9 @@ def _callback(buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], 
                         check_device(buffer, out[0])
                         checked = True
                     look = _copy_of if on_host else _look
-                    given, results = (
-                        [look(buffer, array) for array in arguments[num_after:]],
-                        [_look(buffer, array) for array in out[1:]],
-                    )
-                    run(buffer, None if on_host else ctx.stream, given, results, *sizes)
+                    views = [look(buffer, *pair) for pair in zip(arguments[num_after:], given, strict=True)]
+                    filled = [_look(buffer, *pair) for pair in zip(out[1:], results, strict=True)]
+                    run(buffer, None if on_host else ctx.stream, views, filled, *sizes)
             except BaseException as error:
                 if not _failures:
                     _failures.append(error)
@@ -118,18 +124,17 @@ def token_of(after: Any) -> jax.Array:
     return after
 
 
-def _look(buffer: Buffer, array: Any) -> View:
+def _look(buffer: Buffer, array: Any, form: tuple[tuple[int, ...], str]) -> View:
     """An array of XLA's, while the callback runs."""
-    ptr, shape, *_ = dlpack.parse(array.__dlpack__())
-    return View(ptr, shape, array.dtype.name, buffer._site.device, None, _PLAIN)
+    return View(dlpack.address(array.__dlpack__()), *form, buffer._site.device, None, _PLAIN)
 
 
-def _copy_of(buffer: Buffer, array: Any) -> View:
+def _copy_of(buffer: Buffer, array: Any, form: tuple[tuple[int, ...], str]) -> View:
     """A copy of an argument: after a time-out, MPI may still read it when XLA has given its memory to somebody else."""
     import numpy as np
 
     memory = np.asarray(array).copy()
-    return View(memory.ctypes.data, memory.shape, memory.dtype.name, HOST, memory, _PLAIN)
+    return View(memory.ctypes.data, *form, HOST, memory, _PLAIN)
 
 
 def traced(buffer: Buffer, array: jax.Array) -> View:

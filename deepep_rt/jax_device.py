@@ -76,7 +76,7 @@ def check_device(buffer: Buffer, array: Any) -> None:
 
         from .driver import ok
 
-        ptr = dlpack.parse(array.__dlpack__())[0]
+        ptr = dlpack.address(array.__dlpack__())
         attribute = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         device = int(ok(cuda.cuPointerGetAttribute(attribute, ptr)))
         if device != buffer._site.device:

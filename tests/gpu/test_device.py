@@ -15,7 +15,16 @@ torch = pytest.importorskip("torch")
 
 from helpers import cpu, make, poison, routing, rows, same  # noqa: E402
 
-from deepep_rt import EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, jit  # noqa: E402
+from deepep_rt import (  # noqa: E402
+    EPCompileError,
+    EPConfigError,
+    EPInputError,
+    EPOutOfMemoryError,
+    EPTimeoutError,
+    EPUnavailableError,
+    driver,
+    jit,
+)
 from deepep_rt.config import has_fp8  # noqa: E402
 
 
@@ -349,6 +358,32 @@ def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):
             make(comm)
     finally:
         torch.cuda.set_device(mine)
+
+
+def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
+    """All ranks hear of it, and what they had taken is given back, so that it can be tried again and again."""
+    real, last = jit.load, comm.Get_size() - 1
+
+    def load(kernel, *given):
+        if kernel.name == "combine":
+            raise EPCompileError("not here")
+        return real(kernel, *given)
+
+    sizes = dict(hidden=4096, num_max_tokens_per_rank=2048)
+    with make(comm, **sizes):
+        pass
+    before = driver.free_bytes()
+    for _ in range(12):  # more than NVSHMEM's heap would hold of what is not given back
+        with monkeypatch.context() as broken:
+            if comm.Get_rank() == last:
+                broken.setattr(jit, "load", load)
+            with pytest.raises(EPCompileError if comm.Get_rank() == last else EPUnavailableError, match=r"not here|another rank"):
+                make(comm, **sizes)
+    assert driver.free_bytes() > before - (64 << 20)
+    with make(comm, **sizes) as buffer:
+        idx, weights = routing(comm, 5, 100, 8, buffer.config.num_experts)
+        sent = buffer.dispatch(rows(comm, 5, 100, 4096), idx, weights)
+        assert buffer.combine(sent.recv_x, sent.handle).x.shape == (100, 4096)
 
 
 def test_host_time(comm):
