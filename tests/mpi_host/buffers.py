@@ -218,17 +218,17 @@ def check_an_interrupted_call(comm: MPI.Intracomm) -> None:
         x = np.full((num_tokens, buffer.config.hidden), rank, np.float32)
         return buffer.dispatch(x, np.tile(np.arange(buffer.config.num_topk), (num_tokens, 1)))
 
-    buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=3.0, dtype="float32")
+    buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=1.5, dtype="float32")
     if rank == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
         with raises(KeyboardInterrupt):
             call(buffer)
         signal.signal(signal.SIGALRM, before)
         with raises(EPTimeoutError, "interrupted" if spmd.backend == "cuda" else "thrown out of call 1 by KeyboardInterrupt"):
             call(buffer)
     else:
-        time.sleep(1.0)
+        time.sleep(0.6)
         call(buffer)
         with raises(EPTimeoutError):
             call(buffer)
@@ -237,7 +237,7 @@ def check_an_interrupted_call(comm: MPI.Intracomm) -> None:
 
 def check_memory_that_mpi_still_reads(comm: MPI.Intracomm) -> None:
     """A rank that gave up forgets its Buffer, and goes on with MPI; its rows are taken up later than that."""
-    if comm.Get_size() == 1 or spmd.backend != "host":
+    if comm.Get_size() != 2 or spmd.backend != "host":
         return
     rank, sizes = comm.Get_rank(), dict(num_max_tokens_per_rank=512, hidden=4096, num_topk=1, dtype="float32")
     buffer = make_buffer(comm, num_experts=comm.Get_size(), timeout_s=0.5, **sizes)
@@ -307,7 +307,7 @@ def check_threads(comm: MPI.Intracomm) -> None:
             refused: list[str] = []
 
             def second() -> None:
-                time.sleep(0.5)
+                time.sleep(0.2)
                 with raises(EPInputError, "another thread", "a Buffer for each") as caught:
                     buffer.combine(None, None)
                 refused.append(str(caught.error))
@@ -318,7 +318,7 @@ def check_threads(comm: MPI.Intracomm) -> None:
             other.join()
             assert refused
         else:
-            time.sleep(1.5)
+            time.sleep(0.6)
             _check_round(comm, buffer, 1)
 
 
