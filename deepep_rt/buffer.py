@@ -331,7 +331,8 @@ class Buffer:
             use_ue8m0: Deliver such scales as their 8-bit exponents.
             async_finish: As in `dispatch`.
             return_recv_hook: Only send; calling the result's `hook` receives, on the same stream. No SM is held in between. Hooks are
-                called in the order of their calls, and at most `num_slots` may be open.
+                called in the order of their calls, and at most `num_slots` may be open. (One that is lost, in an exception, is called by
+                the next call.)
             cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the tokens that arrive are added to it.
             wait_recv_cost_stats: `[num_ranks]` int64; the nanoseconds until each source's last row had come are added to it.
             stream: As in `dispatch`.

@@ -214,7 +214,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._tell_masked()
         launch = self._launcher(kernel)
         launch(stream, self._num_blocks, values)
-        self._order.leave(call, arguments, *views, in_line=True)
+        self._order.leave(call, arguments, *views)
         if not with_hook:
             return None
 
@@ -224,7 +224,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._watch.check_peers()
             self._order.enter(call)
             launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
-            self._order.leave(call, arguments, *views, in_line=True)
+            self._order.leave(call, arguments, *views)
 
         return receive
 

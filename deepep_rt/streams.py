@@ -39,7 +39,6 @@ class CallOrder:
         self.own_stream = driver.new_stream()
         self._last_stream: int | None = None
         self._last_call = driver.CudaEvent(self.own_stream)  # an event: the stream itself may be gone when the next call comes
-        self._is_marked = True  # the event has been recorded behind that call
         self._capture: _Capture | None = None  # the last one that had calls
         self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
 
@@ -68,23 +67,16 @@ class CallOrder:
             if self._capture is not None and self._capture.number == call.capture:
                 driver.wait_event(stream, self._capture.end.handle)
         elif stream != self._last_stream:
-            self._mark()
             driver.wait_event(stream, self._last_call.handle)
 
-    def leave(self, call: Call, arguments: Any, *views: arrays.View | None, in_line: bool = False) -> None:
+    def leave(self, call: Call, arguments: Any, *views: arrays.View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
-        give their memory away.
-
-        Args:
-            call: The call.
-            arguments: What it uses.
-            views: Those that may be of another library, or in host memory, whose allocators know nothing of that stream.
-            in_line: Its end is only marked when somebody asks, and then with what the caller has queued behind it meanwhile: it saves the
-                host some microseconds where all calls are on one stream.
+        give their memory away. `views`: those that may be of another library, or in host memory, whose allocators know nothing of that
+        stream.
         """
         stream = call.stream
         assert stream is not None
-        must_hold = is_beside = stream != call.caller_stream
+        must_hold = stream != call.caller_stream
         for view in views:
             if view is not None and (view.framework is not call.framework or view.device == HOST):
                 must_hold = True
@@ -97,9 +89,8 @@ class CallOrder:
             return
         while self._alive and self._alive[0][0].done():
             self._alive.popleft()
-        self._last_stream, self._is_marked = stream, is_beside or not in_line
-        if self._is_marked:
-            self._last_call.record(stream)
+        self._last_stream = stream
+        self._last_call.record(stream)
         if must_hold:
             self._alive.append((driver.CudaEvent(stream), arguments))
 
@@ -118,23 +109,14 @@ class CallOrder:
 
     def is_done(self) -> bool:
         """Whether the last call has ended."""
-        self._mark()
         return self._last_call.done()
 
     def synchronize(self) -> None:
         """Wait on the host for all calls."""
-        self._mark()
         self._last_call.synchronize()
         driver.synchronize(self.own_stream)
         self._capture = None
         self.check()
-
-    def _mark(self) -> None:
-        if not self._is_marked:
-            assert self._last_stream is not None
-            if not driver.is_capturing(self._last_stream):  # by now; what began to capture it has waited for what was there
-                self._last_call.record(self._last_stream)
-                self._is_marked = True
 
     def forget_arguments(self) -> None:
         """All work is done: nothing reads the arguments any more."""

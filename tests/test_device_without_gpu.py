@@ -498,8 +498,7 @@ def test_what_a_call_asks_of_the_driver(fake: FakeGpu, make: Any) -> None:
             fake.asked.clear()
             call()
             num_launches = 2 if name == "dispatch, fixed" else 1
-            marks = [] if name.startswith("low_latency") else ["record"]
-            assert fake.asked == ["context", "capture_id", *["launch"] * num_launches, *marks], name
+            assert fake.asked == ["context", "capture_id", *["launch"] * num_launches, "record"], name
 
 
 def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:

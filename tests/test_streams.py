@@ -55,7 +55,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(driver, "CudaEvent", Event)
     monkeypatch.setattr(driver, "new_stream", lambda: OWN)
     monkeypatch.setattr(driver, "capture_id", fake.captures.get)
-    monkeypatch.setattr(driver, "is_capturing", fake.captures.__contains__)
     monkeypatch.setattr(driver, "wait_event", lambda stream, event: fake.waits.append((stream, event)))
     monkeypatch.setattr(driver, "wait_stream", wait_stream)
     monkeypatch.setattr(driver, "synchronize", lambda stream: fake.waits.append(("host", "all of", stream)))
@@ -145,39 +144,6 @@ def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: Ca
     assert Array.dropped == [1, 2]
     order.forget_arguments()
     assert Array.dropped == [1, 2, 3]
-
-
-def test_calls_in_line_are_marked_when_somebody_asks(order: CallOrder, fake: Driver) -> None:
-    def in_line(**how: Any) -> None:
-        made = order.begin(None, **{"async_finish": False, "previous_event": None, "stream": None, **how})
-        order.enter(made)
-        order.leave(made, (), in_line=True)
-
-    def marks() -> list[int]:
-        """Where the event that stands for the last call was recorded since the last time."""
-        found = [stream for event, stream in fake.records if event == 1]
-        fake.records.clear()
-        return found
-
-    in_line()
-    marks()
-    in_line()
-    assert marks() == []
-    call(order, stream=OTHER)
-    assert (marks(), fake.waits[-1]) == ([CALLERS, OTHER], (OTHER, 1))
-    in_line(stream=OTHER)  # a stream that the caller's library may not keep
-    assert marks() == [OTHER]
-    in_line()
-    assert not order.is_done()
-    assert marks() == [CALLERS]
-    in_line()
-    fake.captures[CALLERS] = 5  # while it is captured, nothing else can wait for it
-    call(order, stream=OTHER)
-    assert marks() == [OTHER]
-    fake.captures.clear()
-    in_line()
-    order.synchronize()
-    assert marks() == [CALLERS]
 
 
 def test_captured_calls_are_ordered_within_their_capture(order: CallOrder, fake: Driver) -> None:
