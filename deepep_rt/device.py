@@ -391,7 +391,11 @@ class DeviceBackend:
             place.block.trim(used)
             return place.block, place.block.ptr
         assert call.stream is not None
-        copy = self._own_memory(used, call)
+        try:
+            copy = self._own_memory(used, call)
+        except EPOutOfMemoryError as error:
+            error.call_made = True  # the rows have come: the other ranks know nothing of this
+            raise
         driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, call.stream)
         self._order.extend(call)  # the next call's rows land there
         return copy, copy.ptr
@@ -399,11 +403,7 @@ class DeviceBackend:
     def _own_memory(self, num_bytes: int, call: Call) -> StreamMemory:
         """Memory outside of the pool."""
         assert call.stream is not None
-        try:
-            memory = StreamMemory(num_bytes, call.stream)
-        except EPOutOfMemoryError as error:
-            error.call_made = True  # rows have come: the other ranks know nothing of this
-            raise
+        memory = StreamMemory(num_bytes, call.stream)
         if call.caller_stream is not None:
             memory.used_on(call.caller_stream)
         return memory

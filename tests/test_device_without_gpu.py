@@ -22,6 +22,7 @@ from deepep_rt import (
     EPConfigError,
     EPDestroyedError,
     EPInputError,
+    EPOutOfMemoryError,
     EPTimeoutError,
     EPUnavailableError,
     alike,
@@ -151,7 +152,7 @@ def test_fixed_number_of_rows(fake: FakeGpu, make: Any) -> None:
         assert buffer.dispatch(x, idx, weights, num_worst_tokens=100).recv_x.ptr == min(first, second), "memory came back"
 
 
-def test_a_full_pool(fake: FakeGpu, make: Any) -> None:
+def test_a_full_pool(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(num_slots=1) as buffer:
         fake.on_launch = routed(buffer, 256, [256] + [0] * 7)
         x, idx, weights = arguments(fake, 64)
@@ -162,6 +163,17 @@ def test_a_full_pool(fake: FakeGpu, make: Any) -> None:
         assert source == landing
         assert to <= held[1].recv_x.ptr < to + num_bytes
         assert num_bytes >= 256 * 512
+
+        def none_left(*_: Any) -> int:
+            raise EPOutOfMemoryError("none left")
+
+        monkeypatch.setattr(driver, "allocate_async", none_left)
+        with pytest.raises(EPOutOfMemoryError) as behind:
+            buffer.dispatch(x, idx, weights)
+        with pytest.raises(EPOutOfMemoryError) as before:
+            buffer.combine(Array(fake, "bfloat16", 256, 256), held[0].handle)
+        assert behind.value.call_made, "the other ranks go on"
+        assert not before.value.call_made
 
 
 def test_streams(fake: FakeGpu, make: Any) -> None:
