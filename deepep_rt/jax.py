@@ -28,7 +28,7 @@ from . import tables
 from .config import COMBINE_DTYPES
 from .errors import EPInputError
 from .inputs import combine_inputs, dispatch_inputs
-from .jax_calls import Combined, call, errors, run_combine, run_dispatch, run_known_dispatch, token_of, traced
+from .jax_calls import Combined, call, errors, run_combine, run_dispatch, run_known_dispatch, token_of, tokens_and_indices, traced
 from .jax_device import check_threads, use_gpu_of_rank
 from .jax_low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
 from .results import DispatchHandle
@@ -124,20 +124,12 @@ def dispatch(
         >>> out = combine(buffer, y, sent.handle).x
     """
     check_threads(buffer)
-    if topk_idx is None:
-        raise EPInputError("topk_idx is None; pass [num_tokens, num_topk] int32")
     config = buffer.config
     rows = config.num_max_recv_tokens if num_worst_tokens is None else num_worst_tokens
-    x, topk_idx = jnp.asarray(x), jnp.asarray(topk_idx)
-    if topk_idx.dtype == jnp.int64:
-        topk_idx = topk_idx.astype(jnp.int32)
+    x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = None if topk_weights is None else jnp.asarray(topk_weights)
     rows_, idx_, weights_ = (None if array is None else traced(buffer, array) for array in (x, topk_idx, weights))
     dispatch_inputs(buffer._site, None, rows_, idx_, weights_, None, None, rows, 1)
-    if not x.shape[0]:
-        raise EPInputError(
-            "x has no rows: XLA leaves out a call that is given nothing, and the others would wait for it; pass a row with topk_idx -1"
-        )
     return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
 
 

@@ -84,8 +84,8 @@ def call(
 _Forms = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype name of arrays
 
 
-def _forms(arrays: Sequence[Any]) -> _Forms:
-    return tuple((array.shape, array.dtype.name) for array in arrays)
+def _forms(like: Sequence[Any]) -> _Forms:
+    return tuple((array.shape, array.dtype.name) for array in like)
 
 
 def _callback(
@@ -135,6 +135,24 @@ def _copy_of(buffer: Buffer, array: Any, form: tuple[tuple[int, ...], str]) -> V
 
     memory = np.asarray(array).copy()
     return View(memory.ctypes.data, *form, HOST, memory, _PLAIN)
+
+
+def tokens_and_indices(x: Any, topk_idx: Any) -> tuple[jax.Array, jax.Array]:
+    """What a dispatch is given, as JAX's arrays; indices as int32."""
+    if topk_idx is None:
+        raise EPInputError("topk_idx is None; pass [num_tokens, num_topk] int32")
+    x = jnp.asarray(x)
+    if x.ndim and not x.shape[0]:
+        raise EPInputError(
+            "x has no rows: XLA leaves out a call that is given nothing, and the others would wait for it; pass a row with topk_idx -1"
+        )
+    return x, as_int32(topk_idx)
+
+
+def as_int32(topk_idx: Any) -> jax.Array:
+    """Indices that may be int64; what else they must not be is for those to say who check all arguments."""
+    topk_idx = jnp.asarray(topk_idx)
+    return topk_idx.astype(jnp.int32) if topk_idx.dtype == jnp.int64 else topk_idx
 
 
 def traced(buffer: Buffer, array: jax.Array) -> View:

@@ -19,7 +19,7 @@ from .arrays import Framework, View
 from .config import FP8_GROUP
 from .errors import EPInputError
 from .inputs import LowLatencyMemory, low_latency_combine_inputs, low_latency_dispatch_inputs
-from .jax_calls import Combined, call, token_of, traced
+from .jax_calls import Combined, as_int32, call, token_of, tokens_and_indices, traced
 from .jax_device import check_threads
 from .results import LowLatencyHandle as _Handle
 
@@ -88,7 +88,8 @@ def low_latency_dispatch(
 
     Raises:
         EPInputError: while it is traced, if a shape or dtype is wrong, or the buffer was made without `low_latency=True`.
-        EPUnavailableError: if MPI may not be called from XLA's threads (host backend).
+        EPUnavailableError: if MPI may not be called from XLA's threads (host backend); when it runs, if `use_fp8` is asked of an sm_80 GPU
+            (see `errors`).
 
     Example:
         >>> sent = low_latency_dispatch(buffer, x, topk_idx, topk_weights)
@@ -97,16 +98,12 @@ def low_latency_dispatch(
     """
     check_threads(buffer)
     buffer._low_latency()
-    x, topk_idx = jnp.asarray(x), _int32(topk_idx)
+    x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = [] if topk_weights is None else [jnp.asarray(topk_weights)]
     seen = [traced(buffer, array) for array in (x, topk_idx, *weights)]
     inputs = low_latency_dispatch_inputs(
         buffer._site, None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
     )
-    if not x.shape[0]:
-        raise EPInputError(
-            "x has no rows: XLA leaves out a call that is given nothing, and the others would wait for it; pass a row with topk_idx -1"
-        )
     formats = (inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0)
     return _without_gradient(partial(_dispatch, buffer, formats), x, topk_idx, weights, token_of(after))
 
@@ -144,7 +141,7 @@ def low_latency_combine(
     """
     if not isinstance(handle, LowLatencyHandle):
         raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.low_latency_dispatch")
-    given = [jnp.asarray(x), _int32(topk_idx), jnp.asarray(topk_weights)]
+    given = [jnp.asarray(x), as_int32(topk_idx), jnp.asarray(topk_weights)]
     known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, Framework())
     y, idx, weights = (traced(buffer, array) for array in given)
     low_latency_combine_inputs(buffer._site, None, y, idx, weights, known, allow_multiple_reduction, None)
@@ -217,11 +214,6 @@ def _run_combine(
     table, y, idx, weights = arguments
     handle = tables.load_low_latency(buffer._site, table, num_tokens, has_weights)
     buffer.low_latency_combine(y, idx, weights, handle, allow_multiple_reduction=reduce_early, out=results[0], stream=stream)
-
-
-def _int32(topk_idx: jax.Array) -> jax.Array:
-    topk_idx = jnp.asarray(topk_idx)
-    return topk_idx.astype(jnp.int32) if topk_idx.dtype == jnp.int64 else topk_idx
 
 
 def _without_gradient(run: Callable[..., Any], *arguments: Any) -> Any:

@@ -252,8 +252,7 @@ def test_versions_name_the_patch_release(version: Callable[[], str], wheel: str)
     for name in (f"{wheel}-cu{major}", wheel):
         with suppress(importlib.metadata.PackageNotFoundError):
             assert importlib.metadata.version(name) == found
-            return
-    pytest.skip("the library does not come from a wheel")
+            break
 
 
 @pytest.mark.parametrize(

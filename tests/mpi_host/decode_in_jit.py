@@ -109,6 +109,8 @@ def check_wrong_calls(comm: MPI.Intracomm) -> None:
             dispatch(x=mine.x.astype(np.float32))
         with raises(EPInputError, "x has no rows", "topk_idx -1"):
             dispatch(mine.x[:0], mine.topk_idx[:0], mine.topk_weights[:0])
+        with raises(EPInputError, "topk_idx is None"):
+            ep.low_latency_dispatch(buffer, mine.x, None)
         with raises(EPInputError, "topk_idx has shape"):
             dispatch(idx=mine.topk_idx[:, :-1])
         with raises(EPInputError, "use_ue8m0"):
