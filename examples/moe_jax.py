@@ -47,14 +47,14 @@ def train(layer, parameters, x, target, args, over_ranks=lambda array: array):
     for _ in range(args.steps):
         loss, (router, *experts) = loss_of(parameters)
         gradients = over_ranks(router), *experts  # the experts' rows, and so their gradients, came from all ranks
-        parameters = jax.tree.map(lambda p, g: p - 32 * g, parameters, gradients)
+        parameters = jax.tree.map(lambda p, g: p - args.hidden / 8 * g, parameters, gradients)
         losses.append(float(over_ranks(loss)))
     return losses
 
 
 def main():
     device = use_gpu_of_rank(comm)  # before anything else starts CUDA
-    sizes = {"tokens": ("tokens of each rank", 512, 64), "hidden": ("length of a row", 512, 64), "steps": ("of training", 25, 50)}
+    sizes = {"tokens": ("tokens of each rank", 128, 64), "hidden": ("length of a row", 256, 64), "steps": ("of training", 25, 50)}
     sizes |= {"topk": ("experts of a token", 2, 2), "experts": ("of all ranks, rounded down to a multiple of them", 16, 8)}
     args = parse(__doc__, sizes)
     args.experts -= args.experts % comm.size

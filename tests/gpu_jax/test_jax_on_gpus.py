@@ -281,5 +281,5 @@ def test_jax_on_the_cpu(jax, comm):
 def test_example(jax, comm, monkeypatch):
     import moe_jax
 
-    monkeypatch.setattr(sys, "argv", ["moe_jax.py", "--backend", "cuda", "--tokens", "128", "--hidden", "256"])
+    monkeypatch.setattr(sys, "argv", ["moe_jax.py", "--backend", "cuda"])
     moe_jax.main()

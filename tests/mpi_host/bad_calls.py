@@ -63,12 +63,12 @@ def check_expert_numbers_that_do_not_go_with_a_handle(comm: MPI.Intracomm) -> No
 def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
     if comm.Get_size() == 1:
         return
-    odd = comm.Get_rank() % 2
+    odd = comm.Get_rank() % 2  # on GPUs a rank names itself and one that gave something else
     x = np.zeros((5, 32), np.float32)
     idx, weights, scales = np.zeros((5, 4), np.int64), np.ones((5, 4), np.float32), np.ones((5, 1), np.float32)
     with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
         sent, other = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
-        with raises(EPInputError, "x of this call", "rank 0: float32", "rank 1: float16"):
+        with raises(EPInputError, "x of this call", ": float32", ": float16"):
             buffer.dispatch(x.astype(np.float16) if odd else x, idx)
         with raises(EPInputError, "topk_idx", "int64", "int32"):
             buffer.dispatch(x, idx.astype(np.int32) if odd else idx)
@@ -76,11 +76,11 @@ def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
             buffer.dispatch(x, idx, weights if odd else None)
         with raises(EPInputError, "x_scales", "float32", "None"):
             buffer.dispatch(x, idx, x_scales=scales if odd else None)
-        with raises(EPInputError, "handle", "rank 0: 1", "rank 1: 2"):
+        with raises(EPInputError, "handle", ": 1", ": 2"):
             buffer.combine(sent.recv_x, (other if odd else sent).handle)
         with raises(EPInputError, "topk_weights", "None"):
             buffer.combine(sent.recv_x, sent.handle, topk_weights=np.ones((len(sent.recv_x), 4), np.float32) if odd else None)
-        with raises(EPInputError, "handle", "rank 0: 1", "rank 1: 2"):
+        with raises(EPInputError, "handle", ": 1", ": 2"):
             buffer.dispatch(x, handle=(other if odd else sent).handle)
         assert np.array_equal(buffer.dispatch(x, handle=other.handle).recv_x, other.recv_x)
         _check_usable(comm, buffer)
