@@ -3,7 +3,7 @@
     mpirun -n 8 python bench/low_latency.py --json bench/results/NAME.json --compare bench/reference/h200x8_peers.json
 
 `graph`: a captured chain of calls, mean of a call. `step`: dispatch and combine captured together and replayed, each replay timed alone.
-`send`, `receive`: the two launches of a call with a hook, when everything has arrived before the hook is called.
+`send`, `receive`: the two launches of a call with a hook on the GPU, when everything has arrived before the hook is called.
 """
 
 from __future__ import annotations
@@ -189,18 +189,18 @@ class GraphBench(Bench):
         """Sending and receiving apart; the host waits in between until all ranks have sent."""
         import cupy
 
+        def timed(part: Callable[[], Any]) -> tuple[float, Any]:
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            self.meet()
+            with timing.queued(cupy.cuda.get_current_stream().ptr):
+                start.record()
+                result = part()
+                end.record()
+            return 1e3 * cupy.cuda.get_elapsed_time(start, end), result
+
         def run() -> list[float]:
-            self.meet()
-            events = [cupy.cuda.Event() for _ in range(4)]
-            events[0].record()
-            result = call(return_recv_hook=True)
-            events[1].record()
-            self.meet()
-            events[2].record()
-            result.hook()
-            events[3].record()
-            events[3].synchronize()
-            return [1e3 * cupy.cuda.get_elapsed_time(a, b) for a, b in (events[:2], events[2:])]
+            sending, result = timed(lambda: call(return_recv_hook=True))
+            return [sending, timed(result.hook)[0]]
 
         return [float(us) for us in np.median(self.times(run, self.args.repeats), axis=0)]
 

@@ -151,6 +151,11 @@ def wait_stream(stream: int, other: int) -> None:
     wait_event(stream, event.handle)
 
 
+def wait_value(stream: int, ptr: int, value: int) -> None:
+    """Make `stream` wait until the uint32 at `ptr` is `value`. Nothing bounds the wait."""
+    ok(driver.cuStreamWaitValue32(stream, ptr, value, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ))
+
+
 class Work:
     """What a stream will have done. Whoever needs that may ask at any time, whatever context is current then."""
 

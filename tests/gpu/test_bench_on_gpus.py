@@ -63,6 +63,10 @@ def test_low_latency(comm):
         assert not missing
         assert len(report.low_latency_columns(result)) == 12, "all were measured"
         assert row.step_p99_us >= row.step_p50_us
+        for part in ("dispatch_send_us", "dispatch_receive_us", "combine_send_us", "combine_receive_us"):
+            assert getattr(row, part) < row.host_dispatch_us or os.environ.get("DEEPEP_RT_SHARE_GPUS"), (
+                f"{part}: without launches"
+            )
     page = bench_page.html([result])
     assert "in a captured chain" in page
     assert "host backend" not in page
