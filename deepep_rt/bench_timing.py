@@ -72,11 +72,13 @@ def queued(stream: int) -> Iterator[None]:
     from . import driver
 
     address = driver.allocate_pinned(4)
+    is_open = ctypes.c_uint32.from_address(address)
+    is_open.value = 0
     try:
         driver.wait_value(stream, address, 1)
         yield
     finally:
-        ctypes.c_uint32.from_address(address).value = 1
+        is_open.value = 1
         driver.synchronize(stream)
         driver.free_pinned(address)
 

@@ -214,7 +214,7 @@ def fill(ptr: int, byte: int, num_bytes: int) -> None:
 
 
 def allocate_pinned(num_bytes: int) -> int:
-    """Zeroed host memory that kernels can write; one address serves both sides."""
+    """Host memory that kernels can write; one address serves both sides. What was there before may still be in it."""
     flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
     return int(ok(driver.cuMemHostAlloc(num_bytes, flags)))
 
