@@ -45,16 +45,19 @@ def check_combine(out, gains, args):
     assert error < 2**-9, f"rank {rank}: combine is off by {error:.1e} of the largest value"
 
 
-def report(name, call, buffer, rows, remote_rows, row_bytes, ceiling, num_calls=10):
-    """Time a call on the slowest rank, and print its bandwidth: rows (each token once for each rank) times bytes of a row."""
-    call()
-    buffer.synchronize()
-    comm.Barrier()
-    start = time.perf_counter()
-    for _ in range(num_calls):
-        call()
-    buffer.synchronize()
-    seconds = comm.allreduce((time.perf_counter() - start) / num_calls, MPI.MAX)
+def report(name, call, buffer, rows, remote_rows, row_bytes, ceiling):
+    """Time a call (slowest rank, median of 5 loops), and print its bandwidth: rows (each token once for each rank) times their bytes."""
+
+    def loop(num_calls=10):
+        comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        buffer.synchronize()
+        return comm.allreduce((time.perf_counter() - start) / num_calls, MPI.MAX)
+
+    loop(1)
+    seconds = sorted(loop() for _ in range(5))[2]
     speed, remote = (comm.allreduce(n) / num_ranks * row_bytes / seconds / 1e9 for n in (rows, remote_rows))
     share = f", {100e9 * remote / ceiling:.0f} % of the copy ceiling" if num_ranks > 1 else ""
     say(f"{name:9}{seconds * 1e6:9.1f} us {speed:8.2f} GB/s, to and from other ranks {remote:.2f} GB/s{share}")
