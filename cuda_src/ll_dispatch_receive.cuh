@@ -4,8 +4,8 @@
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 // So many blocks may poll whole headers, which saves them a round trip. Where twice as many do, the stores that are on their way there are
-// held up now and then, by 4 us.
-constexpr int kMostEager = 32;
+// held up now and then, by 3 to 4 us; the sooner, the more ranks send some.
+constexpr int kMostEager = 64 / kNumRanks;
 
 // Warp 0; in lanes where `differs`, a source that gave something else than this rank. What this rank would make of its rows is not what it
 // meant, and they are on their way already: the Buffer is broken. Some other rank differs from each, so all find that out.
