@@ -30,9 +30,9 @@ from deepep_rt.bench_results import Sizes, low_latency_rows, read, throughput_ro
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "bench/reference/h200x8_peers.json"
-THROUGHPUT = ROOT / "bench/results/h200x4_2026-11-21.json"
-LOW_LATENCY = ROOT / "bench/results/h200x4_2026-11-21_low_latency.json"
-NVSHMEM = ROOT / "bench/results/h200x4_2026-11-21_low_latency_nvshmem.json"
+THROUGHPUT = ROOT / "bench/results/h200x4_2026-11-22.json"
+LOW_LATENCY = ROOT / "bench/results/h200x4_2026-11-22_low_latency.json"
+NVSHMEM = ROOT / "bench/results/h200x4_2026-11-22_low_latency_nvshmem.json"
 RESULTS = [THROUGHPUT, LOW_LATENCY, NVSHMEM]
 
 

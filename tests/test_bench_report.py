@@ -148,7 +148,7 @@ def test_other_problems_compare_by_bandwidth(capsys):
     pair = Pair("combine_bf16", 4096, 24, ours, theirs)
     assert pair.ratio(same_problem=False) == "1.20"
     assert pair._replace(theirs=Point(1000.0, 0.0)).ratio(same_problem=False) == "-"
-    result = read(ROOT / "bench/results/h200x4_2026-11-21.json")
+    result = read(ROOT / "bench/results/h200x4_2026-11-22.json")
     report.print_result(result, load(PEERS))
     printed = " ".join(capsys.readouterr().out.split())
     assert "of remote bandwidth" in printed
