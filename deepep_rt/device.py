@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from .launch import Launcher
 from .network import NetworkOptions
 from .page import HostPage
 from .placement import choose_device
-from .pool import Block, Pool, Slot, Slots, StreamMemory
+from .pool import Slot, Slots, StreamMemory
+from .result_memory import ResultMemory
 from .results import CombineResult, DispatchHandle, DispatchResult, Views
 from .sources import kernel_constants
 from .streams import CallOrder
@@ -31,14 +31,6 @@ from .transfer import to_device, to_host
 from .watch import Watch
 
 _EMPTY = 256  # stands for the address of an array without elements, and is never followed
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a dispatch lands: an offset in symmetric memory, and what keeps it (nothing for the shared landing region)."""
-
-    offset: int
-    block: Block | None
 
 
 class DeviceBackend:
@@ -110,7 +102,7 @@ class DeviceBackend:
         shape = layout.result(
             config, capacity, row_bytes=row_bytes, scale_bytes=scale_bytes, idx_bytes=idx_bytes, with_topk=idx is not None
         )
-        place = self._place(shape.num_bytes, call)
+        place = self._results.place(shape.num_bytes, call)
         if known is None:
             if tell_host:
                 self._page.expect_counts()
@@ -142,7 +134,7 @@ class DeviceBackend:
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._watch.await_counts()
-        owner, base = self._owner(place, shape, num_rows, row_bytes, call)
+        owner, base = self._results.keep(place, shape.offsets["x"] + num_rows * row_bytes, call)
         # How the rows of each result look. The arguments that say so are let go: results may outlive them.
         framework, rows = x.framework, [(view.dtype, view.shape[1:]) if view else None for view in (x, scales, idx, weights)]
         rows.append(("int32", (2,)))
@@ -161,7 +153,7 @@ class DeviceBackend:
         return DispatchResult(handle, self._order.event(call), self._for_caller(views, host_caller, stream))
 
     def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
-        """One launch: rows land in the landing region and are added up into a block of the pool."""
+        """One launch: rows land in the landing region and are added up."""
         self._check_near()
         config, stream, handle = self.config, call.stream, inputs.handle
         assert stream is not None
@@ -171,10 +163,7 @@ class DeviceBackend:
         landing = self._map.offsets["landing"]
         num_tokens = handle.num_tokens
         shape = layout.combined(config, num_tokens, x.row_bytes, weights is not None)
-        owner: Block | StreamMemory | None = self._pool.allocate(shape.num_bytes, stream, call.caller_stream)
-        if owner is None:
-            self._refuse_when_fixed(stream)
-            owner = self._own_memory(shape.num_bytes, call)
+        owner = self._results.for_sums(shape.num_bytes, call)
         out, out_weights = owner.ptr + shape.offsets["x"], owner.ptr + shape.offsets["topk_weights"]
         self._launcher("combine", x.dtype)(
             stream,
@@ -217,7 +206,7 @@ class DeviceBackend:
         num_rows = max(1, min(num_rows, room))
         values = {
             "num_rows": num_rows,
-            "src": self._pool.base,
+            "src": self._memory.ptr + self._map.offsets["pool"],
             "land_x": self._map.offsets["landing"],
             "row_bytes": row_bytes,
         }
@@ -296,13 +285,13 @@ class DeviceBackend:
         self._state = driver.allocate(local_bytes)
         self._held.callback(driver.free, self._state)
         driver.fill(self._state, 0, local_bytes)
-        self._pool = Pool(base + self._map.offsets["pool"], self._map.sizes["pool"])
         self._handle_map = layout.handle(config)
         self._handles = self._slots(self._handle_map.num_bytes, layout.num_handles(config))
         self._page = HostPage(config)
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state)
         self._order = CallOrder(self.device, self.context, self._watch.check)
+        self._results = ResultMemory(base, self._map, self._order, self._copy_when_full)
         self._arch = jit.current_arch()
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
         self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
@@ -363,50 +352,6 @@ class DeviceBackend:
                 "to_host": tell_host,
             },
         )
-
-    def _place(self, num_bytes: int, call: Call) -> _Place:
-        assert call.stream is not None
-        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream)
-        if block is not None:
-            return _Place(self._map.offsets["pool"] + block.offset, block)
-        if not self._copy_when_full:
-            raise EPOutOfMemoryError(
-                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self._pool.free_bytes / 1e6:.0f} MB of the pool are free); drop "
-                f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
-            )
-        self._refuse_when_fixed(call.stream)
-        return _Place(self._map.offsets["landing"], None)
-
-    def _refuse_when_fixed(self, stream: int) -> None:
-        if driver.is_capturing(stream):
-            raise EPOutOfMemoryError(
-                f"the pool is full ({self._pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is "
-                f"captured; drop earlier results, or make the Buffer with a larger num_slots"
-            )
-
-    def _owner(self, place: _Place, shape: layout.Map, num_rows: int, row_bytes: int, call: Call) -> tuple[Any, int]:
-        """What keeps the result's memory, and its address: the block, cut to what arrived, or a copy of it."""
-        used = shape.offsets["x"] + num_rows * row_bytes
-        if place.block is not None:
-            place.block.trim(used)
-            return place.block, place.block.ptr
-        assert call.stream is not None
-        try:
-            copy = self._own_memory(used, call)
-        except EPOutOfMemoryError as error:
-            error.call_made = True  # the rows have come: the other ranks know nothing of this
-            raise
-        driver.copy_async(copy.ptr, self._memory.ptr + place.offset, used, call.stream)
-        self._order.extend(call)  # the next call's rows land there
-        return copy, copy.ptr
-
-    def _own_memory(self, num_bytes: int, call: Call) -> StreamMemory:
-        """Memory outside of the pool."""
-        assert call.stream is not None
-        memory = StreamMemory(num_bytes, call.stream)
-        if call.caller_stream is not None:
-            memory.used_on(call.caller_stream)
-        return memory
 
     def _counts_of(self, slot: Slot, framework: Framework, stream: int) -> dict[str, View]:
         return {

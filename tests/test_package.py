@@ -54,6 +54,7 @@ ORDER = [
     "results",
     "inputs",
     "streams",
+    "result_memory",
     "hooks",
     "turns",
     "mail",

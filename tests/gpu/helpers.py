@@ -38,8 +38,8 @@ def poison(buffer):
     backend = buffer._backend
     torch.cuda.synchronize()
     backend._comm.Barrier()
-    driver.fill(backend._pool.base, 0xA5, backend._map.sizes["pool"])
-    driver.fill(backend._memory.ptr + backend._map.offsets["landing"], 0xA5, backend._map.sizes["landing"])
+    for region in ("pool", "landing"):
+        driver.fill(backend._memory.ptr + backend._map.offsets[region], 0xA5, backend._map.sizes[region])
     torch.cuda.synchronize()
     backend._comm.Barrier()
 

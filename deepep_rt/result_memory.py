@@ -1,0 +1,87 @@
+"""Memory of what the throughput calls hand out: where a dispatch lands, what keeps its result then, and room for the sums of combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import driver, layout
+from .errors import EPOutOfMemoryError
+from .inputs import Call
+from .pool import Block, Pool, StreamMemory
+from .streams import CallOrder
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a dispatch lands: an offset in symmetric memory, and what keeps it (nothing for the shared landing region)."""
+
+    offset: int
+    block: Block | None
+
+
+class ResultMemory:
+    """The pool in symmetric memory, and memory outside of it for what finds no room there.
+
+    Args:
+        base: Address of the Buffer's symmetric memory.
+        regions: What lies where in it.
+        order: Of the Buffer's calls.
+        copy_when_full: Copy results of dispatch out of symmetric memory when the pool is full, instead of raising.
+    """
+
+    def __init__(self, base: int, regions: layout.Map, order: CallOrder, copy_when_full: bool) -> None:
+        self._base, self._offsets, self._order, self._copy_when_full = base, regions.offsets, order, copy_when_full
+        self._pool = Pool(base + regions.offsets["pool"], regions.sizes["pool"])
+
+    def place(self, num_bytes: int, call: Call) -> Place:
+        """Where the rows of a dispatch land that brings at most so many bytes."""
+        assert call.stream is not None
+        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream)
+        if block is not None:
+            return Place(self._offsets["pool"] + block.offset, block)
+        if not self._copy_when_full:
+            raise EPOutOfMemoryError(
+                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self._pool.free_bytes / 1e6:.0f} MB of the pool are free); drop "
+                f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
+            )
+        self._refuse_when_fixed(call.stream)
+        return Place(self._offsets["landing"], None)
+
+    def keep(self, place: Place, num_bytes: int, call: Call) -> tuple[Any, int]:
+        """What keeps the result of a launched dispatch, and its address: the block, cut to what arrived, or a copy of it."""
+        if place.block is not None:
+            place.block.trim(num_bytes)
+            return place.block, place.block.ptr
+        assert call.stream is not None
+        try:
+            copy = self._outside(num_bytes, call)
+        except EPOutOfMemoryError as error:
+            error.call_made = True  # the rows have come: the other ranks know nothing of this
+            raise
+        driver.copy_async(copy.ptr, self._base + place.offset, num_bytes, call.stream)
+        self._order.extend(call)  # the next call's rows land there
+        return copy, copy.ptr
+
+    def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
+        """Memory for what a combine adds up."""
+        assert call.stream is not None
+        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream)
+        if block is not None:
+            return block
+        self._refuse_when_fixed(call.stream)
+        return self._outside(num_bytes, call)
+
+    def _refuse_when_fixed(self, stream: int) -> None:
+        if driver.is_capturing(stream):
+            raise EPOutOfMemoryError(
+                f"the pool is full ({self._pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is "
+                f"captured; drop earlier results, or make the Buffer with a larger num_slots"
+            )
+
+    def _outside(self, num_bytes: int, call: Call) -> StreamMemory:
+        assert call.stream is not None
+        memory = StreamMemory(num_bytes, call.stream)
+        if call.caller_stream is not None:
+            memory.used_on(call.caller_stream)
+        return memory
