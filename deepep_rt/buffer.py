@@ -53,8 +53,8 @@ class Buffer:
         num_topk: Experts of a token, 1 to 32.
         num_experts: Experts over all ranks, a multiple of the number of ranks; rank r holds the r-th run of them.
         dtype: Widest element type of a row. Narrower rows (FP8 in a bfloat16 buffer) are welcome in each call.
-        num_slots: Worst-case dispatch results that there is memory for at once (the pool); results are trimmed to what arrived. Also how
-            many low-latency hooks of a kind may be open.
+        num_slots: Worst-case results of dispatch, with one of combine each, that there is memory for at once (the pool); they are trimmed
+            to what arrived. Also how many low-latency hooks of a kind may be open.
         backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there is a GPU, and cuda-python (the extras).
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
         num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls.
@@ -68,7 +68,7 @@ class Buffer:
         check_inputs: Report expert numbers out of range from the device, in this call or a later one; without it GPUs skip them. (The host
             backend always raises.) Default: `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when the caller holds so many results that the pool is full: "copy" the result to
-            memory of its own, or raise "error".
+            memory of its own (a quarter slower; the log says so once, at INFO), or raise "error".
 
     Raises:
         EPConfigError: if a size is wrong, or the ranks disagree on one.
@@ -181,7 +181,7 @@ class Buffer:
         Example:
             >>> hint = Buffer.size_hint(8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
             >>> print(f"{hint['total'] / 1e9:.2f} GB")
-            1.44 GB
+            1.56 GB
         """
         sizes = (num_ranks, num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, num_slots)
         return layout.size_hint(Config(*sizes, low_latency=low_latency, ranks_per_node=ranks_per_node))

@@ -203,12 +203,13 @@ def combined(config: Config, num_tokens: int, row_bytes: int, with_weights: bool
 def symmetric(config: Config) -> Map:
     """A Buffer's symmetric memory."""
     worst = worst_result_bytes(config)
+    sums = combined(config, config.num_max_tokens_per_rank, config.row_bytes, with_weights=True).num_bytes
     return arrange(
         [
             ("control", control(config).num_bytes),
             # combine's staging, and where a dispatch lands whose result is copied out because the pool is full
             ("landing", max(worst, staging(config, config.row_bytes).num_bytes)),
-            ("pool", config.num_slots * worst),
+            ("pool", config.num_slots * (worst + sums)),
             ("low_latency", low_latency(config).num_bytes if config.low_latency else 0),
         ]
     )

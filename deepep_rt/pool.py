@@ -103,19 +103,24 @@ class Pool:
         self._came_back: deque[tuple[int, int]] = deque()
         self._readers = Readers()
 
-    def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> Block | None:
+    def allocate(self, num_bytes: int, stream: int, reader: int | None = None, *, leave: int = 0) -> Block | None:
         """A block, or None if there is no room.
 
         Args:
             num_bytes: Its size.
             stream: The stream that fills it.
             reader: The stream that will read it, if it is another one.
+            leave: So many bytes have to stay free, in one piece.
         """
         num_bytes = align_up(max(num_bytes, 1))
         self._merge()
         for i, (offset, size) in enumerate(self._free):
-            if size >= num_bytes:
-                self._free[i : i + 1] = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
+            if size < num_bytes:
+                continue
+            rest = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
+            free = [*self._free[:i], *rest, *self._free[i + 1 :]]
+            if not leave or any(size >= leave for _, size in free):
+                self._free = free
                 self._readers.let_finish_before(stream)
                 return Block(self, offset, num_bytes, _users(stream, reader))
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from .errors import EPOutOfMemoryError
 from .inputs import Call
 from .pool import Block, Pool, StreamMemory
 from .streams import CallOrder
+
+_log = logging.getLogger("deepep_rt")
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class ResultMemory:
     Args:
         base: Address of the Buffer's symmetric memory.
         regions: What lies where in it.
+        worst_result: Bytes of the largest result of a dispatch.
         order: Of the Buffer's calls.
         copy_when_full: Copy results of dispatch out of symmetric memory when the pool is full, instead of raising.
     """
 
-    def __init__(self, base: int, regions: layout.Map, order: CallOrder, copy_when_full: bool) -> None:
-        self._base, self._offsets, self._order, self._copy_when_full = base, regions.offsets, order, copy_when_full
+    def __init__(self, base: int, regions: layout.Map, worst_result: int, order: CallOrder, copy_when_full: bool) -> None:
+        self._base, self._offsets, self._worst_result = base, regions.offsets, worst_result
+        self._order, self._copy_when_full, self._has_copied = order, copy_when_full, False
         self._pool = Pool(base + regions.offsets["pool"], regions.sizes["pool"])
 
     def place(self, num_bytes: int, call: Call) -> Place:
@@ -46,6 +51,9 @@ class ResultMemory:
                 f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
             )
         self._refuse_when_fixed(call.stream)
+        if not self._has_copied:
+            self._has_copied = True
+            _log.info("a pool is full: results of dispatch are copied, until others are dropped; num_slots says how many fit")
         return Place(self._offsets["landing"], None)
 
     def keep(self, place: Place, num_bytes: int, call: Call) -> tuple[Any, int]:
@@ -64,9 +72,10 @@ class ResultMemory:
         return copy, copy.ptr
 
     def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
-        """Memory for what a combine adds up."""
+        """Memory for what a combine adds up. It may lie anywhere; rows of a dispatch would have to be copied there, and go first."""
         assert call.stream is not None
-        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream)
+        leave = self._worst_result if call.capture is None else 0
+        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream, leave=leave)
         if block is not None:
             return block
         self._refuse_when_fixed(call.stream)

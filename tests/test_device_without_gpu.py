@@ -176,6 +176,27 @@ def test_a_full_pool(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) 
         assert not before.value.call_made
 
 
+def test_sums_leave_room_for_rows(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """However many results of combine are held, a dispatch finds room, as long as no other results of dispatch fill the pool."""
+    with make() as buffer, caplog.at_level("INFO", logger="deepep_rt"):
+        x, idx, weights = arguments(fake, 64)
+        y = Array(fake, "bfloat16", 256, 256)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=256)
+        sums = [buffer.combine(y, sent.handle) for _ in range(20)]
+        start = BASE + buffer._backend._map.offsets["pool"]
+        pool = range(start, start + buffer._backend._map.sizes["pool"])
+        assert [total.x.ptr in pool for total in sums] == [True] * 2 + [False] * 18
+        again = buffer.dispatch(x, handle=sent.handle)
+        assert again.recv_x.ptr in pool
+        assert not fake.copies
+        assert not caplog.messages
+        third, fourth = (buffer.dispatch(x, handle=sent.handle) for _ in range(2))
+        assert len(fake.copies) == 2
+        assert len(caplog.messages) == 1
+        assert "num_slots" in caplog.text
+        del third, fourth
+
+
 def test_streams(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         x, idx, weights = arguments(fake)

@@ -215,8 +215,8 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
      lambda s: [one.update(group=one["rank"] % 2) for one in s.reports], "host0 (rank 0) holds ranks 0, 2"),  # type: ignore[func-returns-value]
     ("uneven-hosts", "error", dict(ranks=16, per_host=16, num_gpus=16), _all(), "0 to 15"),
     ("not-enough-memory", "error", dict(ranks=8), _nvml(6, free_bytes=10**9),
-     "on host0, GPU 60000000 has 1.00 GB free and is to hold 1.44 GB"),
-    ("not-enough-memory", "error", NO_SHARING, _nvml(free_bytes=2 * 10**9), "has 2.00 GB free and is to hold 2 times 1.44 GB"),
+     "on host0, GPU 60000000 has 1.00 GB free and is to hold 1.56 GB"),
+    ("not-enough-memory", "error", NO_SHARING, _nvml(free_bytes=2 * 10**9), "has 2.00 GB free and is to hold 2 times 1.56 GB"),
     ("not-enough-memory", "error", ONE_PROCESS, _nvml(6, free_bytes=10**9), "GPU 60000000"),
     ("wrong-sizes", "error", dict(ranks=1, num_ranks=3, sizes={**SIZES, "num_experts": 256}), _all(), "num_experts is 256"),
     ("no-cuda-packages", "error", ONE_PROCESS, _drop("nvrtc"), "NVRTC: RuntimeError"),

@@ -63,6 +63,18 @@ def test_blocks_are_cut_trimmed_and_merged(fake: FakeDriver) -> None:
     assert pool.allocate(10 * 256, 1).offset == 0
 
 
+def test_some_allocations_leave_room(fake: FakeDriver) -> None:
+    pool = Pool(0, 10 * 256)
+    first, second = pool.allocate(4 * 256, 1), pool.allocate(256, 1)
+    assert pool.allocate(2 * 256, 1, leave=4 * 256) is None, "5 are left, and would be 3"
+    small = pool.allocate(256, 1, leave=4 * 256)
+    assert small.offset == 5 * 256
+    del first
+    assert pool.allocate(4 * 256, 1, leave=4 * 256).offset == 0, "4 are left behind"
+    assert pool.allocate(256, 1, leave=5 * 256) is None, "free, but not in one piece"
+    assert second.offset == 4 * 256
+
+
 def test_one_stream_needs_no_events(fake: FakeDriver) -> None:
     pool, slots = Pool(0, 1024), Slots(64, 1)
     for _ in range(5):
