@@ -175,7 +175,7 @@ class Buffer:
             ranks_per_node: See `Buffer`.
 
         Returns:
-            Bytes by region ("control", "landing", "pool", "low_latency" for communication; "handles"; "low_latency_results", one of them:
+            Bytes by region ("control", "landing", "pool", "sums", "low_latency"; "handles"; "low_latency_results", one of them:
             as many are allocated as are held at once) and their sum under "total".
 
         Example:

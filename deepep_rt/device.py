@@ -291,7 +291,7 @@ class DeviceBackend:
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state)
         self._order = CallOrder(self.device, self.context, self._watch.check)
-        self._results = ResultMemory(base, self._map, layout.worst_result_bytes(config), self._order, self._copy_when_full)
+        self._results = ResultMemory(base, self._map, config, self._order, self._copy_when_full)
         self._arch = jit.current_arch()
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
         self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)

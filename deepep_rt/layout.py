@@ -200,16 +200,21 @@ def combined(config: Config, num_tokens: int, row_bytes: int, with_weights: bool
     return arrange([("topk_weights", num_tokens * config.num_topk * 4 if with_weights else 0), ("x", num_tokens * row_bytes)])
 
 
+def most_sums_bytes(config: Config) -> int:
+    """Bytes of the largest result of combine."""
+    return combined(config, config.num_max_tokens_per_rank, config.row_bytes, with_weights=True).num_bytes
+
+
 def symmetric(config: Config) -> Map:
     """A Buffer's symmetric memory."""
     worst = worst_result_bytes(config)
-    sums = combined(config, config.num_max_tokens_per_rank, config.row_bytes, with_weights=True).num_bytes
     return arrange(
         [
             ("control", control(config).num_bytes),
             # combine's staging, and where a dispatch lands whose result is copied out because the pool is full
             ("landing", max(worst, staging(config, config.row_bytes).num_bytes)),
-            ("pool", config.num_slots * (worst + sums)),
+            ("pool", config.num_slots * worst),
+            ("sums", config.num_slots * most_sums_bytes(config)),
             ("low_latency", low_latency(config).num_bytes if config.low_latency else 0),
         ]
     )

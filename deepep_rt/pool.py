@@ -90,39 +90,42 @@ class Block:
 
 
 class Pool:
-    """First-fit over one range of memory.
+    """First-fit over one range of memory; large blocks go to its cells first.
+
+    Large blocks are trimmed. Had they been packed, the holes that they leave would be too small for the next large one.
 
     Args:
         base: Address of the range.
         num_bytes: Its size.
+        cell: Bytes of the largest block; 0: all blocks are packed.
     """
 
-    def __init__(self, base: int, num_bytes: int) -> None:
-        self.base = base
+    def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
+        self.base, self._cell = base, cell
         self._free = [(0, num_bytes)]  # (offset, bytes), by offset, never adjacent
         self._came_back: deque[tuple[int, int]] = deque()
         self._readers = Readers()
 
-    def allocate(self, num_bytes: int, stream: int, reader: int | None = None, *, leave: int = 0) -> Block | None:
+    def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> Block | None:
         """A block, or None if there is no room.
 
         Args:
             num_bytes: Its size.
             stream: The stream that fills it.
             reader: The stream that will read it, if it is another one.
-            leave: So many bytes have to stay free, in one piece.
         """
         num_bytes = align_up(max(num_bytes, 1))
         self._merge()
-        for i, (offset, size) in enumerate(self._free):
-            if size < num_bytes:
-                continue
-            rest = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
-            free = [*self._free[:i], *rest, *self._free[i + 1 :]]
-            if not leave or any(size >= leave for _, size in free):
-                self._free = free
-                self._readers.let_finish_before(stream)
-                return Block(self, offset, num_bytes, _users(stream, reader))
+        is_large = 2 * num_bytes > self._cell > 0
+        for start_at in (self._cell, 1) if is_large else (1,):
+            for i, (offset, size) in enumerate(self._free):
+                start = align_up(offset, start_at)
+                before, behind = start - offset, offset + size - start - num_bytes
+                if behind >= 0:
+                    parts = [(offset, before), (start + num_bytes, behind)]
+                    self._free[i : i + 1] = [part for part in parts if part[1]]
+                    self._readers.let_finish_before(stream)
+                    return Block(self, start, num_bytes, _users(stream, reader))
         return None
 
     def release(self, offset: int, num_bytes: int, users: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import driver, layout
+from .config import Config
 from .errors import EPOutOfMemoryError
 from .inputs import Call
 from .pool import Block, Pool, StreamMemory
@@ -24,20 +25,23 @@ class Place:
 
 
 class ResultMemory:
-    """The pool in symmetric memory, and memory outside of it for what finds no room there.
+    """Pools in symmetric memory, and memory outside of them for what finds no room there.
 
     Args:
         base: Address of the Buffer's symmetric memory.
         regions: What lies where in it.
-        worst_result: Bytes of the largest result of a dispatch.
+        config: The Buffer's sizes.
         order: Of the Buffer's calls.
         copy_when_full: Copy results of dispatch out of symmetric memory when the pool is full, instead of raising.
     """
 
-    def __init__(self, base: int, regions: layout.Map, worst_result: int, order: CallOrder, copy_when_full: bool) -> None:
-        self._base, self._offsets, self._worst_result = base, regions.offsets, worst_result
+    def __init__(self, base: int, regions: layout.Map, config: Config, order: CallOrder, copy_when_full: bool) -> None:
+        self._base, self._offsets = base, regions.offsets
         self._order, self._copy_when_full, self._has_copied = order, copy_when_full, False
-        self._pool = Pool(base + regions.offsets["pool"], regions.sizes["pool"])
+        self._pool, self._sums = (
+            Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // config.num_slots)
+            for name in ("pool", "sums")
+        )
 
     def place(self, num_bytes: int, call: Call) -> Place:
         """Where the rows of a dispatch land that brings at most so many bytes."""
@@ -72,12 +76,12 @@ class ResultMemory:
         return copy, copy.ptr
 
     def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
-        """Memory for what a combine adds up. It may lie anywhere; rows of a dispatch would have to be copied there, and go first."""
+        """Memory for what a combine adds up. It may lie anywhere; it takes no room from dispatches, whose rows may not."""
         assert call.stream is not None
-        leave = self._worst_result if call.capture is None else 0
-        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream, leave=leave)
-        if block is not None:
-            return block
+        for pool in (self._sums,) if call.capture is None else (self._sums, self._pool):
+            block = pool.allocate(num_bytes, call.stream, call.caller_stream)
+            if block is not None:
+                return block
         self._refuse_when_fixed(call.stream)
         return self._outside(num_bytes, call)
 

@@ -63,16 +63,24 @@ def test_blocks_are_cut_trimmed_and_merged(fake: FakeDriver) -> None:
     assert pool.allocate(10 * 256, 1).offset == 0
 
 
-def test_some_allocations_leave_room(fake: FakeDriver) -> None:
-    pool = Pool(0, 10 * 256)
-    first, second = pool.allocate(4 * 256, 1), pool.allocate(256, 1)
-    assert pool.allocate(2 * 256, 1, leave=4 * 256) is None, "5 are left, and would be 3"
-    small = pool.allocate(256, 1, leave=4 * 256)
-    assert small.offset == 5 * 256
-    del first
-    assert pool.allocate(4 * 256, 1, leave=4 * 256).offset == 0, "4 are left behind"
-    assert pool.allocate(256, 1, leave=5 * 256) is None, "free, but not in one piece"
-    assert second.offset == 4 * 256
+def test_large_blocks_begin_at_cells(fake: FakeDriver) -> None:
+    """Two of the largest fit, however they are trimmed and in whatever order they come and go; small ones fill what is left."""
+    pool = Pool(0, 20 * 256, cell=10 * 256)
+    held = None
+    for trimmed in (7, 9, 4, 10, 8, 6, 9):
+        block = pool.allocate(10 * 256, 1)
+        block.trim(trimmed * 256)
+        held = block  # the one before dies now
+    assert held.offset in (0, 10 * 256)
+    del held, block
+    first = pool.allocate(6 * 256, 1)
+    small, second = pool.allocate(4 * 256, 1), pool.allocate(6 * 256, 1)
+    assert (first.offset, small.offset, second.offset) == (0, 6 * 256, 10 * 256)
+    assert pool.allocate(5 * 256, 1) is None
+    assert pool.allocate(4 * 256, 1).offset == 16 * 256
+    del first, small, second
+    assert pool.free_bytes == 20 * 256
+    assert pool.allocate(20 * 256, 1) is not None, "more than a cell"
 
 
 def test_one_stream_needs_no_events(fake: FakeDriver) -> None:
