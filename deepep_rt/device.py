@@ -130,7 +130,8 @@ class DeviceBackend:
                 "alike": alike.packed("dispatch", *_dtypes(x, idx, weights, scales), scale_bytes),
             },
         )
-        self._order.leave(call, (x, slot, inputs, idx, weights, scales), inputs.topk_idx, inputs.topk_weights, inputs.scales)
+        given = inputs.topk_idx, inputs.topk_weights, inputs.scales
+        self._order.leave(call, (x, idx, weights, scales, inputs.x, *given), slot, *given)
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._watch.await_counts()
@@ -183,7 +184,8 @@ class DeviceBackend:
                 "alike": alike.packed("combine", *_dtypes(x, None, weights)),
             },
         )
-        self._order.leave(call, (x, weights, biases, handle, inputs), inputs.topk_weights, *inputs.biases)
+        given = inputs.topk_weights, *inputs.biases
+        self._order.leave(call, (x, weights, biases, inputs.x, *given), handle, *given)
         dtype, framework, with_weights = x.dtype, x.framework, weights is not None
 
         def views() -> Views:

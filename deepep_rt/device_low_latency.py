@@ -131,7 +131,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             ),
         }
         given = inputs.topk_idx, inputs.topk_weights
-        receive = self._launch("ll_dispatch", values, call, (x, idx, weights, slot, memory, inputs), with_hook, *given)
+        arguments = x, idx, weights, inputs
+        receive = self._launch("ll_dispatch", values, call, arguments, (slot, memory), with_hook, *given)
         framework = x.framework
 
         def views() -> Views:
@@ -185,7 +186,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "has_weights": handle._has_weights,
         }
         given = inputs.topk_idx, inputs.topk_weights
-        receive = self._launch("ll_combine", values, call, (y, idx, weights, handle, owner, inputs), with_hook, *given)
+        arguments = y, idx, weights, inputs.y, *given, inputs.out
+        receive = self._launch("ll_combine", values, call, arguments, (slot, owner), with_hook, *given)
         framework, into = y.framework, inputs.out
 
         def views() -> Views:
@@ -205,16 +207,26 @@ class DeviceLowLatencyBackend(DeviceBackend):
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _launch(
-        self, kernel: str, values: dict[str, Any], call: Call, arguments: Any, with_hook: bool, *views: View | None
+        self, kernel: str, values: dict[str, Any], call: Call, arguments: Any, own: Any, with_hook: bool, *views: View | None
     ) -> Callable[[], None] | None:
-        """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream."""
+        """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream.
+
+        Args:
+            kernel: Its name.
+            values: Members of its Params.
+            call: The call.
+            arguments: What it reads and writes of the caller's.
+            own: And of the Buffer's, which has to be there until the rest is launched.
+            with_hook: Whether there is a hook, which launches the rest.
+            views: As for `CallOrder.leave`.
+        """
         stream = call.stream
         assert stream is not None
         if self.config.on_timeout == "mask":
             self._tell_masked()
         launch = self._launcher(kernel)
         launch(stream, self._num_blocks, values)
-        self._order.leave(call, arguments, *views)
+        self._order.leave(call, arguments, own, *views)
         if not with_hook:
             return None
 
@@ -224,7 +236,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._watch.check_peers()
             self._order.enter(call)
             launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
-            self._order.leave(call, arguments, *views)
+            self._order.leave(call, arguments, own, *views)
 
         return receive
 

@@ -69,10 +69,15 @@ class CallOrder:
         elif stream != self._last_stream:
             driver.wait_event(stream, self._last_call.handle)
 
-    def leave(self, call: Call, arguments: Any, *views: arrays.View | None) -> None:
+    def leave(self, call: Call, arguments: Any, own: Any, *views: arrays.View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
-        give their memory away. `views`: those that may be of another library, or in host memory, whose allocators know nothing of that
-        stream.
+        give their memory away.
+
+        Args:
+            call: The call.
+            arguments: What it reads and writes of the caller's.
+            own: And of the Buffer's. That waits for its readers when it is handed out again, but not in captures.
+            views: Arguments that may be of another library, or in host memory, whose allocators know nothing of the call's stream.
         """
         stream = call.stream
         assert stream is not None
@@ -85,7 +90,7 @@ class CallOrder:
                 self._capture = _Capture(call.capture)
             self._capture.end = driver.CudaEvent(stream)
             if must_hold:
-                self._capture.held.append(arguments)
+                self._capture.held.append((arguments, own))
             return
         while self._alive and self._alive[0][0].done():
             self._alive.popleft()
@@ -147,7 +152,10 @@ class _End(Event):
 
     def synchronize(self) -> None:
         with self._order.context:
-            driver.synchronize(self._stream)
+            if self._marker is not None:
+                self._marker.synchronize()
+            else:
+                driver.synchronize(self._stream)
             self._order.check()
 
     def _move(self) -> None:

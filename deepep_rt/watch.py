@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from . import driver, structs
@@ -87,6 +88,7 @@ class Watch:
             while (counts := self._page.counts()) is None:
                 self.check_peers()
                 self.listen()
+                os.sched_yield()  # with Python's lock: other threads would get it once in 5 ms
                 if time.monotonic() > deadline:
                     raise self._timeout("the routing kernel did not run: the GPU is busy with other work, or stuck")
         finally:

@@ -476,6 +476,23 @@ def test_memory_of_results_is_handed_out_again(fake: FakeGpu, make: Any) -> None
         assert buffer.low_latency_dispatch(x, idx).recv_x.ptr == addresses[0]
 
 
+@pytest.mark.parametrize("how", [{}, {"async_finish": True}, {"stream": 77}], ids=str)
+def test_a_host_that_is_ahead_takes_no_more_memory(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    """Layers whose results are dropped share memory, although the GPU has done none of the calls yet."""
+    with make(low_latency=True) as buffer, monkeypatch.context() as behind:
+        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+        x, idx, weights = arguments(fake)
+        y = Array(fake, "bfloat16", 8, 256, 256)
+        addresses = set()
+        for _ in range(20):
+            sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, **how)
+            back = buffer.low_latency_combine(y, idx, weights, sent.handle, **how)
+            addresses |= {sent.recv_x.ptr, sent.num_recv_tokens_per_expert.ptr, back.x.ptr}
+        assert len(addresses) == 6, "two of each: one is held while the next is made"
+
+
 def test_zero_copy(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)

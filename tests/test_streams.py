@@ -73,12 +73,12 @@ def order(fake: Driver, callers: SimpleNamespace, monkeypatch: pytest.MonkeyPatc
     return CallOrder(0, nullcontext(), lambda: fake.waits.append("check"))
 
 
-def call(order: CallOrder, arguments: Any = (), **how: Any) -> Any:
+def call(order: CallOrder, arguments: Any = (), own: Any = (), **how: Any) -> Any:
     """A whole call; its waits are what the driver has noted since."""
     settings: dict[str, Any] = {"async_finish": False, "previous_event": None, "stream": None}
     made = order.begin(None, *{**settings, **how}.values())
     order.enter(made)
-    order.leave(made, arguments)
+    order.leave(made, arguments, own)
     return made
 
 
@@ -137,7 +137,8 @@ def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: Ca
     call(order, [Array(1)])
     assert Array.dropped == [1], "in line with the caller's work, its allocator keeps the order"
     call(order, [Array(2)], async_finish=True)
-    call(order, [Array(3)], async_finish=True)
+    call(order, [Array(3)], own=[Array(0)], async_finish=True)
+    assert Array.dropped.pop() == 0, "the Buffer's own memory waits for its readers by itself"
     assert Array.dropped == [1]
     fake.finished.add(2)  # the event after the first of the two
     call(order)
