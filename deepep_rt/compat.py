@@ -93,6 +93,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
     num_sms: int = 20
     copies_results: bool = False
     """True: `dispatch` and `combine` copy their results to PyTorch's own memory, which may be resized, and heeds `record_stream`."""
+    num_slots: int = 2
+    """Largest results of `dispatch` that a Buffer made from now on has room for at once; further ones that a program holds are copied."""
     _hinted: tuple[int, tuple[int, int, int, int]] = 0, (0, 0, 0, 0)  # ranks; tokens, hidden, top-k and experts
 
     def __init__(
@@ -119,7 +121,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        self._normal = NormalBuffers(ranks, num_nvl_bytes) if num_nvl_bytes else None
+        self._normal = NormalBuffers(ranks, num_nvl_bytes, self.num_slots) if num_nvl_bytes else None
         settings: dict[str, Any] = {"on_timeout": "mask" if enable_shrink else "raise"}
         if not allow_nvlink_for_low_latency_mode:
             settings["ranks_per_node"] = 1

@@ -79,10 +79,18 @@ class Config:
         return f"Config({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
 
-def nvl_bytes(num_ranks: int, num_tokens: int, hidden: int, num_topk: int, num_experts: int, dtype: str) -> int:
+def nvl_bytes(
+    num_ranks: int, num_tokens: int, hidden: int, num_topk: int, num_experts: int, dtype: str, num_slots: int = 2
+) -> int:
     """GPU memory of a `deepep_rt.Buffer` for the normal mode with so many tokens a rank."""
     return Buffer.size_hint(
-        num_ranks, num_max_tokens_per_rank=num_tokens, hidden=hidden, num_topk=num_topk, num_experts=num_experts, dtype=dtype
+        num_ranks,
+        num_max_tokens_per_rank=num_tokens,
+        hidden=hidden,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        dtype=dtype,
+        num_slots=num_slots,
     )["total"]
 
 

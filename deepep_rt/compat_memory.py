@@ -120,10 +120,11 @@ class NormalBuffers:
     Args:
         comm: The ranks.
         num_bytes: Memory that a Buffer may take before a call needs more (`num_nvl_bytes`).
+        num_slots: Of each Buffer.
     """
 
-    def __init__(self, comm: Communicator, num_bytes: int) -> None:
-        self._comm, self._num_bytes, self._timeout_s = comm, num_bytes, _env.timeout_s()
+    def __init__(self, comm: Communicator, num_bytes: int, num_slots: int) -> None:
+        self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
         if ranks_per_host(comm) != comm.Get_size():
             raise EPUnavailableError(
                 "the normal mode (dispatch, combine) serves ranks of one host; DeepEP's internode mode is not in this library. "
@@ -197,7 +198,7 @@ class NormalBuffers:
 
     def _make(self, shape: Shape, num_tokens: int) -> Buffer:
         check_not_capturing(shape.backend)
-        made = Buffer(self._comm, num_max_tokens_per_rank=_rounded(num_tokens), **asdict(shape))
+        made = Buffer(self._comm, num_max_tokens_per_rank=_rounded(num_tokens), num_slots=self._num_slots, **asdict(shape))
         if shape in self._current:
             self._outgrown.append(self._current[shape])
         self._current[shape] = made
@@ -205,7 +206,7 @@ class NormalBuffers:
 
     def _tokens_ahead(self, shape: Shape) -> int:
         """Tokens for which `num_bytes` are enough."""
-        tokens, sizes = _LEAST_TOKENS, (shape.hidden, shape.num_topk, shape.num_experts, shape.dtype)
+        tokens, sizes = _LEAST_TOKENS, (shape.hidden, shape.num_topk, shape.num_experts, shape.dtype, self._num_slots)
         while tokens < _MOST_TOKENS_AHEAD and nvl_bytes(self._comm.Get_size(), 2 * tokens, *sizes) <= self._num_bytes:
             tokens *= 2
         return tokens

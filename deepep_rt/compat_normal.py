@@ -174,13 +174,13 @@ class NormalCalls(Calls):
                 mine = all_counts.sum(axis=0).reshape(self.group_size, -1)[self.rank]
                 told = (-(-mine // expert_alignment) * expert_alignment).tolist()
         with place.here():
-            # A copy: the memory of all results lives as long as one of them.
+            # Copies: the memory of all results lives as long as one of them, and programs hold these from step to step.
             recv_src_idx = sent.recv_src_idx[:, 1].clone()
-        place.share(recv_src_idx)
+            topk = sent.recv_topk_idx, sent.recv_topk_weights
+            experts, weights = (None if t is None or topk_idx is None else t.clone() for t in topk)
+        place.share(*(t for t in (recv_src_idx, experts, weights) if t is not None))
         made = NormalHandle(buffer, sent.handle, recv_src_idx, is_token_in_rank)
-        topk = (sent.recv_topk_idx, sent.recv_topk_weights) if topk_idx is not None else (None, None)
-        recv_x, topk = self._received(place, sent), self._handed_out(place, *topk)
-        return recv_x, *topk, told, made, place.finish(rows, scales, chosen, topk_weights)
+        return self._received(place, sent), experts, weights, told, made, place.finish(rows, scales, chosen, topk_weights)
 
     def combine(
         self,

@@ -83,6 +83,29 @@ def check_number_of_sms(comm: MPI.Intracomm) -> None:
     assert seen == [deep_ep.Buffer.num_sms, *[6, deep_ep.Buffer.num_sms] * 3]
 
 
+def check_room_for_results_that_are_held(comm: MPI.Intracomm) -> None:
+    """As much as asked for; and expert numbers that are kept do not keep the rows."""
+    here, deep_ep = world(comm, "cpu"), deepep_v1.deep_ep
+    try:
+        deep_ep.Buffer.num_slots = 5
+        with here.buffer(int(1e7), 0) as buffer:
+            topk_idx = deepep_v1.routing(here, 1, 3, 2, 4 * comm.Get_size())
+            per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4 * comm.Get_size())
+            _, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
+                torch.ones((3, 256), dtype=torch.bfloat16),
+                topk_idx=topk_idx,
+                topk_weights=torch.ones((3, 2)),
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=is_token_in_rank,
+                num_tokens_per_expert=per_expert,
+            )
+            assert handle.buffer.config.num_slots == 5
+            for kept in (recv_idx, recv_weights, handle[3]):
+                assert kept.untyped_storage().nbytes() == kept.numel() * kept.itemsize
+    finally:
+        deep_ep.Buffer.num_slots = 2
+
+
 def check_neither_group_nor_communicator(comm: MPI.Intracomm) -> None:
     with raises(EPConfigError, "group", "comm"):
         deepep_v1.deep_ep.Buffer(None)
