@@ -33,6 +33,8 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         """Make a stream wait for this event; the host does not wait.
 
+        Without `async_finish`, the event stands for all that the call's stream holds when it is asked: other work behind the call, too.
+
         Args:
             stream: An integer handle or an array library's stream; default: the caller's current stream.
 

@@ -8,6 +8,7 @@ runs the backward pass, through the same calls.
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -274,14 +275,15 @@ def _check_fp8(buffer: Buffer, fp8: bool) -> None:
 
 def _to_fp8(rows: Any) -> tuple[Any, Any]:
     """Rows as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32; the rule is that of `fp8.to_fp8`."""
-    groups = rows.float().contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
-    scales = groups.abs().amax(-1).clamp_(min=float(LEAST_AMAX)) / float(LARGEST)
+    groups = rows.contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
+    amax = torch.linalg.vector_norm(groups, math.inf, dim=-1)  # in one pass
+    scales = amax.float().clamp_(min=float(LEAST_AMAX)) / float(LARGEST)
     return (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
 
 
 def _from_fp8(rows: Any, scales: Any, dtype: Any) -> Any:
-    groups = rows.float().unflatten(-1, (scales.shape[-1], FP8_GROUP))
-    return (groups * scales[..., None]).flatten(-2).to(dtype)
+    groups = rows.to(dtype).unflatten(-1, (scales.shape[-1], FP8_GROUP))  # exact: every such dtype has the numbers of FP8
+    return torch.mul(groups, scales[..., None], out=torch.empty_like(groups)).flatten(-2)  # in float32, rounded once
 
 
 def communicator(group: Any = None) -> Intracomm:
