@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import subprocess
 import sys
 
@@ -217,3 +219,23 @@ sys.modules["keeper"] = {held}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("cell", [0, 7 * 256])
+def test_blocks_never_overlap(fake: FakeDriver, cell: int) -> None:
+    """Whatever is taken, trimmed and dropped; and in the end all is one piece again."""
+    draw = random.Random(3)
+    pool, held = Pool(0, 40 * 256, cell), []
+    for _ in range(2000):
+        if held and draw.random() < 0.5:
+            held.pop(draw.randrange(len(held)))
+        elif block := pool.allocate(draw.randrange(1, 8 * 256), 1):
+            if draw.random() < 0.5:
+                block.trim(draw.randrange(1, block.num_bytes + 1))
+            held.append(block)
+        taken = sorted((block.offset, block.offset + block.num_bytes) for block in held)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+        assert sum(end - start for start, end in taken) + pool.free_bytes == 40 * 256
+        block = None
+    held.clear()
+    assert pool.allocate(40 * 256, 1) is not None
