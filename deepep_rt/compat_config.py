@@ -82,7 +82,7 @@ class Config:
 def nvl_bytes(
     num_ranks: int, num_tokens: int, hidden: int, num_topk: int, num_experts: int, dtype: str, num_slots: int = 2
 ) -> int:
-    """GPU memory of a `deepep_rt.Buffer` for the normal mode with so many tokens a rank."""
+    """GPU memory of a `deepep_rt.Buffer` for the normal mode with so many tokens a rank, and room for so many results."""
     return Buffer.size_hint(
         num_ranks,
         num_max_tokens_per_rank=num_tokens,

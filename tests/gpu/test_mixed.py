@@ -27,6 +27,11 @@ MOST_CHAINS = 5
 
 
 class Mix:
+    """The chains under way, and what they have read so far.
+
+    `turns` draws the same numbers on all ranks, `mine` this rank's own.
+    """
+
     def __init__(self, comm, seed, gpu, host):
         self.comm, self.gpu, self.host = comm, gpu, host
         self.turns, self.mine = np.random.default_rng(seed), np.random.default_rng([seed, comm.Get_rank()])
@@ -115,9 +120,8 @@ class Throughput:
             mix.expect("combine", back.x, reference.x)
             mix.expect("weights", back.topk_weights, reference.topk_weights)
             yield
-            sent = mix.made(
-                gpu.dispatch(gx, gidx, gweights, handle=sent.handle, async_finish=later)
-            )  # the same routing once more
+            # The same routing once more.
+            sent = mix.made(gpu.dispatch(gx, gidx, gweights, handle=sent.handle, async_finish=later))
 
 
 class LowLatency:
