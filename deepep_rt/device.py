@@ -21,10 +21,11 @@ from .launch import Launcher
 from .network import NetworkOptions
 from .page import HostPage
 from .placement import choose_device
-from .pool import Slot, Slots, StreamMemory
+from .pool import Slot, Slots
 from .result_memory import ResultMemory
 from .results import CombineResult, DispatchHandle, DispatchResult, Views
 from .sources import kernel_constants
+from .stream_memory import StreamPool
 from .streams import CallOrder
 from .together import AllOrNone
 from .transfer import to_device, to_host
@@ -232,7 +233,7 @@ class DeviceBackend:
         """
         stream = self._order.own_stream
         slot = self._memory.ptr + layout.control(self.config).offsets["ring"]
-        out = StreamMemory(8, stream)
+        out = self._stream_pool.allocate(8, stream)
         self._launcher("nvshmem_ring")(stream, 1, {"slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr})
         self.synchronize()
         received = np.zeros(1, np.uint64)
@@ -293,7 +294,9 @@ class DeviceBackend:
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state)
         self._order = CallOrder(self.device, self.context, self._watch.check)
-        self._results = ResultMemory(base, self._map, config, self._order, self._copy_when_full)
+        self._stream_pool = StreamPool()
+        self._held.callback(self._stream_pool.destroy)
+        self._results = ResultMemory(base, self._map, config, self._order, self._stream_pool, self._copy_when_full)
         self._arch = jit.current_arch()
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
         self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
@@ -365,7 +368,7 @@ class DeviceBackend:
         return View(ptr, shape, dtype, self.device, owner, framework, driver.Work(stream, self.context))
 
     def _on_device(self, stream: int, *views: View | None) -> list[Any]:
-        return to_device(self.device, stream, *views)
+        return to_device(self.device, stream, self._stream_pool, *views)
 
     def _for_caller(
         self, views: Callable[[], Views], host_caller: bool, stream: int, given: View | None = None

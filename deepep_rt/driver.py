@@ -237,9 +237,25 @@ def write_beside(ptr: int, value: int) -> None:
     ok(driver.cuStreamDestroy(stream))
 
 
-def allocate_async(num_bytes: int, stream: int) -> int:
-    """Memory from the driver's stream-ordered pool."""
-    return int(ok(driver.cuMemAllocAsync(max(num_bytes, 1), stream)))
+def new_memory_pool() -> Any:
+    """A stream-ordered pool of the current context's GPU, which keeps what is freed."""
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = int(ok(driver.cuCtxGetDevice()))
+    pool = ok(driver.cuMemPoolCreate(properties))
+    threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    ok(driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(2**64 - 1)))
+    return pool
+
+
+def destroy_memory_pool(pool: Any) -> None:
+    """What is still in use stays until it is freed."""
+    driver.cuMemPoolDestroy(pool)
+
+
+def allocate_async(num_bytes: int, pool: Any, stream: int) -> int:
+    return int(ok(driver.cuMemAllocFromPoolAsync(max(num_bytes, 1), pool, stream)))
 
 
 def free_async(ptr: int, stream: int) -> None:

@@ -1,98 +1,50 @@
-"""Memory of results: pieces that live as long as the arrays made of them, and come back in stream order.
+"""Memory of results: pieces that live as long as the arrays made of them, and come back in stream order (`users`).
 
-A piece may be handed out again as soon as its arrays have died on the host, although kernels that use it may still be queued: work of the
-next user is ordered after what the streams that used it (the call's, the caller's, a DLPack consumer's) hold by then.
-
-Memory comes back in finalizers, which may run in the middle of any method here, and in any thread. They only append to a deque: first who
-used a piece, then the piece; whoever hands a piece out looks at both in the opposite order.
+Memory comes back in finalizers, which may run in the middle of any method here, and in any thread. They only append to a deque.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from . import driver
 from .layout import align_up
+from .users import Past, Piece, Users
 
 
-class Readers:
-    """The streams whose work may still use memory that came back."""
-
-    def __init__(self) -> None:
-        self.context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
-        self._came_back: deque[tuple[int, driver.CudaEvent | None]] = deque()
-        self._streams: set[int] = set()
-        self._events: list[tuple[int, driver.CudaEvent]] = []
-
-    def add(self, streams: Sequence[int]) -> None:
-        """Memory came back that these streams have used. Where one stream does everything, this costs nothing."""
-        if len(streams) == 1:
-            self._came_back.append((streams[0], None))
-        elif streams:  # what is queued later shall not be waited for: that would tie a communication stream to its caller's
-            with self.context:
-                self._came_back += [(stream, driver.CudaEvent(stream)) for stream in streams if not driver.is_capturing(stream)]
-
-    def let_finish_before(self, stream: int) -> None:
-        """Order later work on `stream` after them. Captured work is left to whoever replays the graph."""
-        while self._came_back:
-            other, event = self._came_back.popleft()
-            if event is None:
-                self._streams.add(other)
-            else:
-                self._events.append((other, event))
-        if not self._events and (not self._streams or (stream in self._streams and len(self._streams) == 1)):
-            return
-        others = self._streams - {stream}
-        with self.context:
-            if driver.is_capturing(stream):
-                return
-            for other, event in self._events:
-                if other != stream:
-                    driver.wait_event(stream, event.handle)
-            for other in others:
-                if not driver.is_capturing(other):
-                    driver.wait_stream(stream, other)
-        self._events.clear()
-        self._streams = {stream}  # it stands for all of them now
-
-
-class Block:
+class Block(Piece):
     """A piece of a pool; it goes back with its last reference."""
 
-    __slots__ = ("_pool", "_users", "num_bytes", "offset")
+    __slots__ = ("_past", "_pool", "num_bytes", "offset")
 
-    def __init__(self, pool: Pool, offset: int, num_bytes: int, users: tuple[int, ...]) -> None:
+    def __init__(self, pool: Pool, offset: int, num_bytes: int, past: Past, *streams: int | None) -> None:
+        super().__init__(*streams)
         self.offset, self.num_bytes = offset, num_bytes
-        self._pool, self._users = pool, users
+        self._pool, self._past = pool, past
 
     @property
     def ptr(self) -> int:
         return self._pool.base + self.offset
 
-    def used_on(self, stream: int) -> None:
-        """Another stream works with it."""
-        if stream not in self._users:
-            self._users += (stream,)
-
     def trim(self, num_bytes: int) -> None:
         """Give the tail back: nothing was, or will be, written there."""
         num_bytes = align_up(num_bytes)
         if num_bytes < self.num_bytes:
-            self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, ())
+            self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, self._past, self._streams[:1])
             self.num_bytes = num_bytes
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():  # what is still held when Python ends meets modules that are half gone
-            self._pool.release(self.offset, self.num_bytes, self._users)
+            self._pool.release(self.offset, self.num_bytes, self._past, self._streams)
 
 
 class Pool:
-    """First-fit over one range of memory; large blocks go to its cells first.
+    """First-fit over one range of memory; large blocks go to its cells first, in turn.
 
-    Large blocks are trimmed. Had they been packed, the holes that they leave would be too small for the next large one.
+    Large blocks are trimmed. Had they been packed, the holes that they leave would be too small for the next large one. And were the
+    same cell taken each time, the next block would wait for those who still read the last one.
 
     Args:
         base: Address of the range.
@@ -101,10 +53,11 @@ class Pool:
     """
 
     def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
-        self.base, self._cell = base, cell
+        self.base, self._cell, self._last_cell = base, cell, -1
         self._free = [(0, num_bytes)]  # (offset, bytes), by offset, never adjacent
-        self._came_back: deque[tuple[int, int]] = deque()
-        self._readers = Readers()
+        self._used: list[tuple[int, int, Past]] = []  # (offset, bytes) of free memory that has been used; they do not overlap
+        self._came_back: deque[tuple[int, int, Past]] = deque()
+        self._users = Users()
 
     def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> Block | None:
         """A block, or None if there is no room.
@@ -116,38 +69,63 @@ class Pool:
         """
         num_bytes = align_up(max(num_bytes, 1))
         self._merge()
-        is_large = 2 * num_bytes > self._cell > 0
-        for start_at in (self._cell, 1) if is_large else (1,):
-            for i, (offset, size) in enumerate(self._free):
-                start = align_up(offset, start_at)
-                before, behind = start - offset, offset + size - start - num_bytes
-                if behind >= 0:
-                    parts = [(offset, before), (start + num_bytes, behind)]
-                    self._free[i : i + 1] = [part for part in parts if part[1]]
-                    self._readers.let_finish_before(stream)
-                    return Block(self, start, num_bytes, _users(stream, reader))
-        return None
+        offset = self._find(num_bytes)
+        if offset is None:
+            return None
+        self._free = [part for extent in self._free for part in _without(extent, offset, num_bytes)]
+        past: Past = ()
+        used = []
+        for begin, size, left in self._used:
+            rest = _without((begin, size), offset, num_bytes)
+            if rest != [(begin, size)]:
+                past += left
+            used += [(*part, left) for part in rest]
+        self._used = used
+        return Block(self, offset, num_bytes, self._users.let_finish(past, stream), stream, reader)
 
-    def release(self, offset: int, num_bytes: int, users: Sequence[int]) -> None:
-        if not num_bytes:
-            return
-        self._readers.add(users)
-        self._came_back.append((offset, num_bytes))
+    def release(self, offset: int, num_bytes: int, past: Past, streams: tuple[int, ...]) -> None:
+        """Take back what these streams have used, and what was not waited for before them."""
+        if num_bytes:
+            self._came_back.append((offset, num_bytes, self._users.left_by(streams, past)))
 
     @property
     def free_bytes(self) -> int:
         self._merge()
         return sum(size for _, size in self._free)
 
+    def _find(self, num_bytes: int) -> int | None:
+        fitting = [(offset, size) for offset, size in self._free if size >= num_bytes]
+        if 2 * num_bytes > self._cell > 0:
+            cells = [
+                cell
+                for offset, size in fitting
+                for cell in range(align_up(offset, self._cell), offset + size - num_bytes + 1, self._cell)
+            ]
+            if cells:
+                self._last_cell = min(cells, key=lambda cell: (cell <= self._last_cell, cell))
+                return self._last_cell
+        return fitting[0][0] if fitting else None
+
     def _merge(self) -> None:
         while self._came_back:
+            offset, num_bytes, past = self._came_back.popleft()
+            self._used.append((offset, num_bytes, past))
             merged: list[tuple[int, int]] = []
-            for extent in sorted([*self._free, self._came_back.popleft()]):
+            for extent in sorted([*self._free, (offset, num_bytes)]):
                 if merged and sum(merged[-1]) == extent[0]:
                     merged[-1] = (merged[-1][0], merged[-1][1] + extent[1])
                 else:
                     merged.append(extent)
             self._free = merged
+
+
+def _without(extent: tuple[int, int], offset: int, num_bytes: int) -> list[tuple[int, int]]:
+    """What is left of an extent without another one."""
+    begin, end = extent[0], sum(extent)
+    if offset >= end or offset + num_bytes <= begin:
+        return [extent]
+    parts = [(begin, offset - begin), (offset + num_bytes, end - offset - num_bytes)]
+    return [part for part in parts if part[1] > 0]
 
 
 class Slots:
@@ -161,76 +139,36 @@ class Slots:
     def __init__(self, num_bytes: int, count: int) -> None:
         self._num_bytes = num_bytes
         self._memory = [driver.allocate(num_bytes) for _ in range(count)]
-        self._free = list(self._memory)
-        self._readers = Readers()
+        self._free: deque[tuple[int, Past]] = deque((ptr, ()) for ptr in self._memory)
+        self._users = Users()
 
     def take(self, stream: int, reader: int | None = None) -> Slot:
         """A slot for work on `stream`; `reader` may be another stream that will use it too."""
-        if self._free:
-            ptr = self._free.pop()  # first: another one that comes back meanwhile has not been waited for
+        if self._free:  # the last one, unless other streams may be busy with it: then the one that has been free longest
+            is_own = all(other == stream for other, _ in self._free[-1][1])
+            ptr, past = self._free.pop() if is_own else self._free.popleft()
         else:
-            ptr = driver.allocate(self._num_bytes)
+            ptr, past = driver.allocate(self._num_bytes), ()
             self._memory.append(ptr)
-        self._readers.let_finish_before(stream)
-        return Slot(self, ptr, _users(stream, reader))
+        return Slot(self, ptr, self._users.let_finish(past, stream), stream, reader)
 
-    def give_back(self, ptr: int, users: Sequence[int]) -> None:
-        self._readers.add(users)
-        self._free.append(ptr)
+    def give_back(self, ptr: int, past: Past, streams: tuple[int, ...]) -> None:
+        self._free.append((ptr, self._users.left_by(streams, past)))
 
     def destroy(self) -> None:
         for ptr in self._memory:
             driver.free(ptr)
 
 
-class Slot:
+class Slot(Piece):
     """One of the Slots; it goes back with its last reference."""
 
-    __slots__ = ("_slots", "_users", "ptr")
+    __slots__ = ("_past", "_slots", "ptr")
 
-    def __init__(self, slots: Slots, ptr: int, users: tuple[int, ...]) -> None:
-        self.ptr, self._slots, self._users = ptr, slots, users
-
-    def used_on(self, stream: int) -> None:
-        """Another stream works with it."""
-        if stream not in self._users:
-            self._users += (stream,)
+    def __init__(self, slots: Slots, ptr: int, past: Past, *streams: int | None) -> None:
+        super().__init__(*streams)
+        self.ptr, self._slots, self._past = ptr, slots, past
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            self._slots.give_back(self.ptr, self._users)
-
-
-_late: deque[tuple[int, int]] = deque()
-
-
-def free_async(ptr: int, stream: int) -> None:
-    """Free stream-ordered memory, or later if the stream is captured just now: a graph does not free what it has not allocated."""
-    if driver.is_capturing(stream):
-        _late.append((ptr, stream))
-    else:
-        driver.free_async(ptr, stream)
-
-
-class StreamMemory:
-    """Memory from the driver's stream-ordered pool; it goes back with the last reference, after what the streams that use it hold then."""
-
-    def __init__(self, num_bytes: int, stream: int) -> None:
-        for _ in range(len(_late)):
-            free_async(*_late.popleft())
-        self.ptr, self.stream = driver.allocate_async(num_bytes, stream), stream
-        self._readers = Readers()
-
-    def used_on(self, stream: int) -> None:
-        """Another stream works with it."""
-        self._readers.add([stream])
-
-    def __del__(self, _free: Any = free_async, _is_ending: Any = sys.is_finalizing) -> None:
-        if hasattr(self, "_readers") and not _is_ending():
-            with self._readers.context:
-                self._readers.let_finish_before(self.stream)
-                _free(self.ptr, self.stream)
-
-
-def _users(stream: int, reader: int | None) -> tuple[int, ...]:
-    return (stream,) if reader is None or reader == stream else (stream, reader)
+            self._slots.give_back(self.ptr, self._past, self._streams)

@@ -10,7 +10,8 @@ from . import driver, layout
 from .config import Config
 from .errors import EPOutOfMemoryError
 from .inputs import Call
-from .pool import Block, Pool, StreamMemory
+from .pool import Block, Pool
+from .stream_memory import StreamMemory, StreamPool
 from .streams import CallOrder
 
 _log = logging.getLogger("deepep_rt")
@@ -32,11 +33,14 @@ class ResultMemory:
         regions: What lies where in it.
         config: The Buffer's sizes.
         order: Of the Buffer's calls.
-        copy_when_full: Copy results of dispatch out of symmetric memory when the pool is full, instead of raising.
+        outside: Where to find other memory.
+        copy_when_full: Copy results of dispatch there when the pool is full, instead of raising.
     """
 
-    def __init__(self, base: int, regions: layout.Map, config: Config, order: CallOrder, copy_when_full: bool) -> None:
-        self._base, self._offsets = base, regions.offsets
+    def __init__(
+        self, base: int, regions: layout.Map, config: Config, order: CallOrder, outside: StreamPool, copy_when_full: bool
+    ) -> None:
+        self._base, self._offsets, self._outside = base, regions.offsets, outside
         self._order, self._copy_when_full, self._has_copied = order, copy_when_full, False
         self._pool, self._sums = (
             Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // config.num_slots)
@@ -67,7 +71,7 @@ class ResultMemory:
             return place.block, place.block.ptr
         assert call.stream is not None
         try:
-            copy = self._outside(num_bytes, call)
+            copy = self._outside.allocate(num_bytes, call.stream, call.caller_stream)
         except EPOutOfMemoryError as error:
             error.call_made = True  # the rows have come: the other ranks know nothing of this
             raise
@@ -83,7 +87,7 @@ class ResultMemory:
             if block is not None:
                 return block
         self._refuse_when_fixed(call.stream)
-        return self._outside(num_bytes, call)
+        return self._outside.allocate(num_bytes, call.stream, call.caller_stream)
 
     def _refuse_when_fixed(self, stream: int) -> None:
         if driver.is_capturing(stream):
@@ -91,10 +95,3 @@ class ResultMemory:
                 f"the pool is full ({self._pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is "
                 f"captured; drop earlier results, or make the Buffer with a larger num_slots"
             )
-
-    def _outside(self, num_bytes: int, call: Call) -> StreamMemory:
-        assert call.stream is not None
-        memory = StreamMemory(num_bytes, call.stream)
-        if call.caller_stream is not None:
-            memory.used_on(call.caller_stream)
-        return memory

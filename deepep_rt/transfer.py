@@ -9,11 +9,11 @@ import numpy as np
 from . import driver
 from .arrays import HOST, View
 from .errors import EPInputError
-from .pool import StreamMemory
 from .results import Views
+from .stream_memory import StreamPool
 
 
-def to_device(device: int, stream: int, *views: View | None) -> list[View | None]:
+def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -> list[View | None]:
     """The same arrays in GPU memory: those of host memory are copied."""
     staged = []
     for view in views:
@@ -23,7 +23,7 @@ def to_device(device: int, stream: int, *views: View | None) -> list[View | None
                     "an array is in host memory, which each replay of the CUDA graph would read anew; inside of a capture, pass arrays on "
                     "the GPU"
                 )
-            memory = StreamMemory(view.nbytes, stream)
+            memory = pool.allocate(view.nbytes, stream)
             driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
             view = replace(view, ptr=memory.ptr, device=device, owner=(memory, view.owner))
         staged.append(view)

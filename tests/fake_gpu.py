@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import Buffer, agreement, arrays, communicator, device, driver, jit, launch, placement, pool, symmetric
+from deepep_rt import Buffer, agreement, arrays, communicator, device, driver, jit, launch, placement, symmetric
 from deepep_rt.arrays import DTYPES, Framework, View
 
 BASE = 1 << 40  # of symmetric memory
@@ -172,7 +172,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "fill": lambda ptr, byte, num_bytes: fake.fills.append((ptr, byte, num_bytes)),
         "copy_async": lambda to, source, num_bytes, stream: fake.copies.append((to, source, num_bytes)),
         "allocate": fake.allocate,
-        "allocate_async": lambda num_bytes, stream: fake.allocate(num_bytes),
+        "new_memory_pool": object,
+        "destroy_memory_pool": lambda pool: None,
+        "allocate_async": lambda num_bytes, pool, stream: fake.allocate(num_bytes),
         "allocate_pinned": fake.allocate_pinned,
         "free": fake.freed.append,
         "free_async": lambda ptr, stream: fake.freed.append(ptr),
@@ -190,7 +192,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         monkeypatch.setattr(driver, name, noted(name, answer))
     monkeypatch.setattr(driver, "CudaEvent", Event)
     monkeypatch.setattr(driver, "CurrentContext", Context)
-    monkeypatch.setattr(pool.StreamMemory.__del__, "__defaults__", (pool.free_async, lambda: False))
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     monkeypatch.setattr(
         launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch, CUfunction=int)

@@ -14,7 +14,8 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from cuda.bindings import driver as cuda
 
 from deepep_rt import EPUnavailableError, driver
-from deepep_rt.pool import Pool, Slots, StreamMemory
+from deepep_rt.pool import Pool, Slots
+from deepep_rt.stream_memory import StreamPool
 
 
 class FakeDriver:
@@ -75,11 +76,11 @@ def test_large_blocks_begin_at_cells(fake: FakeDriver) -> None:
         held = block  # the one before dies now
     assert held.offset in (0, 10 * 256)
     del held, block
-    first = pool.allocate(6 * 256, 1)
-    small, second = pool.allocate(4 * 256, 1), pool.allocate(6 * 256, 1)
-    assert (first.offset, small.offset, second.offset) == (0, 6 * 256, 10 * 256)
+    first, second = pool.allocate(6 * 256, 1), pool.allocate(6 * 256, 1)
+    assert {first.offset, second.offset} == {0, 10 * 256}
     assert pool.allocate(5 * 256, 1) is None
-    assert pool.allocate(4 * 256, 1).offset == 16 * 256
+    small = [pool.allocate(4 * 256, 1) for _ in range(2)]
+    assert [block.offset for block in small] == [6 * 256, 16 * 256]
     del first, small, second
     assert pool.free_bytes == 20 * 256
     assert pool.allocate(20 * 256, 1) is not None, "more than a cell"
@@ -134,6 +135,59 @@ def test_readers_that_dlpack_told_of(fake: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pool", "slots"])
+def test_readers_of_one_piece_hold_up_no_other(fake: FakeDriver, kind: str) -> None:
+    """Two micro-batches overlap only if a dispatch does not wait for the experts of the other one, which read another result."""
+    pool, slots = Pool(0, 2048, cell=1024), Slots(64, 2)
+
+    def take():
+        return pool.allocate(1024, 9, 1) if kind == "pool" else slots.take(9, 1)
+
+    first, second = take(), take()
+    del first
+    fake.work(1)  # the experts of the second
+    del second
+    third = take()
+    assert fake.waits == [(9, 1, 0)]
+    fourth = take()
+    assert fake.waits == [(9, 1, 0), (9, 1, 1)]
+    del third
+    again = take()
+    assert len(fake.waits) == 3
+    del again, fourth
+    take()
+    assert len(fake.waits) == 4, "the one that has been free longest, and no more of the past than is its own"
+
+
+def test_a_trimmed_tail_has_the_past_of_its_block(fake: FakeDriver) -> None:
+    pool = Pool(0, 1024)
+    held = pool.allocate(1024, 1)
+    fake.work(1)
+    del held
+    held = pool.allocate(1024, 2)
+    fake.work(2)
+    held.trim(256)
+    fake.waits.clear()
+    tail = pool.allocate(768, 3)
+    assert fake.waits == [(3, 2, 1)], "stream 2 stands for stream 1 too"
+    assert tail.offset == 256
+
+
+def test_a_stream_that_is_captured_is_waited_for_later(fake: FakeDriver) -> None:
+    """Its past cannot be waited for now: who is handed the memory next has to."""
+    slots = Slots(64, 1)
+    held = slots.take(1)
+    fake.work(1)
+    fake.capturing.add(1)
+    del held
+    held = slots.take(2)
+    assert fake.waits == []
+    fake.capturing.clear()
+    del held
+    slots.take(3)
+    assert {wait[:2] for wait in fake.waits} == {(3, 1), (3, 2)}
+
+
+@pytest.mark.parametrize("kind", ["pool", "slots"])
 def test_what_comes_back_meanwhile(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Finalizers run in the middle of anything; what they bring back is neither lost nor handed out before its time."""
     pool, slots = Pool(0, 2048), Slots(64, 0)
@@ -171,24 +225,35 @@ def test_captures_are_left_alone(fake: FakeDriver) -> None:
     assert fake.waits == []
     fake.capturing.clear()
     pool.allocate(1024, 3)
-    assert {wait[:2] for wait in fake.waits} == {(3, 1)}
+    assert {wait[:2] for wait in fake.waits} == {(3, 1), (3, 2)}, (
+        "what stream 2 held before its capture is still to be waited for"
+    )
 
 
 def test_memory_that_comes_back_while_its_stream_is_captured(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph does not free what it has not allocated; it is freed with the next that is asked for."""
-    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
+    monkeypatch.setattr(driver, "new_memory_pool", object)
+    monkeypatch.setattr(driver, "destroy_memory_pool", lambda pool: fake.freed.append(0))
+    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, pool, stream: 4096)
     monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
-    memory = StreamMemory(64, 5)
+    pool = StreamPool()
+    memory = pool.allocate(64, 5)
     fake.capturing.add(5)
     del memory
     assert fake.freed == []
-    other = StreamMemory(64, 6)
+    other = pool.allocate(64, 6)
     assert fake.freed == []
     del other
     assert fake.freed == [6]
     fake.capturing.clear()
-    StreamMemory(64, 6)
+    pool.allocate(64, 6)
     assert fake.freed == [6, 5, 6]
+    fake.capturing.add(5)
+    memory = pool.allocate(64, 5)
+    del memory
+    fake.capturing.clear()
+    pool.destroy()
+    assert fake.freed[3:] == [5, 0]
 
 
 def test_the_default_stream_while_one_that_waits_for_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,30 @@ def test_streams(comm):
             same(on_side.recv_x, want.recv_x)
 
 
+def test_two_micro_batches_overlap(comm):
+    """A dispatch waits for those who still read its own memory, and not for the experts of another micro-batch."""
+    with make(comm, num_slots=2) as gpu:
+        idx, weights = routing(comm, 58, 200, 8, gpu.config.num_experts)
+        x = rows(comm, 58, 200, 7168)
+        asked = torch.cuda.Event()
+        asked.record()
+        send = dict(async_finish=True, previous_event=asked)  # x is there: it need not wait for the caller's stream
+        first = gpu.dispatch(x, idx, weights, **send)
+        first.event.wait()
+        torch.cuda._sleep(int(1.5e9))  # about a second
+        first.recv_x.sum()
+        done = torch.cuda.Event()
+        done.record()
+        del first
+        second = gpu.dispatch(x, idx, weights, **send)
+        second.event.synchronize()
+        assert not done.query(), "the second waited for the experts of the first"
+        third = gpu.dispatch(x, handle=second.handle, **send)
+        third.event.synchronize()
+        assert done.query(), "the third got the memory of the first before its rows were read"
+        same(third.recv_x, second.recv_x)
+
+
 def test_results_let_their_arguments_go(comm):
     """Results are made when somebody looks at them, and must not keep what the caller has dropped until then."""
     with make(comm, low_latency=True, num_max_tokens_per_rank=64) as buffer:
