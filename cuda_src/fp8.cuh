@@ -28,23 +28,36 @@ __device__ __forceinline__ u32 to_fp8x2(float low, float high) {
   return pair;
 }
 
-// 16 bfloat16 channels to 16 bytes.
-__device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[2], bool rounded_up, float& scale) {
-  float values[2][8];
-  to_floats<kBfloat16>(held[0], values[0]);
-  to_floats<kBfloat16>(held[1], values[1]);
+// 16 channels to 16 bytes.
+template <int kFrom>
+__device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>], bool rounded_up, float& scale) {
+  constexpr int kEach = kPerVec<kFrom>;
+  float values[16 / kEach][kEach];
+#pragma unroll
+  for (int i = 0; i < 16 / kEach; ++i) to_floats<kFrom>(held[i], values[i]);
   float amax = 0.f;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i / 8][i % 8]));
+  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i / kEach][i % kEach]));
   const Fp8Scale s = scale_of(amax, rounded_up);
   scale = s.scale;
   Vec16 v;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float* four = &values[i / 2][i % 2 * 4];
+    const float* four = &values[i * 4 / kEach][i * 4 % kEach];
     const u32 low = to_fp8x2(__fmul_rn(four[0], s.inverse), __fmul_rn(four[1], s.inverse));
     const u32 high = to_fp8x2(__fmul_rn(four[2], s.inverse), __fmul_rn(four[3], s.inverse));
     v.word[i] = low | high << 16;
   }
   return v;
+}
+
+// 8 bytes to 8 channels, without their scale; exact.
+__device__ __forceinline__ void from_fp8(u64 bytes, float (&values)[8]) {
+  Vec16 halves = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned short pair = static_cast<unsigned short>(bytes >> 16 * i);
+    if constexpr (kHasFp8) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves.word[i]) : "h"(pair));
+  }
+  to_floats<kFloat16>(halves, values);
 }

@@ -104,7 +104,7 @@ struct OutgoingRow {
       const int i = first;
       if (fp8) {
         float scale;
-        const Vec16 bytes = to_fp8(held, p.round_scale, scale);  // of all lanes together
+        const Vec16 bytes = to_fp8<kBfloat16>(held, p.round_scale, scale);  // of all lanes together
         receivers.each([&](LlMessage* message) {
           char* body = body_of(message);
           if (i < count()) st_relaxed_sys(reinterpret_cast<Vec16*>(body) + i, bytes);

@@ -17,7 +17,7 @@ from . import __version__, _env, bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
-from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, Config
+from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, Config, has_fp8
 from .errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
 from .screen import console
@@ -78,7 +78,8 @@ def compile_(
     ranks_per_node: RanksPerNode = None,
     on_timeout: Annotated[str, typer.Option(help="What low-latency calls do about a silent peer: raise or mask.")] = "raise",
     combine_dtype: Annotated[
-        list[str] | None, typer.Option(help="Element type that combine adds up; may be repeated. Default: --dtype.")
+        list[str] | None,
+        typer.Option(help="Element type that combine adds up, and fp8=True converts; may be repeated. Default: --dtype."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if a kernel spills or has an undeclared stack frame.")] = False,
     as_json: Json = False,
@@ -95,7 +96,12 @@ def compile_(
         ranks_per_node=ranks_per_node,
         on_timeout=on_timeout,
     )
-    jobs = [(kernel, element, target) for target in _targets(arch) for kernel, element in _variants(config, combine_dtype)]
+    jobs = [
+        (kernel, element, target)
+        for target in _targets(arch)
+        for kernel, element in _variants(config, combine_dtype)
+        if has_fp8(target) or not kernel.needs_fp8
+    ]
     rows = []
     with _progress() as progress:
         task = progress.add_task("", total=len(jobs))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from . import compat_routing
+from . import compat_routing, torch_kernels
 from .arrays import DTYPES
 from .buffer import Buffer
 from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor
@@ -60,7 +60,7 @@ class NormalCalls(Calls):
             )
         place = Placement(topk_idx, self.get_comm_stream, previous_event, async_finish)
         with place.here():
-            per_rank, per_expert, goes = compat_routing.dispatch_layout(topk_idx, num_experts, self.group_size)
+            per_rank, per_expert, goes = torch_kernels.count_choices(topk_idx, num_experts, self.group_size)
         place.share(topk_idx, per_rank, per_expert, goes)
         return per_rank, None, per_expert, goes, place.finish(per_rank, per_expert, goes)
 

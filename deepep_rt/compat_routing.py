@@ -12,20 +12,6 @@ from .buffer import Buffer
 from .results import DispatchHandle, LowLatencyHandle
 
 
-def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `get_dispatch_layout` returns: tokens for each rank, choices of each expert, and `[num_tokens, num_ranks]` who goes where."""
-    num_tokens, device = topk_idx.shape[0], topk_idx.device
-    expert = topk_idx.long()
-    expert = torch.where((expert >= 0) & (expert < num_experts), expert, -1)
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)  # one more, for -1
-    per_expert.scatter_add_(0, expert.flatten() + 1, torch.ones(expert.numel(), dtype=torch.int32, device=device))
-    rank = torch.div(expert, num_experts // num_ranks, rounding_mode="floor")
-    goes = (
-        torch.zeros((num_tokens, num_ranks + 1), dtype=torch.bool, device=device).scatter_(1, rank + 1, True)[:, 1:].contiguous()
-    )
-    return goes.sum(0, dtype=torch.int32), per_expert[1:], goes
-
-
 def choices_of_ranks(goes: torch.Tensor, num_topk: int, num_local_experts: int) -> torch.Tensor:
     """A `topk_idx` that sends tokens to the ranks of `goes`: each rank's first expert stands for the rank."""
     num_tokens, num_ranks = goes.shape

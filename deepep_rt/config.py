@@ -283,9 +283,9 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_movers * stage)))
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_movers * stage)))
     return {
+        **local_constants(arch),
         "kHasTma": int(has_tma),
         "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
-        "kHasFp8": int(has_fp8(arch)),
         "kLlThreads": config.low_latency_threads,
         # Of a row, what a thread has on its way at once; registers decide.
         "kLlPieces": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 4,
@@ -305,6 +305,12 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kCombineThreads": 32 * (combine_movers + (13 if has_tma else 8)),
         "kCombineSharedBytes": combine_movers * combine_stages * stage if has_tma else 0,
     }
+
+
+def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
+    """Constants of kernels that work on a rank's own arrays."""
+    element = {} if dtype is None else {"kElement": COMBINE_DTYPES.index(dtype)}
+    return {"kHasFp8": int(has_fp8(arch)), "kLocalThreads": 256, "kCountedExperts": 2048, **element}
 
 
 def combine_constants(config: Config, dtype: str) -> dict[str, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cuda.bindings import driver
@@ -37,7 +39,7 @@ def use_device(local_rank: int) -> int:
     """The GPU of the current context, or else the one with the number of `local_rank`; its primary context becomes current."""
     ok(driver.cuInit(0))
     if int(ok(driver.cuCtxGetCurrent())):
-        return int(ok(driver.cuCtxGetDevice()))
+        return current_device()
     ordinal = local_rank % ok(driver.cuDeviceGetCount())
     make_current(ordinal)
     return ordinal
@@ -82,6 +84,11 @@ class CurrentContext:
 
 def device_uuid(ordinal: int) -> str:
     return bytes(ok(_device_uuid(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
+
+
+def current_device() -> int:
+    """The number of the current context's GPU."""
+    return int(ok(driver.cuCtxGetDevice()))
 
 
 def num_sms(ordinal: int) -> int:
@@ -183,6 +190,16 @@ def capture_id(stream: int) -> int | None:
     return int(ok(driver.cuStreamGetCaptureInfo(stream))[1]) if is_capturing(stream) else None
 
 
+@contextmanager
+def outside_of_captures() -> Iterator[None]:
+    """Within, what no graph can hold may be asked of the driver while a stream is captured."""
+    before = ok(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    finally:
+        ok(driver.cuThreadExchangeStreamCaptureMode(before))
+
+
 def synchronize(stream: int) -> None:
     ok(driver.cuStreamSynchronize(stream))
 
@@ -198,11 +215,8 @@ def elapsed_ms(begin: CudaEvent, end: CudaEvent) -> float:
 
 def allocate(num_bytes: int) -> int:
     """Device memory, also in the middle of a graph capture (of which it is no part)."""
-    before = ok(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
-    try:
+    with outside_of_captures():
         return int(ok(driver.cuMemAlloc(max(num_bytes, 1))))
-    finally:
-        ok(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
 def free(ptr: int) -> None:
@@ -237,25 +251,35 @@ def write_beside(ptr: int, value: int) -> None:
     ok(driver.cuStreamDestroy(stream))
 
 
-def new_memory_pool() -> Any:
-    """A stream-ordered pool of the current context's GPU, which keeps what is freed."""
+_memory_pools: dict[int, Any] = {}  # by context
+
+
+def allocate_async(num_bytes: int, stream: int) -> int:
+    """Memory from a stream-ordered pool of this library's, on the current context's GPU, which keeps what is freed.
+
+    The driver takes that back when this process finds no other memory. It is one pool, for good: the driver may be asked to destroy one
+    with memory in use (results outlive Buffers), but was seen to crash then.
+    """
+    context = int(ok(driver.cuCtxGetCurrent()))
+    pool = _memory_pools.get(context) or _memory_pools.setdefault(context, _new_memory_pool())
+    return int(ok(driver.cuMemAllocFromPoolAsync(max(num_bytes, 1), pool, stream)))
+
+
+def _new_memory_pool() -> Any:
     properties = driver.CUmemPoolProps()
     properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = int(ok(driver.cuCtxGetDevice()))
+    properties.location.id = current_device()
     pool = ok(driver.cuMemPoolCreate(properties))
     threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
     ok(driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(2**64 - 1)))
     return pool
 
 
-def destroy_memory_pool(pool: Any) -> None:
-    """What is still in use stays until it is freed."""
-    driver.cuMemPoolDestroy(pool)
-
-
-def allocate_async(num_bytes: int, pool: Any, stream: int) -> int:
-    return int(ok(driver.cuMemAllocFromPoolAsync(max(num_bytes, 1), pool, stream)))
+def trim_memory_pool() -> None:
+    """Give back what the pool of the current context keeps."""
+    if pool := _memory_pools.get(int(ok(driver.cuCtxGetCurrent()))):
+        driver.cuMemPoolTrimTo(pool, 0)
 
 
 def free_async(ptr: int, stream: int) -> None:

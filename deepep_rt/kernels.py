@@ -27,6 +27,8 @@ class Kernel:
     shared: str | None = None
     needs_nvshmem: bool = False
     per_dtype: bool = False  # compiled once for each element type that combine adds up
+    is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
+    needs_fp8: bool = False  # only for GPUs that convert to FP8
     low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if ranks are far apart
     overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
     max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
@@ -148,6 +150,61 @@ TABLE: dict[str, Kernel] = {
             low_latency=True,
             overlaps=True,
             max_stack_bytes=8,  # of what NVSHMEM's functions are called with
+        ),
+        Kernel(
+            "fp8_encode",
+            """
+    u64 x;                  // [num_groups, 128]
+    u64 out;                // [num_groups, 128] e4m3
+    u64 scales;             // [num_groups] float32
+    i64 num_groups;
+""",
+            threads="kLocalThreads",
+            per_dtype=True,
+            is_local=True,
+            needs_fp8=True,
+        ),
+        Kernel(
+            "fp8_decode",
+            """
+    u64 x;                  // [num_rows, num_channels] e4m3
+    u64 scales;             // [num_rows, num_channels / 128] float32
+    u64 out;                // [num_rows, num_channels]
+    u64 num_kept;           // int32, or 0: all rows
+    i64 num_rows;
+    i32 num_channels;
+""",
+            threads="kLocalThreads",
+            per_dtype=True,
+            is_local=True,
+            needs_fp8=True,
+        ),
+        Kernel(
+            "zero_padding",
+            """
+    u64 x;                  // [num_rows, row_bytes]
+    u64 num_kept;           // int32
+    i64 num_rows;
+    i64 row_bytes;
+""",
+            threads="kLocalThreads",
+            is_local=True,
+        ),
+        Kernel(
+            "count_choices",
+            """
+    u64 topk_idx;           // [num_tokens, num_topk] int32 or int64
+    u64 per_rank;           // [num_ranks] int32: added to
+    u64 per_expert;         // [num_experts] int32: added to
+    u64 goes;               // [num_tokens, num_ranks] u8: whether the token goes there
+    i32 idx_bytes;          // 4 or 8
+    i32 num_tokens;
+    i32 num_topk;
+    i32 num_experts;
+    i32 num_ranks;
+""",
+            threads="kLocalThreads",
+            is_local=True,
         ),
         Kernel(
             "ceiling",

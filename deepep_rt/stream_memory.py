@@ -1,4 +1,4 @@
-"""Memory from a stream-ordered pool of the driver's, for what finds no room in a Buffer's own."""
+"""Memory from a stream-ordered pool of the driver, for what finds no room in a Buffer's own."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from .users import Piece, Users
 
 
 class StreamPool:
-    """A pool of the current context's GPU.
+    """A Buffer's part of that pool.
 
-    It keeps what comes back, until the driver needs it for this process (`cudaMalloc` of any library) or the pool is destroyed. The
-    driver's default pool gives memory back whenever the host waits for a stream; asking for 240 MB anew then takes a millisecond.
+    The pool keeps what comes back. The driver's default one gives memory back whenever the host waits for a stream; asking for 240 MB anew
+    then takes a millisecond.
     """
 
     def __init__(self) -> None:
         self.users = Users()
-        self._pool: Any = None  # most programs need none
         self._late: deque[tuple[int, int]] = deque()
 
     def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> StreamMemory:
         """Memory for work on `stream`; `reader` may be another stream that will use it too."""
-        if self._pool is None:
-            self._pool = driver.new_memory_pool()
         self._free_late()
-        return StreamMemory(self, driver.allocate_async(num_bytes, self._pool, stream), stream, reader)
+        return StreamMemory(self, driver.allocate_async(num_bytes, stream), stream, reader)
 
     def free(self, ptr: int, stream: int) -> None:
         """Free memory in stream order, or later if the stream is captured just now: a graph does not free what it has not allocated."""
@@ -37,10 +34,9 @@ class StreamPool:
             driver.free_async(ptr, stream)
 
     def destroy(self) -> None:
-        """Give the memory back; the driver waits for what is still in use."""
-        if self._pool is not None:
-            self._free_late()
-            driver.destroy_memory_pool(self._pool)
+        """Give back what nothing uses."""
+        self._free_late()
+        driver.trim_memory_pool()
 
     def _free_late(self) -> None:
         for _ in range(len(self._late)):

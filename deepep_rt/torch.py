@@ -8,7 +8,6 @@ runs the backward pass, through the same calls.
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT
+from .config import COMBINE_DTYPES, FP8_GROUP
 from .errors import EPConfigError, EPInputError
-from .fp8 import LARGEST, LEAST_AMAX
 from .results import DispatchHandle, DispatchResult
 from .torch_group import from_mpi, from_store
+from .torch_kernels import FLOATS, aligned, from_fp8, to_fp8, zero_padding
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from .buffer import Buffer
 
 __all__ = ["dispatch", "combine", "Dispatched", "Handle", "communicator"]
-
-_FLOATS = tuple(getattr(torch, name) for name in COMBINE_DTYPES)
 
 _communicators: weakref.WeakKeyDictionary[Any, Intracomm] = weakref.WeakKeyDictionary()  # by process group
 
@@ -121,7 +118,7 @@ def dispatch(
     """
     for what, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         _check_tensor(tensor, what, needed=what == "x")
-    if (fp8 or x.requires_grad) and x.dtype not in _FLOATS:
+    if (fp8 or x.requires_grad) and x.dtype not in FLOATS:
         why = "fp8=True converts" if fp8 else "gradients come back as"
         raise EPInputError(f"x has dtype {x.dtype}; {why} {', '.join(COMBINE_DTYPES)}. Convert x, or detach() it")
     _check_fp8(buffer, fp8)
@@ -184,7 +181,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         expert_alignment: int,
         fp8: bool,
     ) -> tuple:
-        rows, scales = _to_fp8(x) if fp8 else (x, None)
+        rows, scales = to_fp8(x) if fp8 else (x, None)
         options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment)
         sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
         recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
@@ -217,8 +214,8 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         elif grad_weights is None:
             grad_weights = torch.zeros(elsewhere.shape, dtype=torch.float32, device=elsewhere.device)
         else:
-            grad_weights = _aligned(grad_weights.masked_fill(elsewhere, 0))  # those zeros do not depend on the weights
-        back = ctx.buffer.combine(_aligned(grad_x), handle, topk_weights=grad_weights)
+            grad_weights = aligned(grad_weights.masked_fill(elsewhere, 0))  # those zeros do not depend on the weights
+        back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights)
         return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 6
 
 
@@ -235,7 +232,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad: Any) -> tuple:
         grad_x = None
         if any(ctx.needs_input_grad[:2]):  # a rank whose own rows need none has those of the other ranks to serve
-            rows, scales = _to_fp8(grad) if ctx.fp8_grad else (_aligned(grad), None)
+            rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
             grad_x = _rows(ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle), grad.dtype)
         num_biases = len(ctx.needs_input_grad) - 5
         return grad_x, None, None, None, None, *[grad] * num_biases
@@ -245,20 +242,12 @@ def _plain(handle: Any) -> Any:
     return handle._plain if isinstance(handle, Handle) else handle
 
 
-def _aligned(grad: Any) -> Any:
-    """Gradients come in any layout: expanded, transposed, or in the middle of another tensor."""
-    grad = grad.contiguous()
-    return grad if grad.data_ptr() % ROW_ALIGNMENT == 0 else grad.clone()
-
-
 def _rows(sent: DispatchResult, dtype: Any) -> Any:
     """The rows of a dispatch in this dtype, padding set to zero (without telling the host how much there is)."""
-    rows = sent.recv_x if sent.recv_x_scales is None else _from_fp8(sent.recv_x, sent.recv_x_scales, dtype)
-    if sent.num_recv_tokens_per_expert_list is None:
-        positions = torch.arange(rows.shape[0], device=rows.device)
-        bits = rows if rows.dtype in _FLOATS else rows.view(torch.uint8)  # masked_fill_ knows no FP8
-        bits.masked_fill_((positions >= sent.num_recv_tokens)[:, None], 0)
-    return rows
+    num_kept = sent.num_recv_tokens if sent.num_recv_tokens_per_expert_list is None else None
+    if sent.recv_x_scales is not None:
+        return from_fp8(sent.recv_x, sent.recv_x_scales, dtype, num_kept)
+    return sent.recv_x if num_kept is None else zero_padding(sent.recv_x, num_kept)
 
 
 def _check_tensor(value: Any, what: str, needed: bool) -> None:
@@ -271,19 +260,6 @@ def _check_tensor(value: Any, what: str, needed: bool) -> None:
 def _check_fp8(buffer: Buffer, fp8: bool) -> None:
     if fp8 and buffer.config.hidden % FP8_GROUP:
         raise EPInputError(f"hidden is {buffer.config.hidden}, no multiple of {FP8_GROUP}, the channels of an FP8 scale")
-
-
-def _to_fp8(rows: Any) -> tuple[Any, Any]:
-    """Rows as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32; the rule is that of `fp8.to_fp8`."""
-    groups = rows.contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
-    amax = torch.linalg.vector_norm(groups, math.inf, dim=-1)  # in one pass
-    scales = amax.float().clamp_(min=float(LEAST_AMAX)) / float(LARGEST)
-    return (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
-
-
-def _from_fp8(rows: Any, scales: Any, dtype: Any) -> Any:
-    groups = rows.to(dtype).unflatten(-1, (scales.shape[-1], FP8_GROUP))  # exact: every such dtype has the numbers of FP8
-    return torch.mul(groups, scales[..., None], out=torch.empty_like(groups)).flatten(-2)  # in float32, rounded once
 
 
 def communicator(group: Any = None) -> Intracomm:

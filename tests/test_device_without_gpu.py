@@ -107,6 +107,24 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
 
 
+def test_a_dispatch_waits_for_readers_of_its_own_memory_only(fake: FakeGpu, make: Any) -> None:
+    """Two micro-batches: the rows of one travel while the experts of the other, on the caller's stream, read theirs."""
+    with make(num_slots=2) as buffer:
+        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+        x, idx, weights = arguments(fake)
+        send: dict[str, Any] = dict(async_finish=True, previous_event=SimpleNamespace(cuda_event=1234))
+        first = buffer.dispatch(x, idx, weights, **send)
+        first.event.wait()
+        assert first.recv_x.shape == (30, 256)
+        del first
+        fake.waits.clear()
+        second = buffer.dispatch(x, idx, weights, **send)
+        assert fake.waits == [(OWN_STREAM, 1234)]
+        third = buffer.dispatch(x, idx, weights, **send)
+        assert fake.waits[1:] == [(OWN_STREAM, 1234), (OWN_STREAM, 5)], "the memory of the first"
+        assert second.recv_x.ptr != third.recv_x.ptr
+
+
 def test_number_of_sms(fake: FakeGpu, make: Any) -> None:
     with make(num_sms=16) as buffer:
         x, idx, weights = arguments(fake, 64)

@@ -232,9 +232,8 @@ def test_captures_are_left_alone(fake: FakeDriver) -> None:
 
 def test_memory_that_comes_back_while_its_stream_is_captured(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph does not free what it has not allocated; it is freed with the next that is asked for."""
-    monkeypatch.setattr(driver, "new_memory_pool", object)
-    monkeypatch.setattr(driver, "destroy_memory_pool", lambda pool: fake.freed.append(0))
-    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, pool, stream: 4096)
+    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
+    monkeypatch.setattr(driver, "trim_memory_pool", lambda: fake.freed.append(0))
     monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
     pool = StreamPool()
     memory = pool.allocate(64, 5)

@@ -1,0 +1,22 @@
+// fp8_encode: elements to FP8 (e4m3), with a float32 scale for each 128 of them; the rule is that of fp8.py.
+//
+// 8 neighbouring lanes take a group, 16 elements each, as in ll_dispatch. Every byte is read and written once, and nothing is shared.
+#include "fp8.cuh"
+
+extern "C" __global__ void __launch_bounds__(kLocalThreads) fp8_encode(const __grid_constant__ Params p) {
+  constexpr int kVecs = 16 / kPerVec<kElement>;
+  const Vec16* x = at<Vec16>(p.x, 0);
+  const i64 count = p.num_groups * 8, step = static_cast<i64>(gridDim.x) * kLocalThreads;
+  for (i64 first = static_cast<i64>(blockIdx.x) * kLocalThreads; first < count; first += step) {  // the same for all lanes, which shuffle
+    const i64 i = first + threadIdx.x;
+    Vec16 held[kVecs] = {};
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      if (i < count) held[v] = x[i * kVecs + v];
+    }
+    float scale;
+    const Vec16 bytes = to_fp8<kElement>(held, false, scale);
+    if (i < count) at<Vec16>(p.out, 0)[i] = bytes;
+    if (i < count && i % 8 == 0) at<float>(p.scales, 0)[i / 8] = scale;
+  }
+}
