@@ -213,7 +213,7 @@ def _dispatch_once(
         "deepep_rt.dispatch", call(buffer, run_dispatch, (rows,), [after], given, shapes)
     )
     handle = Handle(table, num_recv, token, x.shape[0], rows, buffer._site.serial)
-    return Dispatched(_without_padding(recv_x, num_recv), recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
+    return Dispatched(recv_x, recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
 
 
 def _dispatch_forward(buffer: Buffer, rows: int, *arguments: Any) -> tuple[Dispatched, Any]:
@@ -252,8 +252,9 @@ def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[An
     handle, done = kept
 
     shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
-    token, rows = call(buffer, run_known_dispatch, _sizes(handle), [gradient.token, done], [handle.tables, gradient.x], shapes)
-    return _without_padding(rows, handle.num_recv_tokens), None, token
+    given = [handle.tables, handle.num_recv_tokens, gradient.x]
+    token, rows = call(buffer, run_known_dispatch, _sizes(handle), [gradient.token, done], given, shapes)
+    return rows, None, token
 
 
 _combine = jax.custom_vjp(_combine_once, nondiff_argnums=(0,))
@@ -285,8 +286,3 @@ def _sum(tree: Any) -> jax.Array:
 def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:
     """Results that policies of `jax.checkpoint` can name."""
     return [checkpoint_name(result, name) for result in results]
-
-
-def _without_padding(rows: jax.Array, num_recv: jax.Array) -> jax.Array:
-    """Zero where nothing arrived: what lies there must not get into sums over all rows, as gradients of experts are."""
-    return jnp.where((jnp.arange(rows.shape[0]) < num_recv)[:, None], rows, jnp.zeros((), rows.dtype))

@@ -165,14 +165,17 @@ def traced(buffer: Buffer, array: jax.Array) -> View:
 def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int) -> None:
     sent = buffer.dispatch(*arguments, num_worst_tokens=rows, stream=stream)
     recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
-    _copy(stream, (sent.recv_x, recv_x), (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
+    assert sent.num_recv_tokens is not None
+    _copy_rows(stream, sent.recv_x, sent.num_recv_tokens, recv_x)
+    _copy(stream, (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
     _copy(stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights))
     tables.save(sent.handle, buffer.config, table, stream)
 
 
 def run_known_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
-    table, x = arguments
-    _copy(stream, (buffer.dispatch(x, handle=tables.load(buffer._site, table, *sizes), stream=stream).recv_x, results[0]))
+    table, num_recv, x = arguments
+    sent = buffer.dispatch(x, handle=tables.load(buffer._site, table, *sizes), stream=stream)
+    _copy_rows(stream, sent.recv_x, num_recv, results[0])
 
 
 def run_combine(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
@@ -180,6 +183,18 @@ def run_combine(buffer: Buffer, stream: int | None, arguments: list[View], resul
     handle = tables.load(buffer._site, table, *sizes)
     done = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, stream=stream)
     _copy(stream, *zip((done.x, done.topk_weights), results, strict=False))
+
+
+def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> None:
+    """Rows that arrived, and zeros behind: what lies there must not get into sums over all rows, as gradients of experts are."""
+    if stream is not None:
+        from . import local_kernels
+
+        local_kernels.keep_rows(stream, rows.ptr, out.ptr, num_kept.ptr, out.shape[0], out.row_bytes)
+    else:
+        kept = int(arrays.host_bytes(num_kept).view("int32")[0]) * out.row_bytes
+        to = arrays.host_bytes(out)
+        to[:kept], to[kept:] = arrays.host_bytes(rows)[:kept], 0
 
 
 def _copy(stream: int | None, *pairs: tuple[View | None, View]) -> None:

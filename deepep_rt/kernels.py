@@ -180,9 +180,10 @@ TABLE: dict[str, Kernel] = {
             needs_fp8=True,
         ),
         Kernel(
-            "zero_padding",
+            "keep_rows",
             """
     u64 x;                  // [num_rows, row_bytes]
+    u64 out;                // the same, or the same memory
     u64 num_kept;           // int32
     i64 num_rows;
     i64 row_bytes;

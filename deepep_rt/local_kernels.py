@@ -31,6 +31,12 @@ def launch(name: str, stream: int, values: Mapping[str, int], most_blocks: int, 
             launcher(stream, min(most_blocks, room), values)
 
 
+def keep_rows(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_bytes: int) -> None:
+    """Rows of `x` up to the number at `num_kept` (int32) go to `out`, zeros to the rest of its rows; all are addresses on the GPU."""
+    values = {"x": x, "out": out, "num_kept": num_kept, "num_rows": num_rows, "row_bytes": row_bytes}
+    launch("keep_rows", stream, values, num_rows)
+
+
 @functools.cache
 def _launcher(name: str, dtype: str | None, arch: str, context: int) -> tuple[Launcher, int]:
     """A loaded kernel, and the blocks that the GPU holds at a time."""

@@ -64,9 +64,9 @@ def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
 def zero_padding(rows: Any, num_kept: Any) -> Any:
     """The same rows, with zeros from row `num_kept` (a tensor on the device) on."""
     if rows.is_cuda:
-        row_bytes = rows.shape[1] * rows.element_size()
-        values = {"x": rows.data_ptr(), "num_kept": num_kept.data_ptr(), "num_rows": rows.shape[0], "row_bytes": row_bytes}
-        _launch("zero_padding", rows, values, rows.shape[0])
+        with torch.cuda.device(rows.device):
+            stream, row_bytes = torch.cuda.current_stream().cuda_stream, rows.shape[1] * rows.element_size()
+            local_kernels.keep_rows(stream, rows.data_ptr(), rows.data_ptr(), num_kept.data_ptr(), rows.shape[0], row_bytes)
     else:
         rows.view(torch.uint8)[int(num_kept) :] = 0
     return rows

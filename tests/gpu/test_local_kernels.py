@@ -104,6 +104,20 @@ def test_zero_padding(dtype, num_rows, hidden):
         assert not filled[num_kept:].any()
 
 
+@pytest.mark.parametrize(("num_rows", "row_bytes"), [(1000, 2880), (3000, 16), (40, 40000), (0, 16)])
+@pytest.mark.parametrize("share", [0, 0.4, 1, 2])
+def test_rows_are_kept_elsewhere(num_rows, row_bytes, share):
+    """More rows may have come than there is room for."""
+    x = torch.randint(1, 256, (num_rows, row_bytes), dtype=torch.uint8, device="cuda")
+    out, num_kept = torch.full_like(x, 0xA5), torch.tensor([int(num_rows * share)], dtype=torch.int32, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    local_kernels.keep_rows(stream, x.data_ptr(), out.data_ptr(), num_kept.data_ptr(), num_rows, row_bytes)
+    kept = min(int(num_kept), num_rows)
+    assert torch.equal(out[:kept], x[:kept])
+    assert not out[kept:].any()
+    assert x.all()
+
+
 @pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "num_topk", "num_experts", "num_ranks"),

@@ -1,0 +1,27 @@
+// keep_rows: rows up to *num_kept go to `out`, unless they are there already; the others are padding and become zeros there.
+//
+// A block takes a row at a time. Padding is not read, and rows that stay where they are are not touched.
+#include "memory.cuh"
+
+extern "C" __global__ void __launch_bounds__(kLocalThreads) keep_rows(const __grid_constant__ Params p) {
+  constexpr int kInFlight = 4;
+  const i64 num_kept = *at<i32>(p.num_kept, 0);
+  const int count = static_cast<int>(p.row_bytes / 16);
+  for (i64 row = blockIdx.x; row < p.num_rows; row += gridDim.x) {
+    const bool is_kept = row < num_kept;
+    if (is_kept && p.x == p.out) continue;
+    const Vec16* x = at<Vec16>(p.x, row * p.row_bytes);
+    Vec16* out = at<Vec16>(p.out, row * p.row_bytes);
+    for (int first = threadIdx.x; first < count; first += kInFlight * kLocalThreads) {
+      Vec16 held[kInFlight] = {};
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        if (is_kept && first + j * kLocalThreads < count) held[j] = ld_streaming(x + first + j * kLocalThreads);
+      }
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        if (first + j * kLocalThreads < count) st_vec(out + first + j * kLocalThreads, held[j]);
+      }
+    }
+  }
+}
