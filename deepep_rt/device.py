@@ -294,6 +294,7 @@ class DeviceBackend:
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state)
         self._order = CallOrder(self.device, self.context, self._watch.check)
+        self._held.callback(driver.give_stream_back, self._order.own_stream)
         self._stream_pool = StreamPool()
         self._held.callback(self._stream_pool.destroy)
         self._results = ResultMemory(base, self._map, config, self._order, self._stream_pool, self._copy_when_full)

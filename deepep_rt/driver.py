@@ -208,6 +208,20 @@ def new_stream() -> int:
     return int(ok(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
 
+_idle_streams: dict[int, list[int]] = {}  # by context
+
+
+def take_stream() -> int:
+    """A stream that nobody else uses, until `give_stream_back`. None is destroyed: results that outlive their Buffer come back on it."""
+    idle = _idle_streams.setdefault(int(ok(driver.cuCtxGetCurrent())), [])
+    return idle.pop() if idle else new_stream()
+
+
+def give_stream_back(stream: int) -> None:
+    """The work on it is done."""
+    _idle_streams[int(ok(driver.cuCtxGetCurrent()))].append(stream)
+
+
 def elapsed_ms(begin: CudaEvent, end: CudaEvent) -> float:
     ok(driver.cuEventSynchronize(end.handle))
     return ok(driver.cuEventElapsedTime(begin.handle, end.handle))

@@ -36,7 +36,7 @@ class CallOrder:
 
     def __init__(self, device: int, context: driver.CurrentContext, check: Callable[[], None]) -> None:
         self._device, self.context, self.check = device, context, check
-        self.own_stream = driver.new_stream()
+        self.own_stream = driver.take_stream()
         self._last_stream: int | None = None
         self._last_call = driver.CudaEvent(self.own_stream)  # an event: the stream itself may be gone when the next call comes
         self._capture: _Capture | None = None  # the last one that had calls

@@ -161,7 +161,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
             fake.depth -= 1
 
     replaced = {
-        "new_stream": lambda: OWN_STREAM,
+        "take_stream": lambda: OWN_STREAM,
+        "give_stream_back": lambda stream: None,
         "free_bytes": lambda: 1 << 50,
         "num_sms": lambda ordinal: 132,
         "is_capturing": lambda stream: False,

@@ -63,3 +63,37 @@ def test_threads_keep_theirs(current: threading.local) -> None:
         outside.wait()
         thread.join()
     assert (current.context, found) == (OTHERS, [0])
+
+
+def test_streams_are_used_again(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs make many Buffers one after the other; a stream belongs to a context."""
+    made = iter(range(100, 200))
+    monkeypatch.setattr(driver, "new_stream", lambda: next(made))
+    monkeypatch.setattr(driver, "_idle_streams", {})
+    first, second = driver.take_stream(), driver.take_stream()
+    assert first != second
+    driver.give_stream_back(first)
+    current.context = OTHERS
+    other = driver.take_stream()
+    assert other not in (first, second)
+    driver.give_stream_back(other)
+    current.context = OWN
+    assert driver.take_stream() == first
+    assert driver.take_stream() not in (first, second, other)
+
+
+def test_one_memory_pool_for_a_context(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple] = []
+    success, made = cuda.CUresult.CUDA_SUCCESS, iter(["pool", "another"])
+    driver.driver.cuMemAllocFromPoolAsync = lambda *given: asked.append(given) or (success, 4096)
+    driver.driver.cuMemPoolTrimTo = lambda *given: asked.append(given) or (success,)
+    monkeypatch.setattr(driver, "_new_memory_pool", lambda: next(made))
+    monkeypatch.setattr(driver, "_memory_pools", {})
+    driver.trim_memory_pool()
+    assert asked == [], "there is none yet"
+    assert driver.allocate_async(0, 7) == 4096
+    driver.allocate_async(64, 8)
+    current.context = OTHERS
+    driver.allocate_async(64, 9)
+    driver.trim_memory_pool()
+    assert asked == [(1, "pool", 7), (64, "pool", 8), (64, "another", 9), ("another", 0)]

@@ -53,7 +53,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
             fake.captures[stream] = fake.captures[other]
 
     monkeypatch.setattr(driver, "CudaEvent", Event)
-    monkeypatch.setattr(driver, "new_stream", lambda: OWN)
+    monkeypatch.setattr(driver, "take_stream", lambda: OWN)
     monkeypatch.setattr(driver, "capture_id", fake.captures.get)
     monkeypatch.setattr(driver, "wait_event", lambda stream, event: fake.waits.append((stream, event)))
     monkeypatch.setattr(driver, "wait_stream", wait_stream)
