@@ -136,13 +136,15 @@ def _targets(archs: list[str] | None) -> list[str]:
 
 
 def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Kernel, str | None]]:
-    """Every kernel that a Buffer of these sizes can need; those that add up, once for each element type."""
+    """Every kernel that a Buffer of these sizes, and those who call it, can need; some of them once for each element type."""
     # FP8 rows are only dispatched: combine_dtypes stays empty for them
     elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
     if wrong := set(elements) - set(COMBINE_DTYPES):
         raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
     is_near = config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
-    kernels = [k for k in TABLE.values() if (config.fits_low_latency if k.low_latency else is_near or k.needs_nvshmem)]
+    kernels = [
+        k for k in TABLE.values() if (config.fits_low_latency if k.low_latency else is_near or k.needs_nvshmem or k.is_local)
+    ]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
 
 

@@ -53,10 +53,10 @@ class NormalCalls(Calls):
             >>> per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 256)
         """
         check_tensor(topk_idx, "topk_idx")
-        if topk_idx.dim() != 2 or num_experts % self.group_size:
+        if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64) or num_experts % self.group_size:
             raise EPInputError(
-                f"topk_idx has shape {list(topk_idx.shape)} and num_experts is {num_experts}; expected [num_tokens, num_topk] and a "
-                f"multiple of the {self.group_size} ranks"
+                f"topk_idx has shape {list(topk_idx.shape)} and dtype {topk_idx.dtype}, and num_experts is {num_experts}; expected "
+                f"[num_tokens, num_topk] int64 or int32, and a multiple of the {self.group_size} ranks"
             )
         place = Placement(topk_idx, self.get_comm_stream, previous_event, async_finish)
         with place.here():

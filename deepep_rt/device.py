@@ -57,6 +57,7 @@ class DeviceBackend:
         self._map = layout.symmetric(config)
         with self._all_ranks.part():
             self.context = driver.CurrentContext()
+            driver.trim_memory_pool()  # what other Buffers of this process have left there is free
             free_bytes = driver.free_bytes()
             symmetric.load()
         self._check_memory(free_bytes)

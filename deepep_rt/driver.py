@@ -204,6 +204,11 @@ def synchronize(stream: int) -> None:
     ok(driver.cuStreamSynchronize(stream))
 
 
+def synchronize_all() -> None:
+    """Wait for all streams of the current context, as far as captures let one."""
+    driver.cuCtxSynchronize()
+
+
 def new_stream() -> int:
     return int(ok(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 

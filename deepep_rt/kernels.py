@@ -26,7 +26,7 @@ class Kernel:
     threads: str
     shared: str | None = None
     needs_nvshmem: bool = False
-    per_dtype: bool = False  # compiled once for each element type that combine adds up
+    per_dtype: bool = False  # compiled once for each element type that combine can add up
     is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
     needs_fp8: bool = False  # only for GPUs that convert to FP8
     low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if ranks are far apart

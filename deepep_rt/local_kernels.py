@@ -11,7 +11,7 @@ from .config import local_constants
 from .kernels import TABLE
 from .launch import Launcher
 
-_BLOCKS_PER_SM = 8  # of 256 threads: as many as fit
+_BLOCKS_PER_SM = 8  # of 256 threads: at least as many as fit
 _launching = threading.Lock()  # a backward pass runs in a thread of its own
 
 
@@ -39,7 +39,7 @@ def keep_rows(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_b
 
 @functools.cache
 def _launcher(name: str, dtype: str | None, arch: str, context: int) -> tuple[Launcher, int]:
-    """A loaded kernel, and the blocks that the GPU holds at a time."""
+    """A loaded kernel, and the most blocks that are worth launching."""
     kernel, constants = TABLE[name], local_constants(arch, dtype)
     with driver.outside_of_captures():  # also where the first call is captured
         function = jit.load(kernel, constants, arch)

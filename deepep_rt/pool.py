@@ -1,13 +1,13 @@
 """Memory of results: pieces that live as long as the arrays made of them, and come back in stream order (`users`).
 
-Memory comes back in finalizers, which may run in the middle of any method here, and in any thread. They only append to a deque.
+Memory comes back in finalizers, which may run in the middle of any method here, and in any thread. Of a pool they only append to a deque.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import driver
 from .layout import align_up
@@ -40,11 +40,31 @@ class Block(Piece):
             self._pool.release(self.offset, self.num_bytes, self._past, self._streams)
 
 
-class Pool:
-    """First-fit over one range of memory; large blocks go to its cells first, in turn.
+class Extent(NamedTuple):
+    """A part of a pool."""
 
-    Large blocks are trimmed. Had they been packed, the holes that they leave would be too small for the next large one. And were the
-    same cell taken each time, the next block would wait for those who still read the last one.
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+    def overlaps(self, other: Extent) -> bool:
+        return self.offset < other.end and other.offset < self.end
+
+    def without(self, other: Extent) -> list[Extent]:
+        """What is left of it without another one."""
+        if not self.overlaps(other):
+            return [self]
+        before, behind = other.offset - self.offset, self.end - other.end
+        return [Extent(offset, size) for offset, size in ((self.offset, before), (other.end, behind)) if size > 0]
+
+
+class Pool:
+    """One range of memory. A block gets the first place that no other stream is busy with; large ones go to cells, if one is free.
+
+    Large blocks are trimmed. Had they been packed, the holes that they leave would be too small for the next large one.
 
     Args:
         base: Address of the range.
@@ -53,10 +73,10 @@ class Pool:
     """
 
     def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
-        self.base, self._cell, self._last_cell = base, cell, -1
-        self._free = [(0, num_bytes)]  # (offset, bytes), by offset, never adjacent
-        self._used: list[tuple[int, int, Past]] = []  # (offset, bytes) of free memory that has been used; they do not overlap
-        self._came_back: deque[tuple[int, int, Past]] = deque()
+        self.base, self._cell = base, cell
+        self._free = [Extent(0, num_bytes)]  # by offset, never adjacent
+        self._used: list[tuple[Extent, Past]] = []  # free memory that has been used, by age; it does not overlap
+        self._came_back: deque[tuple[Extent, Past]] = deque()
         self._users = Users()
 
     def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> Block | None:
@@ -69,63 +89,60 @@ class Pool:
         """
         num_bytes = align_up(max(num_bytes, 1))
         self._merge()
-        offset = self._find(num_bytes)
+        offset = self._find(num_bytes, stream)
         if offset is None:
             return None
-        self._free = [part for extent in self._free for part in _without(extent, offset, num_bytes)]
-        past: Past = ()
-        used = []
-        for begin, size, left in self._used:
-            rest = _without((begin, size), offset, num_bytes)
-            if rest != [(begin, size)]:
-                past += left
-            used += [(*part, left) for part in rest]
-        self._used = used
+        taken = Extent(offset, num_bytes)
+        self._free = [part for extent in self._free for part in extent.without(taken)]
+        past = tuple(mark for extent, left in self._used if extent.overlaps(taken) for mark in left)
+        self._used = [(part, left) for extent, left in self._used for part in extent.without(taken)]
         return Block(self, offset, num_bytes, self._users.let_finish(past, stream), stream, reader)
 
     def release(self, offset: int, num_bytes: int, past: Past, streams: tuple[int, ...]) -> None:
         """Take back what these streams have used, and what was not waited for before them."""
         if num_bytes:
-            self._came_back.append((offset, num_bytes, self._users.left_by(streams, past)))
+            self._came_back.append((Extent(offset, num_bytes), self._users.left_by(streams, past)))
 
     @property
     def free_bytes(self) -> int:
         self._merge()
-        return sum(size for _, size in self._free)
+        return sum(extent.num_bytes for extent in self._free)
 
-    def _find(self, num_bytes: int) -> int | None:
-        fitting = [(offset, size) for offset, size in self._free if size >= num_bytes]
+    def _find(self, num_bytes: int, stream: int) -> int | None:
+        """Where a block goes: the first place that nobody is busy with, or the one that has been free longest."""
+        places = self._places(num_bytes)
+        has_others = any(other != stream for _, past in self._used for other, _ in past)
+        if len(places) < 2 or not has_others or driver.is_capturing(stream):
+            return places[0] if places else None
+        self._used = [(extent, self._users.unfinished(past, stream)) for extent, past in self._used]
+        busy = [(age, extent) for age, (extent, past) in enumerate(self._used) if any(other != stream for other, _ in past)]
+
+        def last_use(place: int) -> int:
+            return max((age for age, extent in busy if extent.overlaps(Extent(place, num_bytes))), default=-1)
+
+        return min(places, key=last_use)
+
+    def _places(self, num_bytes: int) -> list[int]:
+        """Offsets that a block may get; the first ones keep the memory in larger pieces."""
+        fitting = [(extent.offset, extent.end - num_bytes) for extent in self._free if extent.num_bytes >= num_bytes]
         if 2 * num_bytes > self._cell > 0:
-            cells = [
-                cell
-                for offset, size in fitting
-                for cell in range(align_up(offset, self._cell), offset + size - num_bytes + 1, self._cell)
-            ]
+            cells = [cell for first, last in fitting for cell in range(align_up(first, self._cell), last + 1, self._cell)]
             if cells:
-                self._last_cell = min(cells, key=lambda cell: (cell <= self._last_cell, cell))
-                return self._last_cell
-        return fitting[0][0] if fitting else None
+                return cells
+        ends = [extent.end for extent, _ in self._used]
+        return sorted({place for first, last in fitting for place in (first, *ends) if first <= place <= last})
 
     def _merge(self) -> None:
         while self._came_back:
-            offset, num_bytes, past = self._came_back.popleft()
-            self._used.append((offset, num_bytes, past))
-            merged: list[tuple[int, int]] = []
-            for extent in sorted([*self._free, (offset, num_bytes)]):
-                if merged and sum(merged[-1]) == extent[0]:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + extent[1])
+            came_back, past = self._came_back.popleft()
+            self._used.append((came_back, past))
+            merged: list[Extent] = []
+            for extent in sorted([*self._free, came_back]):
+                if merged and merged[-1].end == extent.offset:
+                    merged[-1] = Extent(merged[-1].offset, merged[-1].num_bytes + extent.num_bytes)
                 else:
                     merged.append(extent)
             self._free = merged
-
-
-def _without(extent: tuple[int, int], offset: int, num_bytes: int) -> list[tuple[int, int]]:
-    """What is left of an extent without another one."""
-    begin, end = extent[0], sum(extent)
-    if offset >= end or offset + num_bytes <= begin:
-        return [extent]
-    parts = [(begin, offset - begin), (offset + num_bytes, end - offset - num_bytes)]
-    return [part for part in parts if part[1] > 0]
 
 
 class Slots:

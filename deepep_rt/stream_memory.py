@@ -7,7 +7,9 @@ from collections import deque
 from typing import Any
 
 from . import driver
-from .users import Piece, Users
+from .users import Past, Piece, Users
+
+_late: deque[tuple[Users, int, int, Past]] = deque()  # what could not be freed when it died: whose, pointer, stream, who used it
 
 
 class StreamPool:
@@ -18,43 +20,44 @@ class StreamPool:
     """
 
     def __init__(self) -> None:
-        self.users = Users()
-        self._late: deque[tuple[int, int]] = deque()
+        self._users = Users()
 
     def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> StreamMemory:
         """Memory for work on `stream`; `reader` may be another stream that will use it too."""
-        self._free_late()
-        return StreamMemory(self, driver.allocate_async(num_bytes, stream), stream, reader)
-
-    def free(self, ptr: int, stream: int) -> None:
-        """Free memory in stream order, or later if the stream is captured just now: a graph does not free what it has not allocated."""
-        if driver.is_capturing(stream):
-            self._late.append((ptr, stream))
-        else:
-            driver.free_async(ptr, stream)
+        _free_late()
+        return StreamMemory(self._users, driver.allocate_async(num_bytes, stream), stream, reader)
 
     def destroy(self) -> None:
         """Give back what nothing uses."""
-        self._free_late()
+        _free_late()
         driver.trim_memory_pool()
-
-    def _free_late(self) -> None:
-        for _ in range(len(self._late)):
-            self.free(*self._late.popleft())
 
 
 class StreamMemory(Piece):
     """A piece of a stream-ordered pool; it goes back with the last reference, after what the streams that use it hold then."""
 
-    __slots__ = ("_pool", "ptr")
+    __slots__ = ("_users", "ptr")
 
-    def __init__(self, pool: StreamPool, ptr: int, *streams: int | None) -> None:
+    def __init__(self, users: Users, ptr: int, *streams: int | None) -> None:
         super().__init__(*streams)
-        self.ptr, self._pool = ptr, pool
+        self.ptr, self._users = ptr, users
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            first, users = self._streams[0], self._pool.users
-            with users.context:
-                users.let_finish(users.left_by(self._streams[1:]), first)
-                self._pool.free(self.ptr, first)
+            first, *others = self._streams
+            _free(self._users, self.ptr, first, self._users.left_by(others))
+
+
+def _free(users: Users, ptr: int, stream: int, past: Past) -> None:
+    """Free memory in stream order, or later if a capture is in the way: a graph does not free what it has not allocated."""
+    with users.context:
+        left = users.let_finish(past, stream)
+        if left or driver.is_capturing(stream):
+            _late.append((users, ptr, stream, left))
+        else:
+            driver.free_async(ptr, stream)
+
+
+def _free_late() -> None:
+    for _ in range(len(_late)):
+        _free(*_late.popleft())

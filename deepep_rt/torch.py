@@ -96,8 +96,7 @@ def dispatch(
         topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. Not needed with `handle`.
         topk_weights: `[num_tokens, num_topk]` float32, or None. Whether it requires a gradient has to be the same on all ranks, as for `x`.
         handle: As in `Buffer.dispatch`.
-        num_worst_tokens: As in `Buffer.dispatch`; padding is set to zero here, by one more pass over the rows, so that it may take part in
-                matrix products.
+        num_worst_tokens: As in `Buffer.dispatch`; padding is set to zero here, so that it may take part in matrix products.
         expert_alignment: As in `Buffer.dispatch`.
         fp8: Rows travel as float8_e4m3fn with a float32 scale for each 128 channels, and arrive in the dtype of `x`, off by up to
             1/16 of a number or 1/450000 of the largest one of its 128. Gradients do not see the rounding, and travel in the dtype of `x`.

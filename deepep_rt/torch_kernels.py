@@ -7,11 +7,13 @@ and convert to FP8 on GPUs that have no instructions for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from . import jit, local_kernels
+from . import jit
 from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, has_fp8
 from .fp8 import LARGEST, LEAST_AMAX
 
@@ -28,7 +30,10 @@ def aligned(rows: Any) -> Any:
 
 
 def to_fp8(rows: Any) -> tuple[Any, Any]:
-    """Rows as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32; the rule is that of `fp8.to_fp8`."""
+    """Rows as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32.
+
+    Kernels go by the rule of `fp8.to_fp8`. PyTorch's operators divide, which may round otherwise, and let NaN spread over its 128 channels.
+    """
     if not _has_kernels(rows):
         groups = rows.contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
         amax = torch.linalg.vector_norm(groups, math.inf, dim=-1)  # in one pass
@@ -64,9 +69,11 @@ def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
 def zero_padding(rows: Any, num_kept: Any) -> Any:
     """The same rows, with zeros from row `num_kept` (a tensor on the device) on."""
     if rows.is_cuda:
-        with torch.cuda.device(rows.device):
-            stream, row_bytes = torch.cuda.current_stream().cuda_stream, rows.shape[1] * rows.element_size()
-            local_kernels.keep_rows(stream, rows.data_ptr(), rows.data_ptr(), num_kept.data_ptr(), rows.shape[0], row_bytes)
+        from . import local_kernels
+
+        ptr, row_bytes = rows.data_ptr(), rows.shape[1] * rows.element_size()
+        with _gpu_of(rows) as stream:
+            local_kernels.keep_rows(stream, ptr, ptr, num_kept.data_ptr(), rows.shape[0], row_bytes)
     else:
         rows.view(torch.uint8)[int(num_kept) :] = 0
     return rows
@@ -111,9 +118,26 @@ def count_choices(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any,
 
 
 def _has_kernels(rows: Any) -> bool:
-    return rows.is_cuda and has_fp8(jit.current_arch())
+    if not rows.is_cuda:
+        return False
+    with _gpu_of(rows):
+        return has_fp8(jit.current_arch())
 
 
 def _launch(kernel: str, like: Any, values: dict[str, int], most_blocks: int, dtype: str | None = None) -> None:
-    with torch.cuda.device(like.device):
-        local_kernels.launch(kernel, torch.cuda.current_stream().cuda_stream, values, most_blocks, dtype)
+    from . import local_kernels  # needs the CUDA bindings, which programs on the host backend do without
+
+    with _gpu_of(like) as stream:
+        local_kernels.launch(kernel, stream, values, most_blocks, dtype)
+
+
+@contextmanager
+def _gpu_of(tensor: Any) -> Iterator[int]:
+    """Makes a tensor's GPU current; gives PyTorch's stream there."""
+    from . import driver
+
+    with torch.cuda.device(tensor.device):
+        driver.use_device(
+            tensor.device.index
+        )  # a thread may have no context yet, as that of a backward pass; PyTorch is in no hurry
+        yield torch.cuda.current_stream().cuda_stream

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import driver
+from .errors import EPUnavailableError
 
 Past = tuple[tuple[int, driver.CudaEvent | None], ...]
 """Streams whose work may still use a piece, each with an event behind that work; None stands for all that the stream will hold by then."""
+
+_IN_A_ROW = 64  # pieces of one stream alone, after which the others are thought to be gone
 
 
 class Piece:
@@ -29,25 +32,28 @@ class Piece:
 
 
 class Users:
-    """The streams that use what comes from one place. Where one stream does everything, this costs nothing."""
+    """The streams that use what comes from one place. Where one stream does everything, the driver is asked nothing."""
 
     def __init__(self) -> None:
         self.context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
-        self._first: int | None = None
-        self._are_several = False
+        self._last: int | None = None
+        self._in_a_row = 0
 
     def left_by(self, streams: Sequence[int], past: Past = ()) -> Past:
-        """What a piece leaves behind that dies now: these streams, and what was left to them."""
-        for stream in streams:
-            if self._first is None:
-                self._first = stream
-            self._are_several |= stream != self._first
-        if not self._are_several:
+        """What a piece leaves behind that dies now: these streams, and what was left to them. Finalizers ask, so it does not raise."""
+        if len(streams) == 1 and streams[0] == self._last:
+            self._in_a_row += 1
+        else:
+            self._in_a_row = _IN_A_ROW if len(streams) == 1 and self._last is None else 0
+            self._last = streams[-1] if streams else self._last
+        if self._in_a_row >= _IN_A_ROW:
             return tuple(dict.fromkeys((*past, *((stream, None) for stream in streams))))
-        # What is queued later shall not be waited for: that would tie streams to each other. An event in a capture says nothing.
         with self.context:
-            now = [(stream, None if driver.is_capturing(stream) else driver.CudaEvent(stream)) for stream in streams]
-        return tuple(dict.fromkeys((*past, *now)))
+            return tuple(dict.fromkeys((*past, *(mark for stream in streams for mark in _mark(stream)))))
+
+    def unfinished(self, past: Past, stream: int) -> Past:
+        """The same without other streams' work that has ended. Not for captures, in which nobody may ask that."""
+        return tuple((other, event) for other, event in past if other == stream or event is None or not event.done())
 
     def let_finish(self, past: Past, stream: int) -> Past:
         """Order later work on `stream` after it; returns what has to be left to the next user.
@@ -69,3 +75,13 @@ class Users:
                 else:
                     driver.wait_stream(stream, other)
         return tuple(left)
+
+
+def _mark(stream: int) -> Past:
+    """Stands for the work that a stream holds now; to wait for what is queued later would tie streams to each other."""
+    try:
+        # An event in a capture says nothing of the work before it.
+        return ((stream, None if driver.is_capturing(stream) else driver.CudaEvent(stream)),)
+    except EPUnavailableError:  # its library has destroyed it, perhaps with work on it
+        driver.synchronize_all()
+        return ()

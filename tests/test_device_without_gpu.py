@@ -107,9 +107,10 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
 
 
-def test_a_dispatch_waits_for_readers_of_its_own_memory_only(fake: FakeGpu, make: Any) -> None:
+def test_a_dispatch_waits_for_readers_of_its_own_memory_only(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches: the rows of one travel while the experts of the other, on the caller's stream, read theirs."""
-    with make(num_slots=2) as buffer:
+    with make(num_slots=2) as buffer, monkeypatch.context() as behind:
+        behind.setattr(driver.CudaEvent, "done", lambda event: False)
         fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
         x, idx, weights = arguments(fake)
         send: dict[str, Any] = dict(async_finish=True, previous_event=SimpleNamespace(cuda_event=1234))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from without import without
 
 import deepep_rt
 from deepep_rt import errors
@@ -179,6 +180,22 @@ def test_importing_loads_nothing_heavy() -> None:
         f"import sys; before = set(sys.modules); import deepep_rt; print([m for m in {HEAVY} if m in set(sys.modules) - before])"
     )
     assert _python(code) == "[]"
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "compat", "jax"])
+def test_wrappers_do_without_cuda(wrapper: str, tmp_path: Path) -> None:
+    """On laptops and in CI there is the host backend, and no cuda-python."""
+    pytest.importorskip("jax" if wrapper == "jax" else "torch")
+    environment = {**os.environ, **without(tmp_path, "cuda")}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import deepep_rt.{wrapper}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_importing_reads_no_setting() -> None:

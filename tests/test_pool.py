@@ -25,6 +25,8 @@ class FakeDriver:
         self.queued: dict[int, int] = {}
         self.waits: list[tuple[int, int, int]] = []
         self.capturing: set[int] = set()
+        self.ended: set[int] = set()  # streams whose work is done
+        self.destroyed: set[int] = set()
         self.num_events = 0
         self.freed: list[int] = []
 
@@ -38,8 +40,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
     class Event:
         def __init__(self, stream: int) -> None:
+            if stream in fake.destroyed:
+                raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_INVALID_HANDLE")
             fake.num_events += 1
             self.handle = (stream, fake.queued.get(stream, 0))
+
+        def done(self) -> bool:
+            return self.handle[0] in fake.ended
 
     class Context:
         def __enter__(self) -> None: ...
@@ -124,6 +131,38 @@ def test_what_is_queued_after_the_death_is_not_waited_for(fake: FakeDriver) -> N
     assert fake.waits == [(9, 1, 1)]
 
 
+def test_events_are_for_as_long_as_there_are_several_streams(fake: FakeDriver) -> None:
+    """One call on a side stream, as to warm up for a capture, does not make all later ones dearer."""
+    slots = Slots(64, 1)
+    for stream in (7, 8, *[7] * 100):
+        held = slots.take(stream)
+        del held
+    before = fake.num_events
+    for _ in range(100):
+        held = slots.take(7)
+        del held
+    assert fake.num_events == before
+    held = slots.take(8)
+    del held
+    assert fake.num_events > before
+
+
+@pytest.mark.parametrize("kind", ["pool", "slots"])
+def test_a_stream_that_its_library_has_destroyed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Its work may be under way all the same; and the memory is not lost."""
+    waited = []
+    monkeypatch.setattr(driver, "synchronize_all", lambda: waited.append(True))
+    pool, slots = Pool(0, 1024), Slots(64, 1)
+    held = pool.allocate(1024, 9) if kind == "pool" else slots.take(9)
+    held.used_on(4)
+    fake.destroyed.add(4)
+    del held
+    assert waited
+    assert pool.allocate(1024, 9) if kind == "pool" else slots.take(9)
+    assert len(slots._memory) == 1
+    assert fake.waits == []
+
+
 def test_readers_that_dlpack_told_of(fake: FakeDriver) -> None:
     slots = Slots(64, 1)
     held = slots.take(9)
@@ -156,6 +195,31 @@ def test_readers_of_one_piece_hold_up_no_other(fake: FakeDriver, kind: str) -> N
     del again, fourth
     take()
     assert len(fake.waits) == 4, "the one that has been free longest, and no more of the past than is its own"
+
+
+@pytest.mark.parametrize("size", [512, 2048])
+def test_blocks_go_where_nobody_is_busy(fake: FakeDriver, size: int) -> None:
+    """Small ones too; and once nobody is, to the front, so that cells stay whole."""
+    pool = Pool(0, 4096, cell=2048)
+    held = pool.allocate(size, 9, 1)
+    fake.work(1)
+    del held
+    held = pool.allocate(size, 9, 1)
+    assert (held.offset, fake.waits) == (size, [])
+    fake.ended.add(1)
+    del held
+    held = pool.allocate(size, 9, 1)
+    assert (held.offset, fake.waits) == (0, []), "what has ended is neither avoided nor waited for"
+
+
+def test_captures_ask_for_no_event(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver would end the capture."""
+    pool = Pool(0, 2048, cell=1024)
+    held = pool.allocate(1024, 9, 1)
+    del held
+    monkeypatch.setattr(driver.CudaEvent, "done", lambda event: pytest.fail("an event was asked for"))
+    fake.capturing.add(9)
+    assert pool.allocate(1024, 9, 1) is not None
 
 
 def test_a_trimmed_tail_has_the_past_of_its_block(fake: FakeDriver) -> None:
@@ -249,10 +313,29 @@ def test_memory_that_comes_back_while_its_stream_is_captured(fake: FakeDriver, m
     assert fake.freed == [6, 5, 6]
     fake.capturing.add(5)
     memory = pool.allocate(64, 5)
-    del memory
-    fake.capturing.clear()
     pool.destroy()
-    assert fake.freed[3:] == [5, 0]
+    assert fake.freed[3:] == [0]
+    del memory  # a result that outlives its Buffer
+    fake.capturing.clear()
+    StreamPool().allocate(64, 6)
+    assert fake.freed[4:] == [5, 6]
+
+
+@pytest.mark.parametrize("captured", [1, 9], ids=["the reader's stream", "its own stream"])
+def test_a_capture_does_not_let_readers_be_forgotten(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, captured: int) -> None:
+    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
+    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
+    pool = StreamPool()
+    memory = pool.allocate(64, 9, 1)
+    fake.work(1)
+    fake.capturing.add(captured)
+    del memory
+    assert (fake.freed, fake.waits) == ([], [])
+    fake.capturing.clear()
+    held = pool.allocate(64, 9)
+    assert fake.freed == [9]
+    assert (9, 1, 1) in fake.waits
+    del held
 
 
 def test_the_default_stream_while_one_that_waits_for_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,12 +355,15 @@ def test_slots_grow_and_come_back(fake: FakeDriver) -> None:
     assert len(slots._memory) == 3
 
 
-@pytest.mark.parametrize("held", ["pool.Pool(0, 4096).allocate(1, 1, 2)", "pool.Slots(256, 0).take(1, 2)"])
+@pytest.mark.parametrize(
+    "held",
+    ["pool.Pool(0, 4096).allocate(1, 1, 2)", "pool.Slots(256, 0).take(1, 2)", "stream_memory.StreamPool().allocate(1, 1, 2)"],
+)
 def test_what_is_held_when_python_ends_dies_in_silence(held: str) -> None:
     code = f"""
 import sys
-from deepep_rt import driver, pool
-driver.allocate = lambda num_bytes: 4096
+from deepep_rt import driver, pool, stream_memory
+driver.allocate = driver.allocate_async = lambda *_: 4096
 driver.CurrentContext = lambda: None  # entering it raises
 sys.modules["keeper"] = {held}
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -59,8 +59,9 @@ def test_to_fp8(dtype, hidden):
         return  # PyTorch's operators do it, and the next test says how well
     numbers = all_numbers(dtype)
     rows = numbers[: len(numbers) // hidden * hidden].view(-1, hidden)
+    given = rows.cuda()
     poisoned(*rows.shape, dtype=torch.uint8)
-    got, scales = torch_kernels.to_fp8(rows.cuda())
+    got, scales = torch_kernels.to_fp8(given)
     want, want_scales = fp8.to_fp8(rows.float().numpy(), round_scale=False)
     assert (got.dtype, got.shape, scales.dtype) == (torch.float8_e4m3fn, rows.shape, torch.float32)
     np.testing.assert_array_equal(scales.cpu().numpy().view(np.uint32), want_scales.view(np.uint32))
@@ -137,8 +138,9 @@ def test_counts(idx_dtype, num_tokens, num_topk, num_experts, num_ranks):
     idx = torch.randint(
         -3, num_experts + 2, (num_tokens, num_topk), generator=generator, dtype=idx_dtype
     )  # some are out of range
+    given = idx.cuda()
     poisoned(num_tokens, num_ranks, dtype=torch.bool)
-    got, want = (torch_kernels.count_choices(t, num_experts, num_ranks) for t in (idx.cuda(), idx))
+    got, want = (torch_kernels.count_choices(t, num_experts, num_ranks) for t in (given, idx))
     for mine, theirs in zip(got, want, strict=True):
         assert (mine.dtype, mine.is_contiguous()) == (theirs.dtype, True)
         assert torch.equal(mine.cpu(), theirs)
@@ -164,20 +166,24 @@ def test_the_first_call_may_be_captured():
 def test_several_threads_and_streams():
     """A backward pass has a thread of its own; Params of one call must not become another's."""
     x = [torch.full((256, 1024), float(i + 1), device="cuda") for i in range(8)]
+    streams = [torch.cuda.Stream() for _ in x]
     torch.cuda.synchronize()
-    wrong = []
 
     def work(i):
-        torch.cuda.set_device(x[i].device)
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(streams[i]):
             for _ in range(200):
                 back = torch_kernels.from_fp8(*torch_kernels.to_fp8(x[i]), torch.float32)
-            if not torch.allclose(back, x[i]):
-                wrong.append(i)
+        streams[i].synchronize()
+        return torch.allclose(back, x[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+
+
+@pytest.mark.parametrize("function", [torch_kernels.to_fp8, lambda x: torch_kernels.zero_padding(x, x.view(torch.int32)[:1, 0])])
+def test_a_thread_that_has_used_no_gpu(function):
+    """As that of a backward pass, whose first work may be ours: no context is current there."""
+    x = torch.zeros(256, 1024, device="cuda")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(function, x).result()
+    torch.cuda.synchronize()
