@@ -66,15 +66,11 @@ class Users:
         with self.context:
             if driver.is_capturing(stream):
                 return past
-            left = []
-            for other, event in others:
+            marks = [mark for other, event in others for mark in (_mark(other) if event is None else ((other, event),))]
+            for _, event in marks:
                 if event is not None:
                     driver.wait_event(stream, event.handle)
-                elif driver.is_capturing(other):
-                    left.append((other, event))
-                else:
-                    driver.wait_stream(stream, other)
-        return tuple(left)
+        return tuple(mark for mark in marks if mark[1] is None)
 
 
 def _mark(stream: int) -> Past:

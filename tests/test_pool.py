@@ -148,17 +148,22 @@ def test_events_are_for_as_long_as_there_are_several_streams(fake: FakeDriver) -
 
 
 @pytest.mark.parametrize("kind", ["pool", "slots"])
-def test_a_stream_that_its_library_has_destroyed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_stream_that_its_library_has_destroyed(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str, is_alone: bool
+) -> None:
     """Its work may be under way all the same; and the memory is not lost."""
     waited = []
     monkeypatch.setattr(driver, "synchronize_all", lambda: waited.append(True))
     pool, slots = Pool(0, 1024), Slots(64, 1)
-    held = pool.allocate(1024, 9) if kind == "pool" else slots.take(9)
-    held.used_on(4)
+    held = pool.allocate(1024, 4) if kind == "pool" else slots.take(4)
+    if not is_alone:
+        held.used_on(9)
     fake.destroyed.add(4)
     del held
-    assert waited
+    assert len(waited) == (not is_alone)
     assert pool.allocate(1024, 9) if kind == "pool" else slots.take(9)
+    assert len(waited) == 1
     assert len(slots._memory) == 1
     assert fake.waits == []
 
