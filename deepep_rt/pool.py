@@ -6,12 +6,14 @@ Memory comes back in finalizers, which may run in the middle of any method here,
 from __future__ import annotations
 
 import sys
+from bisect import bisect
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from . import driver
 from .layout import align_up
-from .users import Past, Piece, Users
+from .users import Past, Piece, Users, is_own
 
 
 class Block(Piece):
@@ -19,8 +21,8 @@ class Block(Piece):
 
     __slots__ = ("_past", "_pool", "num_bytes", "offset")
 
-    def __init__(self, pool: Pool, offset: int, num_bytes: int, past: Past, *streams: int | None) -> None:
-        super().__init__(*streams)
+    def __init__(self, pool: Pool, offset: int, num_bytes: int, past: Past, stream: int, reader: int | None) -> None:
+        super().__init__(stream, reader)
         self.offset, self.num_bytes = offset, num_bytes
         self._pool, self._past = pool, past
 
@@ -40,25 +42,8 @@ class Block(Piece):
             self._pool.release(self.offset, self.num_bytes, self._past, self._streams)
 
 
-class Extent(NamedTuple):
-    """A part of a pool."""
-
-    offset: int
-    num_bytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.num_bytes
-
-    def overlaps(self, other: Extent) -> bool:
-        return self.offset < other.end and other.offset < self.end
-
-    def without(self, other: Extent) -> list[Extent]:
-        """What is left of it without another one."""
-        if not self.overlaps(other):
-            return [self]
-        before, behind = other.offset - self.offset, self.end - other.end
-        return [Extent(offset, size) for offset, size in ((self.offset, before), (other.end, behind)) if size > 0]
+Extent = tuple[int, int]
+"""A part of a pool, from one offset up to another."""
 
 
 class Pool:
@@ -74,7 +59,7 @@ class Pool:
 
     def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
         self.base, self._cell = base, cell
-        self._free = [Extent(0, num_bytes)]  # by offset, never adjacent
+        self._free: list[Extent] = [(0, num_bytes)]  # in order, never adjacent
         self._used: list[tuple[Extent, Past]] = []  # free memory that has been used, by age; it does not overlap
         self._came_back: deque[tuple[Extent, Past]] = deque()
         self._users = Users()
@@ -89,60 +74,77 @@ class Pool:
         """
         num_bytes = align_up(max(num_bytes, 1))
         self._merge()
-        offset = self._find(num_bytes, stream)
-        if offset is None:
+        begin = self._find(num_bytes, stream)
+        if begin is None:
             return None
-        taken = Extent(offset, num_bytes)
-        self._free = [part for extent in self._free for part in extent.without(taken)]
-        past = tuple(mark for extent, left in self._used if extent.overlaps(taken) for mark in left)
-        self._used = [(part, left) for extent, left in self._used for part in extent.without(taken)]
-        return Block(self, offset, num_bytes, self._users.let_finish(past, stream), stream, reader)
+        taken = begin, begin + num_bytes
+        self._free = [part for extent in self._free for part in _without(extent, taken)]
+        past: Past = ()
+        used = []
+        for extent, left in self._used:
+            rest = _without(extent, taken)
+            if rest != [extent]:
+                past += left
+            used += [(part, left) for part in rest]
+        self._used = used
+        return Block(self, begin, num_bytes, self._users.let_finish(past, stream), stream, reader)
 
     def release(self, offset: int, num_bytes: int, past: Past, streams: tuple[int, ...]) -> None:
         """Take back what these streams have used, and what was not waited for before them."""
         if num_bytes:
-            self._came_back.append((Extent(offset, num_bytes), self._users.left_by(streams, past)))
+            self._came_back.append(((offset, offset + num_bytes), self._users.left_by(streams, past)))
 
     @property
     def free_bytes(self) -> int:
         self._merge()
-        return sum(extent.num_bytes for extent in self._free)
+        return sum(end - begin for begin, end in self._free)
 
     def _find(self, num_bytes: int, stream: int) -> int | None:
         """Where a block goes: the first place that nobody is busy with, or the one that has been free longest."""
         places = self._places(num_bytes)
-        has_others = any(other != stream for _, past in self._used for other, _ in past)
-        if len(places) < 2 or not has_others or driver.is_capturing(stream):
-            return places[0] if places else None
+        first = next(places, None)
+        if first is None or all(is_own(past, stream) for _, past in self._used) or driver.is_capturing(stream):
+            return first
         self._used = [(extent, self._users.unfinished(past, stream)) for extent, past in self._used]
-        busy = [(age, extent) for age, (extent, past) in enumerate(self._used) if any(other != stream for other, _ in past)]
+        busy = [(age, extent) for age, (extent, past) in enumerate(self._used) if not is_own(past, stream)]
 
         def last_use(place: int) -> int:
-            return max((age for age, extent in busy if extent.overlaps(Extent(place, num_bytes))), default=-1)
+            return max((age for age, (begin, end) in busy if begin < place + num_bytes and place < end), default=-1)
 
-        return min(places, key=last_use)
+        return min((first, *places), key=last_use)
 
-    def _places(self, num_bytes: int) -> list[int]:
+    def _places(self, num_bytes: int) -> Iterator[int]:
         """Offsets that a block may get; the first ones keep the memory in larger pieces."""
-        fitting = [(extent.offset, extent.end - num_bytes) for extent in self._free if extent.num_bytes >= num_bytes]
+        fitting = [(begin, end - num_bytes) for begin, end in self._free if end - begin >= num_bytes]
         if 2 * num_bytes > self._cell > 0:
             cells = [cell for first, last in fitting for cell in range(align_up(first, self._cell), last + 1, self._cell)]
             if cells:
-                return cells
-        ends = [extent.end for extent, _ in self._used]
-        return sorted({place for first, last in fitting for place in (first, *ends) if first <= place <= last})
+                yield from cells
+                return
+        for first, last in fitting:
+            yield first
+            yield from sorted(end for (_, end), _ in self._used if first < end <= last)
 
     def _merge(self) -> None:
         while self._came_back:
-            came_back, past = self._came_back.popleft()
-            self._used.append((came_back, past))
-            merged: list[Extent] = []
-            for extent in sorted([*self._free, came_back]):
-                if merged and merged[-1].end == extent.offset:
-                    merged[-1] = Extent(merged[-1].offset, merged[-1].num_bytes + extent.num_bytes)
-                else:
-                    merged.append(extent)
-            self._free = merged
+            extent, past = self._came_back.popleft()
+            self._used.append((extent, past))
+            begin, end = extent
+            at = bisect(self._free, extent)
+            if at < len(self._free) and self._free[at][0] == end:
+                end = self._free.pop(at)[1]
+            if at and self._free[at - 1][1] == begin:
+                at -= 1
+                begin = self._free.pop(at)[0]
+            self._free.insert(at, (begin, end))
+
+
+def _without(extent: Extent, taken: Extent) -> list[Extent]:
+    """What is left of one without another."""
+    (begin, end), (other_begin, other_end) = extent, taken
+    if other_begin >= end or begin >= other_end:
+        return [extent]
+    return [part for part in ((begin, other_begin), (other_end, end)) if part[0] < part[1]]
 
 
 class Slots:
@@ -162,8 +164,7 @@ class Slots:
     def take(self, stream: int, reader: int | None = None) -> Slot:
         """A slot for work on `stream`; `reader` may be another stream that will use it too."""
         if self._free:  # the last one, unless other streams may be busy with it: then the one that has been free longest
-            is_own = all(other == stream for other, _ in self._free[-1][1])
-            ptr, past = self._free.pop() if is_own else self._free.popleft()
+            ptr, past = self._free.pop() if is_own(self._free[-1][1], stream) else self._free.popleft()
         else:
             ptr, past = driver.allocate(self._num_bytes), ()
             self._memory.append(ptr)
@@ -182,8 +183,8 @@ class Slot(Piece):
 
     __slots__ = ("_past", "_slots", "ptr")
 
-    def __init__(self, slots: Slots, ptr: int, past: Past, *streams: int | None) -> None:
-        super().__init__(*streams)
+    def __init__(self, slots: Slots, ptr: int, past: Past, stream: int, reader: int | None) -> None:
+        super().__init__(stream, reader)
         self.ptr, self._slots, self._past = ptr, slots, past
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:

@@ -38,8 +38,8 @@ class StreamMemory(Piece):
 
     __slots__ = ("_users", "ptr")
 
-    def __init__(self, users: Users, ptr: int, *streams: int | None) -> None:
-        super().__init__(*streams)
+    def __init__(self, users: Users, ptr: int, stream: int, reader: int | None) -> None:
+        super().__init__(stream, reader)
         self.ptr, self._users = ptr, users
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:

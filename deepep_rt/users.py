@@ -22,8 +22,8 @@ class Piece:
 
     __slots__ = ("_streams",)
 
-    def __init__(self, *streams: int | None) -> None:
-        self._streams = tuple(dict.fromkeys(stream for stream in streams if stream is not None))
+    def __init__(self, stream: int, reader: int | None) -> None:
+        self._streams: tuple[int, ...] = (stream,) if reader is None or reader == stream else (stream, reader)
 
     def used_on(self, stream: int) -> None:
         """Another stream works with it."""
@@ -43,11 +43,14 @@ class Users:
         """What a piece leaves behind that dies now: these streams, and what was left to them. Finalizers ask, so it does not raise."""
         if len(streams) == 1 and streams[0] == self._last:
             self._in_a_row += 1
-        else:
+        elif streams:
             self._in_a_row = _IN_A_ROW if len(streams) == 1 and self._last is None else 0
-            self._last = streams[-1] if streams else self._last
+            self._last = streams[-1]
+        else:
+            return past
         if self._in_a_row >= _IN_A_ROW:
-            return tuple(dict.fromkeys((*past, *((stream, None) for stream in streams))))
+            mark = (streams[0], None)
+            return past if mark in past else (*past, mark)
         with self.context:
             return tuple(dict.fromkeys((*past, *(mark for stream in streams for mark in _mark(stream)))))
 
@@ -60,9 +63,9 @@ class Users:
 
         Captured work is ordered by whoever replays the graph.
         """
-        others = [(other, event) for other, event in past if other != stream]
-        if not others:
+        if is_own(past, stream):
             return ()
+        others = [(other, event) for other, event in past if other != stream]
         with self.context:
             if driver.is_capturing(stream):
                 return past
@@ -71,6 +74,14 @@ class Users:
                 if event is not None:
                     driver.wait_event(stream, event.handle)
         return tuple(mark for mark in marks if mark[1] is None)
+
+
+def is_own(past: Past, stream: int) -> bool:
+    """Whether no other stream is in it. A loop: each call of a Buffer asks several times."""
+    for other, _ in past:  # noqa: SIM110
+        if other != stream:
+            return False
+    return True
 
 
 def _mark(stream: int) -> Past:
