@@ -6,7 +6,6 @@ import datetime
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from . import bench_report as report
 from .bench_references import Reference, load
 from .bench_results import read, write
 from .config import Config
-from .errors import EPConfigError, EPError, EPUnavailableError
+from .errors import EPConfigError, EPUnavailableError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -57,7 +56,7 @@ def measure(
     """
     from mpi4py import MPI
 
-    with _together(MPI.COMM_WORLD) as comm:
+    with report.together(MPI.COMM_WORLD) as comm:
         if what not in (*PROGRAMS, "all"):
             raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all'))}")
         if backend not in ("auto", "cuda", "host"):
@@ -107,17 +106,9 @@ def _need(*libraries: str) -> None:
 
 
 def _folder(comm: Intracomm | None, out: Path | None) -> Path:
-    """Where rank 0 writes; made before anything is measured, so that all ranks learn at once if it cannot be."""
-    folder, error = out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"), None
-    if comm is None or comm.rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                error = "this user may not write to it"
-        except OSError as reason:
-            error = str(reason)
-    if error := error if comm is None else comm.bcast(error):
-        raise EPConfigError(f"{folder} cannot be written: {error}; choose another folder with --out")
+    """Where rank 0 writes."""
+    folder = out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
+    report.make_room(comm, folder, "--out")
     return folder
 
 
@@ -153,32 +144,6 @@ def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: Sizes, co
     args = program.parse_args(words)
     with _progress(name, program.num_steps(args), quiet=comm.rank > 0) as step:
         return program.run(comm, args, step)
-
-
-# --- ranks -------------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _together(world: Intracomm) -> Iterator[Intracomm]:
-    """A communicator to work on. If all ranks fail, rank 0 says why; if some do, they say why and end the others, which wait for them."""
-    comm, ends = world.Dup(), world.Dup()
-    try:
-        yield comm
-    except Exception as error:
-        failed = ends.Ibarrier()
-        deadline = time.monotonic() + 3
-        while not failed.Test():
-            if time.monotonic() > deadline:
-                if not isinstance(error, EPError):
-                    sys.excepthook(type(error), error, error.__traceback__)
-                print(f"rank {world.rank}: error: {error}; the other ranks are ended", file=sys.stderr, flush=True)
-                world.Abort(1)
-            time.sleep(0.01)
-        if world.rank:
-            sys.exit(1)
-        raise
-    comm.Free()
-    ends.Free()
 
 
 # --- progress ----------------------------------------------------------------------------------------------------------------------

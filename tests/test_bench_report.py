@@ -1,6 +1,7 @@
 """The benchmark runs without a GPU, and what it writes can be read back and compared."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +30,47 @@ def run(tmp_path_factory):
     return launch("throughput.py", *sizes, "--json", str(file), "--compare", str(PEERS)), file
 
 
-def launch(program, *options):
-    """Run a benchmark on 2 ranks without GPUs; what it printed."""
+def launch(program, *options, status=0):
+    """Run a benchmark on 2 ranks without GPUs; what it printed, or, where it is to fail, to standard error."""
     mpirun = Path(sys.executable).with_name("mpirun")
     words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, f"bench/{program}", "--backend", "host"]
     done = subprocess.run([*words, *options], capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == status, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stderr if status else done.stdout
+
+
+@pytest.mark.parametrize("program", ["throughput.py", "low_latency.py"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "."], ". cannot be written: it is a folder; choose another file with --json"),
+        (["--json", "pyproject.toml/result.json"], "choose another file with --json"),
+        (["--compare", "missing.json"], "missing.json cannot be read"),
+        (["--experts", "7"], "num_experts is 7"),
+    ],
+)
+def test_errors_are_explained_once_and_before_anything_is_measured(program, options, message):
+    error = launch(program, *options, status=1)  # at full size: it would take minutes
+    assert error.startswith("error: ")
+    assert error.count("error: ") == 1
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_room_that_cannot_be_made(tmp_path):
+    tmp_path.chmod(0o500)
+    for path, is_file in ((tmp_path, False), (tmp_path / "new", False), (tmp_path / "result.json", True)):
+        with pytest.raises(EPConfigError, match=r"cannot be written.*with --there"):
+            report.make_room(None, path, "--there", is_file=is_file)
+    tmp_path.chmod(0o700)
+
+
+def test_room_is_made(tmp_path):
+    for _ in range(2):
+        report.make_room(None, tmp_path / "new" / "folder", "--out")
+        report.make_room(None, tmp_path / "other" / "result.json", "--json", is_file=True)
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {"new", "new/folder", "other"}
 
 
 def test_low_latency(tmp_path):
@@ -96,6 +131,17 @@ def test_peer_figures():
     assert second.throughput
     assert not second.low_latency
     assert not any(reference.throughput for reference in load(PEERS)[2:])  # another kind of figure
+
+
+def test_references_that_leave_the_problem_to_their_text(tmp_path):
+    """As they are handed around, without the keys that our copy has besides."""
+    found = json.loads(PEERS.read_text())
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps({name: value for name, value in found.items() if name not in ("num_ranks", "settings")}))
+    assert load(plain) == load(PEERS)
+    found["num_ranks"] = 4
+    plain.write_text(json.dumps(found))
+    assert load(plain)[0].sizes == (4, 7168, 8, 256)
 
 
 def test_expected_rows_are_those_that_were_counted():

@@ -6,12 +6,15 @@ import errno
 import fcntl
 import logging
 import os
+import pwd
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from deepep_rt import EPCacheError
+from deepep_rt import EPCacheError, EPConfigError, cache
 from deepep_rt.cache import SUFFIX, CorruptEntry, Entry, Store
 
 ENTRY = Entry("ab" * 32, "sm_90", bytes(range(256)) * 5, {"kernel": "tiny", "registers": 10, "constants": {"kA": 1}})
@@ -36,6 +39,17 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "chosen"))
     assert Store().folder == tmp_path / "chosen"
+
+
+def test_a_folder_in_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_CACHE_DIR is '~nosuchuser/x', and that user has no home folder"):
+        Store()
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container, for a user that it does not know
+    for name in ("DEEPEP_RT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_CACHE_DIR is not set, and this user has no home folder"):
+        Store()
 
 
 def test_nothing_is_left_of_a_write_but_the_entry(tmp_path: Path) -> None:
@@ -136,6 +150,23 @@ def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: py
     assert "compiling without waiting" in caplog.text
     with store.locked("sm_90", "ab", timeout_s=0.05) as again:
         assert again
+
+
+def test_waiting_outlasts_the_slowest_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linking NVSHMEM takes 124 s for sm_100, on a fast machine."""
+    store, now, holder = Store(tmp_path), 0.0, ExitStack()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 300:
+            holder.close()
+
+    monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert holder.enter_context(store.locked("sm_100", "ab"))
+    with store.locked("sm_100", "ab") as got:
+        assert got
+    assert 300 < now < 301
 
 
 @pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EIO", "ESTALE"])

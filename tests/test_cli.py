@@ -72,6 +72,22 @@ def test_compile_makes_every_kernel_for_every_target(terminal: Terminal) -> None
     assert [row["key"] for row in again] == [row["key"] for row in rows if row["arch"] == "sm_90"]
 
 
+@pytest.mark.parametrize(("cuda", "minutes"), [("12.9", ["sm_100", "sm_120"]), ("13.0", [])])
+def test_a_kernel_of_the_tests_takes_nobody_minutes(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, cuda: str, minutes: list[str]
+) -> None:
+    """NVSHMEM for CUDA 12 has no machine code for new GPUs."""
+    archs = ["sm_80", "sm_90", "sm_100", "sm_120"]
+    monkeypatch.setattr(toolchain, "known_archs", lambda: archs)
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: cuda)
+    monkeypatch.setattr(
+        cli, "_build", lambda config, kernel, element, arch: {"kernel": kernel.name, "arch": arch, "status": "compiled"}
+    )
+    rows = terminal.json("compile", *(word for arch in archs for word in ("--arch", arch)))
+    assert [row["arch"] for row in rows if row["kernel"] == "nvshmem_ring"] == [arch for arch in archs if arch not in minutes]
+    assert [row["arch"] for row in rows if row["kernel"] == "ll_dispatch"] == archs
+
+
 @pytest.mark.usefixtures("quick")
 def test_compile_takes_a_configuration(terminal: Terminal) -> None:
     sizes = ["--ranks", "3", "--tokens", "100", "--hidden", "512", "--topk", "2", "--experts", "6", "--dtype", "float32"]
@@ -228,6 +244,13 @@ def test_compile_says_once_that_the_cache_cannot_be_used(terminal: Terminal, cac
     cache.write_text("not a folder")
     terminal("compile", "--arch", "sm_90", status=1)
     assert terminal.err.count("error: ") == terminal.err.count("Set DEEPEP_RT_CACHE_DIR") == 1
+
+
+@pytest.mark.parametrize("command", [("cache", "list"), ("compile", "--arch", "sm_90")])
+def test_a_cache_in_no_home(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
+    terminal(*command, status=1)
+    assert "error: DEEPEP_RT_CACHE_DIR is '~nosuchuser/x'" in terminal.err
 
 
 @pytest.mark.usefixtures("quick")

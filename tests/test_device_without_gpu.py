@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, fake, make
+from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, _Communicator, fake, make
 
 from deepep_rt import (
     Buffer,
@@ -63,6 +63,28 @@ def region(buffer: Buffer, name: str) -> range:
 
 def like(view: Any) -> tuple:
     return view.dtype, tuple(view.shape)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_buffer_that_does_not_fit_allocates_nothing(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """All ranks hear which one has too little memory, and what to lower; nobody waits in an allocation for one that gave up."""
+    few, plenty = 1 << 20, 1 << 50
+    monkeypatch.setattr(driver, "free_bytes", lambda: plenty if rank else few)
+    monkeypatch.setattr(
+        _Communicator,
+        "allgather",
+        lambda _, mine: [few if r == rank else plenty for r in range(4)] if mine in (few, plenty) else [mine] * 4,
+    )
+    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda *_: pytest.fail("symmetric memory was allocated"))
+    need = Buffer.size_hint(num_ranks=4, num_max_tokens_per_rank=4096, hidden=7168, num_topk=4, num_experts=32)["total"]
+    with pytest.raises(EPOutOfMemoryError) as caught:
+        make(num_max_tokens_per_rank=4096, hidden=7168)
+    message = str(caught.value)
+    for words in (f"takes {need / 1e9:.2f} GB", f"rank {rank} has 0.00 GB free", "lower num_max_tokens_per_rank or num_slots"):
+        assert words in message
+    assert not [name for name in fake.asked if name.startswith(("allocate", "fill", "take_stream"))]
 
 
 # --- throughput --------------------------------------------------------------------------------------------------------------------

@@ -275,6 +275,34 @@ def test_options_for_an_nvshmem_of_somebody_else_are_named(install, caplog):
     assert "NVSHMEM_IB_SL=3" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "members",
+    [
+        pytest.param([(0, 1)] * 4, id="each rank its own"),
+        pytest.param([(0, 2), (1, 2), (0, 2), (1, 2)], id="two of two"),
+        pytest.param([(0, 4), (1, 4), (2, 8), (3, 8)], id="of different sizes"),
+    ],
+)
+def test_ranks_of_different_runtimes_are_refused(install, members):
+    """Numbers of PEs mean something within a runtime only: rows would go to the wrong ranks."""
+    my_pe, num_pes = members[0]
+    install(running=True, my_pe=my_pe, num_pes=num_pes)
+    with pytest.raises(EPConfigError, match=r"different NVSHMEM runtimes; make the first Buffer over all of them"):
+        symmetric.runtime(Ranks(gather=lambda mine: members))
+
+
+def test_a_runtime_of_somebody_else_has_to_fit(install):
+    """Its other processes would have to allocate too, and cannot be asked."""
+    install(running=True, num_pes=8)
+    with pytest.raises(EPConfigError, match=r"started by somebody else, over 8 processes.*this one has 4 ranks"):
+        symmetric.runtime(Ranks(gather=lambda mine: [(pe, 8) for pe in range(4)]))
+
+
+def test_a_runtime_of_our_own_may_be_larger(install):
+    install(num_pes=8)
+    assert symmetric.runtime(Ranks(gather=lambda mine: [(pe, 8) for pe in range(4)])).num_pes == 8
+
+
 # --- symmetric memory ------------------------------------------------------------------------------------------------------------
 
 
