@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import suppress
+from numbers import Real
+from typing import Any
 
 from . import jit
 from .communicator import Communicator
 from .config import Config
-from .errors import EPConfigError, EPUnavailableError
+from .errors import EPConfigError, EPTimeoutError, EPUnavailableError
 from .network import NetworkOptions
 from .together import meet, own
 
 _log = logging.getLogger("deepep_rt")
+
+_PATIENCE_S = 30.0  # of a rank whose own time limit is what is wrong
 
 
 def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
@@ -22,17 +27,18 @@ def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, n
         "cuda" or "host".
 
     Raises:
-        EPConfigError: on every rank, if a setting differs; names it, and who has which value.
+        EPConfigError: on every rank, if a setting differs, or is wrong on some; names it, and who has which value.
         EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU, or a CUDA driver does not start.
         EPTimeoutError: if a rank does not come at all.
     """
-    when = config.timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time"
-    comm = own(comm, *when)
-    meet(comm, 0, *when)
     mine = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
     mine |= (network or NetworkOptions()).common()
     missing = None if backend == "host" else _why_no_gpu()
-    settings, reasons = zip(*comm.allgather((mine, missing)), strict=True)
+    said = _exchanged(comm, config.timeout_s, (mine, missing))
+    for rank, wrong in enumerate(said):
+        if isinstance(wrong, str):
+            raise EPConfigError(f"rank {rank} asks for a Buffer that there cannot be: {wrong}")
+    settings, reasons = zip(*said, strict=True)
     different = [name for name in mine if any(theirs[name] != settings[0][name] for theirs in settings)]
     if different:
         rows = "; ".join(f"{name}: " + ", ".join(f"rank {r} {s[name]!r}" for r, s in enumerate(settings)) for name in different)
@@ -55,6 +61,21 @@ def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, n
             )
         return "host" if without else "cuda"
     return backend
+
+
+def refuse(comm: Communicator, error: EPConfigError, timeout_s: float | None) -> None:
+    """Let the others know what is wrong with this rank's settings, before they wait for it in vain."""
+    limit_s = timeout_s if isinstance(timeout_s, Real) and timeout_s > 0 else _PATIENCE_S
+    with suppress(EPTimeoutError):  # nobody there: what is wrong is worth more than that
+        _exchanged(comm, limit_s, str(error))
+
+
+def _exchanged(comm: Communicator, timeout_s: float, mine: Any) -> list[Any]:
+    """What all ranks say who make a Buffer now."""
+    when = timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time"
+    comm = own(comm, *when)
+    meet(comm, 0, *when)
+    return comm.allgather(mine)
 
 
 def announce(comm: Communicator, backend: str, transport: str, num_bytes: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import dlpack
-from .errors import EPInputError, EPUnavailableError
+from .errors import EPError, EPInputError, EPUnavailableError
 
 if TYPE_CHECKING:
     from .driver import Work
@@ -226,15 +226,24 @@ class _Torch(Framework):
         self._types = {name: dtype for dtype, name in self._names.items()}
 
     def view(self, array: Any, what: str, stream: int | None) -> View:
-        if not array.is_contiguous():
+        try:
+            is_contiguous, ptr, shape = array.is_contiguous(), array.data_ptr(), array.shape
+        except EPError:  # of a tensor of ours that only says what it is not
+            raise
+        except RuntimeError as error:  # sparse and nested tensors refuse one of these; to ask for the layout would take longer
+            raise not_dense(array, what) from error
+        if not is_contiguous:
             raise _not_contiguous(what)
         name = self._names.get(array.dtype) or _known(str(array.dtype), what)
         if array.requires_grad and self._is_grad_enabled():
             warnings.warn(_CUT.format(what), stacklevel=5)  # where a call of a Buffer stands
-        ptr = array.data_ptr()
-        if not ptr and array.is_meta:
-            raise EPInputError(f"{what} is a meta tensor, which has no numbers; pass one that has")
-        return View(ptr, array.shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
+        if not ptr:  # as of empty ones
+            if array.is_nested:
+                raise not_dense(array, what)
+            if array.is_meta or array.numel():
+                kind = "meta" if array.is_meta else "fake"
+                raise EPInputError(f"{what} is a {kind} tensor, which has no numbers; pass one that has")
+        return View(ptr, shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
 
     def wrap(self, view: View) -> Any:
         if view.dtype.startswith("float8"):  # torch's DLPack does not speak FP8 in every version
@@ -289,13 +298,15 @@ def framework_of(array: Any, what: str) -> Framework:
     kind = type(array)
     if found := _frameworks.get(kind):
         return found
+    if isinstance(array, type):  # it has all the names that its arrays have
+        raise EPInputError(f"{what}: expected an array, got the class {array.__name__}; pass an array of it")
     for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
         if maker := _MAKERS.get(base.__module__.partition(".")[0]):
             break
     else:
-        if not hasattr(array, "__dlpack__"):
-            raise EPInputError(f"{what}: expected a NumPy, CuPy, PyTorch, JAX or DLPack array, got {kind.__name__}")
         maker = Framework
+    if maker is not _Jax and not hasattr(array, "__dlpack__"):  # JAX's own are traced, or else arrays
+        raise EPInputError(f"{what}: expected a NumPy, CuPy, PyTorch, JAX or DLPack array, got {kind.__name__}")
     made = maker()
     _frameworks[kind] = framework = _singletons.setdefault(type(made), made)
     return framework
@@ -308,6 +319,18 @@ def host_bytes(view: View) -> Any:
     if view.device != HOST:
         raise EPUnavailableError("host_bytes: this array is in GPU memory")
     return np.asarray(view) if view.nbytes else np.empty(0, np.uint8)
+
+
+def not_dense(tensor: Any, what: str) -> EPInputError:
+    """What to raise about a tensor of PyTorch that has no rows one behind the other."""
+    kind, dense = f"{tensor.layout} tensor", ".to_dense()"
+    if tensor.is_nested:
+        kind, dense = "nested tensor", ".to_padded_tensor(0)"
+    elif kind.startswith("torch.strided"):
+        return EPInputError(
+            f"{what} is a tensor whose memory PyTorch does not show, as inside of torch.func.vmap; call from outside of it"
+        )
+    return EPInputError(f"{what} is a {kind}, whose rows do not lie one behind the other; pass a dense one, which {dense} makes")
 
 
 def _dlpack_stream(stream: int | None) -> int | None:

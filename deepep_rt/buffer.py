@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from . import layout
 from .config import ROW_ALIGNMENT, Config, is_whole
 from .errors import EPConfigError, EPDestroyedError, EPInputError
-from .inputs import Site, combine_inputs, dispatch_inputs, low_latency_combine_inputs, low_latency_dispatch_inputs
+from .inputs import (
+    Site,
+    check_low_latency_handle,
+    combine_inputs,
+    dispatch_inputs,
+    low_latency_combine_inputs,
+    low_latency_dispatch_inputs,
+)
 from .network import NetworkOptions
 from .results import (
     CombineResult,
@@ -106,32 +114,36 @@ class Buffer:
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:
-        if backend not in ("auto", "cuda", "host"):
-            raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
-        if on_exhausted not in ("copy", "error"):
-            raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
-        if network is not None and not isinstance(network, NetworkOptions):
-            raise EPConfigError(f"network is {network!r}; expected NetworkOptions, or None")
-        from .agreement import agree
+        from .agreement import agree, refuse
         from .communicator import communicator_of
 
         ranks = communicator_of(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
-        self.config = Config(
-            num_ranks=ranks.Get_size(),
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            dtype=dtype,
-            num_slots=num_slots,
-            num_sms=num_sms,
-            low_latency=low_latency,
-            low_latency_sms=low_latency_sms,
-            ranks_per_node=ranks_per_node,
-            on_timeout=on_timeout,
-            **{name: value for name, value in optional.items() if value is not None},
-        )
+        try:
+            if backend not in ("auto", "cuda", "host"):
+                raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
+            if on_exhausted not in ("copy", "error"):
+                raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
+            if network is not None and not isinstance(network, NetworkOptions):
+                raise EPConfigError(f"network is {network!r}; expected NetworkOptions, or None")
+            self.config = Config(
+                num_ranks=ranks.Get_size(),
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                hidden=hidden,
+                num_topk=num_topk,
+                num_experts=num_experts,
+                dtype=dtype,
+                num_slots=num_slots,
+                num_sms=num_sms,
+                low_latency=low_latency,
+                low_latency_sms=low_latency_sms,
+                ranks_per_node=ranks_per_node,
+                on_timeout=on_timeout,
+                **{name: value for name, value in optional.items() if value is not None},
+            )
+        except EPConfigError as error:
+            refuse(ranks, error, timeout_s)
+            raise
         self._rank = ranks.Get_rank()
         self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
         backend = agree(ranks, self.config, backend, on_exhausted, network)
@@ -237,7 +249,7 @@ class Buffer:
             num_worst_tokens: Rows of the result whatever arrives, 0 to `num_ranks * num_max_tokens_per_rank`: the host does not wait
                 and nothing is allocated, so the call can be captured in a CUDA graph (keep the result as long as the graph). Rows
                 past it are dropped and count in `num_recv_tokens`.
-            expert_alignment: Counts for each expert are rounded up to a multiple of this.
+            expert_alignment: Counts for each expert are rounded up to a multiple of this. Not with `handle`, which keeps its counts.
             async_finish: Run on the buffer's own stream; `result.event` tells when it is done.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
             stream: Run on this stream (an array library's, or an integer handle, which then has to outlive the results) instead of the
@@ -428,13 +440,15 @@ class Buffer:
             for each Buffer.
 
         Raises:
-            EPInputError: if the buffer was made without `low_latency=True`, or the call was given JAX arrays, which nobody may write to.
+            EPInputError: if the buffer was made without `low_latency=True`, the handle is none of its own, or the call was given JAX
+                arrays, which nobody may write to.
             EPOutOfMemoryError: if the first such call finds no GPU memory for it.
 
         Example:
             >>> y = buffer.get_low_latency_combine_buffer(sent.handle)
         """
         backend = self._low_latency()
+        check_low_latency_handle(self._site, handle)
         if handle._framework.name == "jax":
             raise EPInputError(
                 "get_low_latency_combine_buffer: JAX arrays cannot be written to; give low_latency_combine an array of yours"
@@ -509,10 +523,11 @@ class Buffer:
             >>> print(f"{buffer.copy_ceiling() / 1e9:.0f} GB/s")
         """
         row_bytes = self.config.row_bytes if row_bytes is None else row_bytes
-        if row_bytes % ROW_ALIGNMENT or not 0 < row_bytes <= self.config.row_bytes or num_rows < 1 or iterations < 1:
+        limits = (row_bytes, self.config.row_bytes), (num_rows, sys.maxsize), (iterations, sys.maxsize)
+        if not all(is_whole(number, 1, most) for number, most in limits) or row_bytes % ROW_ALIGNMENT:
             raise EPInputError(
-                f"copy_ceiling: row_bytes={row_bytes}, num_rows={num_rows}, iterations={iterations}; expected positive numbers, and "
-                f"row_bytes a multiple of {ROW_ALIGNMENT} up to {self.config.row_bytes}"
+                f"copy_ceiling: row_bytes={row_bytes!r}, num_rows={num_rows!r}, iterations={iterations!r}; expected positive whole "
+                f"numbers, and row_bytes a multiple of {ROW_ALIGNMENT} up to {self.config.row_bytes}"
             )
         backend = self._live()
         with self._turns:

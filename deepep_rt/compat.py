@@ -19,6 +19,7 @@ from .compat_events import EventHandle, EventOverlap
 from .compat_low_latency import LowLatencyCalls
 from .compat_memory import LowLatencyBuffers, NormalBuffers
 from .compat_normal import NormalCalls
+from .config import is_whole
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
 from .placement import ranks_per_host
@@ -35,6 +36,7 @@ topk_idx_t = torch.int64
 
 __version__ = "1.2.1"  # of DeepEP, whose interface this is
 
+_MOST_SMS = 1024
 _MODULES = ("deep_ep", "deep_ep.buffer", "deep_ep.utils", "deep_ep_cpp")
 
 
@@ -62,11 +64,25 @@ class _NoAttributeError(EPUnavailableError, AttributeError):
     """Says what is missing, and is an answer to `hasattr`."""
 
 
+_INSTEAD = {
+    "check_nvlink_connections": " (a Buffer finds out which GPUs reach each other; `python -m deepep_rt doctor` shows it)",
+    **dict.fromkeys(("buffer", "utils"), " before install() is called"),
+}
+
+if not TYPE_CHECKING:  # type checkers shall go on to find names that are not there
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say of any other name that it is not here."""
+        raise _NoAttributeError(
+            f"{name} is not a part of this library{_INSTEAD.get(name, '')}; docs/coming-from-deepep.md lists what it has of DeepEP"
+        )
+
+
 class Buffer(NormalCalls, LowLatencyCalls):
     """DeepEP V1's `Buffer`. Making it, and every call, is collective: all ranks do it in the same order.
 
     Args:
-        group: A `torch.distributed` group, or None.
+        group: A `torch.distributed` group, an mpi4py communicator, or None.
         num_nvl_bytes: Memory for the normal mode (`dispatch`, `combine`) on each rank. Tells how many tokens room is made for at first;
             where calls have more, more is taken. 0: no normal mode.
         num_rdma_bytes: Accepted; the low-latency mode takes what its calls need.
@@ -82,7 +98,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         comm: An mpi4py communicator, where `group` is None.
 
     Raises:
-        EPConfigError: if there is neither a group nor a communicator.
+        EPConfigError: if there is neither a group nor a communicator, or `group` is something else.
         EPUnavailableError: if `num_nvl_bytes` asks for the normal mode with ranks on several hosts.
 
     Example:
@@ -156,11 +172,11 @@ class Buffer(NormalCalls, LowLatencyCalls):
         """Set the SMs of the normal mode, for calls without a `config`.
 
         Raises:
-            EPInputError: if the number is odd.
+            EPInputError: unless it is an even number from 2 to 1024.
         """
-        if new_num_sms % 2:
-            raise EPInputError(f"new_num_sms is {new_num_sms}; expected an even number")
-        Buffer.num_sms = new_num_sms
+        if not is_whole(new_num_sms, 2, _MOST_SMS) or new_num_sms % 2:
+            raise EPInputError(f"new_num_sms is {new_num_sms!r}; expected an even number from 2 to {_MOST_SMS}")
+        Buffer.num_sms = int(new_num_sms)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -214,3 +230,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
             EPUnavailableError: always; it is an AttributeError too.
         """
         raise _NoAttributeError("runtime: there is no C++ object behind this Buffer; use the methods of the Buffer")
+
+
+# deep_ep_cpp has these two as functions.
+get_low_latency_rdma_size_hint = Buffer.get_low_latency_rdma_size_hint
+is_sm90_compiled = Buffer.is_sm90_compiled

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from .arrays import not_dense
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ def backend_of(x: torch.Tensor) -> str:
 
 
 def check_tensor(x: Any, name: str) -> None:
-    """Raise EPInputError unless it is one of PyTorch's."""
+    """Raise EPInputError unless it is one of PyTorch's, and dense."""
     if not isinstance(x, torch.Tensor):
         raise EPInputError(
             f"{name} is a {type(x).__name__}; expected a torch.Tensor (torch.from_numpy makes one of a NumPy array)"
         )
+    if x.layout is not torch.strided or x.is_nested:
+        raise not_dense(x, name)
 
 
 def check_rows(x: Any) -> None:

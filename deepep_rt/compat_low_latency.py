@@ -77,6 +77,7 @@ class LowLatencyCalls(Calls):
         buffers = self._need_low_latency()
         _check_hook(async_finish, return_recv_hook)
         check_rows(x)
+        check_tensor(topk_idx, "topk_idx")
         num_tokens, (hidden, num_topk) = num_max_dispatch_tokens_per_rank, (x.shape[1], topk_idx.shape[-1])
         if use_ue8m0 and hidden % 512:
             raise EPInputError(f"use_ue8m0 packs four scales of 128 channels; hidden is {hidden}, no multiple of 512")

@@ -138,6 +138,7 @@ class NormalCalls(Calls):
         num_tokens, num_experts, dtype, backend = rows.shape[0], num_tokens_per_expert.shape[0], _width(rows), backend_of(rows)
         counts: list[int] = []
         if topk_idx is not None:
+            check_tensor(topk_idx, "topk_idx")
             shape = Shape(rows.shape[1], topk_idx.shape[-1], num_experts, dtype, backend)
             chosen = topk_idx
         else:

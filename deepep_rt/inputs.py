@@ -153,6 +153,10 @@ def dispatch_inputs(
         )
     if not is_whole(expert_alignment, 1, 1 << 20):
         raise EPInputError(f"expert_alignment is {expert_alignment!r}; expected a positive whole number")
+    if handle is not None and expert_alignment != 1:
+        raise EPInputError(
+            f"expert_alignment is {expert_alignment} beside a handle, which keeps the counts of its routing; give it to the first dispatch"
+        )
     return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment)
 
 
@@ -232,10 +236,7 @@ def low_latency_combine_inputs(
 ) -> LowLatencyCombineInputs:
     """Check the arguments of `Buffer.low_latency_combine`, whose docstring names the rules."""
     config = site.config
-    if not isinstance(handle, LowLatencyHandle):
-        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of a LowLatencyDispatchResult")
-    if handle._buffer != site.serial:
-        raise EPInputError("handle comes from another Buffer; use the one whose low_latency_dispatch returned it")
+    check_low_latency_handle(site, handle)
     rows = _look(site, y, "y", stream)
     _check_shape(rows, "y", (config.num_local_experts, config.num_max_recv_tokens, config.hidden), ("bfloat16",))
     _check_start(rows, "y")
@@ -250,6 +251,14 @@ def low_latency_combine_inputs(
         _check_writable(site, into, out, "out")
         _check_start(into, "out")
     return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
+
+
+def check_low_latency_handle(site: Site, handle: Any) -> None:
+    """Raise EPInputError unless a low-latency dispatch of this Buffer returned it."""
+    if not isinstance(handle, LowLatencyHandle):
+        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of a LowLatencyDispatchResult")
+    if handle._buffer != site.serial:
+        raise EPInputError("handle comes from another Buffer; use the one whose low_latency_dispatch returned it")
 
 
 def _look(site: Site, array: Any, what: str, stream: int | None) -> View:

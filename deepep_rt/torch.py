@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from .arrays import not_dense
+from .communicator import is_communicator
 from .config import COMBINE_DTYPES, FP8_GROUP
 from .errors import EPConfigError, EPInputError
 from .results import DispatchHandle, DispatchResult
@@ -254,6 +256,8 @@ def _check_tensor(value: Any, what: str, needed: bool) -> None:
         raise EPInputError(
             f"{what} is a {type(value).__name__}; expected a torch.Tensor. Buffer.dispatch and combine take other arrays"
         )
+    if value is not None and (value.layout is not torch.strided or value.is_nested):
+        raise not_dense(value, what)
 
 
 def _check_fp8(buffer: Buffer, fp8: bool) -> None:
@@ -272,26 +276,32 @@ def communicator(group: Any = None) -> Intracomm:
 
     Args:
         group: A process group of any backend. None: the default group if `torch.distributed` is initialised, otherwise all processes
-            that mpirun started.
+            that mpirun started. A communicator is returned as it is.
 
     Returns:
         An mpi4py communicator, or what stands for one.
 
     Raises:
-        EPConfigError: if this process is not in the group.
+        EPConfigError: if this process is not in the group, or it is neither a group nor a communicator.
 
     Example:
         >>> torch.distributed.init_process_group("nccl")
         >>> buffer = Buffer(communicator(expert_group), num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
     """
+    if is_communicator(group):
+        return group
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             from mpi4py import MPI
 
             return MPI.COMM_WORLD
         group = dist.group.WORLD
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise EPConfigError("this process is not in the group; only its members have a communicator of it")
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise EPConfigError("this process is not in the group; only its members have a communicator of it")
+        raise EPConfigError(
+            f"group is a {type(group).__name__}; expected a process group of torch.distributed, or an mpi4py communicator"
+        )
     if not _communicators.get(group):  # none yet, or its user freed it
         _communicators[group] = from_mpi(group) or from_store(group)
     return _communicators[group]

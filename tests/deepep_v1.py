@@ -672,6 +672,12 @@ def run_refusals(world: World) -> None:
         for wrong in (np.ones((4, HIDDEN), np.float32), (np.ones((4, HIDDEN), np.uint8), np.ones((4, 1), np.float32))):
             with raises(EPInputError, "x is a ndarray", "torch.Tensor"):
                 buffer.dispatch(wrong, **layout, topk_idx=topk_idx)
+        with raises(EPInputError, "x is a torch.sparse_coo tensor"):
+            buffer.dispatch(x.to_sparse(), **layout, topk_idx=topk_idx)
+        with raises(EPInputError, "topk_idx is a ndarray", "torch.Tensor"):
+            buffer.dispatch(x, **layout, topk_idx=topk_idx.cpu().numpy())
+        with raises(EPInputError, "topk_idx is a torch.sparse_coo tensor"):
+            buffer.dispatch(x, **layout, topk_idx=topk_idx.to_sparse())
         with raises(EPInputError, "is_token_in_rank"):
             buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights)
         with raises(EPInputError, "topk_idx"):
@@ -735,6 +741,8 @@ def run_refusals(world: World) -> None:
             buffer.low_latency_dispatch(x[0], topk_idx, 4, num_experts)
         with raises(EPInputError, "x is a ndarray", "torch.Tensor"):
             buffer.low_latency_dispatch(np.ones((4, HIDDEN), np.float32), topk_idx, 4, num_experts)
+        with raises(EPInputError, "topk_idx is a ndarray", "torch.Tensor"):
+            buffer.low_latency_dispatch(x, topk_idx.cpu().numpy(), 4, num_experts)
         with raises(EPInputError, "512"):
             buffer.low_latency_dispatch(x[:, :128].contiguous(), topk_idx, 4, num_experts, round_scale=True, use_ue8m0=True)
         packed, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)

@@ -228,6 +228,55 @@ def test_torch_tensors_without_numbers() -> None:
         _view(torch.ones((2, 4), device="meta"), "x")
 
 
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    {
+        "sparse_coo": "x is a torch.sparse_coo tensor.*to_dense",
+        "sparse_csr": "x is a torch.sparse_csr tensor.*to_dense",
+        "sparse_csc": "x is a torch.sparse_csc tensor.*to_dense",
+        "_mkldnn": "x is a torch._mkldnn tensor.*to_dense",
+        "strided": "x is a nested tensor.*to_padded_tensor",
+        "jagged": "x is a nested tensor.*to_padded_tensor",
+    }.items(),
+)
+@pytest.mark.filterwarnings("ignore")  # PyTorch calls them beta
+def test_torch_tensors_without_rows(layout: str, words: str) -> None:
+    torch = pytest.importorskip("torch")
+    x, kind = torch.ones((2, 4)), getattr(torch, layout)
+    if layout in ("strided", "jagged"):
+        given = torch.nested.nested_tensor([x, x], layout=kind)
+    else:
+        given = x.to_mkldnn() if layout == "_mkldnn" else x.to_sparse(layout=kind)
+    with pytest.raises(EPInputError, match=words):
+        _view(given, "x")
+
+
+def test_torch_tensors_inside_of_vmap() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(EPInputError, match=r"x is a tensor whose memory PyTorch does not show.*vmap"):
+        torch.func.vmap(lambda row: _view(row, "x"))(torch.ones(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of the question where they lie
+def test_torch_tensors_of_a_fake_mode() -> None:
+    torch = pytest.importorskip("torch")
+    with importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode():
+        fake, empty = torch.ones(2, 4), torch.ones(0, 4)
+    with pytest.raises(EPInputError, match=r"x is a (fake tensor|tensor whose memory)"):
+        _view(fake, "x")
+    assert _view(empty, "x").shape == (0, 4)
+
+
+def test_classes_and_other_names_of_array_libraries_are_no_arrays() -> None:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    for kind in (np.ndarray, np.float32, Producer, torch.Tensor, jax.Array):
+        with pytest.raises(EPInputError, match=f"x: expected an array, got the class {kind.__name__}"):
+            _view(kind, "x")
+    for other in (np.float32(1), np.dtype("float32"), torch.float32, torch.Size([2]), torch.nn.Identity()):
+        with pytest.raises(EPInputError, match=f"x: expected a NumPy.* array, got {type(other).__name__}"):
+            _view(other, "x")
+
+
 def test_jax_arrays_that_are_traced() -> None:
     jax = pytest.importorskip("jax")
     with pytest.raises(EPInputError, match=r"x is traced by JAX.*deepep_rt\.jax\.dispatch"):

@@ -164,11 +164,13 @@ import deep_ep, deep_ep_cpp
 from deep_ep import Buffer
 from deep_ep.buffer import Buffer as Same
 from deep_ep.utils import EventHandle, EventOverlap
+from deep_ep_cpp import get_low_latency_rdma_size_hint, is_sm90_compiled
 from deep_ep import utils
 import deep_ep.buffer as buffer
 import deep_ep.utils
 assert buffer.Buffer is Buffer and deep_ep.utils.EventOverlap is utils.EventOverlap is EventOverlap
 assert deep_ep.Buffer is Buffer is Same is compat.Buffer and deep_ep_cpp.Config is compat.Config
+assert is_sm90_compiled() == Buffer.is_sm90_compiled() and get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 0
 try:
     from deep_ep import HybridEPBuffer
 except ImportError:
@@ -185,6 +187,28 @@ except EPUnavailableError as error:
     print(error)
 """
     assert _python(refused) == "deep_ep was imported before, and is not this library; call install() first of all"
+
+
+@pytest.mark.parametrize("name", ["check_nvlink_connections", "ElasticBuffer", "HybridEPBuffer", "utils"])
+def test_names_that_are_not_here_say_so(name: str) -> None:
+    from deepep_rt import EPUnavailableError, compat
+
+    assert not hasattr(compat, name)
+    assert getattr(compat, name, None) is None
+    with pytest.raises(AttributeError, match=rf"{name} is not a part of this library.*docs/coming-from-deepep\.md") as caught:
+        getattr(compat, name)
+    assert isinstance(caught.value, EPUnavailableError)
+    page = (Path(__file__).parents[1] / "docs/coming-from-deepep.md").read_text()
+    assert name in page
+
+
+def test_what_to_look_at_instead_of_a_name_that_is_not_here() -> None:
+    from deepep_rt import compat
+
+    with pytest.raises(AttributeError, match="deepep_rt doctor"):
+        compat.check_nvlink_connections  # noqa: B018
+    with pytest.raises(AttributeError, match=r"before install\(\)"):
+        compat.buffer  # noqa: B018
 
 
 def _python(code: str) -> str:
@@ -226,6 +250,7 @@ def test_more_ranks_than_the_normal_mode_serves(method: str) -> None:
 
 
 def test_settings() -> None:
+    import numpy as np
     import torch
 
     from deepep_rt import Buffer, EPConfigError, EPInputError, compat
@@ -235,8 +260,12 @@ def test_settings() -> None:
     try:
         compat.Buffer.set_num_sms(16)
         assert compat.Buffer.get_dispatch_config(8).num_sms == compat.Buffer.get_combine_config(1).num_sms == 16
-        with pytest.raises(EPInputError, match="even"):
-            compat.Buffer.set_num_sms(15)
+        compat.Buffer.set_num_sms(np.int64(16))
+        assert vars(compat.Buffer.get_dispatch_config(8))["num_sms"] == 16
+        for wrong in (15, 0, -2, 1026, "a", 2.0, True, None):
+            with pytest.raises(EPInputError, match=f"new_num_sms is {wrong!r}; expected an even number from 2 to 1024"):
+                compat.Buffer.set_num_sms(wrong)
+        assert compat.Buffer.num_sms == 16
     finally:
         compat.Buffer.set_num_sms(before)
     assert vars(compat.Config(24, 8, 128)) == {
@@ -252,6 +281,26 @@ def test_settings() -> None:
     hint = compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     assert hint == Buffer.size_hint(8, **sizes, low_latency=True)["total"]
     assert isinstance(compat.Buffer.is_sm90_compiled(), bool)
+
+
+@pytest.mark.parametrize("how", ["group", "comm"])
+def test_an_mpi_communicator(how: str) -> None:
+    import torch
+    from mpi4py import MPI
+
+    from deepep_rt import EPConfigError, compat
+
+    buffer = compat.Buffer(**{"group": None, how: MPI.COMM_SELF}, num_nvl_bytes=int(1e7))
+    try:
+        assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, MPI.COMM_SELF)
+        idx = torch.zeros((3, 2), dtype=torch.int64)
+        per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(idx, 4)
+        x, layout = torch.ones((3, 256)), (per_rank, None, goes, per_expert)
+        assert torch.equal(buffer.dispatch(x, None, *layout, idx)[0], x)
+    finally:
+        buffer.destroy()
+    with pytest.raises(EPConfigError, match="COMM_NULL"):
+        compat.Buffer(**{"group": None, how: MPI.COMM_NULL})
 
 
 def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,13 @@ BAD_DISPATCHES = {
     "large worst": (lambda: (_x(), _idx()), {"num_worst_tokens": 9}, ["num_worst_tokens is 9", "0 to 8"]),
     "alignment": (lambda: (_x(), _idx()), {"expert_alignment": 0}, ["expert_alignment is 0", "positive"]),
     "alignment 1.5": (lambda: (_x(), _idx()), {"expert_alignment": 1.5}, ["expert_alignment is 1.5", "whole"]),
+    "alignment with a handle": (
+        lambda: (_x(),),
+        {"handle": "good", "expert_alignment": 128},
+        ["expert_alignment is 128", "handle", "first dispatch"],
+    ),
+    "a class": (lambda: (np.ndarray, _idx()), {}, ["x", "the class ndarray"]),
+    "a class of indices": (lambda: (_x(), np.ndarray), {}, ["topk_idx", "the class ndarray"]),
     "no handle": (lambda: (_x(),), {"handle": 3}, ["handle is a int", ".handle"]),
     "handle of other size": (lambda: (_x(5),), {"handle": "good"}, ["x has 5 tokens", "6"]),
     "worst of handle": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": 1}, ["num_worst_tokens is 1", "6 rows"]),
@@ -138,6 +145,43 @@ def test_handle_of_another_buffer(buffer: Buffer, sent: DispatchResult) -> None:
         buffer.combine(_x(), foreign)
     with pytest.raises(EPInputError, match=r"handle is a DispatchResult; expected the \.handle"):
         buffer.combine(_x(), sent)
+    _check_usable(buffer)
+
+
+def test_memory_for_combine_wants_a_handle_of_this_buffer(buffer: Buffer, sent: DispatchResult) -> None:
+    sizes = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK, num_experts=EXPERTS, backend="host", low_latency=True)
+    with Buffer(MPI.COMM_SELF, **sizes) as low, Buffer(MPI.COMM_SELF, **sizes) as other:
+        mine, foreign = (made.low_latency_dispatch(_x(), _idx(), use_fp8=False).handle for made in (low, other))
+        for wrong, words in (
+            (None, r"handle is a NoneType; expected the \.handle"),
+            (sent.handle, "handle is a DispatchHandle"),
+            (foreign, "handle comes from another Buffer"),
+        ):
+            with pytest.raises(EPInputError, match=words):
+                low.get_low_latency_combine_buffer(wrong)
+        assert low.get_low_latency_combine_buffer(mine).shape == (EXPERTS, 8, HIDDEN)
+
+
+@pytest.mark.parametrize("name", ["row_bytes", "num_rows", "iterations"])
+@pytest.mark.parametrize("value", ["x", 0, -16, 32.0, True, [16]])
+def test_bad_copy_ceiling(buffer: Buffer, name: str, value: object) -> None:
+    with pytest.raises(EPInputError) as caught:
+        buffer.copy_ceiling(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    _check_usable(buffer)
+
+
+def test_copy_ceiling_of_numpy_numbers(buffer: Buffer) -> None:
+    assert buffer.copy_ceiling(row_bytes=np.int64(16), num_rows=np.int64(4), iterations=np.int64(1)) > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch calls nested ones a prototype
+def test_tensors_without_rows(buffer: Buffer) -> None:
+    torch = pytest.importorskip("torch")
+    dense = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    for x in (dense.to_sparse(), torch.nested.nested_tensor([dense, dense])):
+        with pytest.raises(EPInputError, match=r"x is a .* tensor, whose rows"):
+            buffer.dispatch(x, torch.from_numpy(_idx()))
     _check_usable(buffer)
 
 

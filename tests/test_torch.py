@@ -23,6 +23,60 @@ def test_communicator(num_ranks: int) -> None:
     _run("torch_groups", num_ranks)
 
 
+def test_communicators_are_returned_as_they_are() -> None:
+    from mpi4py import MPI
+
+    from deepep_rt.store_comm import StoreCommunicator
+    from deepep_rt.torch import communicator
+
+    store = StoreCommunicator(None, "none", 0, 1)
+    for ranks in (MPI.COMM_WORLD, MPI.COMM_SELF, MPI.COMM_NULL, store):
+        assert communicator(ranks) is ranks
+
+
+@pytest.mark.parametrize("group", ["x", 3, -101, [0, 1], object(), type])
+def test_what_is_no_group(group: object) -> None:
+    from deepep_rt import EPConfigError, compat
+    from deepep_rt.torch import communicator
+
+    for make in (communicator, compat.Buffer):
+        with pytest.raises(EPConfigError, match=f"group is a {type(group).__name__}; expected a process group.*mpi4py"):
+            make(group)
+
+
+def test_ranks_that_are_not_in_a_group() -> None:
+    import torch.distributed as dist
+
+    from deepep_rt import EPConfigError
+    from deepep_rt.torch import communicator
+
+    with pytest.raises(EPConfigError, match="not in the group"):
+        communicator(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch calls nested ones a prototype
+def test_tensors_without_rows() -> None:
+    """Found before anything converts them."""
+    import torch
+    from mpi4py import MPI
+
+    from deepep_rt import Buffer, EPInputError
+    from deepep_rt.torch import combine, dispatch
+
+    x, idx = torch.ones((4, 256)), torch.zeros((4, 2), dtype=torch.int64)
+    sizes = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=2, dtype="float32", backend="host")
+    with Buffer(MPI.COMM_SELF, **sizes) as buffer:
+        sent = dispatch(buffer, x, idx)
+        for wrong in (x.to_sparse(), x.to_mkldnn(), torch.nested.nested_tensor([x, x])):
+            for fp8 in (False, True):
+                with pytest.raises(EPInputError, match=r"x is a .* tensor, whose rows"):
+                    dispatch(buffer, wrong, idx, fp8=fp8)
+            with pytest.raises(EPInputError, match=r"x is a .* tensor, whose rows"):
+                combine(buffer, wrong, sent.handle)
+        with pytest.raises(EPInputError, match=r"topk_idx is a torch\.sparse_coo tensor"):
+            dispatch(buffer, x, idx.to_sparse())
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_gradients(num_ranks: int) -> None:
     _run("torch_autograd", num_ranks)

@@ -8,7 +8,7 @@ import spmd
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import Buffer, EPInputError
+from deepep_rt import Buffer, EPConfigError, EPInputError
 
 
 def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
@@ -108,6 +108,22 @@ def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
             with raises(EPInputError, "hidden"):
                 buffer.dispatch(np.zeros((5, 48), np.float32), np.zeros((5, 4), np.int64))
         _check_usable(comm, buffer)
+
+
+def check_communicators_between_two_groups(comm: MPI.Intracomm) -> None:
+    """MPI's intercommunicators; they can be merged."""
+    size, rank = comm.Get_size(), comm.Get_rank()
+    if size == 1 or not isinstance(comm, MPI.Comm):
+        return
+    half = comm.Split(rank % 2, rank)
+    between = half.Create_intercomm(0, comm, 1 - rank % 2)
+    with raises(EPConfigError, "comm is an intercommunicator", "Merge()"):
+        make_buffer(between, num_experts=4 * size)
+    merged = between.Merge()
+    with make_buffer(merged, num_experts=4 * size) as buffer:
+        _check_usable(merged, buffer)
+    for used in (merged, between, half):
+        used.Free()
 
 
 def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:

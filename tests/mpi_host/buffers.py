@@ -64,6 +64,27 @@ def check_ranks_that_disagree_on_a_size(comm: MPI.Intracomm) -> None:
         _check_round(comm, buffer, 1)
 
 
+def check_settings_that_are_wrong_on_one_rank(comm: MPI.Intracomm) -> None:
+    """The others are told at once which rank it is, and why."""
+    ranks, start = comm.Get_size(), time.monotonic()
+    if ranks == 1:
+        return
+    guilty = comm.Get_rank() == ranks - 1
+    for name, wrong, why in (
+        ("hidden", 7, "hidden=7"),
+        ("timeout_s", -1.0, "timeout_s is -1.0"),
+        ("num_experts", 4 * ranks + 1, "num_experts"),
+        ("backend", "gpu", "'auto', 'cuda' or 'host'"),
+        ("network", "ib", "NetworkOptions"),
+    ):
+        settings = dict(num_max_tokens_per_rank=8, hidden=32, num_topk=4, num_experts=4 * ranks, backend="host", timeout_s=60)
+        with raises(EPConfigError, why, *([] if guilty else [f"rank {ranks - 1} asks for a Buffer that there cannot be"])):
+            Buffer(comm, **{**settings, **({name: wrong} if guilty else {})})
+    assert time.monotonic() - start < 30
+    with make_buffer(comm, num_experts=4 * ranks) as buffer:
+        _check_round(comm, buffer, 1)
+
+
 def check_backend_choice(comm: MPI.Intracomm) -> None:
     with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
         assert buffer.backend == "host"
