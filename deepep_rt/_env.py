@@ -13,10 +13,14 @@ from .errors import EPConfigError
 
 def cache_dir() -> Path:
     """`DEEPEP_RT_CACHE_DIR`: folder of compiled kernels; default `$XDG_CACHE_HOME/deepep_rt` or `~/.cache/deepep_rt`."""
-    if chosen := os.environ.get("DEEPEP_RT_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "deepep_rt"
+    chosen, base = os.environ.get("DEEPEP_RT_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        return (Path(base) if base else Path("~/.cache").expanduser()) / "deepep_rt"
+    except RuntimeError:  # there is no home folder to expand ~ to
+        value = f"is {chosen!r}, and that user" if chosen else "is not set, and this user"
+        raise EPConfigError(f"DEEPEP_RT_CACHE_DIR {value} has no home folder; expected a folder for compiled kernels") from None
 
 
 def assert_cached() -> bool:
@@ -70,7 +74,7 @@ def mistakes() -> list[str]:
     for read in _READERS.values():
         try:
             read()
-        except (EPConfigError, RuntimeError) as error:  # RuntimeError: there is no home folder to expand ~ to
+        except EPConfigError as error:
             found.append(str(error))
     return found
 

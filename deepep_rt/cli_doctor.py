@@ -9,7 +9,7 @@ import typer
 
 from .cli_options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .errors import EPConfigError
-from .screen import console
+from .screen import console, printing
 
 _WIDTH_OF_LOGS = 150  # holds the table of 8 GPUs
 
@@ -49,8 +49,9 @@ def doctor(
     if not speaks:  # with status 0: a launcher that sees a rank fail ends the others, and rank 0 has not spoken yet
         return
     found = findings(situation)
-    if as_json:
-        print(json.dumps(doctor.as_json(situation, found), indent=2))
-    else:
-        doctor.show(situation, found, console(_WIDTH_OF_LOGS))
+    with printing():
+        if as_json:
+            print(json.dumps(doctor.as_json(situation, found), indent=2))
+        else:
+            doctor.show(situation, found, console(_WIDTH_OF_LOGS))
     raise typer.Exit(1 if doctor.is_broken(found) else 0)

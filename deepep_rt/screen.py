@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
+
+from .errors import EPError
 
 _UNKNOWN = 80  # columns that rich assumes where nothing tells
 
@@ -16,9 +21,30 @@ def console(width_of_logs: int) -> Console:
     return found if found.width != _UNKNOWN or _columns() == _UNKNOWN else Console(highlight=False, width=width_of_logs)
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """Around all that is printed. What standard output cannot encode becomes an escape.
+
+    Raises:
+        EPError: where standard output is closed or cannot be written, such as one on a full disk.
+    """
+    if sys.stdout is None:  # Python's way to say closed; print and rich would drop everything in silence
+        raise EPError("standard output is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough; typer ends such a command without a word
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail again when Python ends
+        raise EPError(f"standard output cannot be written: {error.strerror}") from error
+
+
 def _columns() -> int:
     """What the terminal says; 0 if there is none, or if it does not know (Open MPI gives its ranks one of no size)."""
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns
+        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout else 0
     except OSError:
         return 0

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from deepep_rt import Buffer, _env, doctor_gpus, doctor_probes, doctor_run
 from deepep_rt.cache import SUFFIX, Entry, Store
 
 HERE = Path(__file__).resolve().parent
+PAGE = (HERE.parent / "docs/when-it-does-not-work.md").read_text()
 
 
 def _mpirun() -> list[str]:
@@ -131,14 +133,31 @@ def test_the_page_is_where_the_last_line_says(doctor: Doctor) -> None:
     assert "/docs" in (HERE.parent / "pyproject.toml").read_text().partition("sdist]")[2].partition("]")[0]
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("stdout", "said"), [("&-", "is closed"), ("/dev/full", "cannot be written: No space left on device")])
+def test_an_output_that_cannot_be_written(
+    doctor: Doctor, options: tuple[str, ...], unbuffered: str, stdout: str, said: str
+) -> None:
+    if stdout == "/dev/full" and not Path(stdout).exists():
+        pytest.skip("there is no /dev/full")
+    command = f"{shlex.join(_program('--backend', 'host', *options))} >{stdout}"
+    done = doctor.run(["sh", "-c", command], PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (1, f"error: standard output {said}\n")
+
+
+def test_a_terminal_that_cannot_show_every_letter(doctor: Doctor) -> None:
+    assert "NVSHMEM_DEBUG_FILE=caf\\xe9" in doctor.text(NVSHMEM_DEBUG_FILE="caf\xe9", PYTHONIOENCODING="ascii")
+
+
 # --- machines that are not here ------------------------------------------------------------------------------------------------------
 
 
-def _compile(source: Path, library: Path) -> None:
+def _compile(source: Path, library: Path, *options: str) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    subprocess.run([compiler, "-shared", "-fPIC", *options, "-o", str(library), str(source)], check=True, timeout=60)
 
 
 @pytest.fixture(scope="session")
@@ -259,6 +278,7 @@ def test_settings_that_are_not_understood(doctor: Doctor) -> None:
     assert all(value in said for value in ("'abc'", "'maybe'", "'perhaps'"))
     assert what(answer, "unknown-setting") == "DEEPEP_RT_TIMEOUT"
     assert "probe-failed" not in kinds(answer)
+    assert what(doctor.json(status=1, DEEPEP_RT_CACHE_DIR="~nosuchuser/x"), "wrong-setting").startswith("DEEPEP_RT_CACHE_DIR is")
 
 
 def test_an_architecture_that_the_compiler_does_not_know(doctor: Doctor, tmp_path: Path) -> None:
@@ -350,6 +370,54 @@ def test_an_old_nvshmem_that_is_found_first(doctor: Doctor, tmp_path: Path, gpu_
     said = what(json.loads(done.stdout), "nvshmem-too-old")
     assert f"the host library is 3.3.9 ({library})" in said
     assert "the device library is 3.3.9" in said
+
+
+# --- what the page shows ---------------------------------------------------------------------------------------------------------------
+
+
+def _shown(text: str, kind: str) -> str:
+    """The words of a finding on a screen, from its level to its remedy."""
+    (found,) = re.findall(rf"^(?:error|warning|note) +{kind}: .*?(?=\n *\n|^```)", text, re.M | re.S)
+    return " ".join(found.split())
+
+
+def test_the_page_shows_hidden_gpus_as_they_are_printed(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
+    printed = doctor.text(FAKE_INIT="100", CUDA_VISIBLE_DEVICES="", **gpu_machine)
+    assert _shown(PAGE, "gpu-hidden") == _shown(printed, "gpu-hidden")
+
+
+def test_the_page_shows_another_nvshmem_as_it_is_printed(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from deepep_rt import toolchain
+
+    if (ours := toolchain.nvshmem().version) == "3.4.5":
+        pytest.skip("the other one would be the same")
+    source, library = tmp_path / "host.c", tmp_path / "libnvshmem_host.so.3"
+    source.write_text("void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) { *a = 3; *b = 4; *c = 5; }\n")
+    _compile(source, library, "-Wl,-soname,libnvshmem_host.so.3")  # as the loader knows it, so that no other is loaded
+    library.with_name("libnvshmem_device.a").touch()
+    printed = doctor.text(status=1, LD_PRELOAD=str(library), **gpu_machine, COLUMNS="500")
+    expected = (
+        _shown(PAGE, "nvshmem-mismatch").replace("/opt/nvshmem/lib", str(tmp_path)).replace("device 3.8.0", f"device {ours}")
+    )
+    assert _shown(printed, "nvshmem-mismatch") == expected
+
+
+def test_the_page_shows_a_missing_mpi_as_it_is_printed(doctor: Doctor) -> None:
+    printed = doctor.run(_program(), MPI4PY_LIBMPI="/nowhere/libmpi.so").stdout
+    if "no-mpi4py" not in printed:
+        pytest.skip("this mpi4py was built for one MPI, and looks for no other")
+    tried = r"\S+: cannot open shared object file: No such file or directory "
+    assert re.sub(tried, "", _shown(PAGE, "no-mpi4py")) == re.sub(tried, "", _shown(printed, "no-mpi4py"))
+
+
+def test_the_page_shows_todays_tables(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
+    printed, screens = doctor.text(**gpu_machine, COLUMNS="140"), re.findall(r"^deepep_rt \S+ on .*?^```", PAGE, re.M | re.S)
+    assert len(screens) == 2
+    for screen in screens:
+        assert re.findall(r"^[A-Z]\S*(?: cache)?(?=  )", screen, re.M) == re.findall(r"^[A-Z]\S*(?: cache)?(?=  )", printed, re.M)
+    header = r"name .*\d(?= *$)"
+    assert re.findall(header, screens[1], re.M)[0].split() == re.findall(header, printed, re.M)[0].split()
 
 
 # --- several ranks -------------------------------------------------------------------------------------------------------------------
