@@ -12,7 +12,7 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
-        sys.exit(f"the command line needs {missing}, which is not installed; pip install typer rich")
+        sys.exit(f"the command line needs {missing}, which is not installed; pip install 'deepep_rt[cli]'")
     run()
 
 

@@ -281,6 +281,7 @@ def test_a_missing_library_of_the_command_line_is_named(missing: str, tmp_path: 
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert f"the command line needs {missing}" in done.stderr
+    assert "pip install 'deepep_rt[cli]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
