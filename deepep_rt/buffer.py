@@ -55,7 +55,8 @@ class Buffer:
 
     Args:
         comm: An mpi4py communicator, or what `deepep_rt.torch.communicator` makes of a process group; its ranks are the expert-parallel
-            group.
+            group. On GPUs, NVSHMEM starts over the ranks of a process's first Buffer. Later ones may be over groups of these ranks; all
+            groups then make theirs at the same time, over as many ranks and of the same sizes.
         num_max_tokens_per_rank: Most tokens that one rank gives to one `dispatch`.
         hidden: Elements of a row; in `dtype`, a row has a multiple of 16 bytes, and at most 96 KiB.
         num_topk: Experts of a token, 1 to 32.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from bisect import bisect
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from . import driver
@@ -101,29 +100,27 @@ class Pool:
 
     def _find(self, num_bytes: int, stream: int) -> int | None:
         """Where a block goes: the first place that nobody is busy with, or the one that has been free longest."""
-        places = self._places(num_bytes)
-        first = next(places, None)
-        if first is None or all(is_own(past, stream) for _, past in self._used) or driver.is_capturing(stream):
-            return first
+        foreign = [extent for extent, past in self._used if not is_own(past, stream)]
+        places = self._places(num_bytes, foreign)
+        if len(places) < 2 or not foreign or driver.is_capturing(stream):
+            return places[0] if places else None
         self._used = [(extent, self._users.unfinished(past, stream)) for extent, past in self._used]
         busy = [(age, extent) for age, (extent, past) in enumerate(self._used) if not is_own(past, stream)]
 
         def last_use(place: int) -> int:
             return max((age for age, (begin, end) in busy if begin < place + num_bytes and place < end), default=-1)
 
-        return min((first, *places), key=last_use)
+        return min(places, key=last_use)
 
-    def _places(self, num_bytes: int) -> Iterator[int]:
-        """Offsets that a block may get; the first ones keep the memory in larger pieces."""
+    def _places(self, num_bytes: int, avoided: list[Extent]) -> list[int]:
+        """Offsets that a block may get, also right behind what it had better not get; the first ones keep the memory in larger pieces."""
         fitting = [(begin, end - num_bytes) for begin, end in self._free if end - begin >= num_bytes]
         if 2 * num_bytes > self._cell > 0:
             cells = [cell for first, last in fitting for cell in range(align_up(first, self._cell), last + 1, self._cell)]
             if cells:
-                yield from cells
-                return
-        for first, last in fitting:
-            yield first
-            yield from sorted(end for (_, end), _ in self._used if first < end <= last)
+                return cells
+        behind = [end for _, end in avoided]
+        return [place for first, last in fitting for place in (first, *sorted(end for end in behind if first < end <= last))]
 
     def _merge(self) -> None:
         while self._came_back:

@@ -180,4 +180,7 @@ def _check_same_size(comm: Communicator, num_bytes: int, timeout_s: float) -> No
     hint = "ranks outside of this Buffer's communicator have to make one of the same size at the same time"
     sizes = set(meet(comm, num_bytes, timeout_s, "the allocation of symmetric memory", hint))
     if len(sizes) != 1:
-        raise EPConfigError(f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)}")
+        raise EPConfigError(
+            f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)} bytes; let all groups of ranks "
+            f"make Buffers of as many ranks and the same sizes"
+        )
