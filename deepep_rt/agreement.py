@@ -10,7 +10,7 @@ from typing import Any
 
 from . import jit
 from .communicator import Communicator
-from .config import Config
+from .config import MAX_TIMEOUT_S, Config
 from .errors import EPConfigError, EPTimeoutError, EPUnavailableError
 from .network import NetworkOptions
 from .together import meet, own
@@ -65,7 +65,7 @@ def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, n
 
 def refuse(comm: Communicator, error: EPConfigError, timeout_s: float | None) -> None:
     """Let the others know what is wrong with this rank's settings, before they wait for it in vain."""
-    limit_s = timeout_s if isinstance(timeout_s, Real) and timeout_s > 0 else _PATIENCE_S
+    limit_s = timeout_s if isinstance(timeout_s, Real) and 0 < timeout_s <= MAX_TIMEOUT_S else _PATIENCE_S
     with suppress(EPTimeoutError):  # nobody there: what is wrong is worth more than that
         _exchanged(comm, limit_s, str(error))
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import bench_report as report
+from .bench_ranks import make_room, together
 from .bench_references import Reference, load
 from .bench_results import read, write
 from .config import Config
@@ -56,7 +57,7 @@ def measure(
     """
     from mpi4py import MPI
 
-    with report.together(MPI.COMM_WORLD) as comm:
+    with together(MPI.COMM_WORLD) as comm:
         if what not in (*PROGRAMS, "all"):
             raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all'))}")
         if backend not in ("auto", "cuda", "host"):
@@ -108,7 +109,7 @@ def _need(*libraries: str) -> None:
 def _folder(comm: Intracomm | None, out: Path | None) -> Path:
     """Where rank 0 writes."""
     folder = out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
-    report.make_room(comm, folder, "--out")
+    make_room(comm, folder, "--out")
     return folder
 
 

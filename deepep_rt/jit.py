@@ -221,7 +221,7 @@ def load(kernel: Kernel, constants: Constants, arch: str | None = None) -> Funct
     """
     arch = arch or current_arch()
     # CUfunction handles belong to a context, so a process with two GPUs has two of each
-    wanted = (kernel.name, arch, _context(), tuple(constants.items()))
+    wanted = (kernel.name, arch, current_context(), tuple(constants.items()))
     function = _loaded.get(wanted)
     if function is None:
         with _loading:
@@ -270,7 +270,7 @@ def current_arch() -> str:
 
 def device_arch() -> str:
     """The current GPU's own target, such as "sm_90"."""
-    return _arch_of(_context())
+    return _arch_of(current_context())
 
 
 @functools.cache
@@ -286,7 +286,7 @@ def _arch_of(context: int) -> str:
     return "sm_" + "".join(map(str, parts))
 
 
-def _context() -> int:
+def current_context() -> int:
     """The current CUDA context."""
     try:
         from cuda.bindings import driver

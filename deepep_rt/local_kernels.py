@@ -27,7 +27,7 @@ def launch(name: str, stream: int, values: Mapping[str, int], most_blocks: int, 
     """
     if most_blocks > 0:
         with _launching:
-            launcher, room = _launcher(name, dtype, jit.current_arch(), jit._context())
+            launcher, room = _launcher(name, dtype, jit.current_arch(), jit.current_context())
             launcher(stream, min(most_blocks, room), values)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import driver
 from .layout import align_up
-from .users import Past, Piece, Users, is_own
+from .users import Past, Piece, Users, is_own, unfinished
 
 
 class Block(Piece):
@@ -99,12 +99,12 @@ class Pool:
         return sum(end - begin for begin, end in self._free)
 
     def _find(self, num_bytes: int, stream: int) -> int | None:
-        """Where a block goes: the first place that nobody is busy with, or the one that has been free longest."""
+        """Where a block goes: the first place that nobody is busy with, or else the one whose last user left first."""
         foreign = [extent for extent, past in self._used if not is_own(past, stream)]
         places = self._places(num_bytes, foreign)
         if len(places) < 2 or not foreign or driver.is_capturing(stream):
             return places[0] if places else None
-        self._used = [(extent, self._users.unfinished(past, stream)) for extent, past in self._used]
+        self._used = [(extent, unfinished(past, stream)) for extent, past in self._used]
         busy = [(age, extent) for age, (extent, past) in enumerate(self._used) if not is_own(past, stream)]
 
         def last_use(place: int) -> int:

@@ -1,4 +1,4 @@
-"""What tensors need besides the calls of a Buffer: FP8 and back, zeros for padding, counts; on the current stream.
+"""What tensors need besides the calls of a Buffer: FP8 and back, zeros for padding, counts; on PyTorch's current stream.
 
 On GPUs a kernel does each in one pass over memory, and no host waits. PyTorch's operators, which take several passes, do it in host memory,
 and convert to FP8 on GPUs that have no instructions for it.
@@ -30,7 +30,7 @@ def aligned(rows: Any) -> Any:
 
 
 def to_fp8(rows: Any) -> tuple[Any, Any]:
-    """Rows as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32.
+    """Rows `[n, hidden]` (bfloat16, float16 or float32) as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32.
 
     Kernels go by the rule of `fp8.to_fp8`. PyTorch's operators divide, which may round otherwise, and let NaN spread over its 128 channels.
     """
@@ -48,7 +48,7 @@ def to_fp8(rows: Any) -> tuple[Any, Any]:
 
 
 def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
-    """Rows of `to_fp8`, in `dtype`; zeros from row `num_kept` (a tensor on the device) on."""
+    """What `to_fp8` made, in `dtype` again; zeros from row `num_kept` (int32 `[1]`, on the device) on."""
     if not _has_kernels(rows):
         groups = rows.to(dtype).unflatten(-1, (scales.shape[-1], FP8_GROUP))  # exact: every such dtype has the numbers of FP8
         out = torch.mul(groups, scales[..., None], out=torch.empty_like(groups)).flatten(-2)  # in float32, rounded once
@@ -67,9 +67,9 @@ def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
 
 
 def zero_padding(rows: Any, num_kept: Any) -> Any:
-    """The same rows, with zeros from row `num_kept` (a tensor on the device) on."""
+    """The same rows, `[n, hidden]` of any dtype, with zeros from row `num_kept` (int32 `[1]`, on the device) on."""
     if rows.is_cuda:
-        from . import local_kernels
+        from . import local_kernels  # needs the CUDA bindings, which programs on the host backend do without
 
         ptr, row_bytes = rows.data_ptr(), rows.shape[1] * rows.element_size()
         with _gpu_of(rows) as stream:
@@ -125,7 +125,7 @@ def _has_kernels(rows: Any) -> bool:
 
 
 def _launch(kernel: str, like: Any, values: dict[str, int], most_blocks: int, dtype: str | None = None) -> None:
-    from . import local_kernels  # needs the CUDA bindings, which programs on the host backend do without
+    from . import local_kernels
 
     with _gpu_of(like) as stream:
         local_kernels.launch(kernel, stream, values, most_blocks, dtype)
@@ -137,7 +137,6 @@ def _gpu_of(tensor: Any) -> Iterator[int]:
     from . import driver
 
     with torch.cuda.device(tensor.device):
-        driver.use_device(
-            tensor.device.index
-        )  # a thread may have no context yet, as that of a backward pass; PyTorch is in no hurry
+        # A thread may have no context yet, as that of a backward pass, and PyTorch makes one with its own first kernel there.
+        driver.use_device(tensor.device.index)
         yield torch.cuda.current_stream().cuda_stream

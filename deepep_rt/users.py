@@ -54,10 +54,6 @@ class Users:
         with self.context:
             return tuple(dict.fromkeys((*past, *(mark for stream in streams for mark in _mark(stream)))))
 
-    def unfinished(self, past: Past, stream: int) -> Past:
-        """The same without other streams' work that has ended. Not for captures, in which nobody may ask that."""
-        return tuple((other, event) for other, event in past if other == stream or event is None or not event.done())
-
     def let_finish(self, past: Past, stream: int) -> Past:
         """Order later work on `stream` after it; returns what has to be left to the next user.
 
@@ -77,11 +73,16 @@ class Users:
 
 
 def is_own(past: Past, stream: int) -> bool:
-    """Whether no other stream is in it. A loop: each call of a Buffer asks several times."""
-    for other, _ in past:  # noqa: SIM110
+    """Whether no other stream is in it."""
+    for other, _ in past:  # noqa: SIM110  # a loop is quicker, and each call of a Buffer asks several times
         if other != stream:
             return False
     return True
+
+
+def unfinished(past: Past, stream: int) -> Past:
+    """The same without other streams' work that has ended. Not for captures, in which nobody may ask that."""
+    return tuple((other, event) for other, event in past if other == stream or event is None or not event.done())
 
 
 def _mark(stream: int) -> Past:

@@ -175,8 +175,8 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("""
 from mpi4py import MPI
-from deepep_rt import EPConfigError, bench_report
-with bench_report.together(MPI.COMM_WORLD) as comm:
+from deepep_rt import EPConfigError, bench_ranks
+with bench_ranks.together(MPI.COMM_WORLD) as comm:
     if comm.rank == 1:
         raise EPConfigError("out of luck")
     comm.Barrier()

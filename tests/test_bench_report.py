@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("rich")
 
 from deepep_rt import bench_report as report
+from deepep_rt.bench_ranks import make_room
 from deepep_rt.bench_references import Pair, Point, caution, compare, load
 from deepep_rt.bench_results import Row, Sizes, read, throughput_rows
 from deepep_rt.errors import EPConfigError
@@ -62,14 +63,14 @@ def test_room_that_cannot_be_made(tmp_path):
     tmp_path.chmod(0o500)
     for path, is_file in ((tmp_path, False), (tmp_path / "new", False), (tmp_path / "result.json", True)):
         with pytest.raises(EPConfigError, match=r"cannot be written.*with --there"):
-            report.make_room(None, path, "--there", is_file=is_file)
+            make_room(None, path, "--there", is_file=is_file)
     tmp_path.chmod(0o700)
 
 
 def test_room_is_made(tmp_path):
     for _ in range(2):
-        report.make_room(None, tmp_path / "new" / "folder", "--out")
-        report.make_room(None, tmp_path / "other" / "result.json", "--json", is_file=True)
+        make_room(None, tmp_path / "new" / "folder", "--out")
+        make_room(None, tmp_path / "other" / "result.json", "--json", is_file=True)
     assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {"new", "new/folder", "other"}
 
 

@@ -366,14 +366,14 @@ def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch)
         return jit.Function(kernel.name, 1, 64, 0, 10, 2)
 
     monkeypatch.setattr(jit, "_load", load)
-    monkeypatch.setattr(jit, "_context", lambda: 1)
+    monkeypatch.setattr(jit, "current_context", lambda: 1)
     monkeypatch.setattr(jit, "_loaded", {})
     first = jit.load(TINY, CONSTANTS, "sm_90")
     monkeypatch.setattr(jit, "build", lambda *_: pytest.fail("not on the hot path"))
     monkeypatch.setattr(jit, "_key", lambda *_: pytest.fail("not on the hot path"))
     assert jit.load(TINY, dict(CONSTANTS), "sm_90") is first
     jit.load(TINY, {**CONSTANTS, "kFactor": 8}, "sm_90")
-    monkeypatch.setattr(jit, "_context", lambda: 2)  # another GPU of the same process
+    monkeypatch.setattr(jit, "current_context", lambda: 2)  # another GPU of the same process
     jit.load(TINY, CONSTANTS, "sm_90")
     monkeypatch.setenv("DEEPEP_RT_ARCH", "compute_80")
     jit.load(TINY, CONSTANTS)

@@ -102,6 +102,7 @@ ORDER = [
     "cli_doctor",
     "bench_results",
     "bench_references",
+    "bench_ranks",
     "bench_report",
     "bench_machine",
     "bench_timing",
