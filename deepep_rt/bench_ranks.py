@@ -56,6 +56,7 @@ def together(world: Intracomm) -> Iterator[Intracomm]:
                 if not isinstance(error, EPError):
                     sys.excepthook(type(error), error, error.__traceback__)
                 print(f"rank {world.rank}: error: {error}; the other ranks are ended", file=sys.stderr, flush=True)
+                time.sleep(0.5)  # launchers drop what they have not read when a rank aborts
                 world.Abort(1)
             time.sleep(0.01)
         if world.rank:
