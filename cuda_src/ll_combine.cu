@@ -1,9 +1,10 @@
 // ll_combine: the experts' outputs back to the ranks of their tokens, weighted and added up. Launched for sending, for receiving, or both.
 //
-// Sending. What arrived in ll_dispatch is sent back entry by entry: a group of warps adds up the outputs of this rank's experts for the
-// token, times their weights, and writes one bfloat16 row to the token's rank (p.reduce_early; otherwise one unweighted row for each
-// expert). Unless the weights came with the dispatch, block 0 of every rank first sends its tokens' weights around. What goes over the
-// network is written to memory of this rank first, and put from there.
+// Sending. What arrived in ll_dispatch is sent back entry by entry: the outputs of this rank's experts for the token, times their weights,
+// are added up and written as one bfloat16 row to the token's rank (p.reduce_early; otherwise one unweighted row for each expert). Groups
+// of warps share an entry, or, where there are many, warps take stretches of them. Unless the weights came with the dispatch, block 0 of
+// every rank first sends its tokens' weights around. What goes over the network is written to memory of this rank first, and put from
+// there.
 //
 // Receiving. A group of warps shares a token. Each thread adds up some columns of the token's rows as they come, in float32: in rank order
 // (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product is rounded before it is
@@ -19,6 +20,9 @@
 #include "low_latency.cuh"
 
 constexpr int kRowVecs = kHidden / 8;
+constexpr int kMostPieces = 4;  // of a row, vectors that a thread adds up at once; with more, registers spill
+constexpr int kStretchVecs = 32 * kMostPieces, kStretches = (kRowVecs + kStretchVecs - 1) / kStretchVecs;
+__device__ constexpr int log2_of(int n) { return n <= 1 ? 0 : 1 + log2_of((n + 1) / 2); }  // rounded up
 constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;
 
 __device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlCombine); }
@@ -78,12 +82,13 @@ __device__ inline float late_weight(const Params& p, u32 epoch, int source, int 
   return __uint_as_float(word >> 32);
 }
 
-// Writes the sum of some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight.
-// Called by whole warps, `step` threads in all; each does its part of the columns, and loads kPieces of kRows rows at once.
-template <int kPieces, int kRows, class From>
-__device__ __forceinline__ void write_sum(int thread, int step, Vec16* to, u32 which, float weight, From from) {
-  for (int first = thread; first - lane_idx() < kRowVecs; first += step * kPieces) {
-    auto exists = [&](int j) { return first + j * step < kRowVecs; };
+// Adds up some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight. Called by
+// whole warps, for the columns from `first` on and before `end` that are `apart` from each other; a thread has kPieces of them at a time,
+// and loads those of kRows rows at once. write(i, v): vector i of the sum.
+template <int kPieces, int kRows, class From, class Write>
+__device__ __forceinline__ void add_up(int first, int apart, int end, u32 which, float weight, From from, Write write) {
+  for (; first - lane_idx() < end; first += kPieces * apart) {
+    auto exists = [&](int j) { return first + j * apart < end; };
     float sum[kPieces][8] = {};
     u32 left = which;
     while (left) {
@@ -98,7 +103,7 @@ __device__ __forceinline__ void write_sum(int thread, int step, Vec16* to, u32 w
         w[r] = __shfl_sync(~0u, weight, i);
 #pragma unroll
         for (int j = 0; j < kPieces; ++j) {
-          if (has[r] && exists(j)) held[r][j] = ld_streaming(row + first + j * step);
+          if (has[r] && exists(j)) held[r][j] = ld_streaming(row + first + j * apart);
         }
       }
 #pragma unroll
@@ -111,42 +116,69 @@ __device__ __forceinline__ void write_sum(int thread, int step, Vec16* to, u32 w
     }
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      if (exists(j)) st_relaxed_sys(to + first + j * step, rounded<kBfloat16>(sum[j]));
+      if (exists(j)) write(first + j * apart, rounded<kBfloat16>(sum[j]));
     }
   }
 }
 
+// An entry of the handle, as a warp sees it: a token that came, from whom, and in lane k the row of its choice k here, and its weight.
+struct Entry {
+  int source, token, row;
+  float weight;
+
+  __device__ __forceinline__ Entry(const Params& p, int idx) {
+    const LlEntry* entry = at<const LlEntry>(p.handle, kLlHandleEntries) + idx;
+    const int lane = lane_idx();
+    source = entry->source, token = entry->token;
+    row = lane < kNumTopk ? entry->row[lane] : kLlElsewhere;
+    weight = lane < kNumTopk ? entry->weight[lane] : 0.f;
+  }
+
+  // Makes sure of the weight. False: it did not come in time.
+  __device__ __forceinline__ bool await_weight(const Params& p, u32 epoch) {
+    bool ok = true;
+    if (!p.has_weights) weight = late_weight(p, epoch, source, token, ok);
+    return ok;
+  }
+
+  // One warp's part of the rows' sum.
+  template <int kPieces, int kRows, class Write>
+  __device__ __forceinline__ void add_up(const Params& p, int first, int apart, int end, Write write) const {
+    auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
+    ::add_up<kPieces, kRows>(first, apart, end, __ballot_sync(~0u, row >= 0), weight, from, write);
+  }
+};
+
 // Called by all warps of a group, of which this block is the one with the number `block`. `idx`: of the entry.
-__device__ inline void send_entry(const Params& p, const Call& call, const Group& group, int block, const LlEntry* entry, int idx) {
+__device__ inline void send_entry(const Params& p, const Call& call, const Group& group, int block, int idx) {
   const int thread = group.thread(block), step = group.num_threads();
   const u32 epoch = call.sent;
-  const int lane = lane_idx(), source = entry->source, token = entry->token;
-  const int row = lane < kNumTopk ? entry->row[lane] : kLlElsewhere;
-  const float early_weight = lane < kNumTopk ? entry->weight[lane] : 0.f;
-  if (call.out[source]) return;
-  const bool far = is_far(p, source);
+  Entry entry(p, idx);
+  if (call.out[entry.source]) return;
+  const bool far = is_far(p, entry.source);
   const u64 staged = staged_offset(epoch, idx), row_bytes = sizeof(Vec16) * kRowVecs;
   auto row_for = [&](int which) {
-    return far ? at<Vec16>(p.peers[p.rank], staged) : at<Vec16>(p.peers[source], row_offset(epoch, which, token));
+    return far ? at<Vec16>(p.peers[p.rank], staged) : at<Vec16>(p.peers[entry.source], row_offset(epoch, which, entry.token));
   };
   if (p.reduce_early) {
-    bool ok = true;
-    const float weight = p.has_weights ? early_weight : late_weight(p, epoch, source, token, ok);
+    const bool ok = entry.await_weight(p, epoch);
     if (!p.has_weights && !group.all(ok)) return;
-    auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
-    const u32 which = __ballot_sync(~0u, row >= 0);
+    Vec16* to = row_for(p.rank);
+    auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
     if (step * 2 >= kRowVecs) {
-      write_sum<2, 4>(thread, step, row_for(p.rank), which, weight, from);
+      entry.add_up<2, 4>(p, thread, step, kRowVecs, write);
     } else {
-      write_sum<4, 1>(thread, step, row_for(p.rank), which, weight, from);
+      entry.add_up<kMostPieces, 1>(p, thread, step, kRowVecs, write);
     }
     if (!far) return;
     group.sync();
-    if (thread < 32) put(p, source, row_offset(epoch, p.rank, token), staged, row_bytes, flag_offset(epoch, p.rank, token), epoch);
+    if (thread < 32) {
+      put(p, entry.source, row_offset(epoch, p.rank, entry.token), staged, row_bytes, flag_offset(epoch, p.rank, entry.token), epoch);
+    }
     return;
   }
   for (int k = 0; k < kNumTopk; ++k) {
-    const i64 from = __shfl_sync(~0u, row, k);
+    const i64 from = __shfl_sync(~0u, entry.row, k);
     if (from == kLlElsewhere) continue;
     Vec16* to = row_for(k);
     for (int i = thread; i < kRowVecs; i += step) {
@@ -154,24 +186,51 @@ __device__ inline void send_entry(const Params& p, const Call& call, const Group
     }
     if (!far) continue;
     group.sync();
-    if (thread < 32) put_and_wait(p, source, row_offset(epoch, k, token), staged, row_bytes, flag_offset(epoch, k, token), epoch);
+    if (thread < 32) {
+      put_and_wait(p, entry.source, row_offset(epoch, k, entry.token), staged, row_bytes, flag_offset(epoch, k, entry.token), epoch);
+    }
     group.sync();
   }
 }
 
-// Groups never leave early: their warps meet at barriers. `items`: of each group the item at hand, by turns; `num_entries`: of the handle.
-__device__ inline void send(const Params& p, const Call& call, const Group& group, u32 (&items)[2][kWarps], int num_entries) {
-  u32* taken = &progress_of(p)->taken;
+// Entries lie by the rank they go back to. They are taken for each rank in turn, and ranks begin with different ones: otherwise all ranks
+// would send to the same one at a time. Nothing is known of how many each rank has; past the last entry there is none.
+__device__ __forceinline__ int per_rank(int num_entries) { return (num_entries + kNumRanks - 1) / kNumRanks; }
+
+__device__ __forceinline__ int entry_at(int turn, int rank, int num_entries) {
+  return (turn + rank) % kNumRanks * per_rank(num_entries) + turn / kNumRanks;
+}
+
+// Where there are many entries: warps take a stretch of a sum at a time. Sums are of one row to kNumTopk: warps that share an entry would
+// not have as much to do as others. `item`: the warp's first one, of `num_items`; `num_entries`: of the handle.
+__device__ inline void send_stretches(const Params& p, const Call& call, int item, int num_items, int num_entries) {
+  const u32 epoch = call.sent;
   u32 next = 0;
-  const LlEntry* entries = at<const LlEntry>(p.handle, kLlHandleEntries);
-  if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
-  for (int turn = 0;; ++turn) {
-    const int item = items[turn % 2][group.idx] - call.taken_before, entry = item >> group.log2_blocks;
-    if (entry >= num_entries) break;
-    if (group.leads()) next = take_relaxed_gpu(taken);
-    send_entry(p, call, group, item & ((1 << group.log2_blocks) - 1), entries + entry, entry);
-    if (group.leads()) items[(turn + 1) % 2][group.idx] = next;
+  for (; item < num_items; item = __shfl_sync(~0u, next, 0) - call.taken_before) {
+    if (lane_idx() == 0) next = take_relaxed_gpu(&progress_of(p)->taken);
+    const int idx = entry_at(item / kStretches, p.rank, num_entries);
+    if (idx >= num_entries) continue;
+    Entry entry(p, idx);
+    if (call.out[entry.source] || !__all_sync(~0u, entry.await_weight(p, epoch))) continue;
+    Vec16* to = at<Vec16>(p.peers[entry.source], row_offset(epoch, p.rank, entry.token));
+    const int start = item % kStretches * kStretchVecs;
+    auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
+    entry.add_up<kMostPieces, 2>(p, start + lane_idx(), 32, min(start + kStretchVecs, kRowVecs), write);
+  }
+}
+
+// The same where there are few: a group, which is of several warps then, takes an entry at a time. Groups never leave early: their warps
+// meet at barriers.
+__device__ inline void send_entries(const Params& p, const Call& call, const Group& group, int item, int num_items, int num_entries) {
+  __shared__ u32 taken[2][kWarps];  // by turns
+  u32 next = 0;
+  for (int turn = 0; item < num_items; turn ^= 1) {
+    if (group.leads()) next = take_relaxed_gpu(&progress_of(p)->taken);
+    const int idx = entry_at(item >> group.log2_blocks, p.rank, num_entries);
+    if (idx < num_entries) send_entry(p, call, group, item & ((1 << group.log2_blocks) - 1), idx);
+    if (group.leads()) taken[turn][group.idx] = next;
     group.sync();
+    item = taken[turn][group.idx] - call.taken_before;
   }
 }
 
@@ -301,29 +360,51 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
   return kMasksOnTimeout || __all_sync(~0u, ok);
 }
 
-extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
+// `most_entries`: how many there are, if all ranks have as many tokens as this one; the number itself comes too late.
+template <bool kInStretches>
+__device__ __forceinline__ void run(const Params& p, int most_entries) {
   __shared__ Call call;
-  __shared__ u32 items[2][kWarps];
-  overlap_kernels();
-  // As if all ranks had as many tokens as this one: how many entries there are comes too late.
-  const Group senders(log2_share(p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk), kMostShare));
+  __shared__ u32 first_item;
+  const Group senders(kInStretches ? 0 : log2_share(most_entries, kMostShare));
   const Group receivers(log2_share(p.num_tokens, kMostShare));
   // Whatever does not depend on the call's numbers is loaded while they come.
-  const bool takes = p.phases & kLlSend && senders.leads();
-  const u32 first = takes ? take_relaxed_gpu(&progress_of(p)->taken) : 0;
+  const bool takes = p.phases & kLlSend && threadIdx.x == 0;
+  const u32 taken = takes ? take_relaxed_gpu(&progress_of(p)->taken, senders.per_block) : 0;
   Choice choice(p, receivers.first());
   const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
   if (warp_idx() == 0) begin(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleOut), call);
-  if (takes) items[0][senders.idx] = first;
+  if (takes) first_item = taken;
   __syncthreads();
   if (call.failed) return;
-  if (p.phases & kLlSend) send(p, call, senders, items, num_entries);
-  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, (num_entries << senders.log2_blocks) + senders.per_block * gridDim.x);
+  const int num_items = per_rank(num_entries) * kNumRanks * (kInStretches ? kStretches : 1 << senders.log2_blocks);
+  if (p.phases & kLlSend) {
+    if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
+    const int item = first_item - call.taken_before + senders.idx;
+    if constexpr (kInStretches) {
+      send_stretches(p, call, item, num_items, num_entries);
+    } else {
+      send_entries(p, call, senders, item, num_items, num_entries);
+    }
+  }
+  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;
   if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size are about to meet at the same barriers
   for (int token = receivers.first(); token < p.num_tokens; token += receivers.step()) {
     const int expert = choice.expert();
     choice = Choice(p, token + receivers.step());
     if (!receive_token(p, call, receivers, token, expert)) return;
+  }
+}
+
+// Two programs: where there is little to do, code that is not there takes no time.
+extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
+  overlap_kernels();
+  const int most_entries = p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk);
+  // Groups of entries would be so small that each thread had more than kMostPieces.
+  const bool in_stretches = kStretches > 1 && most_entries << log2_of(kStretches) > kWarps * static_cast<int>(gridDim.x);
+  if (!kHasFar && p.reduce_early && in_stretches) {
+    run<true>(p, most_entries);
+  } else {
+    run<false>(p, most_entries);
   }
 }
