@@ -339,7 +339,8 @@ class Buffer:
             x: `[num_tokens, hidden]` bfloat16.
             topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers, a token's all different; -1 skips.
             topk_weights: `[num_tokens, num_topk]` float32, or None. Given here, `low_latency_combine` is a message round shorter.
-            use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_89 and newer).
+            use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels. GPUs that cannot (sm_80) warn once, and
+                rows arrive as bfloat16, without scales.
             round_scale: Make the scales powers of two.
             use_ue8m0: Deliver such scales as their 8-bit exponents.
             async_finish: As in `dispatch`.
@@ -355,7 +356,6 @@ class Buffer:
 
         Raises:
             EPInputError: if an argument is wrong, or the buffer was made without `low_latency=True`; nothing was launched.
-            EPUnavailableError: if `use_fp8` is asked of an sm_80 GPU.
             EPTimeoutError: if a peer did not answer in an earlier call.
 
         Example:

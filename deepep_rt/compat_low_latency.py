@@ -69,6 +69,7 @@ class LowLatencyCalls(Calls):
 
         Raises:
             EPInputError: if an argument is wrong, or `low_latency_mode` is off.
+            EPUnavailableError: if `use_fp8` is asked of an sm_80 GPU.
 
         Example:
             >>> recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(x, topk_idx, 128, 256, return_recv_hook=True)
@@ -94,6 +95,10 @@ class LowLatencyCalls(Calls):
             wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
             **place.options,
         )
+        if use_fp8 and sent.recv_x_scales is None:
+            raise EPUnavailableError(
+                "these GPUs cannot convert to FP8, and with use_fp8=True a pair is expected back; pass use_fp8=False"
+            )
         made = ExpertHandle(buffer, sent.handle)
         recv_x: Tensors = sent.recv_x
         copies = []  # to be made when rows have come

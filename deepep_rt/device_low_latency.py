@@ -47,7 +47,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
         self._ll_results = {kind: _Results(self._slots, config, *kind) for kind in ((False, False), (True, False), (True, True))}
         self._ll_sums = self._slots(config.num_max_tokens_per_rank * config.hidden * 2)
-        self._has_fp8 = has_fp8(self._arch)
+        self._has_fp8, self._has_told_fp8 = has_fp8(self._arch), False
         # The same in every call: a rank with few tokens may get many from others.
         self._num_blocks = min(config.low_latency_sms, driver.num_sms(self.device), max(2 * config.num_max_tokens_per_rank, 16))
         self._known_masked: set[int] = set()
@@ -83,6 +83,19 @@ class DeviceLowLatencyBackend(DeviceBackend):
         driver.fill(self._memory.ptr + self._map.offsets["low_latency"] + start, 0xFF, inboxes.num_bytes - start)
         driver.synchronize(0)
 
+    def _give_up_fp8(self, inputs: LowLatencyDispatchInputs) -> None:
+        """Make it a dispatch of bfloat16 rows, and say so, once."""
+        if inputs.into is not None:  # made for FP8
+            raise EPUnavailableError(f"{self._arch} cannot convert to FP8; pass use_fp8=False, rows then travel as bfloat16")
+        if not self._has_told_fp8:
+            self._has_told_fp8 = True
+            _log.warning(
+                "rank %d: %s cannot convert to FP8: rows travel and arrive as bfloat16, without scales; use_fp8=False asks for that",
+                self._comm.Get_rank(),
+                self._arch,
+            )
+        inputs.use_fp8 = inputs.round_scale = inputs.use_ue8m0 = False
+
     def _tell_masked(self) -> None:
         """Warn, once, of ranks that kernels have masked."""
         for rank in set(self.masked_ranks()) - self._known_masked:
@@ -98,7 +111,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         config, stream = self.config, call.stream
         assert stream is not None
         if inputs.use_fp8 and not self._has_fp8:
-            raise EPUnavailableError(f"{self._arch} cannot convert to FP8; pass use_fp8=False, rows then travel as bfloat16")
+            self._give_up_fp8(inputs)
         self._dispatch_hooks.start(with_hook)
         self._order.enter(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)

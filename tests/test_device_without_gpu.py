@@ -799,13 +799,17 @@ def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.M
         buffer.dispatch(*arguments(fake))
 
 
-def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("deepep_rt.jit.current_arch", lambda: "sm_80")
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
-        with pytest.raises(EPUnavailableError, match="sm_80 cannot convert to FP8"):
-            buffer.low_latency_dispatch(x, idx)
-        assert like(buffer.low_latency_dispatch(x, idx, use_fp8=False).recv_x) == ("bfloat16", (8, 256, 256))
+        for options in ({}, {"use_ue8m0": True}, {"use_fp8": False}):
+            sent = buffer.low_latency_dispatch(x, idx, **options)
+            assert like(sent.recv_x) == ("bfloat16", (8, 256, 256))
+            assert sent.recv_x_scales is None
+    told = [record.getMessage() for record in caplog.records if "FP8" in record.getMessage()]
+    assert len(told) == 1
+    assert "sm_80 cannot convert to FP8: rows travel and arrive as bfloat16" in told[0]
 
 
 def test_rows_at_odd_addresses(fake: FakeGpu, make: Any) -> None:

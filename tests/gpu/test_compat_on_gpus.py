@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepep_rt import EPInputError, jit
+from deepep_rt import EPInputError, EPUnavailableError, jit
 from deepep_rt.config import has_fp8
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +35,22 @@ def program():
     import deepep_v1
 
     return deepep_v1
+
+
+def test_gpus_without_fp8_say_so(comm):
+    """DeepEP's callers unpack a pair where they ask for FP8: bfloat16 rows alone would not do."""
+    if has_fp8(jit.current_arch()):
+        return
+    import deepep_v1
+
+    world = deepep_v1.world(comm, "cuda")
+    num_experts = 2 * world.num_ranks
+    x = torch.randn((4, deepep_v1.HIDDEN), device="cuda").bfloat16()
+    topk_idx = deepep_v1.routing(world, 1, 4, 2, num_experts)
+    with world.buffer(low_latency_mode=True) as buffer:
+        with pytest.raises(EPUnavailableError, match="use_fp8=False"):
+            buffer.low_latency_dispatch(x, topk_idx, 4, num_experts)
+        assert buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -15,7 +15,7 @@ import helpers  # noqa: E402
 from helpers import cpu, make, routing, rows, same  # noqa: E402
 from transports import transports  # noqa: E402
 
-from deepep_rt import EPInputError, EPTimeoutError, EPUnavailableError, jit  # noqa: E402
+from deepep_rt import EPInputError, EPTimeoutError, jit  # noqa: E402
 from deepep_rt.config import has_fp8  # noqa: E402
 
 SHARED_GPUS = bool(os.environ.get("DEEPEP_RT_SHARE_GPUS"))
@@ -261,14 +261,17 @@ def test_waiting_is_counted_in_every_call(comm):
         comm.Barrier()
 
 
-def test_gpus_without_fp8_say_so(comm):
+def test_gpus_without_fp8_say_so(comm, caplog):
     if len(formats()) > 1:
         return
     gpu, host = make_both(comm, hidden=512)
     with gpu, host:
-        idx, _ = routing(comm, 1, 4, 8, gpu.config.num_experts)
-        with pytest.raises(EPUnavailableError, match="use_fp8=False"):
-            gpu.low_latency_dispatch(rows(comm, 1, 4, 512), idx)
+        x, (idx, _) = rows(comm, 1, 4, 512), routing(comm, 1, 4, 8, gpu.config.num_experts)
+        sent, plain = gpu.low_latency_dispatch(x, idx), gpu.low_latency_dispatch(x, idx, use_fp8=False)
+        assert "cannot convert to FP8: rows travel and arrive as bfloat16" in caplog.text
+        assert (sent.recv_x_scales, sent.recv_x.dtype) == (None, torch.bfloat16)
+        for mine, theirs, count in zip(sent.recv_x, plain.recv_x, plain.num_recv_tokens_per_expert.tolist(), strict=True):
+            assert torch.equal(mine[:count], theirs[:count])
         round_trip(comm, gpu, host, 2, 4, use_fp8=False)
 
 
