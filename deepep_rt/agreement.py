@@ -33,7 +33,7 @@ def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, n
     """
     mine = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
     mine |= (network or NetworkOptions()).common()
-    missing = None if backend == "host" else _why_no_gpu()
+    missing = None if backend == "host" else why_no_gpu()
     said = _exchanged(comm, config.timeout_s, (mine, missing))
     for rank, wrong in enumerate(said):
         if isinstance(wrong, str):
@@ -90,7 +90,7 @@ def announce(comm: Communicator, backend: str, transport: str, num_bytes: int) -
 _BROKEN = "the CUDA driver fails:"  # how the reason begins where there ought to be a GPU
 
 
-def _why_no_gpu() -> str | None:
+def why_no_gpu() -> str | None:
     """The reason why this process cannot use a GPU, or None."""
     try:
         from cuda.bindings import driver

@@ -12,17 +12,27 @@ import numpy as np
 from mpi4py import MPI
 
 from . import __version__
+from .agreement import why_no_gpu
+from .errors import EPUnavailableError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
 class Machine:
-    """One rank's GPU, or none (backend "host")."""
+    """One rank's GPU, or none (backend "host").
+
+    Raises:
+        EPUnavailableError: if there is no GPU.
+    """
 
     def __init__(self, comm: Intracomm, backend: str) -> None:
         self.on_gpu, self._comm = backend == "cuda", comm
         if self.on_gpu:
+            if reason := why_no_gpu():
+                raise EPUnavailableError(
+                    f"no GPU to measure on: {reason}; --backend host does without, and --quick keeps it short"
+                )
             import cupy
 
             cupy.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cupy.cuda.runtime.getDeviceCount()).use()

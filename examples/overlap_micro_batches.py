@@ -47,7 +47,7 @@ def one_after_the_other(buffer, attention, experts, batches, done):
 
 
 def main():
-    sizes = {"tokens": ("of each rank in a micro-batch", 64, 16), "hidden": ("length of a row", 4096, 1024)}
+    sizes = {"tokens": ("of each rank in a micro-batch", 64, 16), "hidden": ("length of a row", 7168, 1024)}
     picture = dict(metavar="FILE", help="draw a typical step of rank 0 (.png, .svg, ...; needs matplotlib)")
     args = parse(__doc__, sizes, picture=picture, even=dict(action="store_true", help="as much attention on all ranks"))
     if args.picture:

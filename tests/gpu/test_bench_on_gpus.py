@@ -77,7 +77,7 @@ def test_steps_are_even(comm):
     if comm.size == 1 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         return
     args = bench_low_latency.parse_args(
-        ["--backend", "cuda", "--quick", "--experts", str(256 // comm.size * comm.size), "--tokens", "2,8,16,32"]
+        ["--backend", "cuda", "--quick", "--experts", str(256 // comm.size * comm.size), "--tokens", "1,2,4,8,16,32,64,128"]
     )
     args.replays = 1000
     tries = [

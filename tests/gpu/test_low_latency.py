@@ -12,7 +12,9 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 import helpers  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from helpers import cpu, make, routing, rows, same  # noqa: E402
+from process_group import start_in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError, jit  # noqa: E402
@@ -188,6 +190,26 @@ def test_beside_other_work(comm):
                     a @ a
             round_trip(comm, gpu, host, 300 + i, 100, early_weights=i % 2 == 0, use_fp8=len(formats()) > 1)
         side.synchronize()
+
+
+def test_beside_nccl(comm):
+    """NCCL's kernels wait for each other on some SMs, the Buffer's on the others; neither keeps the other from being launched."""
+    if SHARED_GPUS or comm.Get_size() == 1:
+        return  # NCCL wants a GPU for each rank
+    gpu, host = make_both(comm, hidden=1024)
+    start_in_reverse(comm, "nccl")
+    side = torch.cuda.Stream()
+    with gpu, host:
+        for i in range(10):
+            numbers = torch.full((16 << 20,), float(comm.Get_rank()), device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(5):
+                    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+            round_trip(comm, gpu, host, 400 + i, 100, early_weights=i % 2 == 0, use_fp8=False)
+            side.synchronize()
+            assert bool((numbers == comm.Get_size() - 1).all())
+    dist.destroy_process_group()
 
 
 def test_memory_comes_back_in_stream_order(comm):

@@ -1,0 +1,53 @@
+"""The examples run on GPUs, as a user starts them, and check themselves. (JAX has ranks of its own: tests/gpu_jax.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run(comm, monkeypatch, capsys):
+    """What rank 0 prints, by lines; nothing on the other ranks."""
+
+    def run(name, *options):
+        monkeypatch.syspath_prepend(EXAMPLES)
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        comm.Barrier()
+        lines = capsys.readouterr().out.splitlines()
+        assert (lines == []) == (comm.Get_rank() > 0)
+        return lines
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["dispatch_combine.py", "low_latency_decode.py", "moe_torch.py"])
+def test_example(name, run, comm):
+    lines = run(name)
+    if comm.Get_rank() == 0:
+        assert lines[-1] == "OK"
+        assert "cuda" in lines[0]
+
+
+def test_micro_batches_overlap(run, comm, tmp_path):
+    """The same bits in less time."""
+    options = ["--picture", str(tmp_path / "timeline.png")] if importlib.util.find_spec("matplotlib") else []
+    lines = run("overlap_micro_batches.py", *options)
+    if comm.Get_rank():
+        return
+    found = re.search(r"\(cuda\).*: (\d+) us overlapped, (\d+) us one after the other, same bits$", lines[-1])
+    assert found, lines
+    if comm.Get_size() > 1 and not os.environ.get("DEEPEP_RT_SHARE_GPUS"):
+        assert int(found[1]) < int(found[2])
+    assert not options or (tmp_path / "timeline.png").stat().st_size > 10_000

@@ -1,0 +1,15 @@
+"""Where a benchmark runs."""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+
+from deepep_rt import EPUnavailableError, bench_machine
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_machine, "why_no_gpu", lambda: "the CUDA driver sees no GPU")
+    with pytest.raises(EPUnavailableError, match="sees no GPU; --backend host does without"):
+        bench_machine.Machine(MPI.COMM_SELF, "cuda")
+    assert not bench_machine.Machine(MPI.COMM_SELF, "host").on_gpu
