@@ -19,6 +19,7 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
 pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
 
+from launch import python_on
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from without import without
@@ -36,14 +37,9 @@ NVSHMEM = ROOT / "bench/results/h200x4_2026-11-22_low_latency_nvshmem.json"
 RESULTS = [THROUGHPUT, LOW_LATENCY, NVSHMEM]
 
 
-def words(num_ranks, *command):
-    mpirun = Path(sys.executable).with_name("mpirun")
-    return [str(mpirun) if mpirun.exists() else "mpirun", "-n", str(num_ranks), sys.executable, *map(str, command)]
-
-
 def run(num_ranks, *options, status=0):
     """What the command wrote to standard output and to standard error."""
-    command = words(num_ranks, "-m", "deepep_rt", "bench", *options)
+    command = python_on(num_ranks, "-m", "deepep_rt", "bench", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout, done.stderr
@@ -126,7 +122,7 @@ def test_rank_0_talks_and_the_others_keep_quiet(measured):
 def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
     """A rank's standard error is a pipe; the bar comes if mpirun's own is a terminal."""
     ours, theirs = pty.openpty()
-    command = words(2, "-m", "deepep_rt", "bench", "low-latency", "--backend", "host", "--quick", "--out", tmp_path)
+    command = python_on(2, "-m", "deepep_rt", "bench", "low-latency", "--backend", "host", "--quick", "--out", tmp_path)
     shown = b""
 
     def read():
@@ -181,7 +177,7 @@ with bench_ranks.together(MPI.COMM_WORLD) as comm:
         raise EPConfigError("out of luck")
     comm.Barrier()
 """)
-    done = subprocess.run(words(3, script), capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run(python_on(3, script), capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode != 0
     assert "rank 1: error: out of luck; the other ranks are ended" in done.stderr
 

@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import python_on
 
 pytest.importorskip("rich")
 
@@ -33,9 +33,8 @@ def run(tmp_path_factory):
 
 def launch(program, *options, status=0):
     """Run a benchmark on 2 ranks without GPUs; what it printed, or, where it is to fail, to standard error."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, f"bench/{program}", "--backend", "host"]
-    done = subprocess.run([*words, *options], capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    words = python_on(2, f"bench/{program}", "--backend", "host", *options)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     assert done.returncode == status, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stderr if status else done.stdout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_host_backend import _launch
+from launch import run_checks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 
@@ -345,6 +345,4 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_program(num_ranks: int) -> None:
-    output = _launch(num_ranks, "compat").stdout
-    assert ": passed" in output, f"no check ran: {output}"
-    assert ": failed" not in output
+    run_checks(num_ranks, "compat")

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+from launch import mpirun
 from without import without
 
 from deepep_rt import Buffer, _env, doctor_gpus, doctor_probes, doctor_run
@@ -26,14 +27,6 @@ from deepep_rt.cache import SUFFIX, Entry, Store
 
 HERE = Path(__file__).resolve().parent
 PAGE = (HERE.parent / "docs/when-it-does-not-work.md").read_text()
-
-
-def _mpirun() -> list[str]:
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert found, "no mpirun beside this Python or on PATH; pip install 'deepep_rt[mpich]'"
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-    return [found, *(["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version or "OpenRTE" in version else [])]
 
 
 def _program(*options: str, python: str = sys.executable) -> list[str]:
@@ -223,7 +216,7 @@ def test_too_little_memory(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
 
 
 def test_two_ranks_on_one_gpu(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
-    command = [*_mpirun(), "-n", "3", *_program("--json")]
+    command = [*mpirun(), "-n", "3", *_program("--json")]
     answer = doctor.json(command=command, status=1, FAKE_GPUS="2", **gpu_machine)
     assert "ranks 0, 2 would use GPU 00010203" in what(answer, "shared-gpu")
     assert [(report["local_rank"], report["group"]) for report in answer["ranks"]] == [(0, 0), (1, 0), (2, 0)]
@@ -423,7 +416,7 @@ def test_the_page_shows_todays_tables(doctor: Doctor, gpu_machine: dict[str, str
 def test_what_differs_between_ranks(doctor: Doctor, tmp_path: Path) -> None:
     other = ["env", "NVSHMEM_IB_SL=3", f"DEEPEP_RT_CACHE_DIR={tmp_path}/other", "CUDA_VISIBLE_DEVICES=1"]
     program = _program("--json", "--backend", "host")
-    command = [*_mpirun(), "-n", "1", *program, ":", "-n", "1", *other, *program]
+    command = [*mpirun(), "-n", "1", *program, ":", "-n", "1", *other, *program]
     answer = doctor.json(command=command)
     assert [report["rank"] for report in answer["ranks"]] == [0, 1]
     different = answer["differences"]
@@ -440,7 +433,7 @@ def test_what_differs_between_ranks(doctor: Doctor, tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_on_one_rank(doctor: Doctor) -> None:
-    command = [*_mpirun(), "-n", "1", *_program("--json"), ":", "-n", "1", "env", "DEEPEP_RT_TIMEOUT_S=abc", *_program("--json")]
+    command = [*mpirun(), "-n", "1", *_program("--json"), ":", "-n", "1", "env", "DEEPEP_RT_TIMEOUT_S=abc", *_program("--json")]
     answer = doctor.json(command=command, status=1)
     (finding,) = (finding for finding in answer["findings"] if finding["kind"] == "wrong-setting")
     assert finding["ranks"] == [1]
@@ -472,7 +465,7 @@ def test_processes_of_torchrun(doctor: Doctor, local_rank: int) -> None:
 def test_the_variables_of_torchrun_may_be_anything(doctor: Doctor) -> None:
     assert "other-launcher" not in kinds(doctor.json(WORLD_SIZE="many", LOCAL_RANK="1"))
     assert kinds(doctor.json(WORLD_SIZE="2", LOCAL_RANK="", RANK="1"))["other-launcher"] == "warning", "and this process speaks"
-    command = [*_mpirun(), "-n", "2", *_program("--json", "--backend", "host")]
+    command = [*mpirun(), "-n", "2", *_program("--json", "--backend", "host")]
     assert "other-launcher" not in kinds(doctor.json(command=command, WORLD_SIZE="2", LOCAL_RANK="1"))
 
 

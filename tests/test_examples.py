@@ -1,22 +1,23 @@
 """The examples run on the host backend and check themselves."""
 
 import importlib.util
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import QUICK_XLA, python_on
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(num_ranks, example, *options):
+def run(num_ranks, example, *options, **environment):
     """What the example prints on the host backend, by lines."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", str(num_ranks), sys.executable, f"examples/{example}"]
-    words += ["--backend", "host", *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
+    words = python_on(num_ranks, f"examples/{example}", "--backend", "host", *options)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=180, cwd=ROOT, env={**os.environ, **environment}, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 
@@ -42,7 +43,7 @@ def test_low_latency_decode(num_ranks, options, kind):
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_moe_jax(num_ranks):
-    first, *steps, last, end = run(num_ranks, "moe_jax.py")
+    first, *steps, last, end = run(num_ranks, "moe_jax.py", **QUICK_XLA)
     assert first.startswith(f"host: {num_ranks} ranks")
     assert [line.split(":")[0] for line in steps] == [f"step {step:3}" for step in range(0, 50, 6)]
     assert "largest difference" in last

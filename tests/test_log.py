@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import python_on
 
 import deepep_rt
 from deepep_rt import agreement, jit
@@ -27,9 +27,7 @@ if MPI.COMM_WORLD.rank == 0:  # lines of two ranks may run together
 
 
 def run(setup: str) -> list[str]:
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = [str(beside) if beside.exists() else "mpirun", "-n", "2"]
-    words = [*mpirun, sys.executable, "-c", PROGRAM.format(setup=setup)]
+    words = python_on(2, "-c", PROGRAM.format(setup=setup))
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     return (done.stdout + done.stderr).splitlines()
 

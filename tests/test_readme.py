@@ -4,12 +4,13 @@ import functools
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launch import python_on
+from ports import free_port
 
 import deepep_rt
 from deepep_rt import errors
@@ -113,11 +114,8 @@ def run_python_blocks(text, tmp_path, check=""):
         pytest.importorskip(library)
     script = tmp_path / "blocks.py"
     script.write_text(program)
-    mpirun = Path(sys.executable).with_name("mpirun")
-    words = [str(mpirun) if mpirun.exists() else "mpirun", "-n", "2", sys.executable, str(script)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        environment = {**os.environ, "MASTER_PORT": str(free.getsockname()[1])}  # for blocks with torch.distributed
+    words = python_on(2, script)
+    environment = {**os.environ, "MASTER_PORT": str(free_port())}  # for blocks with torch.distributed
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -1,0 +1,15 @@
+"""deepep_rt.jax on the host backend, inside of compiled functions."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from launch import run_checks
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("program", ["in_jit", "decode_in_jit"])
+def test_inside_of_compiled_functions(program: str, num_ranks: int) -> None:
+    run_checks(num_ranks, program)
