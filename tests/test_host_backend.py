@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from launch import launch, run_checks
 
@@ -18,9 +20,15 @@ LATE = [
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("program", ["dispatch", "combine", "rounds", "bad_calls", "buffers", "frameworks", "low_latency"])
+@pytest.mark.parametrize("program", ["dispatch", "combine", "rounds", "bad_calls", "buffers", "low_latency"])
 def test_program(program: str, num_ranks: int) -> None:
     run_checks(num_ranks, program)
+
+
+def test_arrays_of_frameworks() -> None:
+    sizes = ("8", "4", "3", "2", "1")  # all ranks load the libraries at the same time
+    output = run_checks(8, "frameworks", "--sizes", *sizes)
+    assert re.findall(r"check_torch on (\d): passed", output) == list(sizes)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -12,11 +12,6 @@ from test_examples import run
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_communicator(num_ranks: int) -> None:
-    run_checks(num_ranks, "torch_groups")
-
-
 def test_communicators_are_returned_as_they_are() -> None:
     from mpi4py import MPI
 
@@ -72,8 +67,11 @@ def test_tensors_without_rows() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gradients(num_ranks: int) -> None:
-    run_checks(num_ranks, "torch_autograd")
+def test_gradients_and_groups(num_ranks: int) -> None:
+    """In one job: importing PyTorch takes longer than most of the checks."""
+    output = run_checks(num_ranks, "torch_autograd", "torch_groups")
+    assert "check_a_layer" in output
+    assert "check_subgroups" in output
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

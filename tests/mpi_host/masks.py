@@ -18,7 +18,7 @@ import oracle
 import spmd
 from low_latency import _buffer, _check_same, _inputs, _outputs
 from mpi4py import MPI
-from spmd import main, raises
+from spmd import main, meet, raises
 
 from deepep_rt import Buffer, EPInputError, EPTimeoutError
 
@@ -66,19 +66,19 @@ def _set_masks(comm: MPI.Intracomm, buffer: Buffer, outcasts: Collection[int], m
     rank = comm.Get_rank()
     everyone = range(comm.Get_size())
     live = [rank] if rank in outcasts else [peer for peer in everyone if peer not in outcasts]
-    comm.Barrier()
+    meet(comm)
     for peer in set(everyone) - set(live):
         (buffer.mask_rank if masked else buffer.unmask_rank)(peer)
-    comm.Barrier()
+    meet(comm)
     return live if masked else list(everyone)
 
 
 def _unmask_all(comm: MPI.Intracomm, buffer: Buffer) -> None:
-    comm.Barrier()
+    meet(comm)
     for peer in buffer.query_masked_ranks():
         buffer.unmask_rank(peer)
     assert buffer.query_masked_ranks() == []
-    comm.Barrier()
+    meet(comm)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _left_by_some(comm: MPI.Intracomm, **settings: Any) -> Iterator[Buffer]:
     buffer = _buffer(comm, timeout_s=TIMEOUT_S, **settings)
     with buffer:
         yield buffer
-    comm.Barrier()
+    meet(comm)
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def check_a_rank_stops(comm: MPI.Intracomm) -> None:
             if spmd.backend == "host":
                 assert len(said) == 1, said
                 assert f"waited 2 s for rank {last}" in said[0], said
-        comm.Barrier()
+        meet(comm)
 
 
 def check_silent_between_dispatch_and_combine(comm: MPI.Intracomm) -> None:
@@ -221,7 +221,7 @@ def check_silent_between_dispatch_and_combine(comm: MPI.Intracomm) -> None:
                 _check_same("x", back.x, wanted)
                 assert buffer.query_masked_ranks() == [last]
                 _all_ways(comm, buffer, 710, everyone[:-1])
-            comm.Barrier()
+            meet(comm)
 
 
 def check_a_slow_rank_comes_back(comm: MPI.Intracomm) -> None:
@@ -335,7 +335,7 @@ def check_raising_is_the_default(comm: MPI.Intracomm) -> None:
             assert buffer.query_masked_ranks() == [masked]
             with raises(EPTimeoutError, "broken" if spmd.backend == "host" else "cannot be used any more"):
                 _dispatch(buffer, inputs[rank])
-        comm.Barrier()
+        meet(comm)
 
 
 def _die_after_notices(buffer: Buffer, call: Any) -> None:
@@ -373,7 +373,7 @@ def _survivors_of(comm: MPI.Intracomm, heard_by: Collection[int], topk_idx: Any)
             for seed in range(1210, 1220):
                 _step(comm, buffer, seed, live, **WAYS[seed % 4])
             assert buffer.query_masked_ranks() == [last]
-        comm.Barrier()
+        meet(comm)
 
 
 def check_notices_but_no_rows(comm: MPI.Intracomm) -> None:
@@ -413,7 +413,7 @@ def check_notices_of_combine_but_no_rows(comm: MPI.Intracomm) -> None:
                 _check_same("x", _combine(buffer, inputs[rank], y[rank], sent, _possible(way["reduce_early"])).x, wanted)
                 assert buffer.query_masked_ranks() == [last]
                 _all_ways(comm, buffer, 1260, everyone[:-1])
-            comm.Barrier()
+            meet(comm)
 
 
 def check_throughput_calls_throw_old_notices_away(comm: MPI.Intracomm) -> None:
@@ -424,11 +424,11 @@ def check_throughput_calls_throw_old_notices_away(comm: MPI.Intracomm) -> None:
     with _left_by_some(comm, on_timeout="mask") as buffer:
         if rank != last:
             _all_ways(comm, buffer, 1300, everyone[:-1])
-        comm.Barrier()
+        meet(comm)
         inputs = _inputs(comm, 1301)
         sent = buffer.dispatch(inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)
         oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, buffer.config.num_experts))
-        comm.Barrier()
+        meet(comm)
 
 
 def check_unmasked_out_of_step(comm: MPI.Intracomm) -> None:
@@ -447,7 +447,7 @@ def check_unmasked_out_of_step(comm: MPI.Intracomm) -> None:
         else:
             _step(comm, buffer, 1404, everyone[:-1])
             assert buffer.query_masked_ranks() == [last]
-        comm.Barrier()
+        meet(comm)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ others run into a time-out of their Buffer at worst, and all meet again after th
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -30,15 +32,33 @@ more: dict[str, Any] = {}  # and with other settings of a Buffer
 MEETING_S = TIMEOUT_S + 5  # how long a rank that failed waits for the others, which may hang in a collective of MPI itself
 
 
-def main(module_name: str) -> None:
-    """Run every `check_*` of a module, in the order of the file; with --store, over a store instead of MPI."""
-    meeting = MPI.COMM_WORLD.Dup()
-    store = _store(meeting) if "--store" in sys.argv else None
-    checks = [f for name, f in inspect.getmembers(sys.modules[module_name], inspect.isfunction) if name.startswith("check_")]
-    checks.sort(key=lambda check: check.__code__.co_firstlineno)
-    passed = [run_check(check, meeting, store) for check in checks]
-    meeting.Barrier()  # rank 0 holds the store
+def main(*modules: str) -> None:
+    """Run every `check_*` of the modules, in the order of the file; with --store, over a store instead of MPI.
+
+    With --sizes, on as many ranks as each of the numbers says that follow: ranks that load large libraries do so once.
+    """
+    world = MPI.COMM_WORLD
+    sizes = map(int, sys.argv[sys.argv.index("--sizes") + 1 :]) if "--sizes" in sys.argv else [world.Get_size()]
+    passed = []
+    for size in sizes:
+        meeting = world.Split(world.Get_rank() < size)
+        if world.Get_rank() < size:
+            store = _store(meeting) if "--store" in sys.argv else None
+            passed += [run_check(check, meeting, store) for module in modules for check in _checks(module)]
+        meet(world)  # rank 0 holds the store
     sys.exit(0 if all(passed) else 1)
+
+
+def _checks(module: str) -> list[Callable[[Any], None]]:
+    found = inspect.getmembers(sys.modules.get(module) or importlib.import_module(module), inspect.isfunction)
+    return sorted((f for name, f in found if name.startswith("check_")), key=lambda check: check.__code__.co_firstlineno)
+
+
+def meet(comm: MPI.Intracomm) -> None:
+    """A barrier for ranks that may come seconds apart: MPI's own keeps a core busy that the others need."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
 
 
 def run_check(check: Callable[[Any], None], meeting: MPI.Intracomm, store: Any = None) -> bool:
@@ -54,10 +74,11 @@ def run_check(check: Callable[[Any], None], meeting: MPI.Intracomm, store: Any =
         passed = False
         print(f"--- {check.__name__} failed on rank {rank}\n{traceback.format_exc()}", flush=True)
         last_resort.start()
+    meet(meeting)
     everywhere = meeting.allreduce(passed, MPI.LAND)
     last_resort.cancel()
     if rank == 0:
-        print(f"{check.__name__}: {'passed' if everywhere else 'failed'}", flush=True)
+        print(f"{check.__name__} on {meeting.Get_size()}: {'passed' if everywhere else 'failed'}", flush=True)
     return everywhere
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -479,4 +480,4 @@ def check_errors(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    main(__name__)
+    main(__name__, *sys.argv[1:])  # torch_groups, say
