@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,24 @@ from deepep_rt.sources import kernel_constants
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """What `compile` says of every kernel for two targets, and the cache that it fills."""
+    folder = tmp_path_factory.mktemp("compiled") / "cache"
+    words = [sys.executable, "-m", "deepep_rt", "compile", "--arch", "sm_80", "--arch", "sm_90", "--strict", "--json"]
+    environment = {**os.environ, "DEEPEP_RT_CACHE_DIR": str(folder)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout), folder
+
+
+@pytest.fixture
+def filled(compiled: tuple[list[dict[str, Any]], Path], cache: Path) -> Path:
+    """A cache in which nothing has to be compiled for sm_90."""
+    shutil.copytree(compiled[1] / "sm_90", cache / "sm_90")
+    return cache
 
 
 @pytest.fixture
@@ -59,8 +78,10 @@ def terminal(capsys: pytest.CaptureFixture[str]) -> Terminal:
     return Terminal(capsys)
 
 
-def test_compile_makes_every_kernel_for_every_target(terminal: Terminal) -> None:
-    rows = terminal.json("compile", "--arch", "sm_80", "--arch", "sm_90", "--strict")
+def test_compile_makes_every_kernel_for_every_target(
+    terminal: Terminal, compiled: tuple[list[dict[str, Any]], Path], filled: Path
+) -> None:
+    rows, _ = compiled
     old = [name for name, kernel in TABLE.items() if not kernel.needs_fp8]
     assert [(row["arch"], row["kernel"]) for row in rows] == [("sm_80", name) for name in old] + [
         ("sm_90", name) for name in TABLE
@@ -121,6 +142,7 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     assert names[1] - {"nvshmem_ring"} == {"ll_dispatch", "ll_combine"} | local
 
 
+@pytest.mark.usefixtures("quick")
 def test_fp8_buffers_combine_nothing_by_default(terminal: Terminal) -> None:
     rows = terminal.json("compile", "--arch", "sm_90", "--dtype", "float8_e4m3fn")
     assert "combine" not in [row["kernel"] for row in rows]
@@ -171,7 +193,7 @@ def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     }
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("filled", "quick")
 @pytest.mark.parametrize(
     ("figure", "message"), [("spill_stores", "spills registers"), ("stack_bytes", "stack frame of 8 bytes; 0 are declared")]
 )
@@ -213,9 +235,8 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     assert terminal.json("cache", "list") == []
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("filled")
 def test_show_asks_for_one_key(terminal: Terminal) -> None:
-    terminal("compile", "--arch", "sm_90")
     terminal("cache", "show", "xyz", status=1)
     assert "no kernel has a key that begins with 'xyz'" in terminal.err
     terminal("cache", "show", "", status=1)
@@ -260,10 +281,8 @@ def test_compile_names_every_kernel_that_must_not_be_compiled(terminal: Terminal
     assert terminal.err.count("is not in the cache") == sum(not kernel.needs_nvshmem for kernel in TABLE.values())
 
 
-@pytest.mark.usefixtures("quick")
-def test_corrupt_entries_are_marked(terminal: Terminal, cache: Path) -> None:
-    terminal("compile", "--arch", "sm_90")
-    path = sorted(cache.glob(f"*/*{SUFFIX}"))[0]
+def test_corrupt_entries_are_marked(terminal: Terminal, filled: Path) -> None:
+    path = sorted(filled.glob(f"*/*{SUFFIX}"))[0]
     path.write_bytes(path.read_bytes()[:-1])
     table = terminal("cache", "list")
     assert "CORRUPT" in table

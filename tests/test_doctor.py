@@ -22,7 +22,7 @@ pytest.importorskip("typer")
 from launch import mpirun
 from without import without
 
-from deepep_rt import Buffer, _env, doctor_gpus, doctor_probes, doctor_run
+from deepep_rt import Buffer, _env, cli, doctor_gpus, doctor_probes, doctor_run
 from deepep_rt.cache import SUFFIX, Entry, Store
 
 HERE = Path(__file__).resolve().parent
@@ -65,6 +65,12 @@ class Doctor:
 @pytest.fixture
 def doctor(tmp_path: Path) -> Doctor:
     return Doctor(tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def probed() -> dict[str, Any]:
+    """What the probes find here, for tests of what does not depend on it."""
+    return doctor_run.examine()
 
 
 def kinds(answer: dict[str, Any]) -> dict[str, str]:
@@ -114,8 +120,15 @@ def test_sizes_are_options(doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--tokens", "--hidden", "--topk", "--experts", "--slots", "--ranks-per-node"])
-def test_a_size_of_zero_is_no_default(doctor: Doctor, option: str) -> None:
-    assert " is 0; expected" in what(doctor.json(option, "0", status=1), "wrong-sizes")
+def test_a_size_of_zero_is_no_default(
+    probed: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_run, "examine", lambda: probed)
+    monkeypatch.setattr(doctor_run, "gather", lambda report: (0, [{**report, **doctor_run.ALONE}], None))
+    with pytest.raises(SystemExit) as caught:
+        cli.run(["doctor", "--json", option, "0"])
+    assert caught.value.code == 1
+    assert " is 0; expected" in what(json.loads(capsys.readouterr().out), "wrong-sizes")
 
 
 def test_the_page_is_where_the_last_line_says(doctor: Doctor) -> None:
