@@ -52,6 +52,11 @@ def timeout_s() -> float:
         raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 30") from None
 
 
+def nvshmem_transport() -> str:
+    """`NVSHMEM_REMOTE_TRANSPORT`: what NVSHMEM reaches other hosts with; by default it looks for something itself."""
+    return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
+
+
 def put_gpu_first(index: int, count: int) -> None:
     """`CUDA_VISIBLE_DEVICES`: the same GPUs, another one first. CUDA looks at it when it starts."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]

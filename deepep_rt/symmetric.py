@@ -88,13 +88,22 @@ def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) ->
     return _runtime
 
 
+def _without_proxy() -> dict[str, str]:
+    """Keeps NVSHMEM from starting its thread for the network where there is none.
+
+    The thread would spin for nothing. And it outlives CUDA where a program loads CUDA's runtime (with CuPy, PyTorch, ...) after its driver
+    has started: CUDA is taken down first when the process ends, and the thread, still polling, brings it down with a segmentation fault.
+    """
+    return {"NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1"} if _env.nvshmem_transport() == "none" else {}
+
+
 def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
     import numpy as np
 
     rank, size = comm.Get_rank(), comm.Get_size()
     # One host: no network transport is looked for, whatever the host has. What was asked for wins, and the user's own setting over that.
     default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(comm.ranks_here()) == size else {}
-    with _env.overridden({**default, **environment}):
+    with _env.overridden({**default, **environment}), _env.overridden(_without_proxy()):
         uid = nvshmem.uniqueid()
         if rank == 0:
             nvshmem.get_uniqueid(uid.ptr)

@@ -231,8 +231,18 @@ def test_the_users_own_variables_win(install, monkeypatch):
 def test_no_network_is_looked_for_on_one_host(install):
     fake = install()
     symmetric.runtime(Ranks(gather=_pes))
-    assert fake.seen == {"NVSHMEM_REMOTE_TRANSPORT": "none"}
+    assert fake.seen == {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1"}
     assert _variables() == {}
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_network_on_one_host_has_its_thread(install, monkeypatch, by_variable):
+    """A transport that was asked for may need NVSHMEM's proxy thread."""
+    fake = install()
+    if by_variable:
+        monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "ucx")
+    symmetric.runtime(Ranks(gather=_pes), NetworkOptions(transport=None if by_variable else "ucx").environment())
+    assert fake.seen == {"NVSHMEM_REMOTE_TRANSPORT": "ucx"}
 
 
 def test_with_several_hosts_the_transport_is_nvshmems_choice(install):

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from test_store_comm import run_without_mpirun
+from test_store_comm import environment, run_without_mpirun
 
 pytestmark = pytest.mark.gpu
+
+DRIVER_BEFORE_RUNTIME = """
+from cuda.bindings import driver
+driver.cuInit(0)
+import cupy
+cupy.cuda.Device(0).use()
+from mpi4py import MPI
+from deepep_rt import Buffer
+with Buffer(MPI.COMM_WORLD, num_max_tokens_per_rank=8, hidden=256, num_topk=1, num_experts=1) as buffer:
+    print(buffer.backend)
+"""
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
@@ -15,4 +29,13 @@ def test_buffers(comm, launcher):
         words = ("cuda", str(comm.size)) if launcher == "spawn" else ("cuda",)
         output = run_without_mpirun(*words, launcher=() if launcher == "spawn" else torchrun)
         assert "all passed" in output
+    comm.Barrier()
+
+
+def test_a_process_ends_well(comm):
+    """Also where CUDA is taken down before NVSHMEM: its thread for the network, if there were one, would bring the process down."""
+    if not comm.rank:
+        words = [sys.executable, "-c", DRIVER_BEFORE_RUNTIME]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (0, "cuda\n"), done.stderr
     comm.Barrier()
