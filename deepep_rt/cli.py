@@ -143,7 +143,10 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
         raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
     is_near = config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
     kernels = [
-        k for k in TABLE.values() if (config.fits_low_latency if k.low_latency else is_near or k.needs_nvshmem or k.is_local)
+        k
+        for k in TABLE.values()
+        if (config.fits_low_latency if k.low_latency else is_near or k.needs_nvshmem or k.is_local)
+        and not (k.near_only and config.has_network)
     ]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
 

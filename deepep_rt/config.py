@@ -25,6 +25,8 @@ ROW_ALIGNMENT = 16
 
 STAGE_BYTES = 16 * 1024
 """What one bulk copy carries at most, unless a single row is larger."""
+LOW_LATENCY_STRETCH = 2048
+"""Bytes of a row that a warp adds up at once in a low-latency combine; with more, registers spill."""
 
 MAX_ROW_BYTES = 96 * 1024
 """Two stages of the widest row fit in the shared memory of a block."""
@@ -202,6 +204,14 @@ class Config:
         """Threads of a block. NVSHMEM's functions take up to 158 registers, so fewer threads have to share an SM's."""
         return 256 if self.has_network else 512
 
+    def low_latency_many(self, num_blocks: int) -> int:
+        """From how many tokens on a low-latency combine of so many blocks is one of many: warps that shared a row would have more than a
+        stretch of it each.
+        """
+        stretches = -(-2 * self.hidden // LOW_LATENCY_STRETCH)
+        most_rows = self.low_latency_threads // 32 * num_blocks >> (stretches - 1).bit_length()
+        return most_rows // min(self.num_ranks, self.num_topk) + 1
+
     @cached_property
     def low_latency_sides(self) -> int:
         """Sides of the inboxes: `num_slots`, or more, as epochs take turns with them also where they wrap around."""
@@ -290,6 +300,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         # Of a row, what a thread has on its way at once; registers decide.
         "kLlPieces": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 4,
         "kLlTableBytes": config.low_latency_table_bytes,
+        "kLlStretch": LOW_LATENCY_STRETCH,
         "kStageBytes": stage,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,

@@ -16,6 +16,22 @@ _COMMON = """
     i32 pes[kNumRanks];     // NVSHMEM's number of each rank
 """
 
+_LOW_LATENCY_COMBINE = (
+    _COMMON
+    + """
+    i32 phases;
+    i32 num_tokens;
+    u64 y;                  // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden] bfloat16
+    u64 topk_idx;
+    u64 topk_weights;
+    u64 handle;
+    u64 out;                // [num_tokens, kHidden] bfloat16
+    i32 idx_bytes;
+    i32 reduce_early;       // one row for each rank, added up there
+    i32 has_weights;        // the weights came with the dispatch
+"""
+)
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -30,6 +46,7 @@ class Kernel:
     is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
     needs_fp8: bool = False  # only for GPUs that convert to FP8
     low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if ranks are far apart
+    near_only: bool = False  # and only where all ranks reach each other directly
     overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
     max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
 
@@ -133,24 +150,13 @@ TABLE: dict[str, Kernel] = {
         ),
         Kernel(
             "ll_combine",
-            _COMMON
-            + """
-    i32 phases;
-    i32 num_tokens;
-    u64 y;                  // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden] bfloat16
-    u64 topk_idx;
-    u64 topk_weights;
-    u64 handle;
-    u64 out;                // [num_tokens, kHidden] bfloat16
-    i32 idx_bytes;
-    i32 reduce_early;       // one row for each rank, added up there
-    i32 has_weights;        // the weights came with the dispatch
-""",
+            _LOW_LATENCY_COMBINE,
             threads="kLlThreads",
             low_latency=True,
             overlaps=True,
             max_stack_bytes=8,  # of what NVSHMEM's functions are called with
         ),
+        Kernel("ll_combine_many", _LOW_LATENCY_COMBINE, threads="kLlThreads", low_latency=True, near_only=True, overlaps=True),
         Kernel(
             "fp8_encode",
             """

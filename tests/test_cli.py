@@ -122,7 +122,7 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
 
 def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is made with: nodes, masks and slots are compiled in."""
-    low_latency = {name: kernel for name, kernel in TABLE.items() if kernel.low_latency}
+    low_latency = {name: kernel for name, kernel in TABLE.items() if kernel.low_latency and not kernel.near_only}
     monkeypatch.setattr(cli, "TABLE", low_latency)
     sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--slots", "3", "--ranks-per-node", "2", "--on-timeout", "mask")
@@ -139,7 +139,9 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     names = [{kernel.name for kernel, _ in cli._variants(Config(ranks, 16, **sizes), None)} for ranks in (8, 16)]
     assert names[0] - names[1] == {"route", "dispatch", "combine", "ceiling"}
     local = {name for name, kernel in TABLE.items() if kernel.is_local}
-    assert names[1] - {"nvshmem_ring"} == {"ll_dispatch", "ll_combine"} | local
+    assert names[1] - {"nvshmem_ring"} == {"ll_dispatch", "ll_combine", "ll_combine_many"} | local
+    far = {kernel.name for kernel, _ in cli._variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
+    assert names[1] - far == {"ll_combine_many"}
 
 
 @pytest.mark.usefixtures("quick")

@@ -446,6 +446,27 @@ def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales
             buffer.low_latency_combine(y, idx, weights, sent.handle, out=Array(fake, "bfloat16", 10, 256, offset=2))
 
 
+def test_combines_of_many_tokens_have_a_kernel_of_their_own(fake: FakeGpu, make: Any) -> None:
+    """Which one does not depend on the other ranks; a hook launches the one that has sent."""
+    with make(low_latency=True, num_max_tokens_per_rank=512, hidden=7168, low_latency_sms=128) as buffer:
+        y = Array(fake, "bfloat16", 8, 2048, 7168)
+        config = buffer.config
+        # 8 rows of 7 stretches fit the 16 warps of a block: 3 bits
+        least = (128 * 16 >> 3) // min(config.num_ranks, config.num_topk) + 1
+        for tokens, reduce_early, kernel in (
+            (least - 1, True, ""),
+            (least, True, "_many"),
+            (512, True, "_many"),
+            (512, False, ""),
+        ):
+            x, idx, weights = (Array(fake, "bfloat16", tokens, 7168), *arguments(fake, tokens)[1:])
+            sent = buffer.low_latency_dispatch(x, idx)
+            buffer.low_latency_combine(
+                y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early, return_recv_hook=True
+            ).hook()
+            assert [launch.kernel for launch in fake.take()[1:]] == [f"ll_combine{kernel}"] * 2
+
+
 def test_grids_of_one_size(fake: FakeGpu, make: Any) -> None:
     """Whatever the tokens: ranks with more of them than others are not waited for."""
     with make(low_latency=True, num_max_tokens_per_rank=512, low_latency_sms=64) as buffer:

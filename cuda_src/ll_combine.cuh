@@ -1,0 +1,313 @@
+// What the low-latency combines share: ll_combine, and ll_combine_many for calls of many tokens. They differ in how they share the sending
+// among warps; a rank takes the one for its own number of tokens, whatever the others take.
+//
+// Sending. What arrived in ll_dispatch is sent back entry by entry: the outputs of this rank's experts for the token, times their weights,
+// are added up and written as one bfloat16 row to the token's rank. Unless the weights came with the dispatch, block 0 of every rank first
+// sends its tokens' weights around.
+//
+// Receiving. A group of warps shares a token. Each thread adds up some columns of the token's rows as they come, in float32: in rank order
+// (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product is rounded before it is
+// added: the result is the same in each run, and on the host backend.
+//
+// A rank that the dispatch left out is left out here too: whoever was masked then has no rows of the other.
+// Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on. Weights of a side
+// are read by the sending part, which comes before the receiving part and its acknowledgement.
+// No block waits for a certain other one of its grid, but for block 0, which starts first: entries are taken by whoever runs.
+// Where time-outs mask, a group first waits for whole rows, so that it adds up all of a row or nothing.
+//
+// Bytes: each entry's rows read once, one row over the link for each entry, rows of a token read and cleared once.
+#pragma once
+#include "low_latency.cuh"
+
+constexpr int kRowVecs = kHidden / 8;
+constexpr int kStretchVecs = kLlStretch / sizeof(Vec16), kMostPieces = kStretchVecs / 32;  // kMostPieces: vectors of a thread at once
+constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;
+
+__device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlCombine); }
+
+// `which`: the sending rank, or the choice.
+__device__ __forceinline__ u64 place_of(u32 epoch, int which, int token) {
+  return (static_cast<u64>(epoch % kNumSides) * kRowsOfToken + which) * kNumMaxTokens + token;
+}
+
+__device__ __forceinline__ u64 row_offset(u32 epoch, int which, int token) {
+  return kLlRows + place_of(epoch, which, token) * sizeof(Vec16) * kRowVecs;
+}
+
+__device__ __forceinline__ u64 flag_offset(u32 epoch, int which, int token) {
+  return kLlRowFlags + place_of(epoch, which, token) * sizeof(u64);
+}
+
+__device__ __forceinline__ u64 weights_offset(u32 epoch, int source) {
+  return kLlWeights + side_of(epoch, source) * kNumMaxTokens * kNumTopk * sizeof(u64);
+}
+
+__device__ __forceinline__ u64 weight_flag_offset(u32 epoch, int source) { return kLlWeightFlags + side_of(epoch, source) * sizeof(u64); }
+
+__device__ __forceinline__ u64 staged_offset(u32 epoch, int entry) {
+  return kLlStagedRows + (static_cast<u64>(epoch % kNumSides) * kNumRanks * kNumMaxTokens + entry) * sizeof(Vec16) * kRowVecs;
+}
+
+// All of block 0.
+__device__ inline void send_weights(const Params& p, const Call& call) {
+  const u32 epoch = call.sent;
+  const u64 there = weights_offset(epoch, p.rank);
+  const u64 staged = kLlStagedWeights + static_cast<u64>(epoch % kNumSides) * kNumMaxTokens * kNumTopk * sizeof(u64);
+  for (int i = threadIdx.x; i < p.num_tokens * kNumTopk; i += kLlThreads) {
+    const u64 word = word_of(__float_as_uint(at<const float>(p.topk_weights, 0)[i]), epoch);
+    for (int r = 0; r < kNumRanks; ++r) {
+      if (!call.out[r] && !is_far(p, r)) st_relaxed_sys(at<u64>(p.peers[r], there) + i, word);
+    }
+    if (kHasFar) at<u64>(p.peers[p.rank], staged)[i] = word;
+  }
+  if (!kHasFar || p.num_tokens == 0) return;
+  __syncthreads();
+  for (int r = warp_idx(); r < kNumRanks; r += kWarps) {
+    const u64 num_bytes = static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(u64);
+    if (!call.out[r] && is_far(p, r)) put(p, r, there, staged, num_bytes, weight_flag_offset(epoch, p.rank), epoch);
+  }
+}
+
+// One warp; in lane k the weight of the token's choice k, which did not come with the row. `ok`: whether it came.
+__device__ inline float late_weight(const Params& p, u32 epoch, int source, int token, bool& ok) {
+  const int lane = lane_idx();
+  if (lane >= kNumTopk) return 0.f;
+  const u64 mine = p.peers[p.rank];
+  u64 word = 0;
+  if (is_far(p, source)) ok = wait_epoch(p, at<const u64>(mine, weight_flag_offset(epoch, source)), epoch, kPhaseLlWeights, source);
+  const u64* words = at<const u64>(mine, weights_offset(epoch, source)) + token * kNumTopk;
+  ok = ok && wait_word(p, words + lane, epoch, kPhaseLlWeights, source, word);
+  return __uint_as_float(word >> 32);
+}
+
+// Adds up some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight. Called by
+// whole warps, for the columns from `first` on and before `end` that are `apart` from each other; a thread has kPieces of them at a time,
+// and loads those of kRows rows at once. write(i, v): vector i of the sum.
+template <int kPieces, int kRows, class From, class Write>
+__device__ __forceinline__ void add_up(int first, int apart, int end, u32 which, float weight, From from, Write write) {
+  for (; first - lane_idx() < end; first += kPieces * apart) {
+    auto exists = [&](int j) { return first + j * apart < end; };
+    float sum[kPieces][8] = {};
+    u32 left = which;
+    while (left) {
+      Vec16 held[kRows][kPieces];
+      float w[kRows];
+      bool has[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r, left &= left - 1) {
+        has[r] = left;
+        const int i = left ? __ffs(left) - 1 : 0;
+        const Vec16* row = from(i);
+        w[r] = __shfl_sync(~0u, weight, i);
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          if (has[r] && exists(j)) held[r][j] = ld_streaming(row + first + j * apart);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          if (has[r] && exists(j)) add_scaled_to<kBfloat16>(sum[j], held[r][j], w[r]);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      if (exists(j)) write(first + j * apart, rounded<kBfloat16>(sum[j]));
+    }
+  }
+}
+
+// An entry of the handle, as a warp sees it: a token that came, from whom, and in lane k the row of its choice k here, and its weight.
+struct Entry {
+  int source, token, row;
+  float weight;
+
+  __device__ __forceinline__ Entry(const Params& p, int idx) {
+    const LlEntry* entry = at<const LlEntry>(p.handle, kLlHandleEntries) + idx;
+    const int lane = lane_idx();
+    source = entry->source, token = entry->token;
+    row = lane < kNumTopk ? entry->row[lane] : kLlElsewhere;
+    weight = lane < kNumTopk ? entry->weight[lane] : 0.f;
+  }
+
+  // Makes sure of the weight. False: it did not come in time.
+  __device__ __forceinline__ bool await_weight(const Params& p, u32 epoch) {
+    bool ok = true;
+    if (!p.has_weights) weight = late_weight(p, epoch, source, token, ok);
+    return ok;
+  }
+
+  // One warp's part of the rows' sum.
+  template <int kPieces, int kRows, class Write>
+  __device__ __forceinline__ void add_up(const Params& p, int first, int apart, int end, Write write) const {
+    auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
+    ::add_up<kPieces, kRows>(first, apart, end, __ballot_sync(~0u, row >= 0), weight, from, write);
+  }
+};
+
+// Entries lie by the rank they go back to. Where they are many, they are taken for each rank in turn, and ranks begin with different ones:
+// otherwise all ranks would send to the same one at a time. Nothing is known of how many each rank has; past the last entry there is none.
+__device__ __forceinline__ int per_rank(int num_entries) { return (num_entries + kNumRanks - 1) / kNumRanks; }
+
+__device__ __forceinline__ int entry_at(int turn, int rank, int num_entries) {
+  return (turn + rank) % kNumRanks * per_rank(num_entries) + turn / kNumRanks;
+}
+
+// What a lane knows of a token's choice `lane`. It is loaded before it is needed; whatever is asked of it waits for it.
+struct Choice {
+  u32 low = ~0u, high = ~0u;  // of the expert's number
+
+  __device__ __forceinline__ Choice(const Params& p, int token) {
+    if (token >= p.num_tokens || lane_idx() >= kNumTopk) return;
+    const u32* words = at<const u32>(p.topk_idx, 0) + (static_cast<i64>(token) * kNumTopk + lane_idx()) * (p.idx_bytes / 4);
+    low = words[0], high = p.idx_bytes == 8 ? words[1] : 0;
+  }
+
+  // -1 for none.
+  __device__ __forceinline__ int expert() const { return high == 0 && low < kNumExperts ? static_cast<int>(low) : -1; }
+};
+
+// The rows of a token, in the order in which they are added up.
+struct Rows {
+  int count;
+  u64 row;       // in lane j: of row j, the address,
+  int sender;    // the rank that sends it,
+  float weight;  // its weight,
+  bool came;     // and whether its signal came in time
+
+  // One warp. `ok`: whether all signals came.
+  __device__ inline Rows(const Params& p, const Call& call, int token, int expert, bool& ok) {
+    const int lane = lane_idx();
+    const u64 mine = p.peers[p.rank];
+    int rank = first_choice_of(expert, call.out), key = rank;  // rows are added up in the order of their keys
+    if (!p.reduce_early) {
+      rank = expert >= 0 && !call.out[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
+      key = rank >= 0 ? lane : -1;
+    }
+    ok = true;
+    const u64 flag = mine + flag_offset(call.received, key < 0 ? 0 : key, token);
+    if (key >= 0 && is_far(p, rank)) ok = wait_epoch(p, at<const u64>(flag, 0), call.received, kPhaseLlCombineRows, rank);
+    const u32 in_time = __ballot_sync(~0u, ok);
+    __syncwarp();  // all lanes may read what one has acquired
+    int position = 0, from = 0;
+    for (int k = 0; k < kNumTopk; ++k) {
+      const int other = __shfl_sync(~0u, key, k);
+      position += other >= 0 && other < key;
+    }
+    for (int k = 0; k < kNumTopk; ++k) {
+      if (__shfl_sync(~0u, key >= 0 ? position : -1, k) == lane) from = k;
+    }
+    count = __popc(__ballot_sync(~0u, key >= 0));
+    const float mine_weight =
+        !p.reduce_early && key >= 0 ? at<const float>(p.topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] : 1.f;
+    row = __shfl_sync(~0u, mine + row_offset(call.received, key < 0 ? 0 : key, token), from);
+    sender = __shfl_sync(~0u, rank, from);
+    weight = __shfl_sync(~0u, mine_weight, from);
+    came = in_time >> from & 1;
+    ok = in_time == ~0u;
+  }
+};
+
+// Leaves only rows that have come whole.
+__device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group, Rows& rows) {
+  int kept = 0;
+  for (int j = 0; j < rows.count; ++j) {
+    const u64 row = __shfl_sync(~0u, rows.row, j);
+    const int sender = __shfl_sync(~0u, rows.sender, j);
+    const float weight = __shfl_sync(~0u, rows.weight, j);
+    bool ok = __shfl_sync(~0u, rows.came, j);
+    for (int i = group.thread(0); ok && i < kRowVecs; i += group.num_threads()) {
+      ok = wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(at<const Vec16>(row, 0) + i)); });
+    }
+    if (!group.all(ok)) continue;
+    if (lane_idx() == kept) rows.row = row, rows.sender = sender, rows.weight = weight;
+    ++kept;
+  }
+  rows.count = kept;
+}
+
+// One warp's part of a token. False: the time is up.
+__device__ inline bool receive_token(const Params& p, const Call& call, const Group& group, int token, int expert) {
+  constexpr int kMost = kMasksOnTimeout ? 4 : 8, kAtOnce = kNumTopk < kMost ? kNumTopk : kMost;  // more would spill
+  bool ok;
+  Rows rows(p, call, token, expert, ok);
+  if (!ok && !kMasksOnTimeout) return false;
+  if constexpr (kMasksOnTimeout) keep_whole(p, call.received, group, rows);
+  Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
+  for (int i = group.thread(group.block()); i - lane_idx() < kRowVecs; i += group.num_threads()) {
+    const bool exists = i < kRowVecs;
+    float sum[8] = {};
+    for (int first = 0; first < rows.count; first += kAtOnce) {
+      Vec16* from[kAtOnce];
+      Vec16 held[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        from[j] = at<Vec16>(__shfl_sync(~0u, rows.row, first + j), 0) + i;
+        if (exists && first + j < rows.count) held[j] = ld_relaxed_sys(from[j]);
+      }
+      auto missing = [&] {
+        u32 which = 0;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) which |= (exists && first + j < rows.count && !has_come(held[j]) ? 1u : 0) << j;
+        return which;
+      };
+      // Rows that have not come are loaded again together: one round trip to memory for all of them, not for each. From the second time on,
+      // one is waited for before: polling is cheap.
+      for (u32 left, round = 0; __any_sync(~0u, left = missing()) && ok; ++round) {
+        const int late = __ffs(__reduce_or_sync(~0u, left)) - 1;
+        const int sender = __shfl_sync(~0u, rows.sender, first + late);
+        const Vec16* row = at<Vec16>(__shfl_sync(~0u, rows.row, first + late), 0) + i;
+        if (round > 0 && left >> late & 1) {
+          ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(row)); });
+        }
+        ok = __all_sync(~0u, ok);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (left >> j & 1) held[j] = ld_relaxed_sys(from[j]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float weight = __shfl_sync(~0u, rows.weight, first + j);
+        if (!exists || first + j >= rows.count) continue;
+        st_vec(from[j], not_yet());
+        add_scaled_to<kBfloat16>(sum, held[j], weight);
+      }
+    }
+    if (exists) st_vec(out + i, rounded<kBfloat16>(sum));
+  }
+  return kMasksOnTimeout || __all_sync(~0u, ok);
+}
+
+// The whole call. Of each entry num_parts items are made, and taken by groups such as `senders`; send(call, item, num_items, num_entries)
+// sends, beginning with the group's first item. kInTurns: entries are found by entry_at.
+template <bool kInTurns, class Send>
+__device__ __forceinline__ void combine(const Params& p, const Group& senders, int num_parts, Send send) {
+  __shared__ Call call;
+  __shared__ u32 first_item;
+  const Group receivers(log2_share(p.num_tokens, kMostShare));
+  // Whatever does not depend on the call's numbers is loaded while they come.
+  const bool takes = p.phases & kLlSend && threadIdx.x == 0;
+  const u32 taken = takes ? take_relaxed_gpu(&progress_of(p)->taken, senders.per_block) : 0;
+  Choice choice(p, receivers.first());
+  const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
+  if (warp_idx() == 0) begin(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleOut), call);
+  if (takes) first_item = taken;
+  __syncthreads();
+  if (call.failed) return;
+  const int num_items = (kInTurns ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
+  if (p.phases & kLlSend) {
+    if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
+    send(call, static_cast<int>(first_item - call.taken_before) + senders.idx, num_items, num_entries);
+  }
+  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
+  if (!(p.phases & kLlReceive)) return;
+  if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size are about to meet at the same barriers
+  for (int token = receivers.first(); token < p.num_tokens; token += receivers.step()) {
+    const int expert = choice.expert();
+    choice = Choice(p, token + receivers.step());
+    if (!receive_token(p, call, receivers, token, expert)) return;
+  }
+}
