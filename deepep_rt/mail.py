@@ -243,7 +243,8 @@ class Mail:
                 self._mask_silent(silent, phase)
                 posts = [post for post in posts if post not in silent]
             time.sleep(pause)  # ranks often share cores: polling without a pause would slow down the one that is waited for
-            pause = min(pause + 2e-6, 2e-5)  # MPI moves large messages in pieces, and each may wait for a pause
+            # MPI moves large messages in pieces, and each may wait for a pause: a long one only for a peer that is late by much more.
+            pause = min(pause + 2e-6, max(2e-5, min((now - start) / 100, 1e-3)))
         return lost
 
     def _give_sign(self) -> None:

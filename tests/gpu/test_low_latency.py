@@ -91,10 +91,12 @@ def test_sizes(comm, hidden, num_topk):
                 round_trip(comm, gpu, host, 10 * seed + 6, 40, one_rank=True, early_weights=False, **options)
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 37, 100])
-def test_numbers_of_sms(comm, num_sms):
-    """However warps share tokens: a block has many of them, or several blocks one, and some blocks are left over."""
-    gpu, host = make_both(comm, hidden=1024, low_latency_sms=num_sms)
+@pytest.mark.parametrize(("num_sms", "hidden"), [(1, 1024), (3, 1024), (37, 1024), (100, 1024), (16, 7168), (5, 5120)])
+def test_numbers_of_sms(comm, num_sms, hidden):
+    """However warps share tokens: a block has many of them, or several blocks one, and some blocks are left over. Warps of few SMs take
+    stretches of rows.
+    """
+    gpu, host = make_both(comm, hidden=hidden, low_latency_sms=num_sms)
     with gpu, host:
         for seed, tokens in enumerate((1, 2, 3 * comm.Get_rank(), 17, 128)):
             round_trip(comm, gpu, host, 7 * seed, tokens, early_weights=seed % 2 == 0, **{"use_fp8": True, **formats()[-1]})
