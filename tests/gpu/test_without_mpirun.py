@@ -6,19 +6,22 @@ import subprocess
 import sys
 
 import pytest
+from ports import free_port
 from test_store_comm import environment, run_without_mpirun
 
 pytestmark = pytest.mark.gpu
 
 DRIVER_BEFORE_RUNTIME = """
+import sys
 from cuda.bindings import driver
 driver.cuInit(0)
-import cupy
-cupy.cuda.Device(0).use()
-from mpi4py import MPI
+import torch.distributed as dist  # loads CUDA's runtime
 from deepep_rt import Buffer
-with Buffer(MPI.COMM_WORLD, num_max_tokens_per_rank=8, hidden=256, num_topk=1, num_experts=1) as buffer:
+from deepep_rt.torch import communicator
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[1], rank=0, world_size=1)
+with Buffer(communicator(), num_max_tokens_per_rank=8, hidden=256, num_topk=1, num_experts=1) as buffer:
     print(buffer.backend)
+dist.destroy_process_group()
 """
 
 
@@ -35,7 +38,7 @@ def test_buffers(comm, launcher):
 def test_a_process_ends_well(comm):
     """Also where CUDA is taken down before NVSHMEM: its thread for the network, if there were one, would bring the process down."""
     if not comm.rank:
-        words = [sys.executable, "-c", DRIVER_BEFORE_RUNTIME]
+        words = [sys.executable, "-c", DRIVER_BEFORE_RUNTIME, str(free_port())]
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout) == (0, "cuda\n"), done.stderr
     comm.Barrier()
