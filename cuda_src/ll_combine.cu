@@ -53,7 +53,7 @@ __device__ inline void send_entries(const Params& p, const Call& call, const Gro
   u32 next = 0;
   for (int turn = 0; item < num_items; turn ^= 1) {
     if (group.leads()) next = take_relaxed_gpu(&progress_of(p)->taken);
-    const int turn_idx = item >> group.log2_blocks, idx = kHasFar ? entry_at(turn_idx, p.rank, num_entries) : turn_idx;
+    const int position = item >> group.log2_blocks, idx = kHasFar ? entry_at(position, p.rank, num_entries) : position;
     if (idx < num_entries) send_entry(p, call, group, item & ((1 << group.log2_blocks) - 1), idx);
     if (group.leads()) taken[turn][group.idx] = next;
     group.sync();

@@ -53,7 +53,7 @@ def timeout_s() -> float:
 
 
 def nvshmem_transport() -> str:
-    """`NVSHMEM_REMOTE_TRANSPORT`: what NVSHMEM reaches other hosts with; by default it looks for something itself."""
+    """`NVSHMEM_REMOTE_TRANSPORT`: what NVSHMEM reaches other hosts with; empty where NVSHMEM chooses."""
     return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
 
 

@@ -17,7 +17,7 @@ from . import __version__, _env, bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
-from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, Config, arch_number, has_fp8
+from .config import COMBINE_DTYPES, Config, arch_number, has_fp8
 from .errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
 from .screen import console
@@ -141,13 +141,7 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
     elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
     if wrong := set(elements) - set(COMBINE_DTYPES):
         raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
-    is_near = config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
-    kernels = [
-        k
-        for k in TABLE.values()
-        if (config.fits_low_latency if k.low_latency else is_near or k.needs_nvshmem or k.is_local)
-        and not (k.near_only and config.has_network)
-    ]
+    kernels = [k for k in TABLE.values() if k.fits(config) or k.needs_nvshmem or k.is_local]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
 
 

@@ -204,9 +204,10 @@ class Config:
         """Threads of a block. NVSHMEM's functions take up to 158 registers, so fewer threads have to share an SM's."""
         return 256 if self.has_network else 512
 
-    def low_latency_many(self, num_blocks: int) -> int:
-        """From how many tokens on a low-latency combine of so many blocks is one of many: warps that shared a row would have more than a
-        stretch of it each.
+    def least_many(self, num_blocks: int) -> int:
+        """The least number of tokens for which `ll_combine_many` is the quicker one, with so many blocks.
+
+        With fewer, warps that share a row have a stretch of it each, or less.
         """
         stretches = -(-2 * self.hidden // LOW_LATENCY_STRETCH)
         most_rows = self.low_latency_threads // 32 * num_blocks >> (stretches - 1).bit_length()

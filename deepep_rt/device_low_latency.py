@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._has_fp8, self._has_told_fp8 = has_fp8(self._arch), False
         # The same in every call: a rank with few tokens may get many from others.
         self._num_blocks = min(config.low_latency_sms, driver.num_sms(self.device), max(2 * config.num_max_tokens_per_rank, 16))
-        self._least_many = config.low_latency_many(self._num_blocks)
+        self._least_many = math.inf if config.has_network else config.least_many(self._num_blocks)
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
         self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
@@ -58,7 +59,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if config.low_latency:
             self._clear_rows()
             for kernel in TABLE.values():
-                if kernel.low_latency and not (kernel.near_only and config.has_network):
+                if kernel.low_latency and kernel.fits(config):
                     self._launcher(kernel.name)
 
     def set_mask(self, rank: int, masked: bool) -> None:
@@ -201,10 +202,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
         }
         given = inputs.topk_idx, inputs.topk_weights
         arguments = y, idx, weights, inputs.y, *given, inputs.out
-        is_many = num_tokens >= self._least_many and inputs.reduce_early and not config.has_network
-        receive = self._launch(
-            "ll_combine_many" if is_many else "ll_combine", values, call, arguments, (slot, owner), with_hook, *given
-        )
+        kernel = "ll_combine_many" if num_tokens >= self._least_many and inputs.reduce_early else "ll_combine"
+        receive = self._launch(kernel, values, call, arguments, (slot, owner), with_hook, *given)
         framework, into = y.framework, inputs.out
 
         def views() -> Views:

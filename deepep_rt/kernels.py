@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .config import MAX_RANKS_PER_NODE, Config
 from .structs import CStruct
 
 _COMMON = """
@@ -46,9 +47,15 @@ class Kernel:
     is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
     needs_fp8: bool = False  # only for GPUs that convert to FP8
     low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if ranks are far apart
-    near_only: bool = False  # and only where all ranks reach each other directly
+    near_only: bool = False  # needs all ranks to reach each other directly
     overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
     max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
+
+    def fits(self, config: Config) -> bool:
+        """Whether a Buffer of these sizes can launch it."""
+        if not self.low_latency:
+            return config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
+        return config.fits_low_latency and not (self.near_only and config.has_network)
 
     def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
         """Whether NVSHMEM's device library is a part of the kernel, compiled with these constants."""

@@ -91,8 +91,8 @@ def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) ->
 def _without_proxy() -> dict[str, str]:
     """Keeps NVSHMEM from starting its thread for the network where there is none.
 
-    The thread would spin for nothing. And it outlives CUDA where a program loads CUDA's runtime (with CuPy, PyTorch, ...) after its driver
-    has started: CUDA is taken down first when the process ends, and the thread, still polling, brings it down with a segmentation fault.
+    The thread would spin for nothing. And where CUDA's runtime is loaded (with CuPy, say) after its driver has started, CUDA is taken down
+    before the thread when the process ends: the thread, still polling, brings it down with a segmentation fault.
     """
     return {"NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1"} if _env.nvshmem_transport() == "none" else {}
 

@@ -15,7 +15,9 @@ DRIVER_BEFORE_RUNTIME = """
 import sys
 from cuda.bindings import driver
 driver.cuInit(0)
-import torch.distributed as dist  # loads CUDA's runtime
+import cupy
+cupy.cuda.Device(0).use()  # now CUDA's runtime is loaded
+import torch.distributed as dist
 from deepep_rt import Buffer
 from deepep_rt.torch import communicator
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[1], rank=0, world_size=1)
