@@ -7,6 +7,7 @@ lives as long as the array that the caller holds (`View.owner`).
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -75,10 +76,7 @@ class View:
     @property
     def row_bytes(self) -> int:
         """Bytes of one entry of the first dimension."""
-        size = self.itemsize
-        for extent in self.shape[1:]:
-            size *= extent
-        return size
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape[1:])
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +56,7 @@ def is_whole(value: Any, least: int, most: int) -> bool:
     return least <= int(value) <= most
 
 
+@functools.lru_cache
 def rows_per_copy(row_bytes: int) -> int:
     """Rows that travel together: a power of two up to 32, as many as fit a stage, at least one."""
     rows = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -101,9 +101,7 @@ class DeviceBackend:
             capacity = known.num_recv_rows
         else:
             capacity = config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
-        shape = layout.result(
-            config, capacity, row_bytes=row_bytes, scale_bytes=scale_bytes, idx_bytes=idx_bytes, with_topk=idx is not None
-        )
+        shape = layout.result(config, capacity, row_bytes, scale_bytes, idx_bytes, idx is not None)
         place = self._results.place(shape.num_bytes, call)
         if known is None:
             if tell_host:
@@ -369,8 +367,11 @@ class DeviceBackend:
     def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
         return View(ptr, shape, dtype, self.device, owner, framework, driver.Work(stream, self.context))
 
-    def _on_device(self, stream: int, *views: View | None) -> list[Any]:
-        return to_device(self.device, stream, self._stream_pool, *views)
+    def _on_device(self, stream: int, *views: View | None) -> Sequence[Any]:
+        for view in views:
+            if view is not None and view.device == HOST:
+                return to_device(self.device, stream, self._stream_pool, *views)
+        return views
 
     def _for_caller(
         self, views: Callable[[], Views], host_caller: bool, stream: int, given: View | None = None

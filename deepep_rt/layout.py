@@ -161,7 +161,7 @@ def handle(config: Config) -> Map:
 
 
 @functools.lru_cache
-def result(config: Config, capacity: int, *, row_bytes: int, scale_bytes: int, idx_bytes: int, with_topk: bool) -> Map:
+def result(config: Config, capacity: int, row_bytes: int, scale_bytes: int, idx_bytes: int, with_topk: bool) -> Map:
     """One dispatch result of at most `capacity` rows. The rows come last, so that trimming it to what arrived is a cut."""
     topk = config.num_topk if with_topk else 0
     return arrange(

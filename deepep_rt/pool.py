@@ -72,6 +72,8 @@ class Pool:
             reader: The stream that will read it, if it is another one.
         """
         num_bytes = align_up(max(num_bytes, 1))
+        if (begin := self._again(num_bytes, stream)) is not None:
+            return Block(self, begin, num_bytes, (), stream, reader)
         self._merge()
         begin = self._find(num_bytes, stream)
         if begin is None:
@@ -98,6 +100,16 @@ class Pool:
         self._merge()
         return sum(end - begin for begin, end in self._free)
 
+    def _again(self, num_bytes: int, stream: int) -> int | None:
+        """Where a block lay that has just come back, if it was as large and no other stream used it: what equal calls in a row find."""
+        if len(self._came_back) != 1:
+            return None
+        (begin, end), past = self._came_back[0]
+        if end - begin != num_bytes or not is_own(past, stream) or (self._is_large(num_bytes) and begin % self._cell):
+            return None
+        self._came_back.popleft()  # it never became free
+        return begin
+
     def _find(self, num_bytes: int, stream: int) -> int | None:
         """Where a block goes: the first place that nobody is busy with, or else the one whose last user left first."""
         foreign = [extent for extent, past in self._used if not is_own(past, stream)]
@@ -115,12 +127,15 @@ class Pool:
     def _places(self, num_bytes: int, avoided: list[Extent]) -> list[int]:
         """Offsets that a block may get, also right behind what it had better not get; the first ones keep the memory in larger pieces."""
         fitting = [(begin, end - num_bytes) for begin, end in self._free if end - begin >= num_bytes]
-        if 2 * num_bytes > self._cell > 0:
+        if self._is_large(num_bytes):
             cells = [cell for first, last in fitting for cell in range(align_up(first, self._cell), last + 1, self._cell)]
             if cells:
                 return cells
         behind = [end for _, end in avoided]
         return [place for first, last in fitting for place in (first, *sorted(end for end in behind if first < end <= last))]
+
+    def _is_large(self, num_bytes: int) -> bool:
+        return 2 * num_bytes > self._cell > 0
 
     def _merge(self) -> None:
         while self._came_back:
@@ -160,8 +175,10 @@ class Slots:
 
     def take(self, stream: int, reader: int | None = None) -> Slot:
         """A slot for work on `stream`; `reader` may be another stream that will use it too."""
-        if self._free:  # the last one, unless other streams may be busy with it: then the one that has been free longest
-            ptr, past = self._free.pop() if is_own(self._free[-1][1], stream) else self._free.popleft()
+        if self._free and is_own(self._free[-1][1], stream):
+            return Slot(self, self._free.pop()[0], (), stream, reader)
+        if self._free:  # other streams may be busy with the last one: the one that has been free longest
+            ptr, past = self._free.popleft()
         else:
             ptr, past = driver.allocate(self._num_bytes), ()
             self._memory.append(ptr)

@@ -93,6 +93,28 @@ def test_large_blocks_begin_at_cells(fake: FakeDriver) -> None:
     assert pool.allocate(20 * 256, 1) is not None, "more than a cell"
 
 
+def test_equal_blocks_in_a_row_take_turns_at_their_places(fake: FakeDriver) -> None:
+    pool = Pool(0, 8 * 256)
+    held, places = pool.allocate(256, 1), []
+    for _ in range(4):
+        held = pool.allocate(256, 1)  # the one before dies now
+        places.append(held.offset)
+    assert places == [256, 0, 256, 0]
+    assert pool.free_bytes == 7 * 256
+    del held
+    assert pool.allocate(512, 1).offset == 0, "another size"
+
+
+def test_a_large_block_goes_back_to_a_cell(fake: FakeDriver) -> None:
+    pool = Pool(0, 8 * 256, cell=4 * 256)
+    small, first, second = (pool.allocate(blocks * 256, 1) for blocks in (1, 3, 3))
+    assert (small.offset, first.offset, second.offset) == (0, 4 * 256, 256), "no cell was free for the second"
+    del small
+    assert pool.free_bytes == 2 * 256
+    del second
+    assert pool.allocate(3 * 256, 1).offset == 0
+
+
 def test_one_stream_needs_no_events(fake: FakeDriver) -> None:
     pool, slots = Pool(0, 1024), Slots(64, 1)
     for _ in range(5):
