@@ -67,7 +67,9 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
   for (int i = 0; i < kPerLane; ++i) {
     const int r = 32 * i + lane_idx();
     if (blockIdx.x == 0 && r < kNumRanks && !(masked[i] | left_out[i])) {
-      const u64 mine = acks + p.rank * sizeof(u64);  // earlier kernels have ended: no fence
+      // Earlier kernels have ended, and with them their stores of kNotYet: no fence. The peer's next rows are stored after it has branched
+      // on this word, so they come later still.
+      const u64 mine = acks + p.rank * sizeof(u64);
       if (is_far(p, r)) {
         signal(p, r, mine, received - 1);
       } else {
@@ -121,7 +123,8 @@ struct Group {
   // The first thread of the group in this block.
   __device__ __forceinline__ bool leads() const { return (threadIdx.x & ((32 << log2_warps) - 1)) == 0; }
 
-  // Where blocks are bound to groups: this one's place in its group, the first item of the group, and how far it is to its next one.
+  // Where blocks are bound to groups: this one's place in its group, the first item of the group, and how far it is to its next one. Right
+  // only for as many items as log2_share was given: blocks past the last whole group would come a second time to somebody's item.
   __device__ __forceinline__ int block() const { return blockIdx.x & ((1 << log2_blocks) - 1); }
   __device__ __forceinline__ int first() const { return (blockIdx.x >> log2_blocks) + idx * (gridDim.x >> log2_blocks); }
   __device__ __forceinline__ int step() const { return per_block * (gridDim.x >> log2_blocks); }

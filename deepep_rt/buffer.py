@@ -33,7 +33,6 @@ from .results import (
     LowLatencyDispatchResult,
     LowLatencyHandle,
 )
-from .turns import Turns
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -70,6 +69,8 @@ class Buffer:
         low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it). Each of their results has room
             for `num_experts * num_max_tokens_per_rank` rows: see `size_hint`, and make a Buffer of few tokens for decoding.
         low_latency_sms: SMs that a low-latency call occupies, however few tokens it has (fewer only for a small `num_max_tokens_per_rank`).
+            Where such calls of several Buffers run beside each other, on streams of their own, they have to fit the GPU together: one
+            that waits for its peers keeps its SMs, and ranks on which another one came first would wait for each other.
         ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls go through NVSHMEM between such groups.
             Default: the ranks of a host. 1 sends everything through NVSHMEM.
         network: How NVSHMEM reaches the ranks on other hosts; takes effect when it starts, with the first Buffer of the process.
@@ -158,7 +159,7 @@ class Buffer:
 
             self.config = placed(ranks, self.config)
             self._backend = DeviceLowLatencyBackend(ranks, self.config, copy_when_full=on_exhausted == "copy", network=network)
-        self._turns = Turns(self._backend.context)
+        self._turns = self._backend.turns
         self._site = Site(next(_serials), self.config, self._backend.device)
 
     @staticmethod
@@ -398,14 +399,14 @@ class Buffer:
 
         Args:
             y: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`; in any memory.
-            topk_idx: As given to `low_latency_dispatch`.
+            topk_idx: As given to `low_latency_dispatch`; like `topk_weights`, not to be written to before the call, or its hook, has run.
             topk_weights: `[num_tokens, num_topk]` float32; the same as in `low_latency_dispatch`, if they were given there.
             handle: The handle of that call.
             allow_multiple_reduction: An expert rank adds up (and rounds to bfloat16) its own experts' rows of a token and sends one.
                 False: it sends one row for each expert, and all are added up at the token's rank; not with masked ranks or
-                `on_timeout="mask"` on GPUs.
+                `on_timeout="mask"` on GPUs. The same on all ranks, which GPUs do not check: sums would be wrong, or time out.
             zero_copy: `y` is what `get_low_latency_combine_buffer` returned. Rows are read where they lie in any case.
-            out: `[num_tokens, hidden]` bfloat16 to write the result to; default: memory of the buffer.
+            out: `[num_tokens, hidden]` bfloat16 to write the result to, outside of `y`; default: memory of the buffer.
             async_finish: As in `dispatch`.
             return_recv_hook: As in `low_latency_dispatch`.
             stream: As in `dispatch`.

@@ -29,6 +29,7 @@ from .stream_memory import StreamPool
 from .streams import CallOrder
 from .together import AllOrNone
 from .transfer import to_device, to_host
+from .turns import Turns
 from .watch import Watch
 
 _EMPTY = 256  # stands for the address of an array without elements, and is never followed
@@ -60,6 +61,7 @@ class DeviceBackend:
             driver.trim_memory_pool()  # what other Buffers of this process have left there is free
             free_bytes = driver.free_bytes()
             symmetric.load()
+        self.turns = Turns(self.context)
         self._check_memory(free_bytes)
         self._memory = symmetric.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
         self._held = ExitStack()  # what destroy gives back

@@ -54,8 +54,8 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._least_many = math.inf if config.has_network else config.least_many(self._num_blocks)
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
-        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
-        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
+        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch", self.turns)
+        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine", self.turns)
         if config.low_latency:
             self._clear_rows()
             for kernel in TABLE.values():
@@ -145,26 +145,24 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 "low_latency_dispatch", results.dtype, idx.dtype, weights.dtype if weights else None, results.scale_dtype
             ),
         }
-        given = inputs.topk_idx, inputs.topk_weights
-        arguments = x, idx, weights, inputs
-        receive = self._launch("ll_dispatch", values, call, arguments, (slot, memory), with_hook, *given)
         framework = x.framework
 
         def views() -> Views:
             experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
             counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
-            made: Views = {
+            found: Views = {
                 "num_recv_per_expert": self._result(counts, (experts,), "int32", slot, framework, stream),
                 "x": self._result(recv_x, (experts, most, hidden), results.dtype, memory, framework, stream),
             }
             if kind := results.scale_dtype:
-                made["scales"] = self._result(recv_scales, (experts, most, hidden // FP8_GROUP), kind, memory, framework, stream)
-            return made
+                found["scales"] = self._result(recv_scales, (experts, most, hidden // FP8_GROUP), kind, memory, framework, stream)
+            return found
 
-        event = self._order.event(call)
-        make_views, hook = self._deliver(views, inputs.x, stream, receive, self._dispatch_hooks, event)
+        arguments, given = (x, idx, weights, inputs), (inputs.topk_idx, inputs.topk_weights)
+        hooks = self._dispatch_hooks if with_hook else None
+        event, made, hook = self._run("ll_dispatch", values, call, arguments, (slot, memory), hooks, views, inputs.x, *given)
         handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, framework)
-        return LowLatencyDispatchResult(handle, event, hook, make_views)
+        return LowLatencyDispatchResult(handle, event, hook, made)
 
     def low_latency_combine(
         self, site: Site, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool
@@ -200,18 +198,17 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
         }
-        given = inputs.topk_idx, inputs.topk_weights
-        arguments = y, idx, weights, inputs.y, *given, inputs.out
-        kernel = "ll_combine_many" if num_tokens >= self._least_many and inputs.reduce_early else "ll_combine"
-        receive = self._launch(kernel, values, call, arguments, (slot, owner), with_hook, *given)
         framework, into = y.framework, inputs.out
 
         def views() -> Views:
             return {"x": into or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, framework, stream)}
 
-        event = self._order.event(call)
-        make_views, hook = self._deliver(views, inputs.y, stream, receive, self._combine_hooks, event, into)
-        return LowLatencyCombineResult(event, hook, make_views)
+        kernel = "ll_combine_many" if num_tokens >= self._least_many and inputs.reduce_early else "ll_combine"
+        given = inputs.topk_idx, inputs.topk_weights
+        arguments = y, idx, weights, inputs.y, *given, into  # and not the handle, which would hold its tables
+        hooks = self._combine_hooks if with_hook else None
+        event, made, hook = self._run(kernel, values, call, arguments, (slot, owner), hooks, views, inputs.y, *given, into=into)
+        return LowLatencyCombineResult(event, hook, made)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         config = self.config
@@ -222,10 +219,20 @@ class DeviceLowLatencyBackend(DeviceBackend):
             self._ll_combine_buffer = memory.take(self._order.own_stream if writer is None else writer)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
-    def _launch(
-        self, kernel: str, values: dict[str, Any], call: Call, arguments: Any, own: Any, with_hook: bool, *views: View | None
-    ) -> Callable[[], None] | None:
-        """Launch a call; with a hook, only its sending part. Returns what launches the rest, on the same stream.
+    def _run(
+        self,
+        kernel: str,
+        values: dict[str, Any],
+        call: Call,
+        arguments: tuple[Any, ...],
+        own: Any,
+        hooks: HookOrder | None,
+        views: Callable[[], Views],
+        like: View,
+        *given: View | None,
+        into: View | None = None,
+    ) -> tuple[Event, Callable[[], Views], Hook | None]:
+        """Launch a call; with a hook, only its sending half, and the hook launches the rest on the same stream.
 
         Args:
             kernel: Its name.
@@ -233,52 +240,39 @@ class DeviceLowLatencyBackend(DeviceBackend):
             call: The call.
             arguments: What it reads and writes of the caller's.
             own: And of the Buffer's, which has to be there until the rest is launched.
-            with_hook: Whether there is a hook, which launches the rest.
-            views: As for `CallOrder.leave`.
+            hooks: Where its hook is noted, if it has one.
+            views: Makes its results.
+            like: An argument; if that is in host memory, the caller gets copies of the results (not of `into`), now or from the hook.
+            given: As `views` of `CallOrder.leave`.
+            into: What the caller gave to be written to.
         """
         stream = call.stream
         assert stream is not None
         if self.config.on_timeout == "mask":
             self._tell_masked()
-        launch = self._launcher(kernel)
-        launch(stream, self._num_blocks, values)
-        self._order.leave(call, arguments, own, *views)
-        if not with_hook:
-            return None
+        launch, on_host = self._launcher(kernel), like.device == HOST
+        if hooks is None:
+            launch(stream, self._num_blocks, values)
+            self._order.leave(call, arguments, own, *given)
+            event = self._order.event(call)
+            self._watch.check_inputs()
+            return event, self._for_caller(views, on_host, stream, into), None
 
         def receive() -> None:
             if self._destroyed:
                 raise EPDestroyedError("the Buffer of this hook was destroyed")
             self._watch.check_peers()
-            self._order.enter(call)
-            launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
-            self._order.leave(call, arguments, own, *views)
-
-        return receive
-
-    def _deliver(
-        self,
-        views: Callable[[], Views],
-        like: View,
-        stream: int,
-        receive: Callable[[], None] | None,
-        order: HookOrder,
-        event: Event,
-        given: View | None = None,
-    ) -> tuple[Callable[[], Views], Hook | None]:
-        """Results for the caller, now or from its hook. A caller with arrays in host memory gets copies, except of what it gave."""
-        on_host = like.device == HOST
-        if receive is None:
-            self._watch.check_inputs()
-            return self._for_caller(views, on_host, stream, given), None
-        made = views()
-
-        def receive_and_copy() -> None:
-            with self.context:
-                receive()
-                if on_host:
-                    made.update(to_host(made, stream, given))
+            with self._watch.half_a_call():
+                self._order.enter(call)
+                launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
+                self._order.leave(call, arguments, own, *given)
                 event._move()
-                self._watch.check()  # at last: bad input does not keep a call from its second half
+            if on_host:
+                made.update(to_host(made, stream, into))
+            self._watch.check()  # at last: bad input does not keep a call from its second half
 
-        return lambda: made, order.hook(receive_and_copy)
+        with self._watch.half_a_call():
+            launch(stream, self._num_blocks, values)
+            self._order.leave(call, arguments, own, *given)
+            event, made = self._order.event(call), views()
+            return event, lambda: made, hooks.hook(receive)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from .errors import EPInputError
 
@@ -17,11 +19,12 @@ class Hook:
         self.called = False
 
     def __call__(self) -> None:
-        if self.called:
-            raise EPInputError(f"this hook of {self._order.what} was called already; each is called once")
-        receive = self._order._close(self)
-        self.called = True
-        receive()
+        with self._order._turns:
+            if self.called:
+                raise EPInputError(f"this hook of {self._order.what} was called already; each is called once")
+            receive = self._order._close(self)
+            self.called = True
+            receive()
 
 
 class HookOrder:
@@ -33,10 +36,11 @@ class HookOrder:
     Args:
         limit: How many may be open (the buffer's `num_slots`).
         what: The call's name, for messages.
+        turns: Entered for the time of a hook, which is half a call.
     """
 
-    def __init__(self, limit: int, what: str) -> None:
-        self.what, self._limit = what, limit
+    def __init__(self, limit: int, what: str, turns: AbstractContextManager[Any]) -> None:
+        self.what, self._limit, self._turns = what, limit, turns
         self._open: deque[tuple[weakref.ref[Hook], Callable[[], None]]] = deque()
 
     def start(self, has_hook: bool) -> None:

@@ -27,6 +27,7 @@ from .host_arrays import Result, from_float32, rows_of, to_float32
 from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, Site
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
+from .turns import Turns
 
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 
@@ -81,6 +82,8 @@ class HostBackend:
     def __init__(self, comm: Communicator, config: Config) -> None:
         self._comm: Communicator | None = comm.Dup()  # our messages never meet the caller's
         self._config = config
+        self.context = contextlib.nullcontext()  # there is no device to make current
+        self.turns = Turns(self.context)
         self.num_sms = config.num_sms  # of a GPU; here it is only kept
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
         self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask")
@@ -89,9 +92,6 @@ class HostBackend:
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
         self._calling: str | None = None  # the low-latency call, of `alike.KINDS`, that a dispatch or combine here is a part of
         announce(self._comm, "host backend", comm.carrier, 0)
-
-    context = contextlib.nullcontext()
-    """There is no device to make current."""
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Start a call; there are no streams here, and earlier work has always finished."""

@@ -73,8 +73,8 @@ class HostLowLatencyBackend(HostBackend):
     def __init__(self, comm: Communicator, config: Config) -> None:
         super().__init__(comm, config)
         self._combine_memory: Result | None = None
-        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch")
-        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine")
+        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch", self.turns)
+        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine", self.turns)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""

@@ -250,6 +250,8 @@ def low_latency_combine_inputs(
         _check_shape(into, "out", (handle.num_tokens, config.hidden), ("bfloat16",))
         _check_writable(site, into, out, "out")
         _check_start(into, "out")
+        if into.ptr < rows.ptr + rows.nbytes and rows.ptr < into.ptr + into.nbytes:
+            raise EPInputError("out lies in the memory of y, which is still read while sums are written; pass another array")
     return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
 
 

@@ -175,9 +175,11 @@ class Slots:
 
     def take(self, stream: int, reader: int | None = None) -> Slot:
         """A slot for work on `stream`; `reader` may be another stream that will use it too."""
-        if self._free and is_own(self._free[-1][1], stream):
-            return Slot(self, self._free.pop()[0], (), stream, reader)
-        if self._free:  # other streams may be busy with the last one: the one that has been free longest
+        if self._free:
+            ptr, past = last = self._free.pop()
+            if is_own(past, stream):
+                return Slot(self, ptr, (), stream, reader)
+            self._free.append(last)  # other streams may be busy with it: the one that has been free longest
             ptr, past = self._free.popleft()
         else:
             ptr, past = driver.allocate(self._num_bytes), ()

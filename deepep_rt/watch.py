@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from . import driver, structs
 from .communicator import Communicator
@@ -90,15 +92,26 @@ class Watch:
                 self.listen()
                 os.sched_yield()  # with Python's lock: other threads would get it once in 5 ms
                 if time.monotonic() > deadline:
-                    raise self._timeout("the routing kernel did not run: the GPU is busy with other work, or stuck")
+                    raise self._timeout(
+                        "kPhaseRoute", "the routing kernel did not run: the GPU is busy with other work, or stuck"
+                    )
         finally:
             if counts is None and self._broken is None:
-                self._broken = self._timeout("a dispatch was interrupted while it waited for its counts")
+                self._broken = self._timeout("kPhaseRoute", "a dispatch was interrupted while it waited for its counts")
         return counts
+
+    @contextmanager
+    def half_a_call(self) -> Iterator[None]:
+        """Within, a launch is noted whose other half is a hook's: a host that is thrown out of it (Ctrl-C) is not where its ranks are."""
+        try:
+            yield
+        except BaseException:
+            self._broken = self._broken or self._timeout("kPhaseLlRows", "a low-latency call was interrupted between its halves")
+            raise
 
     def say(self, error: BaseException) -> None:
         """Tell the other ranks why this one leaves."""
         self._last_words.say(error)
 
-    def _timeout(self, what: str) -> EPTimeoutError:
-        return EPTimeoutError(what, rank=self._rank, peer=self._rank, phase=structs.phase_name(1))
+    def _timeout(self, phase: str, what: str) -> EPTimeoutError:
+        return EPTimeoutError(what, rank=self._rank, peer=self._rank, phase=structs.PHASES[phase][1])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -498,6 +500,64 @@ def test_hooks(fake: FakeGpu, make: Any) -> None:
         assert (send.phases, receive.phases) == (1, 2)
         assert {**vars(send), "phases": 0} == {**vars(receive), "phases": 0}, "both halves of one call"
         assert sent.recv_x.ptr == receive.recv_x
+
+
+def test_a_hook_waits_for_nobody_elses_call(fake: FakeGpu, make: Any) -> None:
+    """It is half a call: a thread that comes in the middle of it, or with it in the middle of a call, is refused, and may come again."""
+    refused = []
+
+    def elsewhere(call: Callable[[], Any]) -> None:
+        def run() -> None:
+            with pytest.raises(EPInputError, match="another thread"):
+                call()
+            refused.append(call)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        first, second = (buffer.low_latency_dispatch(x, idx, return_recv_hook=True) for _ in range(2))
+        fake.on_launch = lambda call: elsewhere(lambda: buffer.low_latency_dispatch(x, idx))
+        first.hook()
+        fake.on_launch = lambda call: elsewhere(second.hook)
+        buffer.dispatch(x, idx, weights, num_worst_tokens=8)
+        fake.on_launch = lambda call: None
+        second.hook()
+        assert [call.phases for call in fake.take() if call.kernel == "ll_dispatch"] == [1, 1, 2, 2]
+    assert len(refused) == 3, "one for the hook, and one for each of the other call's kernels"
+
+
+@pytest.mark.parametrize("half", [1, 2])
+def test_half_a_call_that_is_interrupted(fake: FakeGpu, make: Any, half: int) -> None:
+    """The other ranks count on both halves: what comes after it would be taken for the second one."""
+
+    def interrupt(call: Any) -> None:
+        if call.phases == half:
+            raise KeyboardInterrupt
+
+    with make(low_latency=True) as buffer:
+        x, idx, _ = arguments(fake)
+        fake.on_launch = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            buffer.low_latency_dispatch(x, idx, return_recv_hook=True).hook()
+        fake.on_launch = lambda call: None
+        with pytest.raises(EPTimeoutError, match="interrupted between its halves"):
+            buffer.low_latency_dispatch(x, idx)
+
+
+def test_sums_do_not_lie_in_what_is_added_up(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        handle = buffer.low_latency_dispatch(x, idx).handle
+        y, out = Array(fake, "bfloat16", 8, 256, 256), Array(fake, "bfloat16", *x.shape)
+        for where in (y.ptr, y.ptr + 2 * 8 * 256 * 256 - 16, y.ptr - 16):
+            out.ptr = where
+            with pytest.raises(EPInputError, match="out lies in the memory of y"):
+                buffer.low_latency_combine(y, idx, weights, handle, out=out)
+        out.ptr = y.ptr + 2 * 8 * 256 * 256
+        assert buffer.low_latency_combine(y, idx, weights, handle, out=out).x.ptr == out.ptr
 
 
 @pytest.mark.parametrize("with_hook", [False, True])

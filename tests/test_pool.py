@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from cuda.bindings import driver as cuda
 
-from deepep_rt import EPUnavailableError, driver
+from deepep_rt import EPUnavailableError, driver, pool, users
 from deepep_rt.pool import Pool, Slots
 from deepep_rt.stream_memory import StreamPool
 
@@ -304,6 +304,24 @@ def test_what_comes_back_meanwhile(fake: FakeDriver, monkeypatch: pytest.MonkeyP
     assert first.ptr != second.ptr
     del first, second
     assert pool.free_bytes == 2048
+
+
+def test_a_slot_that_comes_back_while_another_is_looked_at(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, places = Slots(64, 0), iter(range(100))
+    monkeypatch.setattr(driver, "allocate", lambda num_bytes: next(places))
+    own, late = slots.take(1), [slots.take(9)]
+    place = own.ptr
+    del own
+
+    def is_own(past: users.Past, stream: int) -> bool:
+        late.clear()
+        return users.is_own(past, stream)
+
+    monkeypatch.setattr(pool, "is_own", is_own)
+    first = slots.take(1)
+    assert (first.ptr, fake.waits) == (place, [])
+    second = slots.take(1)
+    assert (second.ptr != place, fake.waits) == (True, [(1, 9, 0)])
 
 
 def test_captures_are_left_alone(fake: FakeDriver) -> None:
