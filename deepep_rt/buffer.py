@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import os
 import sys
 import warnings
+import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +29,14 @@ from .inputs import (
 )
 from .network import NetworkOptions
 from .results import (
+    MAKE_ANOTHER,
     CombineResult,
     DispatchHandle,
     DispatchResult,
     LowLatencyCombineResult,
     LowLatencyDispatchResult,
     LowLatencyHandle,
+    SharedByCopies,
 )
 
 if TYPE_CHECKING:
@@ -41,10 +46,21 @@ if TYPE_CHECKING:
     from .device_low_latency import DeviceLowLatencyBackend
     from .host_low_latency import HostLowLatencyBackend
 
+_log = logging.getLogger("deepep_rt")
 _serials = itertools.count(1)
+_alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
 
-class Buffer:
+def _leave_to_parent() -> None:
+    """In a process that was forked off: its messages would be taken for its parent's."""
+    for buffer in _alive:
+        buffer._of_parent, buffer._backend = buffer._backend, None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class Buffer(SharedByCopies):
     """Routes tokens to the ranks of their experts (`dispatch`) and adds the experts' outputs up back home (`combine`).
 
     Making and destroying a Buffer, and every call, is collective: all ranks of `comm` do it in the same order (and so from one thread at a
@@ -60,7 +76,8 @@ class Buffer:
         hidden: Elements of a row; in `dtype`, a row has a multiple of 16 bytes, and at most 96 KiB.
         num_topk: Experts of a token, 1 to 32.
         num_experts: Experts over all ranks, a multiple of the number of ranks; rank r holds the r-th run of them.
-        dtype: Widest element type of a row. Narrower rows (FP8 in a bfloat16 buffer) are welcome in each call.
+        dtype: Widest element type of a row: its name, or an array library's object for it (`torch.bfloat16`). Narrower rows (FP8 in a
+            bfloat16 buffer) are welcome in each call.
         num_slots: Worst-case results of dispatch, with one of combine each, that there is memory for at once (the pool); they are trimmed
             to what arrived. Also how many low-latency hooks of a kind may be open.
         backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there is a GPU, and cuda-python (the extras).
@@ -78,7 +95,7 @@ class Buffer:
         check_inputs: Report expert numbers out of range from the device, in this call or a later one; without it GPUs skip them. (The host
             backend always raises.) Default: `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when the caller holds so many results that the pool is full: "copy" the result to
-            memory of its own (a quarter slower; the log says so once, at INFO), or raise "error".
+            memory of its own (a quarter slower; the log says so once, at INFO), or raise "error". The host backend has no pool.
 
     Raises:
         EPConfigError: if a size is wrong, or the ranks disagree on one.
@@ -95,6 +112,8 @@ class Buffer:
         ...     out = buffer.combine(y, sent.handle).x
     """
 
+    _instead = MAKE_ANOTHER
+
     def __init__(
         self,
         comm: Intracomm | Communicator,
@@ -103,7 +122,7 @@ class Buffer:
         hidden: int,
         num_topk: int,
         num_experts: int,
-        dtype: str = "bfloat16",
+        dtype: Any = "bfloat16",
         num_slots: int = 2,
         backend: str = "auto",
         timeout_s: float | None = None,
@@ -161,6 +180,8 @@ class Buffer:
             self._backend = DeviceLowLatencyBackend(ranks, self.config, copy_when_full=on_exhausted == "copy", network=network)
         self._turns = self._backend.turns
         self._site = Site(next(_serials), self.config, self._backend.device)
+        self._of_parent: Any = None  # the backend, in a process that was forked off: kept, so that nothing is given back there
+        _alive.add(self)
 
     @staticmethod
     def size_hint(
@@ -170,7 +191,7 @@ class Buffer:
         hidden: int,
         num_topk: int,
         num_experts: int,
-        dtype: str = "bfloat16",
+        dtype: Any = "bfloat16",
         num_slots: int = 2,
         low_latency: bool = False,
         ranks_per_node: int | None = None,
@@ -575,6 +596,11 @@ class Buffer:
 
     def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
         if self._backend is None:
+            if self._of_parent is not None:
+                raise EPDestroyedError(
+                    "this Buffer was made by the process that this one was forked from, and speaks for that one; leave calls to it (a "
+                    "DataLoader's workers prepare batches, and run no model)"
+                )
             raise EPDestroyedError("this Buffer was destroyed; make a new one")
         return self._backend
 
@@ -590,17 +616,6 @@ class Buffer:
         with self._turns:
             backend.set_mask(int(rank), masked)
 
-    def __copy__(self) -> Buffer:
-        return self  # a copy of a model goes on with the same one: it stands for all ranks together
-
-    def __deepcopy__(self, memo: Any) -> Buffer:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a Buffer cannot be pickled: it belongs to the processes that made it; leave it out, and make one where you load"
-        )
-
     def __enter__(self) -> Buffer:
         return self
 
@@ -609,4 +624,5 @@ class Buffer:
 
     def __del__(self) -> None:
         if getattr(self, "_backend", None) is not None:  # freeing is collective, and a destructor runs at no agreed time
+            _log.warning("a Buffer was dropped without destroy(): its memory stays taken until the process ends")
             warnings.warn("a Buffer was dropped without destroy(); use `with Buffer(...)`", ResourceWarning, stacklevel=2)

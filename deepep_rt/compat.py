@@ -94,7 +94,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         explicitly_destroy: Accepted; `destroy` may be called in any case, and nothing is given back without it.
         enable_shrink: Low-latency calls leave silent ranks out, and the mask calls work. Memory is then taken here, for the sizes that
             `get_low_latency_rdma_size_hint` was asked about last (up to 8 experts a token; on the GPU, if there is one): at the first call,
-            a rank may be lost already.
+            a rank may be lost already. A first call of other sizes makes memory of its own, and all ranks have to be there.
         comm: An mpi4py communicator, where `group` is None.
 
     Raises:

@@ -8,14 +8,16 @@ import torch
 
 from .arrays import not_dense
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
+from .results import MAKE_ANOTHER, SharedByCopies
 
 if TYPE_CHECKING:
     Tensors: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class Calls:
+class Calls(SharedByCopies):
     """A Buffer as its calls see it."""
 
+    _instead = MAKE_ANOTHER
     rank: int
     group_size: int
     _comm_stream: Any = None

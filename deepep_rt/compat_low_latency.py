@@ -14,6 +14,7 @@ from .compat_memory import LowLatencyBuffers
 from .errors import EPInputError, EPUnavailableError
 
 if TYPE_CHECKING:
+    from .buffer import Buffer
     from .compat_calls import Tensors
 
 
@@ -83,6 +84,7 @@ class LowLatencyCalls(Calls):
         if use_ue8m0 and hidden % 512:
             raise EPInputError(f"use_ue8m0 packs four scales of 128 channels; hidden is {hidden}, no multiple of 512")
         buffer = buffers.take(num_tokens, hidden, num_topk, num_experts, backend_of(x))
+        topk_idx = _widened(topk_idx, buffer, -1)
         place = Placement(x, self.get_comm_stream, None, async_finish)
         sent = buffer.low_latency_dispatch(
             x,
@@ -179,6 +181,7 @@ class LowLatencyCalls(Calls):
         buffer = handle.buffer
         if not zero_copy:
             check_tensor(x, "x")
+        topk_idx, topk_weights = _widened(topk_idx, buffer, -1), _widened(topk_weights, buffer, 0)
         place = Placement(x, self.get_comm_stream, None, async_finish)
         back = buffer.low_latency_combine(
             buffer.get_low_latency_combine_buffer(handle.own) if zero_copy else x,
@@ -252,6 +255,12 @@ class LowLatencyCalls(Calls):
         if not self.enable_shrink:
             raise EPInputError(f"{what}: make the Buffer with enable_shrink=True to leave ranks out")
         return buffers
+
+
+def _widened(choices: torch.Tensor, buffer: Buffer, none: int) -> torch.Tensor:
+    """`[num_tokens, num_topk]` of the Buffer, which may take more experts a token than the caller has."""
+    missing = buffer.config.num_topk - choices.shape[-1] if isinstance(choices, torch.Tensor) and choices.dim() == 2 else 0
+    return torch.nn.functional.pad(choices, (0, missing), value=none) if missing > 0 else choices
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:

@@ -226,9 +226,9 @@ class LowLatencyBuffers:
         self._masked: set[int] = set()  # by hand
 
     def take(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer:
-        """The Buffer for calls of these sizes."""
+        """A Buffer for calls of these sizes, perhaps one that takes more experts a token: some of them are none then."""
         key = (num_tokens, hidden, num_topk, num_experts, backend)
-        buffer = self._buffers.get(key)
+        buffer = self._buffers.get(key) or self._for_more_choices(*key)
         if buffer is None:
             check_not_capturing(backend)
             buffer = self._buffers[key] = Buffer(
@@ -244,6 +244,12 @@ class LowLatencyBuffers:
             for rank in self._masked:
                 buffer.mask_rank(rank)
         return buffer
+
+    def _for_more_choices(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer | None:
+        for (tokens, width, most, experts, where), buffer in self._buffers.items():
+            if (tokens, width, experts, where) == (num_tokens, hidden, num_experts, backend) and most > num_topk:
+                return buffer
+        return None
 
     def find_silent_ranks(self, num_tokens: int, hidden: int, num_experts: int) -> None:
         """A call without tokens on each Buffer for calls of these sizes: it waits for all ranks."""

@@ -65,6 +65,18 @@ def rows_per_copy(row_bytes: int) -> int:
     return rows
 
 
+def _name_of(dtype: Any) -> Any:
+    """The name of an element type: of `torch.bfloat16`, `np.float32` and `jnp.dtype("float32")` alike. What is none stays as it is."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    if str(dtype).startswith("torch."):
+        return str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(dtype).name
+    except (TypeError, ValueError):
+        return dtype
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes that every rank of a Buffer agrees on. NumPy's numbers are welcome, and become Python's.
@@ -75,8 +87,10 @@ class Config:
         hidden: Elements of a row.
         num_topk: Experts of a token, 1 to 32.
         num_experts: Experts over all ranks; rank r holds `num_experts // num_ranks` consecutive ones.
-        dtype: Widest element type of a row; narrower ones (FP8 in a bfloat16 buffer) are welcome in each call.
-        num_slots: Worst-case dispatch results that fit at once; results are trimmed to what arrived, so more real ones fit.
+        dtype: Widest element type of a row, its name or an array library's object for it; narrower ones (FP8 in a bfloat16 buffer) are
+            welcome in each call.
+        num_slots: Worst-case dispatch results that fit at once. Results of a new routing begin as such, and are trimmed to what arrived,
+            which leaves room for smaller ones: of a known routing, or with `num_worst_tokens`.
         num_sms: Thread blocks of the dispatch and combine kernels (each takes one SM).
         timeout_s: Seconds after which a silent peer raises EPTimeoutError.
         low_latency: Whether memory is set aside for the low-latency calls.
@@ -106,7 +120,8 @@ class Config:
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        self._set("dtype", _name_of(self.dtype))
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise EPConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
         for name, least, most in (
             ("num_ranks", 1, 1 << 16),

@@ -14,7 +14,7 @@ from .agreement import announce
 from .arrays import HOST, Framework, View
 from .communicator import Communicator
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
-from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
+from .errors import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
@@ -367,6 +367,8 @@ class DeviceBackend:
         }
 
     def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
+        if self._destroyed:
+            raise EPDestroyedError("the Buffer of this result was destroyed, and nobody had looked at the result; look before")
         return View(ptr, shape, dtype, self.device, owner, framework, driver.Work(stream, self.context))
 
     def _on_device(self, stream: int, *views: View | None) -> Sequence[Any]:

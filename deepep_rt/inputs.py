@@ -298,7 +298,8 @@ def _check_row(site: Site, view: View, what: str) -> None:
         raise EPInputError(f"{what}: a row has {row_bytes} bytes; expected a multiple of {ROW_ALIGNMENT}")
     if row_bytes > site.config.row_bytes:
         raise EPInputError(
-            f"{what} has dtype {view.dtype}, wider than this buffer's {site.config.dtype}; make the buffer with dtype={view.dtype!r}"
+            f"{what} has dtype {view.dtype}, wider than this buffer's {site.config.dtype}; convert it, or make a buffer with "
+            f"dtype={view.dtype!r}"
         )
     _check_start(view, what)
 

@@ -167,10 +167,11 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
     `jax.lax.scan`, and with a policy that keeps what calls return (they have the names "deepep_rt.dispatch" and "deepep_rt.combine").
 
     Args:
-        layer: `layer(*arrays, after)` gives `after` to its first call. What it is to be differentiated in has to be among the arguments.
+        layer: `layer(*arrays, after=token)` gives `after` to its first call. What it is to be differentiated in has to be among the arrays;
+            it cannot be closed over.
 
     Returns:
-        `layer(*arrays, after=None)`.
+        The same function, as `layer(*arrays, after=None)`.
 
     Example:
         >>> def layer(parameters, x, after):
@@ -180,7 +181,7 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def once(after: jax.Array, *arguments: Any) -> Any:
-        return layer(*arguments, after)
+        return layer(*arguments, after=after)
 
     def forward(after: jax.Array, *arguments: Any) -> tuple[Any, Any]:
         out = once(after, *arguments)
@@ -195,7 +196,11 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
 
     run = jax.custom_vjp(once)
     run.defvjp(forward, backward)
-    return lambda *arguments, after=None: run(token_of(after), *arguments)
+
+    def checkpointed(*arrays: Any, after: Any = None) -> Any:
+        return run(token_of(after), *arrays)
+
+    return checkpointed
 
 
 def _dispatch_once(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from .arrays import Framework, View
 
@@ -56,25 +56,35 @@ class Event:
         """Let it stand for all that the call has queued by now: a hook has queued the rest."""
 
 
-class _OfBuffer:
-    """It names memory of a Buffer, which no other process has, and which a copy would not be another piece of."""
+class _OfProcess:
+    """It stands for memory that no other process has."""
 
-    _instead: ClassVar[str]
+    _refused, _instead = "pickled or copied", ""
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled or copied: it belongs to a Buffer of this process; {self._instead}"
+            f"a {type(self).__name__} cannot be {self._refused}: it belongs to the process that made it; {self._instead}"
         )
 
 
-class _Handle(_OfBuffer):
-    _instead = "send what was routed (topk_idx), and dispatch where you load it"
+class SharedByCopies(_OfProcess):
+    """A copy of what holds it goes on with the same one."""
+
+    _refused = "pickled"
 
     def __copy__(self) -> Any:
-        return self  # nobody changes it
+        return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self  # as a Buffer does
+        return self
+
+
+MAKE_ANOTHER = "leave it out (save a model's state_dict, not the model), and make a Buffer where you load"
+"""What to do instead of pickling a Buffer."""
+
+
+class _Handle(SharedByCopies):
+    _instead = "send what was routed (topk_idx), and dispatch where you load it"
 
 
 @dataclass(eq=False)
@@ -95,7 +105,7 @@ class DispatchHandle(_Handle):
 Views = dict[str, View | None]
 
 
-class _Arrays(_OfBuffer):
+class _Arrays(_OfProcess):
     """Arrays of the caller's framework, made when somebody looks at them: calls have no time for what nobody looks at."""
 
     _instead = "take its arrays, and copy those"

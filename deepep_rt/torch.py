@@ -34,6 +34,11 @@ __all__ = ["dispatch", "combine", "Dispatched", "Handle", "communicator"]
 _communicators: weakref.WeakKeyDictionary[Any, Intracomm] = weakref.WeakKeyDictionary()  # by process group
 
 
+def _backward_pass() -> int:
+    """The number of the backward pass that this runs in; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 class _Link:
     """Ties a combine to its dispatch by a tensor without elements.
 
@@ -43,6 +48,13 @@ class _Link:
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
+        self._pass = _backward_pass()
+
+    def of_this_graph(self) -> Any:
+        """The tensor; None for a combine that is computed again in a backward pass (`checkpoint(use_reentrant=True)`) while its dispatch
+        was not: it gets a graph and a backward pass of its own, which must not go on into the dispatch's.
+        """
+        return self.tensor if self._pass == _backward_pass() else None
 
 
 @dataclass(eq=False)
@@ -51,6 +63,21 @@ class Handle(DispatchHandle):
 
     _plain: DispatchHandle = field(repr=False)  # without the link: what the graph may hold without holding itself
     _link: _Link = field(repr=False)
+
+    def detach(self) -> DispatchHandle:
+        """The routing alone: a combine with it does not bring the backward pass of the dispatch along.
+
+        For backward passes in pieces, where the gradient of `recv_x` is given to the dispatch by hand, later and on all ranks.
+
+        Returns:
+            A handle for `combine`.
+
+        Example:
+            >>> rows = sent.recv_x.detach().requires_grad_()
+            >>> combine(buffer, experts(rows), sent.handle.detach()).backward(gradient)
+            >>> sent.recv_x.backward(rows.grad)  # a combine, along the same routing
+        """
+        return self._plain
 
 
 class Dispatched(NamedTuple):
@@ -72,7 +99,12 @@ class Dispatched(NamedTuple):
     num_recv_tokens_per_expert: Any
     """Received tokens of each local expert, `[num_local_experts]` int32, on the device."""
     handle: Handle
-    """For `combine`. Its `num_recv_tokens_per_expert_list` has the counts on the host, except with `num_worst_tokens`."""
+    """For `combine`."""
+
+    @property
+    def num_recv_tokens_per_expert_list(self) -> list[int] | None:
+        """The counts on the host, as grouped matrix products want them; None with `num_worst_tokens`."""
+        return self.handle.num_recv_tokens_per_expert_list
 
 
 @torch.compiler.disable
@@ -162,7 +194,7 @@ def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None,
     """
     _check_tensor(x, "x", needed=True)
     _check_fp8(buffer, fp8_grad)
-    link = handle._link.tensor if isinstance(handle, Handle) else None
+    link = handle._link.of_this_graph() if isinstance(handle, Handle) else None
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     return _Combine.apply(x, link, buffer, _plain(handle), fp8_grad, *biases)
 

@@ -559,14 +559,14 @@ def run_lost_ranks(world: World) -> None:
     rank, ranks, tokens, num_experts = world.rank, world.num_ranks, 8, 8 * world.num_ranks
     last = ranks - 1
     x = torch.randn((tokens, HIDDEN), device=world.device, generator=world.generator(1)).to(torch.bfloat16)
-    topk_idx = routing(world, 2, tokens, 8, num_experts)
-    weights = torch.rand(topk_idx.shape, dtype=torch.float32, device=world.device)
     status = torch.empty(ranks, dtype=torch.int32, device=world.device)
-    for lost_at_once in (True, False):
+    for lost_at_once, topk in ((True, 6), (False, 8)):  # what is made ahead serves both
+        topk_idx = routing(world, 2, tokens, topk, num_experts)
+        weights = torch.rand(topk_idx.shape, dtype=torch.float32, device=world.device)
         deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, ranks, num_experts)
         with world.buffer(low_latency_mode=True, enable_shrink=True) as buffer:
 
-            def step(live: Collection[int]) -> None:
+            def step(live: Collection[int], topk_idx: torch.Tensor = topk_idx, weights: torch.Tensor = weights) -> None:
                 packed, _, handle, event, _ = buffer.low_latency_dispatch(
                     x, topk_idx, tokens, num_experts, use_fp8=False, async_finish=True
                 )

@@ -199,3 +199,18 @@ def test_most_tokens_of_low_latency_calls(config: Config, num_ranks: int) -> Non
     dataclasses.replace(config, num_max_tokens_per_rank=most, low_latency=True)
     with pytest.raises(EPConfigError, match=f"up to {most} tokens"):
         dataclasses.replace(config, num_max_tokens_per_rank=most + 1, low_latency=True)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "torch.bfloat16", "torch.float8_e4m3fn", "numpy.float32", "jax.numpy.bfloat16", "ml_dtypes.bfloat16"]
+)
+def test_dtypes_of_array_libraries(dtype: str) -> None:
+    library, _, name = dtype.rpartition(".")
+    given = getattr(pytest.importorskip(library), name) if library else name
+    assert Config(**GOOD, dtype=given) == Config(**GOOD, dtype=name)
+
+
+@pytest.mark.parametrize("dtype", [None, 3, "float", [1], np.complex64])
+def test_what_is_no_dtype(dtype: object) -> None:
+    with pytest.raises(EPConfigError, match=r"dtype is .*; expected one of bfloat16"):
+        Config(**GOOD, dtype=dtype)

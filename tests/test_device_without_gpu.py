@@ -913,3 +913,14 @@ def test_the_end(fake: FakeGpu, make: Any) -> None:
     for call in (sent.hook, lambda: buffer.dispatch(x, idx, weights), buffer.synchronize):
         with pytest.raises(EPDestroyedError):
             call()
+
+
+def test_results_that_nobody_had_looked_at(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=8)
+        back = buffer.combine(Array(fake, "bfloat16", 8, 256), sent.handle)
+        soon = buffer.low_latency_dispatch(x, idx)
+    for look in (lambda: sent.recv_x, lambda: back.x, lambda: soon.num_recv_tokens_per_expert):
+        with pytest.raises(EPDestroyedError, match="look before"):
+            look()

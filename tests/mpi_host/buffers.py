@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import signal
 import threading
 import time
+import traceback
 import unittest.mock
 import warnings
 from types import SimpleNamespace
@@ -224,8 +226,26 @@ def check_what_is_no_communicator(comm: MPI.Intracomm) -> None:
 def check_copies_of_a_model(comm: MPI.Intracomm) -> None:
     with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
         assert copy.deepcopy({"layer": buffer})["layer"] is buffer
-        with raises(TypeError, "cannot be pickled"):
+        with raises(TypeError, "a Buffer cannot be pickled", "state_dict"):
             pickle.dumps(buffer)
+
+
+def check_a_process_that_is_forked_off(comm: MPI.Intracomm) -> None:
+    """What it sent would be taken for its parent's, which goes on as before."""
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        child = os.fork()
+        if not child:
+            try:
+                with raises(EPDestroyedError, "forked from"):
+                    buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
+                buffer.destroy()
+                del buffer
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        _check_round(comm, buffer, 5)
 
 
 def check_an_interrupted_call(comm: MPI.Intracomm) -> None:

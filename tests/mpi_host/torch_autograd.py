@@ -382,6 +382,32 @@ def check_checkpoints(comm: MPI.Intracomm) -> None:
             compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND, 2)
 
 
+def check_a_backward_pass_in_pieces(comm: MPI.Intracomm) -> None:
+    """A dispatch outside of what is computed again, or a gradient that is handed over by hand: each call is made once in each pass."""
+    tokens, mats = tokens_of_all(comm, 14), matrices(comm, 14)
+    mine = tokens[comm.Get_rank()]
+    with buffer_for(comm) as buffer:
+        for how in ("reentrant", "not reentrant", "by hand"):
+            x, idx, weights = mine.leaves()
+            weights_of = local(comm, mats)
+            sent = dispatch(buffer, x, idx, weights)
+            assert sent.num_recv_tokens_per_expert_list == sent.num_recv_tokens_per_expert.tolist()
+            given = sent.recv_x, sent.recv_topk_weights
+
+            def tail(rows: torch.Tensor, gains: torch.Tensor, sent: Any = sent, mats: torch.Tensor = weights_of) -> torch.Tensor:
+                return combine(buffer, experts(rows, sent.recv_topk_idx, gains, mats), sent.handle)
+
+            if how == "by hand":
+                leaves = [t.detach().requires_grad_() for t in given]
+                out = tail(*leaves, sent._replace(handle=sent.handle.detach()))
+                backward(out, mine)
+                torch.autograd.backward(given, [leaf.grad for leaf in leaves])
+            else:
+                out = checkpoint(tail, *given, use_reentrant=how == "reentrant")
+                backward(out, mine)
+            compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
+
+
 def check_fp8(comm: MPI.Intracomm) -> None:
     """Each number is off by at most 1/16 of itself, or 2**-18 of the largest of its 128; the gradient does not know."""
     tokens, mats = tokens_of_all(comm, 12), matrices(comm, 12)
