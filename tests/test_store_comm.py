@@ -218,6 +218,20 @@ def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicato
     assert 0.9 < time.monotonic() - start < 4
 
 
+def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepep_rt.together._GRACE_S", 60.0)
+    words = [LastWords(comm) for comm in ranks]
+    speaker = threading.Thread(target=words[0].say, args=(KeyError("mine"),))
+    speaker.start()
+    while not words[1]._heard:
+        assert words[1].gone() == []
+    time.sleep(0.01)
+    assert words[1].gone() == []
+    monkeypatch.setattr("deepep_rt.together._GRACE_S", 0.0)
+    assert words[1].gone() == [0]
+    speaker.join()
+
+
 def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is told as well; and where time-outs mask, Buffers go on."""
     pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
