@@ -19,7 +19,7 @@ import pytest
 from launch import run_checks
 from ports import free_port
 
-from deepep_rt import EPUnavailableError
+from deepep_rt import Buffer, EPUnavailableError
 from deepep_rt.config import Config
 from deepep_rt.store_comm import StoreCommunicator
 from deepep_rt.together import LastWords
@@ -191,6 +191,15 @@ def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None
     ranks[0].leave()
     start = time.monotonic()
     on_all(ranks[1:], lambda comm: comm.Free())
+    assert time.monotonic() - start < 1
+
+
+def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=5.0, backend="host")
+    made = on_all(ranks, lambda comm: Buffer(comm, **sizes))
+    made[0].destroy(in_touch=False)
+    start = time.monotonic()
+    on_all(ranks[1:], lambda comm: made[comm.Get_rank()].destroy())
     assert time.monotonic() - start < 1
 
 

@@ -295,6 +295,19 @@ def check_memory_that_mpi_still_reads(comm: MPI.Intracomm) -> None:
         buffer.destroy()
 
 
+def check_messages_that_nobody_took(comm: MPI.Intracomm) -> None:
+    """MPI may still read them: they outlive the Buffer."""
+    if spmd.backend != "host":
+        return
+    buffer, kept = make_buffer(comm, num_experts=4 * comm.Get_size()), []
+    mail = buffer._backend._mail
+    taken, pending = (SimpleNamespace(is_done=lambda done=done: done) for done in (True, False))
+    mail._unfinished += [taken, pending]
+    with unittest.mock.patch.object(type(mail._comm), "keep", lambda self, *held: kept.append(held)):
+        buffer.destroy()
+    assert kept == [([pending],)]
+
+
 def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
