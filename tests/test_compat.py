@@ -380,6 +380,20 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert done == ([("side", "uses it"), ("caller", "uses it")] if True in how else [])
 
 
+@pytest.mark.parametrize("lost", [[], [1]])
+def test_the_normal_mode_does_not_wait_for_ranks_that_are_lost(monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
+    from mpi4py import MPI
+
+    from deepep_rt import compat
+
+    said: list[bool] = []
+    buffer = compat.Buffer(None, int(1e7), low_latency_mode=True, enable_shrink=True, comm=MPI.COMM_SELF)
+    monkeypatch.setattr(buffer._low_latency, "masked_ranks", lambda: lost)
+    monkeypatch.setattr(buffer._normal, "destroy", lambda in_touch: said.append(in_touch))
+    buffer.destroy()
+    assert said == [not lost]
+
+
 def test_a_capture_makes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
