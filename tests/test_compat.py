@@ -380,6 +380,18 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert done == ([("side", "uses it"), ("caller", "uses it")] if True in how else [])
 
 
+def test_the_end_of_a_with_block_waits_for_its_event() -> None:
+    from deepep_rt.compat_events import EventOverlap
+
+    waits: list[str] = []
+    event = SimpleNamespace(current_stream_wait=lambda: waits.append("now"))
+    with EventOverlap(event):
+        assert waits == []
+    assert waits == ["now"]
+    with EventOverlap(None):
+        pass
+
+
 @pytest.mark.parametrize("lost", [[], [1]])
 def test_the_normal_mode_does_not_wait_for_ranks_that_are_lost(monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
     from mpi4py import MPI
