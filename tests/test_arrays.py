@@ -6,6 +6,7 @@ import gc
 import importlib
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -105,6 +106,40 @@ def test_any_dlpack_producer_gets_dlpack_back() -> None:
     taken = np.from_dlpack(back)
     assert np.shares_memory(taken, given)
     assert (taken == given).all()
+
+
+def test_one_row_of_wider_ones_has_no_gaps() -> None:
+    given = np.arange(12, dtype=np.float32).reshape(3, 4)[:1, :2]
+    for array in (given, Producer(given)):
+        assert _view(array, "x").shape == (1, 2)
+
+
+@pytest.mark.parametrize("kind", [dlpack.CUDA, dlpack.CUDA_MANAGED])
+def test_a_producer_on_a_gpu_is_told_who_reads(kind: int) -> None:
+    """DLPack calls the legacy default stream 1, and forbids 0."""
+    asked = []
+
+    class Library(Producer):
+        def __dlpack__(self, *, stream: int | None = None, **options: object) -> object:
+            asked.append(stream)
+            return self.array.__dlpack__()
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return kind, 3
+
+    for stream in (7, 0):
+        assert _view(Library(np.zeros((2, 2))), "x", stream).device == 3
+    assert asked == [7, 1]
+
+
+def test_consumers_of_results_are_waited_for() -> None:
+    """They read on streams of their own; DLPack calls the legacy default stream None or 1, and -1 wants no order."""
+    let_wait, used = [], []
+    work, owner = SimpleNamespace(stream=7, let_wait=let_wait.append), SimpleNamespace(used_on=used.append)
+    view = View(4096, (2, 2), "float32", 0, owner, arrays.framework_of(np.zeros(1), "x"), work)
+    for stream in (None, 1, 7, -1, 9):
+        view.__dlpack__(stream=stream)
+    assert let_wait == used == [0, 0, 9]
 
 
 def test_an_offset_into_an_array_is_kept() -> None:

@@ -70,6 +70,12 @@ def test_a_broken_driver_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose(monkeypatch, "CUDA_ERROR_SYSTEM_NOT_READY", backend="host") == "host"
 
 
+def test_a_driver_that_starts_and_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (driver.CUresult.CUDA_SUCCESS,))
+    monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_ERROR_UNKNOWN, 0))
+    assert agreement.why_no_gpu() == "the CUDA driver fails: CUDA_ERROR_UNKNOWN"
+
+
 def test_some_with_and_some_without(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EPUnavailableError, match=r"some ranks have a GPU and some have none \(without: \[1\], no CUDA driver"):
         choose(monkeypatch, "CUDA_SUCCESS", others=("no CUDA driver (libcuda.so.1 was not found)",))

@@ -139,6 +139,15 @@ def test_clear_counts_and_removes_everything(tmp_path: Path) -> None:
     assert store.entries() == []
 
 
+def test_two_may_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    store.put(ENTRY)
+    found = [_file(tmp_path)]
+    found[0].unlink()
+    monkeypatch.setattr(store, "_files", lambda: found)
+    store.clear()
+
+
 def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path)
     with store.locked("sm_90", "ab") as first:

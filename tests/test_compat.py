@@ -343,6 +343,100 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
+def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call waits for what it is told to, and beside the caller's stream for the caller's work, unless it is told."""
+    import torch
+
+    from deepep_rt.compat_events import EventHandle, EventOverlap, Placement
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: str) -> None:
+            done.append((self.name, event))
+
+        def record_event(self) -> str:
+            return f"the work of the {self.name}"
+
+    done: list[tuple[str, str]] = []
+    caller, beside = Stream("caller"), Stream("side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: caller)
+    tensor = SimpleNamespace(is_cuda=True, record_stream=lambda stream: done.append((stream.name, "uses it")))
+    previous = EventOverlap(EventHandle())
+    previous.event.event = "an event"
+    for how, waits, event in (
+        ((), [], None),
+        ((previous,), [("caller", "an event")], None),
+        ((None, True), [("side", "the work of the caller")], "the work of the caller"),
+        ((previous, True), [("side", "an event")], "an event"),
+    ):
+        done.clear()
+        place = Placement(tensor, lambda: beside, *how)
+        assert (done, place.event) == (waits, event)
+        assert place.options == ({"async_finish": True, "stream": beside} if True in how else {})
+        done.clear()
+        place.share(tensor)
+        assert done == ([("side", "uses it"), ("caller", "uses it")] if True in how else [])
+
+
+def test_the_end_of_a_with_block_waits_for_its_event() -> None:
+    from deepep_rt.compat_events import EventOverlap
+
+    waits: list[str] = []
+    event = SimpleNamespace(current_stream_wait=lambda: waits.append("now"))
+    with EventOverlap(event):
+        assert waits == []
+    assert waits == ["now"]
+    with EventOverlap(None):
+        pass
+
+
+@pytest.mark.parametrize("lost", [[], [1]])
+def test_the_normal_mode_does_not_wait_for_ranks_that_are_lost(monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
+    from mpi4py import MPI
+
+    from deepep_rt import compat
+
+    said: list[bool] = []
+    buffer = compat.Buffer(None, int(1e7), low_latency_mode=True, enable_shrink=True, comm=MPI.COMM_SELF)
+    monkeypatch.setattr(buffer._low_latency, "masked_ranks", lambda: lost)
+    monkeypatch.setattr(buffer._normal, "destroy", lambda in_touch: said.append(in_touch))
+    buffer.destroy()
+    assert said == [not lost]
+
+
+def test_a_capture_makes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from deepep_rt import EPInputError
+    from deepep_rt.compat_memory import check_not_capturing
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check_not_capturing("host")
+    with pytest.raises(EPInputError, match="make one before the capture"):
+        check_not_capturing("cuda")
+
+
+def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    from deepep_rt import compat
+    from deepep_rt.network import NetworkOptions
+
+    made: list[dict] = []
+    monkeypatch.setattr(compat, "LowLatencyBuffers", lambda ranks, **settings: made.append(settings))
+    ibgda = NetworkOptions(ibgda=True, connections_per_peer=12)
+    for ranks_here, options, settings in (
+        (1, {}, {"on_timeout": "raise"}),
+        (1, {"allow_nvlink_for_low_latency_mode": False}, {"on_timeout": "raise", "ranks_per_node": 1}),
+        (0, {"num_qps_per_rank": 12}, {"on_timeout": "raise", "network": ibgda}),
+    ):
+        monkeypatch.setattr(compat, "ranks_per_host", lambda ranks, here=ranks_here: here)
+        compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF, **options)
+        assert made.pop() == settings
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_program(num_ranks: int) -> None:
     run_checks(num_ranks, "compat")

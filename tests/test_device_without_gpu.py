@@ -37,6 +37,8 @@ from deepep_rt import (
     together,
 )
 from deepep_rt.device_low_latency import DeviceLowLatencyBackend
+from deepep_rt.inputs import LowLatencyMemory, low_latency_dispatch_inputs
+from deepep_rt.kernels import TABLE
 
 __all__ = ["fake", "make"]
 
@@ -118,7 +120,8 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert like(sent.num_recv_tokens) == ("int32", (1,))
         assert like(sent.num_recv_tokens_per_expert) == ("int32", (8,))
         assert sent.recv_x_scales is None
-        for name, array in (("x", sent.recv_x), ("topk_idx", sent.recv_topk_idx), ("src_idx", sent.recv_src_idx)):
+        arrived = {"x": sent.recv_x, "topk_idx": sent.recv_topk_idx, "topk_weights": sent.recv_topk_weights}
+        for name, array in {**arrived, "src_idx": sent.recv_src_idx}.items():
             assert array.ptr == BASE + getattr(dispatch, f"land_{name}"), name
 
         y = Array(fake, "bfloat16", 30, 256)
@@ -127,6 +130,9 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert (combine.y, combine.num_tokens, combine.capacity, combine.handle) == (y.ptr, 10, 30, dispatch.handle)
         assert combine.bias_0
         assert not combine.bias_1
+        rows, landing = buffer.config.num_max_sent_rows, region(buffer, "landing")
+        assert landing.start <= BASE + combine.land_topk_weights <= BASE + combine.land_x - rows * 4 * 4
+        assert BASE + combine.land_x + rows * 512 <= landing.stop
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
 
@@ -150,6 +156,51 @@ def test_a_dispatch_waits_for_readers_of_its_own_memory_only(fake: FakeGpu, make
         assert second.recv_x.ptr != third.recv_x.ptr
 
 
+def test_results_that_are_dropped_may_still_be_read(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the caller's stream holds then: sums in the Buffer's memory and outside of it, and rows that were copied out."""
+    with make(num_slots=1) as buffer, monkeypatch.context() as behind:
+        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+        x, idx, weights = arguments(fake, 64)
+        y, send = Array(fake, "bfloat16", 256, 256), dict(async_finish=True, previous_event=SimpleNamespace(cuda_event=1234))
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=256, **send)
+        inside, outside = (buffer.combine(y, sent.handle, **send) for _ in range(2))
+        copied = buffer.dispatch(x, handle=sent.handle, **send)
+        assert [result.x.ptr in region(buffer, "sums") for result in (inside, outside)] == [True, False]
+        assert len(fake.copies) == 1
+        for result in ("outside", "copied"):
+            fake.waits.clear()
+            if result == "outside":
+                del outside
+            else:
+                del copied
+            assert fake.waits == [(OWN_STREAM, 5)], result
+        fake.waits.clear()
+        del inside
+        inside = buffer.combine(y, sent.handle, **send)
+        assert inside.x.ptr in region(buffer, "sums")
+        assert fake.waits == [(OWN_STREAM, 1234), (OWN_STREAM, 5)]
+
+
+def test_a_full_pool_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be allocated there: sums take the room of rows, too, and what finds none is refused."""
+    with make(num_slots=1) as buffer, monkeypatch.context() as capturing:
+        x, idx, weights = arguments(fake, 64)
+        y, sent = Array(fake, "bfloat16", 256, 256), buffer.dispatch(x, idx, weights, num_worst_tokens=256)
+        handle = sent.handle
+        capturing.setattr(driver, "capture_id", lambda stream: 7)
+        capturing.setattr(driver, "is_capturing", lambda stream: True)
+        first = buffer.combine(y, handle)
+        assert first.x.ptr in region(buffer, "sums")
+        fake.take()
+        for call in (lambda: buffer.combine(y, handle), lambda: buffer.dispatch(x, handle=handle)):
+            with pytest.raises(EPOutOfMemoryError, match=r"nothing can be allocated while a CUDA graph is captured.*num_slots"):
+                call()
+        assert fake.take() == []
+        del sent
+        second = buffer.combine(y, handle)
+        assert second.x.ptr in region(buffer, "pool")
+
+
 def test_number_of_sms(fake: FakeGpu, make: Any) -> None:
     with make(num_sms=16) as buffer:
         x, idx, weights = arguments(fake, 64)
@@ -163,6 +214,11 @@ def test_number_of_sms(fake: FakeGpu, make: Any) -> None:
             with pytest.raises(EPConfigError, match="num_sms is"):
                 buffer.num_sms = bad
         assert buffer.num_sms == 8
+    with make(num_max_tokens_per_rank=2048, num_sms=24) as buffer:
+        for num_sms, blocks in ((24, 8), (3, 3)):
+            buffer.num_sms = num_sms
+            buffer.dispatch(*arguments(fake, 2048), num_worst_tokens=100)
+            assert fake.take()[0].blocks == blocks, "256 tokens each, or more where SMs are few"
 
 
 def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:
@@ -183,8 +239,45 @@ def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:
             7,
         )
         assert (like(again.recv_x), like(again.recv_x_scales)) == (("float8_e4m3fn", (7, 256)), ("float32", (7, 2)))
+        assert (dispatch.scales, again.recv_x_scales.ptr) == (scales.ptr, BASE + dispatch.land_scales)
         assert again.recv_topk_idx is None
         assert again.handle is first.handle
+
+
+def test_options_reach_the_kernels(fake: FakeGpu, make: Any) -> None:
+    with make(check_inputs=True, low_latency=True, timeout_s=2.5) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=0, expert_alignment=128)
+        given = [Array(fake, "float32", 0, 4), Array(fake, "bfloat16", 10, 256), Array(fake, "bfloat16", 10, 256)]
+        buffer.combine(Array(fake, "bfloat16", 0, 256), sent.handle, topk_weights=given[0], bias=given[1:])
+        counts, waits = Array(fake, "int32", 8), Array(fake, "int64", 4)
+        buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=counts, wait_recv_cost_stats=waits)
+        route, dispatch, combine, quick = fake.take()
+        assert (route.expert_alignment, route.check, quick.check) == (128, 1, 1)
+        assert (dispatch.capacity, sent.recv_x.shape) == (0, (0, 256)), "no rows is a number of rows"
+        assert [combine.topk_weights, combine.bias_0, combine.bias_1] == [array.ptr for array in given]
+        assert (quick.recv_stats, quick.wait_stats) == (counts.ptr, waits.ptr)
+        backend = buffer._backend
+        for kernel in (route, dispatch, combine, quick):
+            assert (kernel.timeout_ns, kernel.rank, kernel.pes) == (2_500_000_000, 0, [0, 1, 2, 3])
+            assert (kernel.state, kernel.page) == (backend._state, backend._page.ptr)
+
+
+def test_no_tokens(fake: FakeGpu, make: Any) -> None:
+    """Some libraries say that empty arrays are nowhere. The kernels run, and know that the arrays were given."""
+    with make() as buffer:
+        empty = arguments(fake, 0)
+        for array in empty:
+            array.ptr = 0
+        sent = buffer.dispatch(*empty, num_worst_tokens=0)
+        weights = Array(fake, "float32", 0, 4)
+        weights.ptr = 0
+        buffer.combine(empty[0], sent.handle, topk_weights=weights)
+        route, dispatch, combine = fake.take()
+        assert route.blocks == 1
+        assert dispatch.topk_idx
+        assert dispatch.topk_weights
+        assert combine.topk_weights
 
 
 def test_fixed_number_of_rows(fake: FakeGpu, make: Any) -> None:
@@ -261,6 +354,39 @@ def test_sums_leave_room_for_rows(fake: FakeGpu, make: Any, caplog: pytest.LogCa
         del third, fourth
 
 
+def test_ranks_without_a_direct_path(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as buffer:
+        handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
+    fake.take()
+    monkeypatch.setattr(symmetric.SymmetricMemory, "peers", (BASE, BASE + (1 << 36), 0, 0))
+    with make(ranks_per_node=2, low_latency=True) as buffer:
+        handle._buffer = buffer._site.serial
+        for call in (
+            lambda: buffer.dispatch(*arguments(fake), num_worst_tokens=40),
+            lambda: buffer.combine(Array(fake, "bfloat16", 40, 256), handle),
+            buffer.copy_ceiling,
+        ):
+            with pytest.raises(
+                EPUnavailableError, match="reach each other over NVLink; between hosts there are only the low-latency"
+            ):
+                call()
+        assert fake.take() == []
+        buffer.low_latency_dispatch(*arguments(fake)[:2])
+        assert [call.kernel for call in fake.take()] == ["ll_dispatch"]
+
+
+def test_copy_ceiling(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for each peer fit where they land; bytes are those that leave the rank."""
+    monkeypatch.setattr(driver, "elapsed_ms", lambda begin, end: 10.0)
+    with make() as buffer:
+        assert buffer.copy_ceiling(row_bytes=256, num_rows=7, iterations=5) == pytest.approx(3 * 7 * 256 / 2e-3)
+        assert {(call.num_rows, call.row_bytes) for call in fake.take()} == {(7, 256)}
+        buffer.copy_ceiling(num_rows=10**9)
+        (num_rows,) = {call.num_rows for call in fake.take()}
+        room = min(len(region(buffer, "landing")), len(region(buffer, "pool")))
+        assert room - 4 * 512 < 4 * num_rows * 512 <= room
+
+
 def test_streams(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         x, idx, weights = arguments(fake)
@@ -295,6 +421,67 @@ def test_a_result_that_is_copied_out(fake: FakeGpu, make: Any) -> None:
         fake.waits.clear()
         buffer.combine(Array(fake, "bfloat16", 256, 256), held[1].handle)
         assert (CALLERS_STREAM, 5) in fake.waits
+
+
+def test_results_take_the_room_of_what_arrived(fake: FakeGpu, make: Any) -> None:
+    with make(num_slots=1) as buffer:
+        fake.on_launch = routed(buffer, 20, [20] + [0] * 7)
+        x, idx, _ = arguments(fake, 64)
+        sent = buffer.dispatch(x, idx)
+        held = [buffer.dispatch(x, handle=sent.handle) for _ in range(5)]
+        assert all(result.recv_x.ptr in region(buffer, "pool") for result in held)
+        assert not fake.copies
+
+
+def test_counts_that_come_late(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the call before are not taken for them."""
+    with make() as buffer:
+        x, idx, _ = arguments(fake)
+        page = buffer._backend._page
+
+        def count() -> None:
+            page._mailbox["num_recv"] = num_rows
+            page._counted.value = 1
+
+        monkeypatch.setattr("deepep_rt.watch.os.sched_yield", count)
+        for num_rows in (30, 20):
+            assert buffer.dispatch(x, idx).recv_x.shape == (num_rows, 256)
+
+
+def test_a_time_out_while_the_host_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU says for whom it has waited: it is heard, also where the host's own time is up."""
+    buffer = make(timeout_s=0.05)
+    page, start = buffer._backend._page, time.monotonic()
+
+    def report() -> None:
+        if time.monotonic() > start + 0.2:
+            page._report["rank"], page._report["peer"], page._report["phase"], page._timed_out.value = 0, 2, 3, 1
+
+    monkeypatch.setattr("deepep_rt.watch.os.sched_yield", report)
+    with pytest.raises(EPTimeoutError, match=r"waited 0\.05 s for rank 2: the rows of dispatch"):
+        buffer.dispatch(*arguments(fake))
+    assert time.monotonic() < start + 2
+    buffer.destroy()
+
+
+def test_a_host_that_is_interrupted_while_it_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts of this call would be taken for those of the next one."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    buffer = make()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("deepep_rt.watch.os.sched_yield", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.dispatch(*arguments(fake))
+    fake.take()
+    for _ in range(2):
+        with pytest.raises(EPTimeoutError, match="a dispatch was interrupted while it waited for its counts"):
+            buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+    assert fake.take() == []
+    buffer.destroy()
+    assert BASE not in fake.freed
 
 
 def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,6 +587,9 @@ def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:
         assert sent.recv_x.shape == (3, 256)
         copied_out = {source: (to, num_bytes) for to, source, num_bytes in fake.copies[2:]}
         assert copied_out[BASE + dispatch.land_x] == (sent.recv_x.ctypes.data, 3 * 1024)
+        assert "synchronize" in fake.asked[len(fake.asked) - fake.asked[::-1].index("copy_async") :], "the host waits for them"
+        for array in (sent.recv_x, sent.recv_topk_idx, sent.recv_src_idx, sent.num_recv_tokens_per_expert):
+            assert array.ctypes.data % 64 == 0, "JAX would copy it once more"
 
 
 # --- low latency -------------------------------------------------------------------------------------------------------------------
@@ -467,6 +657,11 @@ def test_combines_of_many_tokens_have_a_kernel_of_their_own(fake: FakeGpu, make:
                 y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early, return_recv_hook=True
             ).hook()
             assert [launch.kernel for launch in fake.take()[1:]] == [f"ll_combine{kernel}"] * 2
+    with make(low_latency=True, num_max_tokens_per_rank=512, ranks_per_node=2) as buffer:
+        x, idx, weights = arguments(fake, 512)
+        sent = buffer.low_latency_dispatch(x, idx)
+        buffer.low_latency_combine(Array(fake, "bfloat16", 8, 2048, 256), idx, weights, sent.handle)
+        assert fake.take()[1].kernel == "ll_combine", "the other one puts nothing on a network"
 
 
 def test_grids_of_one_size(fake: FakeGpu, make: Any) -> None:
@@ -560,6 +755,79 @@ def test_sums_do_not_lie_in_what_is_added_up(fake: FakeGpu, make: Any) -> None:
         assert buffer.low_latency_combine(y, idx, weights, handle, out=out).x.ptr == out.ptr
 
 
+def test_a_hook_that_reports_bad_input_has_received(fake: FakeGpu, make: Any) -> None:
+    """The other ranks have made the call, and go on to their combines."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True)
+        buffer._backend._page._bad_input.value = 1
+        with pytest.raises(EPInputError, match="It was skipped"):
+            sent.hook()
+        with pytest.raises(EPInputError, match="was called already"):
+            sent.hook()
+        buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, sent.handle)
+        assert [(call.kernel, call.phases) for call in fake.take()] == [("ll_dispatch", 1), ("ll_dispatch", 2), ("ll_combine", 3)]
+
+
+def test_masks_after_a_hook_that_was_lost(fake: FakeGpu, make: Any) -> None:
+    """It is called then: nobody else can."""
+    with make(low_latency=True) as buffer:
+        buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
+        gc.collect()
+        buffer.mask_rank(2)
+        assert [call.phases for call in fake.take()] == [1, 2]
+
+
+def test_hooks_among_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second half runs on the stream of the first one, after the calls in between and before the next; the event moves behind it."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.low_latency_dispatch(x, idx, return_recv_hook=True, async_finish=True, stream=77)
+        buffer.dispatch(x, idx, weights, num_worst_tokens=40, stream=78)
+        fake.waits.clear()
+        recorded = []
+        with monkeypatch.context() as records:
+            records.setattr(driver.CudaEvent, "record", lambda event, stream: recorded.append((event, stream)))
+            sent.hook()
+        assert fake.waits[-1] == (77, 5)
+        assert (sent.event._marker, 77) in recorded
+        fake.waits.clear()
+        buffer.dispatch(x, handle=buffer.dispatch(x, idx, num_worst_tokens=40, stream=78).handle, stream=78)
+        assert fake.waits == [(78, 5)]
+
+
+def test_a_hook_after_a_time_out(fake: FakeGpu, make: Any) -> None:
+    buffer = make(low_latency=True)
+    sent = buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
+    fake.take()
+    page = buffer._backend._page
+    page._report["peer"], page._report["phase"], page._timed_out.value = 2, 3, 1
+    with pytest.raises(EPTimeoutError, match="for rank 2"):
+        sent.hook()
+    assert fake.take() == []
+    buffer.destroy()
+
+
+def test_kernels_are_loaded_when_a_buffer_is_made(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes seconds, which the first call does not have: the other ranks wait for it."""
+    with make(low_latency=True, num_max_tokens_per_rank=512, hidden=7168) as buffer:
+        monkeypatch.setattr(jit, "load", lambda *_: pytest.fail("loaded by a call"))
+        x, idx, weights = Array(fake, "bfloat16", 512, 7168), *arguments(fake, 512)[1:]
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=40)
+        buffer.combine(Array(fake, "bfloat16", 40, 7168), sent.handle)
+        y, quick = Array(fake, "bfloat16", 8, 2048, 7168), buffer.low_latency_dispatch(x, idx)
+        for early in (True, False):
+            buffer.low_latency_combine(y, idx, weights, quick.handle, allow_multiple_reduction=early)
+        assert [call.kernel for call in fake.take()] == [
+            "route",
+            "dispatch",
+            "combine",
+            "ll_dispatch",
+            "ll_combine_many",
+            "ll_combine",
+        ]
+
+
 @pytest.mark.parametrize("with_hook", [False, True])
 def test_low_latency_from_host_memory(fake: FakeGpu, make: Any, with_hook: bool) -> None:
     """Results are copied out when they are there; what the caller gave to be written to stays where it is."""
@@ -598,6 +866,44 @@ def test_memory_of_results_is_handed_out_again(fake: FakeGpu, make: Any) -> None
         assert buffer.low_latency_dispatch(x, idx).recv_x.ptr == addresses[0]
 
 
+def test_memory_waits_for_the_callers_stream(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may still read what a call on another stream has left there: results, and the counts in a handle."""
+    with make(low_latency=True, num_slots=1) as buffer, monkeypatch.context() as behind:
+        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+        x, idx, weights = arguments(fake)
+        handle = buffer.low_latency_dispatch(x, idx).handle
+        for call, pieces in (
+            (lambda: buffer.dispatch(x, idx, weights, num_worst_tokens=256, async_finish=True), 2),
+            (lambda: buffer.low_latency_dispatch(x, idx, async_finish=True), 2),
+            (
+                lambda: buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, handle, async_finish=True),
+                1,
+            ),
+        ):
+            for _ in range(10):
+                fake.waits.clear()
+                call()
+            assert fake.waits == [(OWN_STREAM, ("all of", CALLERS_STREAM)), *[(OWN_STREAM, 5)] * pieces]
+
+
+def test_memory_in_a_capture_stays_with_its_call(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits there for who reads it beside the call."""
+    with make(low_latency=True) as buffer, monkeypatch.context() as capturing:
+        x, idx, weights = arguments(fake)
+        y, z = Array(fake, "bfloat16", 40, 256), Array(fake, "bfloat16", 8, 256, 256)
+        sent, quick = buffer.dispatch(x, idx, num_worst_tokens=40), buffer.low_latency_dispatch(x, idx)
+        addresses = [sent.num_recv_tokens.ptr, quick.recv_x.ptr]
+        capturing.setattr(driver, "capture_id", lambda stream: 7)
+        capturing.setattr(driver, "is_capturing", lambda stream: True)
+        buffer.combine(y, sent.handle, async_finish=True)
+        del sent
+        for _ in range(10):
+            addresses.append(buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True).num_recv_tokens.ptr)
+            addresses.append(buffer.low_latency_dispatch(x, idx, async_finish=True).recv_x.ptr)
+            addresses.append(buffer.low_latency_combine(z, idx, weights, quick.handle, async_finish=True).x.ptr)
+        assert len(set(addresses)) == len(addresses)
+
+
 @pytest.mark.parametrize("how", [{}, {"async_finish": True}, {"stream": 77}], ids=str)
 def test_a_host_that_is_ahead_takes_no_more_memory(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
@@ -615,6 +921,29 @@ def test_a_host_that_is_ahead_takes_no_more_memory(
         rows, sums, handles = (len(set(of_one_kind)) for of_one_kind in zip(*addresses, strict=True))
         assert (rows, sums) == (2, 2), "one is held while the next is made"
         assert handles <= layout.num_handles(buffer.config), "none is made beside those of the start"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_only_kernels_that_wait_for_the_last_one_overlap_with_it(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """Others would run before what they read is there; and older GPUs know no such launch."""
+    monkeypatch.setattr("deepep_rt.jit.current_arch", lambda: arch)
+    attributes = {}
+
+    def cu_launch(config: Any, function: int, *rest: Any) -> tuple:
+        attributes[fake.constants[function][0].name] = config.numAttrs
+        return fake.launch(config, function, *rest)
+
+    monkeypatch.setattr("deepep_rt.launch.driver.cuLaunchKernelEx", cu_launch)
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        buffer.combine(Array(fake, "bfloat16", 40, 256), buffer.dispatch(x, idx, num_worst_tokens=40).handle)
+        quick = buffer.low_latency_dispatch(x, idx)
+        buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, quick.handle)
+    overlapping = [name for name, count in attributes.items() if count]
+    assert len(attributes) == 5
+    assert overlapping == ([name for name in attributes if TABLE[name].overlaps] if arch == "sm_90" else [])
 
 
 def test_zero_copy(fake: FakeGpu, make: Any) -> None:
@@ -654,6 +983,38 @@ def test_masks(fake: FakeGpu, make: Any) -> None:
         backend._page.masked[3] = 1  # as a kernel does
         assert buffer.query_masked_ranks() == [3]
     assert BASE not in fake.freed, "rank 3 may not come to free symmetric memory"
+
+
+def test_masks_wait_for_earlier_calls(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        buffer.low_latency_dispatch(*arguments(fake)[:2])
+        fake.asked.clear()
+        buffer.mask_rank(2)
+        assert "synchronize" in fake.asked[: fake.asked.index("fill")]
+
+
+def test_rows_that_are_not_reduced_and_masks_by_hand(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        y, sent = Array(fake, "bfloat16", 8, 256, 256), buffer.low_latency_dispatch(x, idx)
+        buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=False)
+        buffer.mask_rank(2)
+        with pytest.raises(EPInputError, match="allow_multiple_reduction=False"):
+            buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=False)
+
+
+def test_ranks_that_kernels_mask_are_named_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Each time that they are masked; those that the program masked are not."""
+    with make(low_latency=True, on_timeout="mask") as buffer:
+        x, idx, _ = arguments(fake)
+        buffer.mask_rank(2)
+        for _ in range(2):
+            buffer._backend._page.masked[3] = 1  # as a kernel does
+            for _ in range(2):
+                buffer.low_latency_dispatch(x, idx)
+            buffer.unmask_rank(3)
+        assert caplog.messages == ["rank 0: rank 3 is masked: it was silent for 1 s"] * 2
+        buffer.unmask_rank(2)
 
 
 # --- both --------------------------------------------------------------------------------------------------------------------------
@@ -710,6 +1071,64 @@ def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
     assert BASE not in fake.freed, "peers may still write there"
 
 
+def test_memory_that_is_not_empty_when_it_comes(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that lies there is taken for a report, a count or a mask."""
+    pinned = driver.allocate_pinned
+
+    def allocate_pinned(num_bytes: int) -> int:
+        return ctypes.memset(pinned(num_bytes), 0xFF, num_bytes)
+
+    monkeypatch.setattr(driver, "allocate_pinned", allocate_pinned)
+    with make(low_latency=True) as buffer:
+        assert buffer.query_masked_ranks() == []
+        buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+        fills = {at: (byte, num_bytes) for at, byte, num_bytes in fake.fills}
+        backend, inboxes = buffer._backend, layout.low_latency(buffer.config)
+        for name in ("control", "low_latency"):
+            assert fills[region(buffer, name).start] == (0, len(region(buffer, name)))
+        rows = inboxes.offsets["messages"]
+        assert fills[region(buffer, "low_latency").start + rows] == (0xFF, inboxes.num_bytes - rows)
+        assert fills[backend._state] == (0, layout.local(buffer.config).num_bytes)
+
+
+def test_a_time_out_under_results_in_host_memory(fake: FakeGpu, make: Any) -> None:
+    """The host has waited for them: who gets them knows that they are whole."""
+    buffer = make(dtype="float32")
+    page = buffer._backend._page
+    page._report["peer"], page._report["phase"] = 2, 3
+    fake.on_launch = lambda call: setattr(page._timed_out, "value", 1)
+    with pytest.raises(EPTimeoutError, match="for rank 2"):
+        buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
+    buffer.destroy()
+
+
+def test_memory_is_cleared_before_others_may_write_to_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda *_: asked.append([*fake.asked]) or True)
+    with make():
+        _, made = asked
+    assert "synchronize" in made[len(made) - made[::-1].index("fill") :]
+
+
+@pytest.mark.parametrize(("on_timeout", "limit_s"), [("raise", None), ("mask", 1.0)])
+def test_how_long_destroy_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str, limit_s: Any) -> None:
+    buffer, limits = make(on_timeout=on_timeout), []
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, sound, what, timeout_s=None: limits.append(timeout_s) or sound)
+    x, idx, _ = arguments(fake)
+    seen = weakref.ref(x)
+    with monkeypatch.context() as behind:
+        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+        buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True)
+        behind.setattr(buffer._backend._order, "is_done", lambda: True)
+        order = buffer._backend._order
+        buffer.destroy()
+    del x
+    gc.collect()
+    assert limits == [limit_s]
+    assert seen() is None, "nothing reads the arguments any more"
+    del order
+
+
 def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:
     """They do not look at memory that is gone."""
     buffer = make()
@@ -762,9 +1181,26 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
         with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch") as caught:
             buffer.dispatch(*arguments(fake))
         assert caught.value.peer == 2
+    waiting = make(timeout_s=60.0)
+    waiting._backend._comm.last_words = "ValueError: no batch"
+    monkeypatch.setattr(waiting._backend._order, "is_done", lambda: False)
+    with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch"):
+        waiting.synchronize()
+    waiting.destroy()
+    written.pop()
     assert time.monotonic() - start < 10
     assert written == [(backend._state + structs.offset(structs.State.dtype({}), "abort"), 1)]
     buffer.destroy()
+
+
+def test_a_rank_that_leaves_others_that_mask(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their low-latency calls go on without it."""
+    with make(on_timeout="mask", low_latency=True) as buffer:
+        backend = buffer._backend
+        backend._comm.last_words, start = "ValueError: no batch", time.monotonic()
+        monkeypatch.setattr(backend._order, "is_done", lambda: time.monotonic() > start + 0.5)
+        buffer.synchronize()
+        buffer.low_latency_dispatch(*arguments(fake)[:2])
 
 
 @pytest.mark.parametrize(
@@ -797,7 +1233,15 @@ def test_a_rank_that_cannot_make_its_part(
         with pytest.raises(EPUnavailableError, match="another rank"):
             make(low_latency=True)
         assert said == [True] * (2 * last - 1)
-    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what, limit=None: True)
+    monkeypatch.setattr(together.AllOrNone, "holds", lambda self, mine, what, limit=None: said.append(mine) or mine)
+    monkeypatch.setattr(symmetric.SymmetricMemory, "is_of_several_buffers", True)
+    said.clear()
+    fake.freed.clear()
+    with monkeypatch.context() as broken:
+        broken.setattr(jit, "load", fail)
+        with pytest.raises(EPCacheError):
+            make(low_latency=True)
+    assert (said, BASE in fake.freed) == ([True, False, False], False), "ranks of other Buffers have made theirs of it"
     make(low_latency=True)
 
 
@@ -893,12 +1337,59 @@ def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPa
     assert "sm_80 cannot convert to FP8: rows travel and arrive as bfloat16" in told[0]
 
 
+def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's, which is made before the call: bfloat16 rows would be twice as long."""
+    monkeypatch.setattr("deepep_rt.jit.current_arch", lambda: "sm_80")
+    with make(low_latency=True) as buffer:
+        x, idx, _ = arguments(fake)
+        call = buffer._backend.begin(x, False, None, None)
+        given = low_latency_dispatch_inputs(buffer._site, call.stream, x, idx, None, True, False, False, None, None)
+        given.into = LowLatencyMemory(given.x, None, given.x)
+        with pytest.raises(EPUnavailableError, match="sm_80 cannot convert to FP8; pass use_fp8=False"):
+            buffer._backend.low_latency_dispatch(buffer._site, given, call, False)
+        assert fake.take() == []
+
+
 def test_rows_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
-        _, idx, weights = arguments(fake)
+        x, idx, weights = arguments(fake)
+        y, z = Array(fake, "bfloat16", 40, 256), Array(fake, "bfloat16", 8, 256, 256, offset=2)
         odd = Array(fake, "bfloat16", 10, 256, offset=2)
-        for call in (lambda: buffer.dispatch(odd, idx, weights), lambda: buffer.low_latency_dispatch(odd, idx)):
+        sent, quick = buffer.dispatch(x, idx, num_worst_tokens=40), buffer.low_latency_dispatch(x, idx)
+        fake.take()
+        for call in (
+            lambda: buffer.dispatch(odd, idx, weights),
+            lambda: buffer.combine(y, sent.handle, bias=(x, odd)),
+            lambda: buffer.low_latency_dispatch(odd, idx),
+            lambda: buffer.low_latency_combine(z, idx, weights, quick.handle),
+        ):
             with pytest.raises(EPInputError, match="multiple of 16 bytes; pass a copy"):
+                call()
+        assert fake.take() == []
+
+
+def test_arrays_on_another_gpu(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        x, idx, _ = arguments(fake)
+        there = arrays.View(idx.ptr, idx.shape, idx.dtype, 1, idx, arrays.framework_of(idx, "idx"))
+        with pytest.raises(EPInputError, match="topk_idx is on GPU 1, but this buffer works in GPU 0; move the array"):
+            buffer.dispatch(x, there)
+        assert fake.take() == []
+
+
+def test_what_kernels_write_to_is_on_the_gpu(fake: FakeGpu, make: Any) -> None:
+    """Or else what they write would have to be copied back, for which the host would have to wait."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        y, handle = Array(fake, "bfloat16", 8, 256, 256), buffer.low_latency_dispatch(x, idx).handle
+        fake.take()
+        for call in (
+            lambda: buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=np.zeros(8, np.int32)),
+            lambda: buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=np.zeros(4, np.int64)),
+            lambda: buffer.low_latency_combine(y, idx, weights, handle, out=np.zeros((10, 256), dtype)),
+        ):
+            with pytest.raises(EPInputError, match="is in host memory, but this buffer works on GPU 0 and writes to it"):
                 call()
         assert fake.take() == []
 

@@ -205,6 +205,22 @@ def test_what_is_welcome(buffer: Buffer, scales: np.ndarray, idx_dtype: str) -> 
         assert result.recv_topk_idx.dtype == np.dtype(idx_dtype)
 
 
+def test_host_memory_may_start_anywhere(buffer: Buffer) -> None:
+    """As parts of files do. Only kernels want rows and numbers at even addresses."""
+
+    def odd(array: np.ndarray) -> np.ndarray:
+        moved = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+        moved[...] = array
+        return moved
+
+    scales = np.arange(12, dtype=np.float32).reshape(6, 2)
+    result = buffer.dispatch(odd(_x()), odd(_idx()), odd(_weights()), x_scales=odd(scales))
+    assert (result.recv_x == _x()).all()
+    assert (result.recv_topk_idx == _idx()).all()
+    assert (result.recv_x_scales == scales).all()
+    assert (buffer.combine(odd(result.recv_x), result.handle, bias=odd(_x())).x == 2 * _x()).all()
+
+
 def test_numpy_whole_numbers_are_whole_numbers(buffer: Buffer) -> None:
     """Sizes often come out of NumPy arithmetic."""
     result = buffer.dispatch(_x(), _idx(), num_worst_tokens=np.int64(8))

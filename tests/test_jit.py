@@ -154,7 +154,18 @@ def test_key_follows_everything_that_decides_the_code(sources: Path, cache: Path
     keys.add(_key(sources))
     monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "99.0")
     keys.add(_key(sources))
-    assert len(keys) == 7
+    monkeypatch.setattr(jit, "_OPTIONS", [*jit._OPTIONS, "--use_fast_math"])
+    keys.add(_key(sources))
+    assert len(keys) == 8
+
+
+def test_ptx_is_linked_for_the_gpu_at_hand(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another GPU that shares the cache needs other code."""
+    monkeypatch.setattr(jit, "device_arch", lambda: "sm_90")
+    assert [jit._link_arch(arch) for arch in ("compute_80", "sm_100")] == ["sm_90", "sm_100"]
+    monkeypatch.setattr(jit, "_versions", lambda nvshmem: {})
+    keys = {jit._key(TINY, CONSTANTS, "compute_80", arch, sources) for arch in ("sm_90", "sm_100")}
+    assert len(keys) == 2
 
 
 def test_key_does_not_follow_unused_constants_or_places(sources: Path, cache: Path, tmp_path: Path) -> None:
@@ -378,6 +389,25 @@ def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DEEPEP_RT_ARCH", "compute_80")
     jit.load(TINY, CONSTANTS)
     assert calls == [("tiny", "sm_90")] * 3 + [("tiny", "compute_80")]
+
+
+def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX has to end in a zero; and a kernel is refused more than 48 KB of shared memory unless it is asked for."""
+    from cuda.bindings import driver
+
+    given: list[bytes] = []
+    asked: list[int] = []
+    success = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuLibraryLoadData", lambda code, *_: given.append(code) or (success, 5))
+    monkeypatch.setattr(driver, "cuLibraryGetKernel", lambda library, name: (success, 6))
+    monkeypatch.setattr(driver, "cuKernelGetFunction", lambda kernel: (success, 7))
+    monkeypatch.setattr(driver, "cuFuncSetAttribute", lambda function, name, value: asked.append(value) or (success,))
+    monkeypatch.setattr(driver, "cuFuncGetAttribute", lambda name, function: (success, 40))
+    for code in (b"\x7fELF cubin", b".version 8.0"):
+        monkeypatch.setattr(jit, "build", lambda *_, code=code: SimpleNamespace(code=code))
+        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function("tiny", 7, 64, 1024, 40, 5)
+    assert given == [b"\x7fELF cubin", b".version 8.0\0"]
+    assert asked == [1024, 1024]
 
 
 # --- the real kernels --------------------------------------------------------------------------------------------------------------

@@ -111,6 +111,66 @@ def test_constants(config: Config) -> None:
     assert chunks * 32 >= config.num_max_tokens_per_rank, "a flag for every chunk of rows"
 
 
+@given(configs())
+def test_what_kernels_index_has_room(config: Config) -> None:
+    """As the .cu files count: how many there are of each, and how many bytes one has. What lies past the end is somebody else's."""
+    constants = config.constants()
+    ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, config.row_bytes
+    received, chunks = ranks * tokens, layout.constants(config)["kMaxCombineChunks"]
+    for arranged, name, count, num_bytes in (
+        (layout.control(config), "route_inbox", 2 * ranks, layout.route_stride(config)),
+        (layout.control(config), "dispatch_landing", 2 * ranks, structs.Landing.size(constants)),
+        (layout.control(config), "combine_landing", 2 * ranks, structs.Landing.size(constants)),
+        (layout.control(config), "dispatch_flags", ranks, 4),
+        (layout.control(config), "combine_flags", ranks * chunks, 4),
+        (layout.local(config), "masked", ranks, 4),
+        (layout.local(config), "verdicts", ranks, 4),
+        (layout.local(config), "waits", 2 * ranks, 8),
+        (layout.handle(config), "num_rows", ranks * ranks, 4),
+        (layout.handle(config), "num_recv_per_expert", config.num_local_experts, 4),
+        (layout.handle(config), "send_pos", tokens * ranks, 4),
+        (layout.handle(config), "send_list", ranks * tokens, 4),
+        (layout.staging(config, row), "topk_weights", config.num_max_sent_rows * topk, 4),
+        (layout.staging(config, row), "x", config.num_max_sent_rows, row),
+        (layout.low_latency_handle(config), "out", ranks, 4),
+        (layout.low_latency_handle(config), "entries", received, structs.LlEntry.size(constants)),
+    ):
+        assert arranged.sizes[name] >= count * num_bytes, name
+
+
+@given(configs())
+def test_what_low_latency_kernels_index_has_room(config: Config) -> None:
+    ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, 2 * config.hidden
+    header, message = layout.low_latency_header_stride(config), layout.low_latency_message_stride(config)
+    near = {
+        "headers": ranks * header,
+        "weights": ranks * tokens * topk * 8,
+        "messages": ranks * tokens * message,
+        "rows": max(ranks, topk) * tokens * row,
+    }
+    far = {
+        "message_flags": ranks * tokens * 8,
+        "weight_flags": ranks * 8,
+        "row_flags": max(ranks, topk) * tokens * 8,
+        "staged_headers": ranks * header,
+        "staged_messages": tokens * message,
+        "staged_weights": tokens * topk * 8,
+        "staged_rows": ranks * tokens * row,
+    }
+    for ranks_per_node in (None, 1):
+        config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
+        arranged, constants = layout.low_latency(config), layout.constants(config)
+        for name, num_bytes in {**near, **(far if config.has_network else {})}.items():
+            assert arranged.sizes[name] >= config.low_latency_sides * num_bytes, name
+        inboxes = layout.symmetric(config).offsets["low_latency"]
+        assert constants["kLlHeaders"] == inboxes + arranged.offsets["headers"]
+    experts, capacity = config.num_local_experts, config.num_max_recv_tokens
+    for use_ue8m0, num_bytes in ((False, 4), (True, 1)):
+        result = layout.low_latency_result(config, use_fp8=True, use_ue8m0=use_ue8m0)
+        assert result.sizes["x"] == experts * capacity * config.hidden
+        assert result.sizes["scales"] == experts * capacity * (config.hidden // 128) * num_bytes
+
+
 def test_the_docstring_of_size_hint_is_true() -> None:
     hint = Buffer.size_hint(8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
     assert f"{hint['total'] / 1e9:.2f} GB" in Buffer.size_hint.__doc__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepep_rt import EPConfigError, EPUnavailableError, NetworkOptions, agreement, placement, symmetric
+from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError, NetworkOptions, agreement, placement, symmetric
 from deepep_rt.config import Config
 from deepep_rt.network import TRANSPORTS
 
@@ -313,6 +314,20 @@ def test_a_runtime_of_our_own_may_be_larger(install):
     assert symmetric.runtime(Ranks(gather=lambda mine: [(pe, 8) for pe in range(4)])).num_pes == 8
 
 
+def test_a_runtime_outlasts_the_store_that_it_was_started_over(install):
+    """Whoever holds the store may close it: the next Buffer over all ranks lends its own."""
+
+    class OverStore(Ranks):
+        outlasts_its_owner = False
+
+    install()
+    first, second = OverStore(gather=_pes), OverStore(gather=_pes)
+    assert symmetric.runtime(first).comm is first
+    assert symmetric.runtime(second).comm is second
+    some = OverStore(2, gather=lambda mine: [(0, 4), (1, 4)])
+    assert symmetric.runtime(some).comm is second
+
+
 # --- symmetric memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +351,21 @@ def test_near_ranks_do(install, prompt):
         symmetric.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0, 2\]; .* between all GPUs of a Buffer"):
         symmetric.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0)
+
+
+def test_symmetric_memory_has_one_size(install, monkeypatch):
+    """NVSHMEM would not say so, and addresses of other ranks would be wrong."""
+    install()
+    monkeypatch.setattr(symmetric, "meet", lambda *arguments: [64, 64, 128, 64])
+    with pytest.raises(EPConfigError, match=r"one size on all ranks.*\[64, 128\] bytes"):
+        symmetric.SymmetricMemory(Ranks(gather=_pes), 64, 1.0)
+
+
+def test_a_rank_without_memory(install, prompt):
+    """All of them hear of it."""
+    install()
+    with pytest.raises(EPOutOfMemoryError, match=r"could not allocate .* on every rank"):
+        symmetric.SymmetricMemory(Ranks(gather=lambda mine: [True, True, False, True] if mine is True else _pes(mine)), 64, 1.0)
 
 
 # --- who is where ----------------------------------------------------------------------------------------------------------------
@@ -384,6 +414,42 @@ def test_nvlink_connects_so_many_ranks_at_most():
 
 def _hosts_of(hosts):
     return lambda mine: [tuple(next(ranks for ranks in hosts if rank in ranks)) for rank in range(4)]
+
+
+def _choose_device(monkeypatch, ranks):
+    driver = pytest.importorskip("deepep_rt.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+    monkeypatch.setattr(driver, "use_device", lambda number: number)
+    monkeypatch.setattr(driver, "device_uuid", lambda number: f"GPU {number}")
+    return placement.choose_device(ranks, types.SimpleNamespace(part=contextlib.nullcontext))
+
+
+def test_ranks_of_a_host_take_its_gpus_in_order(monkeypatch):
+    for rank, device in enumerate((0, 1, 0, 1)):
+        ranks = Ranks(rank=rank, hosts=[[0, 1], [2, 3]], gather=lambda mine: [(f"GPU {i}", False) for i in "abcd"])
+        assert _choose_device(monkeypatch, ranks) == device
+
+
+@pytest.mark.parametrize("allowed", [(False, False), (True, False), (True, True)])
+def test_ranks_that_share_a_gpu(monkeypatch, allowed):
+    """Only where all of them were told that they may."""
+    ranks = Ranks(2, gather=lambda mine: [("the same", may) for may in allowed])
+    if all(allowed):
+        assert _choose_device(monkeypatch, ranks) == 0
+    else:
+        with pytest.raises(EPConfigError, match=r"2 ranks share 1 GPUs.*DEEPEP_RT_SHARE_GPUS=1"):
+            _choose_device(monkeypatch, ranks)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize(("name", "value"), [("backend", "auto"), ("on_exhausted", "error"), ("num_slots", 3)])
+def test_one_rank_that_is_told_something_else(monkeypatch, name, value, odd):
+    monkeypatch.setattr(agreement, "meet", lambda *arguments: [])
+    monkeypatch.setattr(agreement, "own", lambda communicator, *_: communicator)
+    config = Config(3, 16, 128, 2, 6)
+    usual = {**dataclasses.asdict(config), **NetworkOptions().common(), "backend": "host", "on_exhausted": "copy"}
+    everyone = [(usual | {name: value} if rank == odd else usual, None) for rank in range(3)]
+    with pytest.raises(EPConfigError, match=rf"disagree.*{name}: .*rank {odd} {value!r}"):
+        agreement.agree(Ranks(3, gather=lambda mine: everyone), config, "host", "copy")
 
 
 def test_ranks_have_to_agree_on_what_both_ends_of_a_connection_have(monkeypatch):

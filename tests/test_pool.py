@@ -239,6 +239,14 @@ def test_blocks_go_where_nobody_is_busy(fake: FakeDriver, size: int) -> None:
     assert (held.offset, fake.waits) == (0, []), "what has ended is neither avoided nor waited for"
 
 
+def test_the_last_place_is_one_too(fake: FakeDriver) -> None:
+    pool = Pool(0, 1024)
+    held = pool.allocate(512, 9, 1)
+    fake.work(1)
+    del held
+    assert (pool.allocate(512, 9, 1).offset, fake.waits) == (512, [])
+
+
 def test_captures_ask_for_no_event(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver would end the capture."""
     pool = Pool(0, 2048, cell=1024)
@@ -337,6 +345,24 @@ def test_captures_are_left_alone(fake: FakeDriver) -> None:
     assert {wait[:2] for wait in fake.waits} == {(3, 1), (3, 2)}, (
         "what stream 2 held before its capture is still to be waited for"
     )
+
+
+def test_who_used_a_piece_before_its_capture_is_not_forgotten(fake: FakeDriver) -> None:
+    """Also where one stream alone has done everything for long."""
+    slots = Slots(64, 1)
+    held = slots.take(9)
+    del held
+    fake.capturing.add(1)
+    early = slots.take(1)
+    fake.capturing.clear()
+    for _ in range(100):
+        held = slots.take(1)
+        del held
+    del early
+    assert fake.waits == []
+    both = slots.take(1), slots.take(1)
+    assert (1, 9, 0) in fake.waits
+    del both
 
 
 def test_memory_that_comes_back_while_its_stream_is_captured(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from launch import run_checks
 from ports import free_port
 
-from deepep_rt import EPUnavailableError
+from deepep_rt import Buffer, EPUnavailableError
 from deepep_rt.config import Config
 from deepep_rt.store_comm import StoreCommunicator
 from deepep_rt.together import LastWords
@@ -194,6 +194,15 @@ def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None
     assert time.monotonic() - start < 1
 
 
+def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=5.0, backend="host")
+    made = on_all(ranks, lambda comm: Buffer(comm, **sizes))
+    made[0].destroy(in_touch=False)
+    start = time.monotonic()
+    on_all(ranks[1:], lambda comm: made[comm.Get_rank()].destroy())
+    assert time.monotonic() - start < 1
+
+
 def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicator]) -> None:
     words = [LastWords(comm) for comm in ranks]
     heard: list[int] = []
@@ -216,6 +225,20 @@ def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicato
     assert heard
     words[1].say(KeyError("nobody listens"))
     assert 0.9 < time.monotonic() - start < 4
+
+
+def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepep_rt.together._GRACE_S", 60.0)
+    words = [LastWords(comm) for comm in ranks]
+    speaker = threading.Thread(target=words[0].say, args=(KeyError("mine"),))
+    speaker.start()
+    while not words[1]._heard:
+        assert words[1].gone() == []
+    time.sleep(0.01)
+    assert words[1].gone() == []
+    monkeypatch.setattr("deepep_rt.together._GRACE_S", 0.0)
+    assert words[1].gone() == [0]
+    speaker.join()
 
 
 def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,31 @@ def test_captured_calls_are_ordered_within_their_capture(order: CallOrder, fake:
     assert fake.waits == [], "the last call outside of captures was on this stream"
 
 
+def test_a_captured_call_comes_after_the_last_one(order: CallOrder, fake: Driver) -> None:
+    fake.captures.update({CALLERS: 5, OTHER: 5})
+    call(order)
+    call(order, stream=OTHER)
+    last, stream = fake.records[-1]
+    fake.waits.clear()
+    call(order)
+    assert (stream, fake.waits) == (OTHER, [(CALLERS, last)])
+
+
+@pytest.mark.parametrize("end", [CallOrder.synchronize, CallOrder.forget_arguments])
+def test_what_a_capture_holds(order: CallOrder, fake: Driver, end: Any) -> None:
+    """The Buffer's own memory too, for which nobody waits there; until the host has waited for all calls."""
+
+    class Memory: ...
+
+    held = [Memory(), Memory()]
+    seen = [weakref.ref(memory) for memory in held]
+    fake.captures.update({CALLERS: 5})
+    call(order, held.pop(), held.pop(), async_finish=True)
+    assert [ref() is None for ref in seen] == [False, False]
+    end(order)
+    assert [ref() is None for ref in seen] == [True, True]
+
+
 def test_a_call_beside_captured_work_is_captured(order: CallOrder, fake: Driver) -> None:
     fake.captures.update({CALLERS: 5})
     first = call(order, async_finish=True)
@@ -183,6 +208,16 @@ def test_an_event_makes_the_stream_wait_that_is_current_then(order: CallOrder, f
     callers.current_stream = lambda device: None
     event.wait()
     assert fake.waits == [(OTHER, event.handle), (0, event.handle)]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_library_that_tells_no_stream(order: CallOrder, fake: Driver, callers: SimpleNamespace, beside: bool) -> None:
+    """There is none to wait for: its arrays are filled when it hands them over."""
+    callers.current_stream = lambda device: None
+    call(order)
+    fake.waits.clear()
+    assert call(order, async_finish=beside).stream == OWN
+    assert fake.waits == []
 
 
 def test_an_event_does_not_keep_the_one_before(order: CallOrder) -> None:

@@ -43,6 +43,32 @@ def test_ranks_that_are_not_in_a_group() -> None:
         communicator(dist.GroupMember.NON_GROUP_MEMBER)
 
 
+def test_rows_that_kernels_can_read() -> None:
+    """Gradients come transposed, or from the middle of another tensor."""
+    import torch
+
+    from deepep_rt.torch_kernels import aligned
+
+    flat = torch.arange(65, dtype=torch.float32)
+    for rows in (flat[1:].view(4, 16), flat[:64].view(16, 4).T, torch.ones(1, 1).expand(4, 16)):
+        found = aligned(rows)
+        assert torch.equal(found, rows)
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
+    good = flat[:64].view(4, 16)
+    assert aligned(good).data_ptr() == good.data_ptr()
+
+
+def test_choices_that_are_no_experts_do_not_count() -> None:
+    import torch
+
+    from deepep_rt.torch_kernels import count_choices
+
+    per_rank, per_expert, goes = count_choices(torch.tensor([[0, 3], [-1, 4], [9, -5]]), 4, 2)
+    assert (per_rank.tolist(), per_expert.tolist()) == ([1, 1], [1, 0, 0, 1])
+    assert goes.tolist() == [[True, True], [False, False], [False, False]]
+
+
 @pytest.mark.filterwarnings("ignore")  # PyTorch calls nested ones a prototype
 def test_tensors_without_rows() -> None:
     """Found before anything converts them."""

@@ -212,6 +212,18 @@ def check_late_makers(comm: MPI.Intracomm) -> None:
         _check_round(comm, buffer, 3)
 
 
+def check_who_comes_late_does_not_go_on_alone(comm: MPI.Intracomm) -> None:
+    """It finds the words of those who have given up; and all find each other again."""
+    rank, size, ranks = comm.Get_rank(), comm.Get_size(), communicator_of(comm).Dup()
+    if size == 1:
+        return
+    time.sleep(0.8 if rank == size - 1 else 0)
+    with raises(EPTimeoutError, "a meeting"):
+        together.meet(ranks, rank, 0.4, "a meeting", "all have to come")
+    comm.Barrier()
+    assert together.meet(ranks, rank, TIMEOUT_S, "a meeting", "all have to come") == list(range(size))
+
+
 def check_what_is_no_communicator(comm: MPI.Intracomm) -> None:
     with raises(EPConfigError, "comm is a ProcessGroup", "mpi4py", "deepep_rt.torch.communicator"):
         make_buffer(type("ProcessGroup", (), {})(), num_experts=4)  # type: ignore[arg-type]
@@ -303,6 +315,19 @@ def check_memory_that_mpi_still_reads(comm: MPI.Intracomm) -> None:
         buffer.destroy()
 
 
+def check_messages_that_nobody_took(comm: MPI.Intracomm) -> None:
+    """MPI may still read them: they outlive the Buffer."""
+    if spmd.backend != "host":
+        return
+    buffer, kept = make_buffer(comm, num_experts=4 * comm.Get_size()), []
+    mail = buffer._backend._mail
+    taken, pending = (SimpleNamespace(is_done=lambda done=done: done) for done in (True, False))
+    mail._unfinished += [taken, pending]
+    with unittest.mock.patch.object(type(mail._comm), "keep", lambda self, *held: kept.append(held)):
+        buffer.destroy()
+    assert kept == [([pending],)]
+
+
 def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
@@ -331,7 +356,7 @@ def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
         for odd in (None, 0, size - 1):
             memory = symmetric.SymmetricMemory(communicator_of(MPI.COMM_SELF), 64, 5.0)
             assert memory.is_of_several_buffers
-            if memory.all_free(rank != odd, None):
+            if memory.all_free(rank != odd, None if rank else 5.0):  # Buffers that mask have a limit
                 memory.free()
             assert len(freed) == (odd is None)
             freed.clear()

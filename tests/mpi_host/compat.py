@@ -13,7 +13,7 @@ from deepep_v1 import world
 from mpi4py import MPI
 from spmd import main, raises
 
-from deepep_rt import Buffer, EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.compat_memory import Board
 
 
@@ -104,6 +104,30 @@ def check_room_for_results_that_are_held(comm: MPI.Intracomm) -> None:
                 assert kept.untyped_storage().nbytes() == kept.numel() * kept.itemsize
     finally:
         deep_ep.Buffer.num_slots = 2
+
+
+def check_memory_that_was_outgrown(comm: MPI.Intracomm) -> None:
+    """It is not outgrown by what just fits, and given back in the end."""
+    here, handles = world(comm, "cpu"), []
+    with here.buffer(1) as buffer:
+        for tokens in (3, 128, 300):
+            topk_idx = deepep_v1.routing(here, 1, tokens, 2, 4 * comm.Get_size())
+            per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, 4 * comm.Get_size())
+            *_, handle, _ = buffer.dispatch(
+                torch.ones((tokens, 256), dtype=torch.bfloat16),
+                topk_idx=topk_idx,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=goes,
+                num_tokens_per_expert=per_expert,
+                num_worst_tokens=max(128, tokens) * comm.Get_size(),
+            )
+            handles.append(handle)
+        small, same, large = (handle.buffer for handle in handles)
+        assert small is same
+        assert small is not large
+    for made in (small, large):
+        with raises(EPDestroyedError, "destroyed"):
+            made.synchronize()
 
 
 def check_neither_group_nor_communicator(comm: MPI.Intracomm) -> None:

@@ -539,6 +539,14 @@ def check_low_latency_arguments_that_are_wrong(comm: MPI.Intracomm) -> None:
         sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
         with raises(EPInputError, "topk_weights differ", "low_latency_dispatch"):
             buffer.low_latency_combine(y, idx, weights + 1, sent.handle)
+        given = weights.copy()
+        changed = buffer.low_latency_dispatch(x, idx, topk_weights=given)
+        given *= 2  # in place
+        with raises(EPInputError, "topk_weights differ", "low_latency_dispatch"):
+            buffer.low_latency_combine(y, idx, given, changed.handle)
+        given[:] = np.nan
+        same = buffer.low_latency_dispatch(x, idx, topk_weights=given)
+        buffer.low_latency_combine(y, idx, given, same.handle)
         fixed = np.zeros_like(x)
         fixed.flags.writeable = False
         with raises(EPInputError, "out is read-only"):
@@ -547,6 +555,12 @@ def check_low_latency_arguments_that_are_wrong(comm: MPI.Intracomm) -> None:
         counts.flags.writeable = False
         with raises(EPInputError, "cumulative_local_expert_recv_stats is read-only"):
             buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=counts)
+        waits = np.zeros(comm.Get_size(), np.int64)
+        buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=waits)
+        assert waits[comm.Get_rank()] == 0, "nobody waits for itself"
+        waits.flags.writeable = False
+        with raises(EPInputError, "wait_recv_cost_stats is read-only"):
+            buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=waits)
         _check_round(comm, buffer, inputs, 27)
         open_ = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
     with raises(EPDestroyedError, "the Buffer of this hook was destroyed"):
