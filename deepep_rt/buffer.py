@@ -312,6 +312,8 @@ class Buffer(SharedByCopies):
     ) -> CombineResult:
         """Send rows back to the ranks of their tokens and add up the rows of each token there, in float32 and in rank order.
 
+        The host never waits, so the call can be captured in a CUDA graph (keep the result as long as the graph).
+
         Args:
             x: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`; in any memory.
             handle: The handle of the dispatch that brought the tokens.
@@ -417,6 +419,8 @@ class Buffer(SharedByCopies):
         stream: Any = None,
     ) -> LowLatencyCombineResult:
         """Bring the experts' outputs back: each token gets the sum of its experts' rows, times its weights, added up in float32.
+
+        Like `low_latency_dispatch`, it can be captured in a CUDA graph.
 
         Args:
             y: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`; in any memory.

@@ -235,3 +235,29 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         return buffer
 
     return make
+
+
+def arguments(fake: FakeGpu, tokens: int = 10, hidden: int = 256) -> tuple[Array, Array, Array]:
+    return Array(fake, "bfloat16", tokens, hidden), Array(fake, "int64", tokens, 4), Array(fake, "float32", tokens, 4)
+
+
+def routed(buffer: Buffer, num_rows: int, counts: list[int]) -> Any:
+    """Acts as the routing kernel: tells the host what arrives."""
+
+    def act(call: SimpleNamespace) -> None:
+        if call.kernel == "route" and call.to_host:
+            page = buffer._backend._page
+            page._mailbox["num_recv"], page._mailbox["num_recv_per_expert"] = num_rows, counts
+            page._counted.value = 1
+
+    return act
+
+
+def region(buffer: Buffer, name: str) -> range:
+    """Addresses of a region of symmetric memory."""
+    found = buffer._backend._map
+    return range(BASE + found.offsets[name], BASE + found.offsets[name] + found.sizes[name])
+
+
+def like(view: Any) -> tuple:
+    return view.dtype, tuple(view.shape)
