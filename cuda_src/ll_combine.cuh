@@ -12,9 +12,9 @@
 // A rank that the dispatch left out is left out here too: whoever was masked then has no rows of the other.
 // Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on. Weights of a side
 // are read by the sending part, which comes before the receiving part and its acknowledgement.
-// No block waits for a certain other one of its grid, but for block 0, which starts first: entries are taken by whoever runs. Each item that
-// there is is followed by one more take, also where nothing is sent for it: the next call counts on their number.
-// Where time-outs mask, a group first waits for whole rows, so that it adds up all of a row or nothing.
+// No block waits for a certain other one of its grid, but for block 0, which starts first: entries are taken by whoever runs. Each item
+// that there is is followed by one more take, also where nothing is sent for it: the next call counts on their number. Where time-outs
+// mask, a group first waits for whole rows, so that it adds up all of a row or nothing.
 //
 // Bytes: each entry's rows read once, one row over the link for each entry, rows of a token read and cleared once.
 #pragma once
