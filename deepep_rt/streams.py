@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from . import arrays, driver
 from .arrays import HOST
+from .errors import EPInputError
 from .inputs import Call
 from .results import Event
+
+_PER_THREAD = 2  # CUDA's handle of a default stream that each thread has for itself (CuPy, if asked, works on it)
 
 
 class _Capture:
@@ -40,6 +44,7 @@ class CallOrder:
         self._last_stream: int | None = None
         self._last_call = driver.CudaEvent(self.own_stream)  # an event: the stream itself may be gone when the next call comes
         self._capture: _Capture | None = None  # the last one that had calls
+        self._thread: int | None = None  # whose per-thread default stream has calls
         self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
@@ -49,7 +54,18 @@ class CallOrder:
         launch = self.own_stream if async_finish or caller is None else caller
         if stream is not None:
             launch = driver.stream_handle(stream)
+        if launch == _PER_THREAD or caller == _PER_THREAD:
+            self._check_thread()
         return Call(launch, caller, async_finish, previous_event, framework)
+
+    def _check_thread(self) -> None:
+        thread = threading.get_ident()
+        if self._thread not in (None, thread):
+            raise EPInputError(
+                "the per-thread default stream is another one in each thread, and calls of this Buffer came from two; make them from one, or "
+                "work on a stream of your own"
+            )
+        self._thread = thread
 
     def enter(self, call: Call) -> None:
         """What is queued for the call from here on comes after earlier calls on other streams, and after what the caller asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from deepep_rt import arrays, driver
+from deepep_rt import EPInputError, arrays, driver
 from deepep_rt.streams import CallOrder
 
 OWN, CALLERS, OTHER = 3, 11, 12
@@ -270,3 +271,23 @@ def test_waiting_for_everything(order: CallOrder, fake: Driver) -> None:
     fake.waits.clear()
     order.synchronize()
     assert fake.waits == [("host", 1), ("host", "all of", OWN), "check"]
+
+
+def test_a_stream_that_each_thread_has_for_itself(order: CallOrder, callers: SimpleNamespace) -> None:
+    """Its handle is the same in all threads, so calls on it would not be ordered."""
+    refused = []
+
+    def elsewhere(stream: int | None) -> None:
+        with pytest.raises(EPInputError, match="per-thread default stream"):
+            order.begin(None, False, None, stream)
+        refused.append(stream)
+
+    for stream in (2, 2, 7):
+        assert order.begin(None, False, None, stream).stream == stream
+    callers.current_stream = lambda device: 2
+    assert order.begin(None, False, None, None).stream == 2
+    for stream in (None, 7):
+        thread = threading.Thread(target=elsewhere, args=(stream,))
+        thread.start()
+        thread.join()
+    assert refused == [None, 7]
