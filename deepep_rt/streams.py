@@ -62,8 +62,8 @@ class CallOrder:
         thread = threading.get_ident()
         if self._thread not in (None, thread):
             raise EPInputError(
-                "the per-thread default stream is another one in each thread, and calls of this Buffer came from two; make them from one, or "
-                "work on a stream of your own"
+                "the per-thread default stream is another one in each thread, and calls of this Buffer came from two; make them from one, "
+                "or work on a stream of your own"
             )
         self._thread = thread
 
