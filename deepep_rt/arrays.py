@@ -182,23 +182,29 @@ class _Numpy(Framework):
 class _Cupy(Framework):
     name = "cupy"
 
+    def __init__(self) -> None:
+        self._cupy = sys.modules["cupy"]
+        self._current_stream = self._cupy.cuda.get_current_stream
+        self._last: StreamHandle | None = None  # made once for calls that all work on one stream
+
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
             raise _not_contiguous(what)
-        return View(array.data.ptr, array.shape, _numpy_name(array.dtype, what), array.data.device_id, array, self)
+        memory = array.data
+        return View(memory.ptr, array.shape, _numpy_name(array.dtype, what), memory.device_id, array, self)
 
     def wrap(self, view: View) -> Any:
-        import cupy
         import numpy as np
 
+        cupy = self._cupy
         memory = cupy.cuda.UnownedMemory(view.ptr, max(view.nbytes, 1), view.owner, view.device)
         return cupy.ndarray(view.shape, np.dtype(view.dtype), cupy.cuda.MemoryPointer(memory, 0))
 
     def current_stream(self, device: int) -> int | None:
-        import cupy
-
-        stream = cupy.cuda.get_current_stream(device)
-        return StreamHandle.of(stream.ptr, stream)
+        stream, last = self._current_stream(device), self._last
+        if last is None or last.owner is not stream:
+            last = self._last = StreamHandle.of(stream.ptr, stream)
+        return last
 
 
 _CUT = (

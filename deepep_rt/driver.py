@@ -16,7 +16,7 @@ from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 # Members of enumerations that calls are compared with: looking one up takes longer than comparing.
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _CAPTURED_ELSEWHERE = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-_NOT_CAPTURED = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+_NOT_CAPTURED = _SUCCESS, driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _device_uuid = getattr(
     driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid
 )  # CUDA 13 has only the newer one, under the plain name
@@ -180,9 +180,11 @@ class Work:
 def is_capturing(stream: int) -> bool:
     """Whether a stream is part of a graph capture; the default stream is, in a way, while one that waits for it is."""
     said = driver.cuStreamIsCapturing(stream)
-    if said[0] == _CAPTURED_ELSEWHERE:
-        return True
-    return ok(said) != _NOT_CAPTURED
+    if said == _NOT_CAPTURED:
+        return False
+    if said[0] != _CAPTURED_ELSEWHERE:
+        ok(said)
+    return True
 
 
 def capture_id(stream: int) -> int | None:

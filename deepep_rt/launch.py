@@ -42,6 +42,7 @@ class Launcher:
         self._start = offset(dtype, self.names[0])
         self._packer = struct.Struct(_format(dtype, self.names, self._start))
         self._is_checked = False
+        self._where = 0, -1  # blocks and stream of the last launch
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._arguments_at = ctypes.addressof(self._argument)
         self._function = driver.CUfunction(function.handle)  # from an integer it would be made in each call, which takes 1 us
@@ -61,8 +62,9 @@ class Launcher:
                 raise AssertionError(f"{self._name}: the values {tuple(values)} are not the members {self.names}, in this order")
             self._is_checked = True
         self._packer.pack_into(self._buffer, self._start, *values.values())
-        config = self._config
-        config.gridDimX, config.hStream = num_blocks, stream
+        config, where = self._config, (num_blocks, stream)
+        if where != self._where:  # mostly it is the same
+            config.gridDimX, config.hStream = self._where = where
         ok(driver.cuLaunchKernelEx(config, self._function, self._arguments_at, 0))
 
 
