@@ -82,7 +82,7 @@ def test_low_latency(tmp_path):
     result = json.loads(file.read_text())
     assert [row["tokens"] for row in result["rows"]] == [1, 8]
     for row in result["rows"]:
-        assert row["call_us"] > row["host_dispatch_us"] > 0
+        assert min(row["call_us"], row["host_dispatch_us"], row["host_combine_us"]) > 0
         assert row["graph_both_us"] is None, "no graphs without a GPU"
     for name in ("date", "commit", "versions", "boundary", "machine", "settings", "low_latency_sms"):
         assert result[name], name

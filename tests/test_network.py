@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import logging
 import mmap
 import os
@@ -186,7 +187,7 @@ def test_frozen():
 
 def test_every_option_is_documented():
     for field in dataclasses.fields(NetworkOptions):
-        assert f"\n        {field.name}: " in NetworkOptions.__doc__
+        assert f"\n    {field.name}: " in inspect.getdoc(NetworkOptions)
     assert all(name in NetworkOptions.__doc__ for name in ALL.environment())
 
 

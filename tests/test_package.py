@@ -291,3 +291,14 @@ def test_arrays_of_results_have_a_shape_and_a_type(kind: type) -> None:
             text = value.__doc__ or ""
             assert re.search(r"`\[.*\]`", text), f"{kind.__name__}.{name} has no shape"
             assert re.search(r"dtype of|as `|int32|float32|bfloat16", text), f"{kind.__name__}.{name} has no type"
+
+
+def test_the_tests_need_neither_pytorch_nor_jax(tmp_path: Path) -> None:
+    """The README's test command installs neither. (A few tests stand for those that start programs.)"""
+    environment = {**os.environ, **without(tmp_path, "torch", "jax"), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    for words in (["--collect-only"], ["tests/test_readme.py", "-k", "options_exist"]):
+        words = [sys.executable, "-m", "pytest", "-q", *words]
+        done = subprocess.run(
+            words, env=environment, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:]

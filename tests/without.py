@@ -1,4 +1,4 @@
-"""Processes that do not find some module."""
+"""Processes that do not find some modules."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from pathlib import Path
 
 _SITECUSTOMIZE = """
 import sys
-class Blocker:
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "{module}":
-            raise ModuleNotFoundError("No module named " + repr(name), name=name)
-sys.meta_path.insert(0, Blocker())
+        return None if name.partition(".")[0] in {modules} else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 
-def without(folder: Path, module: str) -> dict[str, str]:
-    """Variables of the environment with which no Python process finds a module; `folder` is empty, and theirs from then on.
+def without(folder: Path, *modules: str) -> dict[str, str]:
+    """Variables of the environment with which no Python process finds some modules; `folder` is empty, and theirs from then on.
 
     Not `sys.modules[module] = None`: an import of `module.part` would then fail in words of its own.
     """
-    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(module=module))
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(modules=modules))
     root = Path(__file__).parents[1]
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}

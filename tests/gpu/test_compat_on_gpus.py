@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from deepep_rt import EPInputError, EPUnavailableError, jit
 from deepep_rt.config import has_fp8
 
 pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]

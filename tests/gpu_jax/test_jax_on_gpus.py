@@ -12,12 +12,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from helpers import make, routing, rows, same
 
 from deepep_rt import EPInputError
 
 pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+from helpers import make, routing, rows, same  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/mpi_host", "examples")]
