@@ -225,8 +225,8 @@ def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None
 def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
     sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=5.0, backend="host")
     made = on_all(ranks, lambda comm: Buffer(comm, **sizes))
-    made[0].destroy(in_touch=False)
     start = time.monotonic()
+    made[0].destroy(in_touch=False)
     on_all(ranks[1:], lambda comm: made[comm.Get_rank()].destroy())
     assert time.monotonic() - start < 1
 
