@@ -37,6 +37,8 @@ def test_the_difference_in_words() -> None:
         assert word in found
     fp8, bf16 = ((*alike.words("low_latency_dispatch", dtype, "int64", None, None), 0) for dtype in ("float8_e4m3fn", "bfloat16"))
     assert "x of this call, as use_fp8" in str(alike.difference({0: fp8, 1: bf16}))
+    wide, narrow = ((*alike.words("low_latency_dispatch", "bfloat16", idx, None, None), 0) for idx in ("int64", "int32"))
+    assert "use_fp8" not in str(alike.difference({0: wide, 1: narrow})), "that has nothing to do with it"
     assert "handle (number of its dispatch)" in str(alike.difference({0: same, 1: (*same[:-1], 4)}))
 
 

@@ -39,6 +39,11 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "chosen"))
     assert Store().folder == tmp_path / "chosen"
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for base, folder in ((str(tmp_path / "base"), tmp_path / "base"), ("", tmp_path / "home" / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        assert Store().folder == folder / "deepep_rt"
 
 
 def test_a_folder_in_no_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,28 @@ def test_every_setting_is_read() -> None:
     assert documented == set(_env._READERS)
 
 
+def test_variables_that_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"DEEPEP_RT_DEBUG", "NVSHMEM_DEBUG", "CUDA_CACHE_PATH", "LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES"}
+    for name in (*names, "HOME"):
+        monkeypatch.setenv(name, "x")
+    assert names <= set(_env.variables())
+    assert "HOME" not in _env.variables()
+
+
+def test_a_launcher_that_does_not_say_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system may set one of its variables for other ends."""
+    for _, *names in _env._LAUNCHERS:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert _env.launch() is None
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert _env.launch() == _env.Launch("Slurm", 1, 4)
+    monkeypatch.setenv("PMI_SIZE", "2")  # of an mpirun inside of the job
+    assert _env.launch() == _env.Launch("MPICH", 0, 2)
+
+
 def test_a_cache_that_cannot_be_written(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")  # also a user who may write everything cannot write below it
     answer = doctor.json("--backend", "host", DEEPEP_RT_CACHE_DIR=str(tmp_path / "file" / "cache"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepep_rt.doctor_facts import Situation, differences, ranges
+from deepep_rt.doctor_facts import Situation, differences, ranges, some
 from deepep_rt.doctor_findings import findings
 from deepep_rt.doctor_kinds import KINDS, MIN_NVSHMEM
 
@@ -225,11 +225,14 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("no-cuda-packages", "note", ONE_PROCESS, _all(NO_DRIVER, _drop("nvrtc")), "NVRTC"),
     ("mixed-cuda-packages", "warning", ONE_PROCESS,
      lambda s: s.reports[0]["facts"]["python"]["packages"].update({"cupy-cuda12x": "13.6"}), "not cupy-cuda12x 13.6"),
+    ("mixed-cuda-packages", "warning", ONE_PROCESS,
+     lambda s: s.reports[0]["facts"]["python"]["packages"].update({"cuda-bindings": "12.9.0"}), "not cuda-bindings 12.9.0"),
     ("no-nvshmem", "error", ONE_PROCESS, _drop("nvshmem_host"), "broken"),
     ("no-nvshmem", "error", ONE_PROCESS, _drop("nvshmem_device"), "broken"),
     ("no-nvshmem", "error", ONE_PROCESS, _set("bindings", module="nvshmem.bindings", error="ImportError: y"), "ImportError: y"),
     ("nvshmem-too-old", "error", ONE_PROCESS, _all(_set("nvshmem_host", version="3.3.9"), _set("nvshmem_device", version="3.3.9")),
      "host library is 3.3.9"),
+    ("nvshmem-too-old", "error", ONE_PROCESS, _set("nvshmem_device", version="3.4.4"), "device library is 3.4.4"),
     ("nvshmem-mismatch", "error", ONE_PROCESS, _set("nvshmem_device", version="3.7.0"), "device 3.7.0"),
     ("no-nic", "error", TWO_HOSTS, _set("network", nics=[]), "host0, host1"),
     ("no-nic", "error", TWO_HOSTS, _nic(usable=False), "host0, host1"),
@@ -253,6 +256,8 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("cache-corrupt", "warning", ONE_PROCESS, _set("cache", corrupt=["sm_90/ab: wrong checksum"]), "wrong checksum"),
     ("small-shm", "warning", ONE_PROCESS, _set("machine", shm_free_bytes=64 << 20), "67 MB free"),
     ("versions-differ", "error", dict(ranks=4), _rank(3, "python", deepep_rt="0.0.9"), "0.0.9 on rank 3"),
+    ("versions-differ", "error", dict(ranks=4), _rank(3, "nvshmem_host", version="3.9.0"), "3.9.0 on rank 3"),
+    ("versions-differ", "error", dict(ranks=4), _rank(3, "nvshmem_device", version="3.9.0"), "3.9.0 on rank 3"),
     ("versions-differ", "warning", TWO_HOSTS, _all(*(_rank(r, "nvml", driver="570.1") for r in range(8, 16))), "ranks 8 to 15"),
     ("environment-differs", "warning", dict(ranks=2), _rank(1, "settings", variables={"NVSHMEM_IB_SL": "3"}), "3 on rank 1"),
     ("caches-differ", "warning", dict(ranks=2), _rank(1, "cache", folder="/other"), "/other on rank 1"),
@@ -268,6 +273,46 @@ def test_what_is_wrong_is_found(kind: str, level: str, options: dict, change: Ca
     assert matching, found(situation)
     assert {finding.level for finding in matching} == {level}
     assert any(text in finding.what for finding in matching), matching
+
+
+# What is no fault, or is none with this backend, and what all that is said then.
+QUIET: dict[str, tuple[dict[str, Any], Callable[[Situation], None], dict[str, str]]] = {
+    "one rank under mpirun": (ONE_PROCESS, lambda s: s.reports[0].update(launch={"launcher": "Open MPI", "rank": 0, "size": 1}), {}),  # type: ignore[attr-defined]
+    "the wrong mpirun, of which mpi4py's MPI hears nothing": (
+        dict(ranks=2, mpi_failure="unsupported PMI version"), _all(_alone, _set("mpi", family="MPICH")), {"wrong-mpirun": "error"}),
+    "no GPU on a rank that needs none": (dict(ranks=4, backend="host"), _rank(2, "driver", **NONE), {"gpu-hidden": "note"}),
+    "GPUs that nobody takes": (dict(NO_SHARING, backend="host"), _all(), {}),
+    "full GPUs that nobody takes": (dict(ranks=8, backend="host"), _nvml(free_bytes=10**6), {}),
+    "GPUs that nobody sees or takes": (dict(ranks=2, backend="host"), lambda s: _each_its_own(s), {}),
+    "uneven hosts without GPUs": (dict(ranks=12, per_host=8, backend="host"), _all(), {}),
+    "hosts without NICs that need none": (dict(TWO_HOSTS, backend="host"), _set("network", nics=[]), {}),
+    "NICs that are down and not needed": (dict(ranks=8, backend="host"), _nic(ports=DOWN), {}),
+    "NICs that are down beside no GPU": (
+        ONE_PROCESS, _all(NO_DRIVER, _set("machine", pci_gpus=0), _nic(ports=DOWN)), {"no-gpu": "note"}),
+    "NICs that are down where NVSHMEM is told to do without": (
+        dict(ranks=8), _all(_nic(ports=DOWN), _set("settings", variables={"NVSHMEM_REMOTE_TRANSPORT": "none"})), {"nic-down": "note"}),
+    "uneven hosts have no group": (dict(ranks=12, per_host=8), _all(), {"uneven-hosts": "error"}),
+    "small groups on a large host": (
+        dict(ranks=16, per_host=16, num_gpus=16, sizes={**SIZES, "num_max_tokens_per_rank": 128, "ranks_per_node": 8}), _all(), {}),
+    "no path, whatever its kind": (dict(ranks=2), _all(_access(0, 1), _paths("SYS")), {"no-peer-access": "error"}),
+    "fewer links of a GPU that nobody takes": (dict(ranks=2), _nvml(3, nvlinks=16), {}),
+    "a cache on each host": (TWO_HOSTS, _all(*(_rank(r, "cache", folder="/other") for r in range(8, 16))), {}),
+    "an older driver of the same major version": (ONE_PROCESS, _set("driver", cuda="13.0"), {}),
+    "open kernel modules": (ONE_PROCESS, _set("network", peermem=False), {}),
+    "parameters for other NICs": (ONE_PROCESS, _all(_nic(name="irdma0"), _set("network", driver_parameters={"A": "1"})), {}),
+    "parameters that are not known": (ONE_PROCESS, _set("network", driver_parameters={}), {}),
+    "an NVSHMEM whose version is not known": (ONE_PROCESS, _set("nvshmem_device", version="unknown"), {}),
+    "a library that is missing is no probe that failed": (ONE_PROCESS, _drop("nvrtc"), {"no-cuda-packages": "error"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "change", "said"), QUIET.values(), ids=QUIET)
+def test_nothing_is_found_where_nothing_is_wrong(
+    options: dict, change: Callable[[Situation], None], said: dict[str, str]
+) -> None:
+    situation = machine(**options)
+    change(situation)
+    assert found(situation) == said
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (2, 4), (1, 1)])
@@ -416,6 +461,10 @@ def test_ranges() -> None:
         "0 to 2, 5",
         "1, 5 to 7",
     ]
+
+
+def test_long_lists_are_cut() -> None:
+    assert [some("abcdef"[:length]) for length in (0, 4, 6)] == ["", "a, b, c, d", "a, b, c, d, and 2 more"]
 
 
 def test_the_oldest_nvshmem_is_the_one_that_is_asked_for() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,8 @@ from ports import free_port
 
 from deepep_rt import Buffer, EPUnavailableError
 from deepep_rt.config import Config
-from deepep_rt.store_comm import StoreCommunicator
-from deepep_rt.together import LastWords
+from deepep_rt.store_comm import StoreCommunicator, _host
+from deepep_rt.together import AllOrNone, LastWords
 
 TESTS = Path(__file__).resolve().parent
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
@@ -147,6 +148,8 @@ def test_a_store_that_is_gone(ranks: list[StoreCommunicator]) -> None:
     with pytest.raises(EPUnavailableError, match=r"does not answer \(Connection reset by peer\)"):
         ranks[0].allgather(1)
     ranks[0].Free()  # whoever held it has seen all others there
+    ranks[0].leave()
+    assert not AllOrNone(ranks[0]).holds(True, "free memory")
 
 
 def test_who_frees_waits_for_the_others(ranks: list[StoreCommunicator]) -> None:
@@ -174,9 +177,34 @@ def test_messages_of_any_size(ranks: list[StoreCommunicator]) -> None:
     assert [array[:, 0].tolist() for array in incoming] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
 
-def test_nothing_is_left_of_communicators_that_were_freed(ranks: list[StoreCommunicator]) -> None:
+def test_who_keeps_a_store_alive() -> None:
+    """Its duplicates do, so that nobody ends it while it is used; those that last as long as the process do not."""
+    owned = Store()
+    known = weakref.ref(owned)
+    comm = StoreCommunicator(Store(), "test", 0, 1, kept=owned)
+    made, lasting = comm.Dup(), comm.lasting()
+    del owned, comm
+    assert known() is not None
+    del made
+    assert known() is None
+    assert lasting.allgather(1) == [1]
+
+
+def test_hosts_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr("deepep_rt.store_comm.Path", lambda name: boot)
+    names = [_host()]  # containers may hide the file
+    for text in ("a", "b", "b"):
+        boot.write_text(text)
+        names.append(_host())
+    assert len(set(names)) == 3
+    assert names[2] == names[3]
+
+
+@pytest.mark.parametrize("rounds", [1, 10])
+def test_nothing_is_left_of_communicators_that_were_freed(ranks: list[StoreCommunicator], rounds: int) -> None:
     def use(comm: StoreCommunicator) -> None:
-        for _ in range(10):
+        for _ in range(rounds):
             made = comm.Dup()
             made.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))  # and given up
             made.allgather(1)
@@ -197,8 +225,8 @@ def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None
 def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
     sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=5.0, backend="host")
     made = on_all(ranks, lambda comm: Buffer(comm, **sizes))
-    made[0].destroy(in_touch=False)
     start = time.monotonic()
+    made[0].destroy(in_touch=False)
     on_all(ranks[1:], lambda comm: made[comm.Get_rank()].destroy())
     assert time.monotonic() - start < 1
 
@@ -230,7 +258,7 @@ def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicato
 def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepep_rt.together._GRACE_S", 60.0)
     words = [LastWords(comm) for comm in ranks]
-    speaker = threading.Thread(target=words[0].say, args=(KeyError("mine"),))
+    speaker = threading.Thread(target=words[0].say, args=(KeyError("mine " * 50),))
     speaker.start()
     while not words[1]._heard:
         assert words[1].gone() == []
@@ -238,6 +266,7 @@ def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommuni
     assert words[1].gone() == []
     monkeypatch.setattr("deepep_rt.together._GRACE_S", 0.0)
     assert words[1].gone() == [0]
+    assert "mine " * 50 in str(words[1].error(0, "rows")), "and all of it is told"
     speaker.join()
 
 

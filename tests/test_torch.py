@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import ModuleType
 
 import pytest
 from launch import run_checks
@@ -41,6 +43,27 @@ def test_ranks_that_are_not_in_a_group() -> None:
 
     with pytest.raises(EPConfigError, match="not in the group"):
         communicator(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.parametrize("said", [[(0, 2), None], [(0, 1), (0, 1)], [(0, 2), (1, 2), (0, 2)], [(0, 1), (1, 2)]])
+def test_ranks_that_one_mpirun_did_not_start(monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, int] | None]) -> None:
+    """None of them, or not all, or each by one of its own."""
+    from deepep_rt import torch_group
+
+    monkeypatch.setattr(torch_group, "_gathered", lambda value, group: said)
+    monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))  # must not be asked: it might wait for ever
+    assert torch_group.from_mpi(None) is None
+
+
+def test_an_mpi4py_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepep_rt import torch_group
+
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise RuntimeError("cannot load MPI library")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", Broken("mpi4py"))
+    assert torch_group._place_from_mpi() is None
 
 
 def test_rows_that_kernels_can_read() -> None:

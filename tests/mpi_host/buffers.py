@@ -315,6 +315,15 @@ def check_memory_that_mpi_still_reads(comm: MPI.Intracomm) -> None:
         buffer.destroy()
 
 
+def check_the_ceiling_counts_what_goes_to_others(comm: MPI.Intracomm) -> None:
+    """Bytes a second and rank; a rank alone copies to itself."""
+    if spmd.backend != "host":
+        return
+    clock = SimpleNamespace(perf_counter=iter([5.0, 7.0]).__next__)
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer, unittest.mock.patch("deepep_rt.host.time", clock):
+        assert buffer._backend.copy_ceiling(row_bytes=8, num_rows=3, iterations=4) == 3 * 8 * max(comm.Get_size() - 1, 1) / 0.5
+
+
 def check_messages_that_nobody_took(comm: MPI.Intracomm) -> None:
     """MPI may still read them: they outlive the Buffer."""
     if spmd.backend != "host":

@@ -312,6 +312,32 @@ def check_hooks_that_were_lost(comm: MPI.Intracomm) -> None:
         _check_round(comm, buffer, inputs, 3)
 
 
+def check_an_interrupted_low_latency_call(comm: MPI.Intracomm) -> None:
+    """Host only: rank 0 is thrown out before its rows come, and nobody waits for it. The next call takes neither it nor its rows for its
+    own, so that the Buffer stays usable.
+    """
+    if spmd.backend != "host":
+        return
+
+    def fail(*_: Any) -> None:
+        raise InterruptedError("between notices and rows")
+
+    rank = comm.Get_rank()
+    with _buffer(comm) as buffer:
+        inputs = _inputs(comm, 4, lambda rank: 3 if rank else 0)  # so few rows that MPI takes them at once
+        for one in inputs:
+            one.topk_idx[:] = np.arange(NUM_TOPK)  # experts of rank 0
+        given = inputs[rank].x, inputs[rank].topk_idx
+        if rank == 0:
+            buffer._backend._mail.exchange = fail
+            with raises(InterruptedError):
+                buffer.low_latency_dispatch(*given, use_fp8=False)
+            del buffer._backend._mail.exchange
+        else:
+            buffer.low_latency_dispatch(*given, use_fp8=False)
+        _check_round(comm, buffer, _inputs(comm, 5), 5)
+
+
 def check_hooks_have_an_order(comm: MPI.Intracomm) -> None:
     rank = comm.Get_rank()
     with _buffer(comm) as buffer:
