@@ -120,9 +120,9 @@ class ExpertHandle(_Fields):
 
     _fields = ("src_info", "layout_range", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts")
 
-    def __init__(self, buffer: Buffer, own: LowLatencyHandle) -> None:
+    def __init__(self, buffer: Buffer, own: LowLatencyHandle, num_topk: int) -> None:
         config = buffer.config
-        self.buffer, self.own = buffer, own
+        self.buffer, self.own, self.num_topk = buffer, own, num_topk  # the caller's top-k; the Buffer may take more
         self.num_max_dispatch_tokens_per_rank, self.hidden = config.num_max_tokens_per_rank, config.hidden
         self.num_experts = config.num_experts
         self.is_received = True  # not before the hook, if there is one

@@ -84,7 +84,7 @@ class LowLatencyCalls(Calls):
         if use_ue8m0 and hidden % 512:
             raise EPInputError(f"use_ue8m0 packs four scales of 128 channels; hidden is {hidden}, no multiple of 512")
         buffer = buffers.take(num_tokens, hidden, num_topk, num_experts, backend_of(x))
-        topk_idx = _widened(topk_idx, buffer, -1)
+        topk_idx = _widened(topk_idx, num_topk, buffer, -1)
         place = Placement(x, self.get_comm_stream, None, async_finish)
         sent = buffer.low_latency_dispatch(
             x,
@@ -101,7 +101,7 @@ class LowLatencyCalls(Calls):
             raise EPUnavailableError(
                 "these GPUs cannot convert to FP8, and with use_fp8=True a pair is expected back; pass use_fp8=False"
             )
-        made = ExpertHandle(buffer, sent.handle)
+        made = ExpertHandle(buffer, sent.handle, num_topk)
         recv_x: Tensors = sent.recv_x
         copies = []  # to be made when rows have come
         if use_fp8:
@@ -181,7 +181,8 @@ class LowLatencyCalls(Calls):
         buffer = handle.buffer
         if not zero_copy:
             check_tensor(x, "x")
-        topk_idx, topk_weights = _widened(topk_idx, buffer, -1), _widened(topk_weights, buffer, 0)
+        topk_idx = _widened(topk_idx, handle.num_topk, buffer, -1)
+        topk_weights = _widened(topk_weights, handle.num_topk, buffer, 0)
         place = Placement(x, self.get_comm_stream, None, async_finish)
         back = buffer.low_latency_combine(
             buffer.get_low_latency_combine_buffer(handle.own) if zero_copy else x,
@@ -257,10 +258,15 @@ class LowLatencyCalls(Calls):
         return buffers
 
 
-def _widened(choices: torch.Tensor, buffer: Buffer, none: int) -> torch.Tensor:
-    """`[num_tokens, num_topk]` of the Buffer, which may take more experts a token than the caller has."""
-    missing = buffer.config.num_topk - choices.shape[-1] if isinstance(choices, torch.Tensor) and choices.dim() == 2 else 0
-    return torch.nn.functional.pad(choices, (0, missing), value=none) if missing > 0 else choices
+def _widened(choices: torch.Tensor, num_topk: int, buffer: Buffer, none: int) -> torch.Tensor:
+    """The caller's `[num_tokens, num_topk]` as wide as the Buffer wants it, which may take more experts a token.
+
+    What has another shape stays as it is: the Buffer refuses it.
+    """
+    missing = buffer.config.num_topk - num_topk
+    if not missing or not isinstance(choices, torch.Tensor) or choices.dim() != 2 or choices.shape[1] != num_topk:
+        return choices
+    return torch.nn.functional.pad(choices, (0, missing), value=none)
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:

@@ -102,7 +102,7 @@ class Watch:
 
     @contextmanager
     def half_a_call(self) -> Iterator[None]:
-        """Within, a launch is noted whose other half is a hook's: a host that is thrown out of it (Ctrl-C) is not where its ranks are."""
+        """Around the launch of one half of a call: if something throws the host out of it (Ctrl-C), later halves would be taken for it."""
         try:
             yield
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -416,11 +417,13 @@ def check_who_waits_without_a_limit_says_so(comm: MPI.Intracomm) -> None:
 
 
 def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:
-    with warnings.catch_warnings(record=True) as caught:
+    log = unittest.mock.patch.object(logging.getLogger("deepep_rt"), "warning")  # warnings of this kind are hidden by default
+    with log as logged, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         buffer = make_buffer(comm, num_experts=4 * comm.Get_size())
         del buffer
         gc.collect()
+    assert "dropped without destroy()" in str(logged.call_args)
     assert any(issubclass(w.category, ResourceWarning) and "destroy" in str(w.message) for w in caught)
 
 

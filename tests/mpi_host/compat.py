@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import unittest.mock
 from typing import Any
 
@@ -13,7 +15,15 @@ from deepep_v1 import world
 from mpi4py import MPI
 from spmd import main, raises
 
-from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import (
+    Buffer,
+    EPConfigError,
+    EPDestroyedError,
+    EPInputError,
+    EPOutOfMemoryError,
+    EPTimeoutError,
+    EPUnavailableError,
+)
 from deepep_rt.compat_memory import Board
 
 
@@ -128,6 +138,30 @@ def check_memory_that_was_outgrown(comm: MPI.Intracomm) -> None:
     for made in (small, large):
         with raises(EPDestroyedError, "destroyed"):
             made.synchronize()
+
+
+def check_copies_of_a_model(comm: MPI.Intracomm) -> None:
+    buffer = deepep_v1.deep_ep.Buffer(None, comm=comm)
+    assert copy.deepcopy({"layer": buffer})["layer"] is buffer
+    with raises(TypeError, "a Buffer cannot be pickled", "state_dict"):
+        pickle.dumps(buffer)
+    buffer.destroy()
+
+
+def check_choices_of_another_width(comm: MPI.Intracomm) -> None:
+    """What serves more experts a token takes no weights, and no experts, for some of them only."""
+    here, ranks = world(comm, "cpu"), comm.Get_size()
+    x = torch.ones((4, 256), dtype=torch.bfloat16)
+    eight, six = (deepep_v1.routing(here, 1, 4, topk, 8 * ranks) for topk in (8, 6))
+    with here.buffer(low_latency_mode=True) as buffer:
+        for topk_idx in (eight, six):
+            weights = torch.ones(topk_idx.shape)
+            y, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, 8 * ranks, use_fp8=False)
+            assert handle.buffer.config.num_topk == 8, "the one that there is"
+            for bad in ((topk_idx, weights[:, :4].clone()), (topk_idx[:, :4].clone(), weights)):
+                with raises(EPInputError, "has shape [4, 4]"):
+                    buffer.low_latency_combine(y, *bad, handle)
+            buffer.low_latency_combine(y, topk_idx, weights, handle)
 
 
 def check_neither_group_nor_communicator(comm: MPI.Intracomm) -> None:

@@ -270,6 +270,14 @@ def check_recomputation(comm: MPI.Intracomm) -> None:
                 assert "".join(calls) == wanted, "".join(calls)
 
 
+def check_the_token_of_a_checkpoint_has_a_name(comm: MPI.Intracomm) -> None:
+    """It is given to nothing else, such as an option of the layer."""
+    with raises(TypeError, "after"):
+        ep.checkpoint(lambda x, twice=False: x * (1 + bool(twice)))(jnp.ones(3))
+    named = ep.checkpoint(lambda x, twice=False, after=None: x * (1 + (twice is not False)))
+    assert jax.grad(lambda x: named(x).sum())(jnp.ones(3)).tolist() == [1, 1, 1]
+
+
 def check_independent_calls_keep_their_order(comm: MPI.Intracomm) -> None:
     """Micro-batches that do not depend on each other: `after` orders them, and their gradients the other way round."""
     models = [_layers(comm, 1), _layers(comm, 1, skip=0.7)]
