@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import dlpack
 from .errors import EPError, EPInputError, EPUnavailableError
+from .handles import StreamHandle
 
 if TYPE_CHECKING:
     from .driver import Work
@@ -110,18 +111,6 @@ class View:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False)}
 
 
-class StreamHandle(int):
-    """A stream's handle that keeps the stream: libraries destroy streams that nobody holds, and their handles must not be used then."""
-
-    owner: Any
-
-    @classmethod
-    def of(cls, handle: int, owner: Any) -> StreamHandle:
-        made = cls(handle)
-        made.owner = owner
-        return made
-
-
 class Framework:
     """How one array library shows its arrays and takes ours. This base class speaks plain DLPack, for every other library."""
 
@@ -185,7 +174,7 @@ class _Cupy(Framework):
     def __init__(self) -> None:
         self._cupy = sys.modules["cupy"]
         self._current_stream = self._cupy.cuda.get_current_stream
-        self._last: StreamHandle | None = None  # made once for calls that all work on one stream
+        self._last: tuple[Any, int] = None, 0  # a stream and its handle, made once for calls that all work on one stream
 
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
@@ -201,10 +190,12 @@ class _Cupy(Framework):
         return cupy.ndarray(view.shape, np.dtype(view.dtype), cupy.cuda.MemoryPointer(memory, 0))
 
     def current_stream(self, device: int) -> int | None:
-        stream, last = self._current_stream(device), self._last
-        if last is None or last.owner is not stream:
-            last = self._last = StreamHandle.of(stream.ptr, stream)
-        return last
+        stream = self._current_stream(device)
+        last, handle = self._last
+        if last is not stream:
+            handle = StreamHandle.of(stream.ptr, stream)
+            self._last = stream, handle
+        return handle
 
 
 _CUT = (
@@ -220,6 +211,7 @@ class _Torch(Framework):
         torch = sys.modules["torch"]
         self._from_dlpack = torch.from_dlpack
         self._current_stream: Callable[[int], int | None] = lambda device: None  # a PyTorch without CUDA has none
+        self._streams: dict[int | None, int] = {}  # what that returns -> the same, kept if it can be
         if torch.backends.cuda.is_built():
             # Where PyTorch offers the handle alone: a Stream object takes longer than all the rest of looking at an argument.
             self._current_stream = getattr(
@@ -255,7 +247,12 @@ class _Torch(Framework):
         return self._from_dlpack(view.capsule())
 
     def current_stream(self, device: int) -> int | None:
-        return self._current_stream(device)
+        handle = self._current_stream(device)
+        if (found := self._streams.get(handle)) is None and handle is not None:
+            stream = sys.modules["torch"].cuda.current_stream(device)
+            is_foreign = stream.stream_id == handle  # and may be destroyed; PyTorch's own never are
+            found = self._streams[handle] = handle if is_foreign else StreamHandle.of(handle, stream)
+        return found
 
 
 class _Jax(Framework):

@@ -561,7 +561,7 @@ class Buffer(SharedByCopies):
             return backend.copy_ceiling(row_bytes, num_rows, iterations)
 
     def synchronize(self) -> None:
-        """Wait on the host for the work of all calls so far.
+        """Wait on the host for the work of all calls so far, and for what the caller has queued behind them on their stream.
 
         Raises:
             EPTimeoutError: if a peer did not answer.

@@ -10,8 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from .arrays import StreamHandle
-from .errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
+from .errors import EPOutOfMemoryError, EPUnavailableError
 
 # Members of enumerations that calls are compared with: looking one up takes longer than comparing.
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
@@ -98,31 +97,6 @@ def num_sms(ordinal: int) -> int:
 
 def free_bytes() -> int:
     return ok(driver.cuMemGetInfo())[0]
-
-
-def stream_handle(stream: Any) -> int:
-    """The integer behind a stream of any library: an integer, or an object of PyTorch, CuPy or cuda.core."""
-    for name in ("cuda_stream", "ptr", "handle"):
-        if hasattr(stream, name):
-            return StreamHandle.of(int(getattr(stream, name)), stream)
-    return _integer(stream, "stream")
-
-
-def event_handle(event: Any) -> int:
-    """The integer behind an event of any library, or behind our own."""
-    for name in ("cuda_event", "ptr", "handle"):
-        if hasattr(event, name):
-            return int(getattr(event, name) or 0)
-    return _integer(event, "previous_event")
-
-
-def _integer(value: Any, what: str) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise EPInputError(
-            f"{what} is a {type(value).__name__}; expected one of an array library, or its integer handle"
-        ) from None
 
 
 class CudaEvent:

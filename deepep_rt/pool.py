@@ -12,7 +12,7 @@ from typing import Any
 
 from . import driver
 from .layout import align_up
-from .users import Past, Piece, Users, is_own, unfinished
+from .users import Past, Piece, Streams, Users, is_own, unfinished
 
 
 class Block(Piece):
@@ -90,7 +90,7 @@ class Pool:
         self._used = used
         return Block(self, begin, num_bytes, self._users.let_finish(past, stream), stream, reader)
 
-    def release(self, offset: int, num_bytes: int, past: Past, streams: tuple[int, ...]) -> None:
+    def release(self, offset: int, num_bytes: int, past: Past, streams: Streams) -> None:
         """Take back what these streams have used, and what was not waited for before them."""
         if num_bytes:
             self._came_back.append(((offset, offset + num_bytes), self._users.left_by(streams, past)))
@@ -186,7 +186,7 @@ class Slots:
             self._memory.append(ptr)
         return Slot(self, ptr, self._users.let_finish(past, stream), stream, reader)
 
-    def give_back(self, ptr: int, past: Past, streams: tuple[int, ...]) -> None:
+    def give_back(self, ptr: int, past: Past, streams: Streams) -> None:
         self._free.append((ptr, self._users.left_by(streams, past)))
 
     def destroy(self) -> None:

@@ -44,8 +44,7 @@ class StreamMemory(Piece):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            first, *others = self._streams
-            _free(self._users, self.ptr, first, self._users.left_by(others))
+            _free(self._users, self.ptr, self._streams[0], self._users.left_by(self._streams[1:]))
 
 
 def _free(users: Users, ptr: int, stream: int, past: Past) -> None:

@@ -7,13 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from . import arrays, driver
+from . import arrays, driver, handles
 from .arrays import HOST
 from .errors import EPInputError
 from .inputs import Call
 from .results import Event
-
-_PER_THREAD = 2  # CUDA's handle of a default stream that each thread has for itself (CuPy, if asked, works on it)
 
 
 class _Capture:
@@ -29,6 +27,42 @@ class _Capture:
         self.end: driver.CudaEvent  # of the last call
 
 
+class _LastCall:
+    """Where the last call of a Buffer ends.
+
+    While one stream makes all the calls nobody waits for that, and to record an event in each would cost the host 2 us: it is recorded when
+    somebody asks, behind all that the stream holds by then. Once there was a second stream each call records it: work that the caller has
+    queued behind one, as the experts of a micro-batch, must not keep the next one waiting.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self.stream: int | None = None
+        self._event = driver.CudaEvent(stream)
+        self._is_alone = self._is_recorded = True
+
+    def ends_on(self, stream: int) -> None:
+        """A call was queued."""
+        if stream != self.stream:
+            self._is_alone = self.stream is None and handles.lasts(stream)
+            self.stream = stream
+        self._is_recorded = not self._is_alone
+        if self._is_recorded:
+            self._event.record(stream)
+
+    def event(self) -> driver.CudaEvent:
+        """An event behind it."""
+        if not self._is_recorded:
+            assert self.stream is not None
+            if driver.is_capturing(self.stream):
+                raise EPInputError(
+                    "the stream of the last call is being captured in a CUDA graph, of which this call is no part; call "
+                    "buffer.synchronize() before the capture begins"
+                )
+            self._event.record(self.stream)
+            self._is_recorded = True
+        return self._event
+
+
 class CallOrder:
     """Orders the calls of one Buffer among streams. The host waits for none of it.
 
@@ -41,8 +75,7 @@ class CallOrder:
     def __init__(self, device: int, context: driver.CurrentContext, check: Callable[[], None]) -> None:
         self._device, self.context, self.check = device, context, check
         self.own_stream = driver.take_stream()
-        self._last_stream: int | None = None
-        self._last_call = driver.CudaEvent(self.own_stream)  # an event: the stream itself may be gone when the next call comes
+        self._last_call = _LastCall(self.own_stream)
         self._capture: _Capture | None = None  # the last one that had calls
         self._thread: int | None = None  # whose per-thread default stream has calls
         self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
@@ -53,8 +86,8 @@ class CallOrder:
         caller = framework.current_stream(self._device)
         launch = self.own_stream if async_finish or caller is None else caller
         if stream is not None:
-            launch = driver.stream_handle(stream)
-        if launch == _PER_THREAD or caller == _PER_THREAD:
+            launch = handles.of_stream(stream)
+        if launch == handles.PER_THREAD or caller == handles.PER_THREAD:
             self._check_thread()
         return Call(launch, caller, async_finish, previous_event, framework)
 
@@ -74,7 +107,7 @@ class CallOrder:
         if isinstance(call.previous_event, Event):
             call.previous_event.wait(stream)
         elif call.previous_event is not None:
-            if event := driver.event_handle(call.previous_event):
+            if event := handles.of_event(call.previous_event):
                 driver.wait_event(stream, event)
         elif call.async_finish and call.caller_stream not in (None, stream):
             driver.wait_stream(stream, call.caller_stream)
@@ -82,8 +115,8 @@ class CallOrder:
         if call.capture is not None:
             if self._capture is not None and self._capture.number == call.capture:
                 driver.wait_event(stream, self._capture.end.handle)
-        elif stream != self._last_stream:
-            driver.wait_event(stream, self._last_call.handle)
+        elif stream != self._last_call.stream:
+            driver.wait_event(stream, self._last_call.event().handle)
 
     def leave(self, call: Call, arguments: Any, own: Any, *views: arrays.View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
@@ -110,15 +143,14 @@ class CallOrder:
             return
         while self._alive and self._alive[0][0].done():
             self._alive.popleft()
-        self._last_stream = stream
-        self._last_call.record(stream)
+        self._last_call.ends_on(stream)
         if must_hold:
             self._alive.append((driver.CudaEvent(stream), arguments))
 
     def extend(self, call: Call) -> None:
         """More was queued for the call, after `leave`, and outside of captures."""
         assert call.stream is not None
-        self._last_call.record(call.stream)
+        self._last_call.ends_on(call.stream)
 
     def current_stream(self, framework: arrays.Framework | None) -> int:
         """The stream that a caller works on now; the legacy default stream where its library does not tell."""
@@ -130,11 +162,11 @@ class CallOrder:
 
     def is_done(self) -> bool:
         """Whether the last call has ended."""
-        return self._last_call.done()
+        return self._last_call.event().done()
 
     def synchronize(self) -> None:
         """Wait on the host for all calls."""
-        self._last_call.synchronize()
+        self._last_call.event().synchronize()
         driver.synchronize(self.own_stream)
         self._capture = None
         self.check()
@@ -159,7 +191,7 @@ class _End(Event):
             self.handle = self._marker.handle
 
     def wait(self, stream: Any = None) -> None:
-        waiting = self._order.current_stream(self._framework) if stream is None else driver.stream_handle(stream)
+        waiting = self._order.current_stream(self._framework) if stream is None else handles.of_stream(stream)
         with self._order.context:  # whatever another library has made current by now
             if self._marker is not None:
                 driver.wait_event(waiting, self._marker.handle)

@@ -6,13 +6,13 @@ next user is ordered after what the streams that used it (the call's, the caller
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from . import driver
+from . import driver, handles
 from .errors import EPUnavailableError
 
 Past = tuple[tuple[int, driver.CudaEvent | None], ...]
 """Streams whose work may still use a piece, each with an event behind that work; None stands for all that the stream will hold by then."""
+
+Streams = tuple[int, ...]
 
 _IN_A_ROW = 64  # pieces of one stream alone, after which the others are thought to be gone
 
@@ -23,7 +23,7 @@ class Piece:
     __slots__ = ("_streams",)
 
     def __init__(self, stream: int, reader: int | None) -> None:
-        self._streams: tuple[int, ...] = (stream,) if reader is None or reader == stream else (stream, reader)
+        self._streams: Streams = (stream,) if reader is None or reader == stream else (stream, reader)
 
     def used_on(self, stream: int) -> None:
         """Another stream works with it."""
@@ -36,21 +36,22 @@ class Users:
 
     def __init__(self) -> None:
         self.context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
-        self._last: int | None = None
+        self._last: Streams = ()  # one
+        self._mark: Past = ()  # stands for it,
+        self._lasts = False  # which may be asked later
         self._in_a_row = 0
 
-    def left_by(self, streams: Sequence[int], past: Past = ()) -> Past:
+    def left_by(self, streams: Streams, past: Past = ()) -> Past:
         """What a piece leaves behind that dies now: these streams, and what was left to them. Finalizers ask, so it does not raise."""
-        if len(streams) == 1 and streams[0] == self._last:
-            self._in_a_row += 1
-        elif streams:
-            self._in_a_row = _IN_A_ROW if len(streams) == 1 and self._last is None else 0
-            self._last = streams[-1]
-        else:
+        if not streams:
             return past
-        if self._in_a_row >= _IN_A_ROW:
-            mark = (streams[0], None)
-            return past if mark in past else (*past, mark)
+        if streams == self._last:
+            self._in_a_row += 1
+        else:
+            self._in_a_row = _IN_A_ROW if len(streams) == 1 and not self._last else 0
+            self._last, self._mark, self._lasts = streams[-1:], ((streams[-1], None),), handles.lasts(streams[-1])
+        if self._in_a_row >= _IN_A_ROW and self._lasts:
+            return self._mark if not past else past if self._mark[0] in past else past + self._mark
         with self.context:
             return tuple(dict.fromkeys((*past, *(mark for stream in streams for mark in _mark(stream)))))
 
@@ -90,6 +91,6 @@ def _mark(stream: int) -> Past:
     try:
         # An event in a capture says nothing of the work before it.
         return ((stream, None if driver.is_capturing(stream) else driver.CudaEvent(stream)),)
-    except EPUnavailableError:  # its library has destroyed it, perhaps with work on it
+    except EPUnavailableError:  # it was destroyed, perhaps with work on it (the driver may as well crash when asked)
         driver.synchronize_all()
         return ()

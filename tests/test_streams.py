@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from deepep_rt import EPInputError, arrays, driver
+from deepep_rt.handles import StreamHandle
 from deepep_rt.streams import CallOrder
 
-OWN, CALLERS, OTHER = 3, 11, 12
+OWN, CALLERS, OTHER = 3, StreamHandle.of(11, None), 12
 
 
 class Driver:
@@ -56,6 +57,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(driver, "CudaEvent", Event)
     monkeypatch.setattr(driver, "take_stream", lambda: OWN)
     monkeypatch.setattr(driver, "capture_id", fake.captures.get)
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in fake.captures)
     monkeypatch.setattr(driver, "wait_event", lambda stream, event: fake.waits.append((stream, event)))
     monkeypatch.setattr(driver, "wait_stream", wait_stream)
     monkeypatch.setattr(driver, "synchronize", lambda stream: fake.waits.append(("host", "all of", stream)))
@@ -83,14 +85,18 @@ def call(order: CallOrder, arguments: Any = (), own: Any = (), **how: Any) -> An
     return made
 
 
+def ends(fake: Driver) -> list[int]:
+    """Streams on which the event was recorded that stands for the last call."""
+    return [stream for event, stream in fake.records if event == 1]
+
+
 def test_calls_in_line_with_the_callers_work_wait_for_nothing(order: CallOrder, fake: Driver) -> None:
     call(order)
     fake.waits.clear()
     for _ in range(3):
         assert call(order).stream == CALLERS
     assert fake.waits == []
-    assert fake.num_events == 1, "one event stands for the last call, again and again"
-    assert fake.records[-1] == (1, CALLERS)
+    assert ends(fake) == [OWN], "nor is an event recorded, which would cost the host 2 us a call"
 
 
 def test_another_stream_waits_for_the_last_call(order: CallOrder, fake: Driver) -> None:
@@ -98,6 +104,38 @@ def test_another_stream_waits_for_the_last_call(order: CallOrder, fake: Driver) 
     fake.waits.clear()
     assert call(order, stream=OTHER).stream == OTHER
     assert fake.waits == [(OTHER, 1)]
+    assert ends(fake)[1:] == [CALLERS, OTHER]
+
+
+def test_two_streams_do_not_wait_for_what_callers_queue_behind_calls(order: CallOrder, fake: Driver) -> None:
+    """As the experts of a micro-batch: the event is recorded in each call, whichever stream it is on."""
+    for stream in (None, OTHER, OTHER, None):
+        call(order, stream=stream)
+    assert ends(fake)[1:] == [CALLERS, OTHER, OTHER, CALLERS]
+    assert not order.is_done()
+    assert len(ends(fake)) == 5, "asking records none"
+
+
+def test_a_stream_that_may_be_destroyed_is_not_asked_later(order: CallOrder, fake: Driver) -> None:
+    call(order, stream=OTHER)  # a mere number
+    assert ends(fake)[1:] == [OTHER]
+    order.synchronize()
+    assert ends(fake)[1:] == [OTHER]
+
+
+def test_a_last_call_whose_stream_is_captured_by_now(order: CallOrder, fake: Driver) -> None:
+    """An event recorded there would draw whoever waits for it into the graph."""
+    call(order)
+    fake.captures.update({CALLERS: 5})
+    with pytest.raises(EPInputError, match="synchronize\\(\\) before the capture begins"):
+        call(order, stream=OTHER)
+    fake.captures.clear()
+    order.synchronize()
+    fake.captures.update({CALLERS: 6})
+    fake.waits.clear()
+    call(order, stream=OTHER)
+    assert fake.waits == [(OTHER, 1)]
+    assert ends(fake)[1:] == [CALLERS, OTHER]
 
 
 def test_a_call_beside_the_callers_work_waits_for_what_fills_its_arguments(order: CallOrder, fake: Driver) -> None:
@@ -235,6 +273,7 @@ def test_an_event_does_not_keep_the_one_before(order: CallOrder) -> None:
 
 def test_more_of_a_call(order: CallOrder, fake: Driver) -> None:
     """The next call on another stream waits for what was queued last."""
+    call(order, stream=OTHER)
     made = call(order)
     count = len(fake.records)
     order.extend(made)
@@ -273,8 +312,10 @@ def test_waiting_for_everything(order: CallOrder, fake: Driver) -> None:
     assert fake.waits == [("host", 1), ("host", "all of", OWN), "check"]
 
 
-def test_a_stream_that_each_thread_has_for_itself(order: CallOrder, callers: SimpleNamespace) -> None:
-    """Its handle is the same in all threads, so calls on it would not be ordered."""
+def test_a_stream_that_each_thread_has_for_itself(order: CallOrder, fake: Driver, callers: SimpleNamespace) -> None:
+    """Its handle is the same in all threads, so calls on it would not be ordered, nor could another thread wait for them."""
+    call(order, stream=2)
+    assert ends(fake)[1:] == [2]
     refused = []
 
     def elsewhere(stream: int | None) -> None:
