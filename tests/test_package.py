@@ -29,6 +29,7 @@ ORDER = [
     "errors",
     "_env",
     "dlpack",
+    "handles",
     "arrays",
     "alike",
     "config",
