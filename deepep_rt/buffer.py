@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import layout
+from .calls import Site
 from .config import ROW_ALIGNMENT, Config, is_whole
 from .errors import EPConfigError, EPDestroyedError, EPInputError
 from .inputs import (
-    Site,
     check_low_latency_handle,
     combine_inputs,
     dispatch_inputs,
@@ -168,18 +168,21 @@ class Buffer(SharedByCopies):
         self._rank = ranks.Get_rank()
         self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
         backend = agree(ranks, self.config, backend, on_exhausted, network)
+        serial = next(_serials)
         if backend == "host":
             from .host_low_latency import HostLowLatencyBackend
 
-            self._backend = HostLowLatencyBackend(ranks, self.config)
+            self._backend = HostLowLatencyBackend(ranks, self.config, serial)
         else:
             from .device_low_latency import DeviceLowLatencyBackend
             from .placement import placed
 
             self.config = placed(ranks, self.config)
-            self._backend = DeviceLowLatencyBackend(ranks, self.config, copy_when_full=on_exhausted == "copy", network=network)
+            self._backend = DeviceLowLatencyBackend(
+                ranks, self.config, serial, copy_when_full=on_exhausted == "copy", network=network
+            )
         self._turns = self._backend.turns
-        self._site = Site(next(_serials), self.config, self._backend.device)
+        self._site = Site(serial, self.config, self._backend.device)
         self._of_parent: Any = None  # the backend, in a process that was forked off: kept, so that nothing is given back there
         _alive.add(self)
 
@@ -297,7 +300,7 @@ class Buffer(SharedByCopies):
             inputs = dispatch_inputs(
                 self._site, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
             )
-            return backend.dispatch(self._site, inputs, call)
+            return backend.dispatch(inputs, call)
 
     def combine(
         self,
@@ -338,7 +341,7 @@ class Buffer(SharedByCopies):
         with self._turns:
             call = backend.begin(x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
-            return backend.combine(self._site, inputs, call)
+            return backend.combine(inputs, call)
 
     def low_latency_dispatch(
         self,
@@ -402,7 +405,7 @@ class Buffer(SharedByCopies):
                 cumulative_local_expert_recv_stats,
                 wait_recv_cost_stats,
             )
-            return backend.low_latency_dispatch(self._site, inputs, call, return_recv_hook)
+            return backend.low_latency_dispatch(inputs, call, return_recv_hook)
 
     def low_latency_combine(
         self,
@@ -454,7 +457,7 @@ class Buffer(SharedByCopies):
             )
             if zero_copy and inputs.y.ptr != backend.low_latency_combine_view(handle._framework).ptr:
                 raise EPInputError("zero_copy=True, but y is not what get_low_latency_combine_buffer returned")
-            return backend.low_latency_combine(self._site, inputs, call, return_recv_hook)
+            return backend.low_latency_combine(inputs, call, return_recv_hook)
 
     def get_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Any:
         """Memory for the experts to write their outputs to, for `low_latency_combine(zero_copy=True)`.

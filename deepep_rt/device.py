@@ -12,10 +12,10 @@ import numpy as np
 from . import alike, driver, jit, layout, symmetric
 from .agreement import announce
 from .arrays import HOST, Framework, View
+from .calls import Call, CombineInputs, DispatchInputs
 from .communicator import Communicator
 from .config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
 from .errors import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPUnavailableError
-from .inputs import Call, CombineInputs, DispatchInputs, Site
 from .kernels import TABLE
 from .launch import Launcher
 from .network import NetworkOptions
@@ -41,6 +41,7 @@ class DeviceBackend:
     Args:
         communicator: The ranks.
         config: The sizes that they agreed on.
+        serial: The Buffer's number in this process, by which handles are known.
         copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
         network: What NVSHMEM is started with, if it is started here.
     """
@@ -48,9 +49,15 @@ class DeviceBackend:
     name = "cuda"
 
     def __init__(
-        self, communicator: Communicator, config: Config, *, copy_when_full: bool, network: NetworkOptions | None = None
+        self,
+        communicator: Communicator,
+        config: Config,
+        serial: int,
+        *,
+        copy_when_full: bool,
+        network: NetworkOptions | None = None,
     ) -> None:
-        self._comm, self.config, self._copy_when_full = communicator.Dup(), config, copy_when_full
+        self._comm, self.config, self._serial, self._copy_when_full = communicator.Dup(), config, serial, copy_when_full
         self.num_sms = config.num_sms  # of the next calls
         self._all_ranks = AllOrNone(self._comm)
         self._destroyed = False
@@ -84,11 +91,10 @@ class DeviceBackend:
         self._watch.check_peers()
         return self._order.begin(x, async_finish, previous_event, stream)
 
-    def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
+    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """The steps of a dispatch: a landing place, the routing (unless it is known), the rows, and what the host has to know."""
         self._check_near()
         config, stream = self.config, call.stream
-        assert stream is not None
         self._order.enter(call)
         known = inputs.handle
         tell_host = known is None and inputs.num_worst_tokens is None
@@ -116,9 +122,9 @@ class DeviceBackend:
             {
                 "row_bytes": row_bytes,
                 "x": x.ptr,
-                "scales": _address(scales),
-                "topk_idx": _address(idx),
-                "topk_weights": _address(weights),
+                "scales": address_of(scales),
+                "topk_idx": address_of(idx),
+                "topk_weights": address_of(weights),
                 "handle": slot.ptr,
                 "land_x": at + parts["x"],
                 "land_scales": at + parts["scales"],
@@ -151,15 +157,14 @@ class DeviceBackend:
             }
             return {**made, **self._counts_of(slot, framework, stream)}
 
-        handle = known or DispatchHandle(x.shape[0], num_rows, counts, site.serial, slot, {})
+        handle = known or DispatchHandle(x.shape[0], num_rows, counts, self._serial, slot, {})
         self._watch.check_inputs()
         return DispatchResult(handle, self._order.event(call), self._for_caller(views, host_caller, stream))
 
-    def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
+    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """One launch: rows land in the landing region and are added up."""
         self._check_near()
         config, stream, handle = self.config, call.stream, inputs.handle
-        assert stream is not None
         self._order.enter(call)
         x, weights, *biases = self._on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
         staging = layout.staging(config, x.row_bytes)
@@ -174,9 +179,9 @@ class DeviceBackend:
             {
                 "num_tokens": num_tokens,
                 "y": x.ptr,
-                "topk_weights": _address(weights),
-                "bias_0": _address(biases[0]) if biases else 0,
-                "bias_1": _address(biases[1]) if len(biases) > 1 else 0,
+                "topk_weights": address_of(weights),
+                "bias_0": address_of(biases[0]) if biases else 0,
+                "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
                 "handle": handle._routing.ptr,
                 "out": out,
                 "out_topk_weights": out_weights,
@@ -399,6 +404,6 @@ def _dtypes(*views: View | None) -> list[Any]:
     return [view.dtype if view else None for view in views]
 
 
-def _address(view: View | None) -> int:
+def address_of(view: View | None) -> int:
     """A view's address as a kernel wants it: 0 says that there is no such array, which an empty array, whose address is 0, is not."""
     return 0 if view is None else view.ptr or _EMPTY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -9,11 +10,11 @@ from typing import Any
 
 from . import alike, driver, layout
 from .arrays import HOST, Framework, View
+from .calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs
 from .config import FP8_GROUP, Config, has_fp8
-from .device import DeviceBackend
+from .device import DeviceBackend, address_of
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
-from .hooks import Hook, HookOrder
-from .inputs import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
+from .hooks import Hook, HookOrder, Hooks, check_called
 from .kernels import TABLE
 from .pool import Slot, Slots
 from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
@@ -54,8 +55,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._least_many = math.inf if config.has_network else config.least_many(self._num_blocks)
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
-        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch", self.turns)
-        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine", self.turns)
+        self._hooks = Hooks(config.num_slots, self.turns)
         if config.low_latency:
             self._clear_rows()
             for kernel in TABLE.values():
@@ -64,8 +64,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or let it take part again."""
-        for order in (self._dispatch_hooks, self._combine_hooks):
-            order.check_none_open("masking or unmasking a rank")
+        self._hooks.check_none_open("masking or unmasking a rank")
         self.synchronize()
         if not masked:
             self._clear_rows()  # it may have sent half a row
@@ -107,14 +106,11 @@ class DeviceLowLatencyBackend(DeviceBackend):
     def _is_sound(self) -> bool:
         return super()._is_sound() and not self.masked_ranks()
 
-    def low_latency_dispatch(
-        self, site: Site, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool
-    ) -> LowLatencyDispatchResult:
+    def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
         config, stream = self.config, call.stream
-        assert stream is not None
         if inputs.use_fp8 and not self._has_fp8:
             self._give_up_fp8(inputs)
-        self._dispatch_hooks.start(with_hook)
+        self._hooks.dispatch.start(with_hook)
         self._order.enter(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         results = self._ll_results[inputs.use_fp8, inputs.use_ue8m0]
@@ -130,7 +126,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "num_tokens": x.shape[0],
             "x": x.ptr,
             "topk_idx": idx.ptr,
-            "topk_weights": weights.ptr if weights else 0,
+            "topk_weights": address_of(weights),
             "handle": slot.ptr,
             "recv_x": recv_x,
             "recv_scales": recv_scales,
@@ -158,26 +154,23 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 found["scales"] = self._result(recv_scales, (experts, most, hidden // FP8_GROUP), kind, memory, framework, stream)
             return found
 
-        arguments, given = (x, idx, weights, inputs), (inputs.topk_idx, inputs.topk_weights)
-        hooks = self._dispatch_hooks if with_hook else None
-        event, made, hook = self._run("ll_dispatch", values, call, arguments, (slot, memory), hooks, views, inputs.x, *given)
-        handle = LowLatencyHandle(x.shape[0], site.serial, (slot, hook), weights is not None, framework)
+        given = inputs.topk_idx, inputs.topk_weights
+        leave = functools.partial(self._order.leave, call, (x, idx, weights, inputs), (slot, memory), *given)
+        hooks = self._hooks.dispatch if with_hook else None
+        event, made, hook = self._run("ll_dispatch", values, call, leave, hooks, views, inputs.x.device == HOST)
+        handle = LowLatencyHandle(x.shape[0], self._serial, (slot, hook), weights is not None, framework)
         return LowLatencyDispatchResult(handle, event, hook, made)
 
-    def low_latency_combine(
-        self, site: Site, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool
-    ) -> LowLatencyCombineResult:
+    def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         config, stream, handle = self.config, call.stream, inputs.handle
-        assert stream is not None
         slot, dispatch_hook = handle._routing
-        if dispatch_hook is not None and not dispatch_hook.called:
-            raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")
+        check_called(dispatch_hook)
         if not inputs.reduce_early and (config.on_timeout == "mask" or self.masked_ranks()):
             # Such rows lie by choice, not by sender: what a lost rank has sent could be taken for another one's.
             raise EPInputError(
                 "allow_multiple_reduction=False goes neither with on_timeout='mask' nor with masked ranks on GPUs; leave it out"
             )
-        self._combine_hooks.start(with_hook)
+        self._hooks.combine.start(with_hook)
         self._order.enter(call)
         y, idx, weights = self._on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
         num_tokens = handle.num_tokens
@@ -206,8 +199,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
         kernel = "ll_combine_many" if num_tokens >= self._least_many and inputs.reduce_early else "ll_combine"
         given = inputs.topk_idx, inputs.topk_weights
         arguments = y, idx, weights, inputs.y, *given, into  # and not the handle, which would hold its tables
-        hooks = self._combine_hooks if with_hook else None
-        event, made, hook = self._run(kernel, values, call, arguments, (slot, owner), hooks, views, inputs.y, *given, into=into)
+        leave = functools.partial(self._order.leave, call, arguments, (slot, owner), *given)
+        hooks = self._hooks.combine if with_hook else None
+        event, made, hook = self._run(kernel, values, call, leave, hooks, views, inputs.y.device == HOST, into)
         return LowLatencyCombineResult(event, hook, made)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
@@ -224,12 +218,10 @@ class DeviceLowLatencyBackend(DeviceBackend):
         kernel: str,
         values: dict[str, Any],
         call: Call,
-        arguments: tuple[Any, ...],
-        own: Any,
+        leave: Callable[[], None],
         hooks: HookOrder | None,
         views: Callable[[], Views],
-        like: View,
-        *given: View | None,
+        on_host: bool,
         into: View | None = None,
     ) -> tuple[Event, Callable[[], Views], Hook | None]:
         """Launch a call; with a hook, only its sending half, and the hook launches the rest on the same stream.
@@ -238,22 +230,19 @@ class DeviceLowLatencyBackend(DeviceBackend):
             kernel: Its name.
             values: Members of its Params.
             call: The call.
-            arguments: What it reads and writes of the caller's.
-            own: And of the Buffer's, which has to be there until the rest is launched.
+            leave: `CallOrder.leave` with what the call needs, all of which it keeps until the rest is launched.
             hooks: Where its hook is noted, if it has one.
             views: Makes its results.
-            like: An argument; if that is in host memory, the caller gets copies of the results (not of `into`), now or from the hook.
-            given: As `views` of `CallOrder.leave`.
+            on_host: The caller works in host memory, and gets copies of the results (not of `into`), now or from the hook.
             into: What the caller gave to be written to.
         """
         stream = call.stream
-        assert stream is not None
         if self.config.on_timeout == "mask":
             self._tell_masked()
-        launch, on_host = self._launcher(kernel), like.device == HOST
+        launch = self._launcher(kernel)
         if hooks is None:
             launch(stream, self._num_blocks, values)
-            self._order.leave(call, arguments, own, *given)
+            leave()
             event = self._order.event(call)
             self._watch.check_inputs()
             return event, self._for_caller(views, on_host, stream, into), None
@@ -265,7 +254,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             with self._watch.half_a_call():
                 self._order.enter(call)
                 launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
-                self._order.leave(call, arguments, own, *given)
+                leave()
                 event._move()
             if on_host:
                 made.update(to_host(made, stream, into))
@@ -273,6 +262,6 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
         with self._watch.half_a_call():
             launch(stream, self._num_blocks, values)
-            self._order.leave(call, arguments, own, *given)
+            leave()
             event, made = self._order.event(call), views()
             return event, lambda: made, hooks.hook(receive)

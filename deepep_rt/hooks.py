@@ -75,3 +75,27 @@ class HookOrder:
     def _call_abandoned(self) -> None:
         while self._open and self._open[0][0]() is None:
             self._open.popleft()[1]()
+
+
+class Hooks:
+    """Those of a Buffer's low-latency calls.
+
+    Args:
+        limit: As of `HookOrder`.
+        turns: As of `HookOrder`.
+    """
+
+    def __init__(self, limit: int, turns: AbstractContextManager[Any]) -> None:
+        self.dispatch = HookOrder(limit, "low_latency_dispatch", turns)
+        self.combine = HookOrder(limit, "low_latency_combine", turns)
+
+    def check_none_open(self, doing: str) -> None:
+        """Raise EPInputError if a call of either kind waits for its hook."""
+        for order in (self.dispatch, self.combine):
+            order.check_none_open(doing)
+
+
+def check_called(hook: Hook | None) -> None:
+    """Raise EPInputError if the dispatch of a handle has a hook that was not called."""
+    if hook is not None and not hook.called:
+        raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")

@@ -20,11 +20,11 @@ import numpy as np
 from . import alike
 from .agreement import announce
 from .arrays import HOST, View
+from .calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs
 from .communicator import Communicator
 from .config import Config
 from .errors import EPInputError
 from .host_arrays import Result, from_float32, rows_of, to_float32
-from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, Site
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
 from .turns import Turns
@@ -79,9 +79,9 @@ class HostBackend:
     name = "host"
     device = HOST
 
-    def __init__(self, comm: Communicator, config: Config) -> None:
+    def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
         self._comm: Communicator | None = comm.Dup()  # our messages never meet the caller's
-        self._config = config
+        self._config, self._serial = config, serial
         self.context = contextlib.nullcontext()  # there is no device to make current
         self.turns = Turns(self.context)
         self.num_sms = config.num_sms  # of a GPU; here it is only kept
@@ -96,13 +96,13 @@ class HostBackend:
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Start a call; there are no streams here, and earlier work has always finished."""
         self._mail.check()
-        return Call(None, None, async_finish, previous_event)
+        return Call(0, None, async_finish, previous_event)
 
-    def dispatch(self, site: Site, inputs: DispatchInputs, call: Call) -> DispatchResult:
+    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         with self._mail.call():
-            return self._dispatch(site, inputs)
+            return self._dispatch(inputs)
 
-    def combine(self, site: Site, inputs: CombineInputs, call: Call) -> CombineResult:
+    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         with self._mail.call():
             return self._combine(inputs)
 
@@ -132,9 +132,9 @@ class HostBackend:
         elif comm is not None:
             comm.leave()
 
-    def _dispatch(self, site: Site, inputs: DispatchInputs) -> DispatchResult:
+    def _dispatch(self, inputs: DispatchInputs) -> DispatchResult:
         if inputs.handle is None:
-            handle = self._route(site, inputs)
+            handle = self._route(inputs)
             return self._send_rows(handle, handle._routing, inputs)
         routing: Routing = inputs.handle._routing
         notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
@@ -177,7 +177,7 @@ class HostBackend:
         views = {"x": out.view(x.framework), "topk_weights": None if weights is None else weights.view(x.framework)}
         return CombineResult(event=Event(), _make_views=lambda: views)
 
-    def _route(self, site: Site, inputs: DispatchInputs) -> DispatchHandle:
+    def _route(self, inputs: DispatchInputs) -> DispatchHandle:
         """Work out a new routing and tell the ranks about it."""
         config, rank = self._config, self._rank
         num_tokens = inputs.x.shape[0]
@@ -219,7 +219,7 @@ class HostBackend:
             "src_idx": Result((num_recv_rows, 2), "int32", fill=255).view(framework),  # filled when the rows arrive
         }
         told = per_expert.tolist() if worst is None else None
-        return DispatchHandle(num_tokens, num_recv_rows, told, site.serial, routing, views)
+        return DispatchHandle(num_tokens, num_recv_rows, told, self._serial, routing, views)
 
     def _new_serial(self) -> int:
         """A number for a routing. Masked ranks may miss low-latency calls, so that routings of those are numbered like the calls."""

@@ -18,13 +18,13 @@ import numpy as np
 
 from . import fp8
 from .arrays import Framework, View, host_bytes
+from .calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
 from .communicator import Communicator
 from .config import FP8_GROUP, Config
 from .errors import EPDestroyedError, EPInputError
-from .hooks import Hook, HookOrder
+from .hooks import Hook, Hooks, check_called
 from .host import HostBackend, Routing
 from .host_arrays import Result, from_float32, rows_of, to_float32
-from .inputs import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
 
@@ -70,11 +70,10 @@ class ExpertRouting:
 class HostLowLatencyBackend(HostBackend):
     """The host backend with the low-latency calls."""
 
-    def __init__(self, comm: Communicator, config: Config) -> None:
-        super().__init__(comm, config)
+    def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
+        super().__init__(comm, config, serial)
         self._combine_memory: Result | None = None
-        self._dispatch_hooks = HookOrder(config.num_slots, "low_latency_dispatch", self.turns)
-        self._combine_hooks = HookOrder(config.num_slots, "low_latency_combine", self.turns)
+        self._hooks = Hooks(config.num_slots, self.turns)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""
@@ -86,8 +85,7 @@ class HostLowLatencyBackend(HostBackend):
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of low-latency calls, or let it take part again."""
-        for order in (self._dispatch_hooks, self._combine_hooks):
-            order.check_none_open("masking or unmasking a rank")
+        self._hooks.check_none_open("masking or unmasking a rank")
         if masked:
             self._mail.mask(rank)
         else:
@@ -98,9 +96,9 @@ class HostLowLatencyBackend(HostBackend):
         return self._mail.masked
 
     def low_latency_dispatch(
-        self, site: Site, inputs: LowLatencyDispatchInputs, call: Call, return_recv_hook: bool
+        self, inputs: LowLatencyDispatchInputs, call: Call, return_recv_hook: bool
     ) -> LowLatencyDispatchResult:
-        self._dispatch_hooks.start(return_recv_hook)
+        self._hooks.dispatch.start(return_recv_hook)
         config, x, framework = self._config, inputs.x, inputs.x.framework
         scales = None
         if inputs.use_fp8:
@@ -108,7 +106,7 @@ class HostLowLatencyBackend(HostBackend):
         start = time.perf_counter_ns()
         with self._part_of("low_latency_dispatch"):
             sources = self._mail.peers
-            sent = self.dispatch(site, DispatchInputs(x, inputs.topk_idx, inputs.topk_weights, scales, None, None, 1), call)
+            sent = self.dispatch(DispatchInputs(x, inputs.topk_idx, inputs.topk_weights, scales, None, None, 1), call)
         waited = time.perf_counter_ns() - start
 
         shape = (config.num_local_experts, config.num_max_recv_tokens)
@@ -118,6 +116,17 @@ class HostLowLatencyBackend(HostBackend):
             if view is not None
         }
         num_recv = Result(shape[:1], "int32", fill=0)
+
+        recv_idx, weights = sent._views["topk_idx"], sent._views["topk_weights"]
+        assert recv_idx is not None
+        routing = ExpertRouting.of(
+            sent.handle,
+            _values(inputs.topk_idx).astype(np.int64),
+            _values(recv_idx),
+            None if weights is None else _values(weights),
+            None if inputs.topk_weights is None else _values(inputs.topk_weights).copy(),
+            config,
+        )
 
         def receive() -> None:
             self._check_live()
@@ -134,31 +143,18 @@ class HostLowLatencyBackend(HostBackend):
                 stats = host_bytes(inputs.wait_stats).view(np.int64)
                 stats[sources] += waited
 
-        recv_idx, weights = sent._views["topk_idx"], sent._views["topk_weights"]
-        assert recv_idx is not None
-        routing = ExpertRouting.of(
-            sent.handle,
-            _values(inputs.topk_idx).astype(np.int64),
-            _values(recv_idx),
-            None if weights is None else _values(weights),
-            None if inputs.topk_weights is None else _values(inputs.topk_weights).copy(),
-            config,
-        )
-        hook = self._dispatch_hooks.hook(receive) if return_recv_hook else None
+        hook = self._hooks.dispatch.hook(receive) if return_recv_hook else None
         if hook is None:
             receive()
         views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
         views.update({name: result.view(framework) for name, result in made.items()})
         kept = dataclasses.replace(routing, hook=hook)  # a copy: `receive` must not hold the hook
-        handle = LowLatencyHandle(x.shape[0], site.serial, kept, weights is not None, framework)
+        handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
 
-    def low_latency_combine(
-        self, site: Site, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool
-    ) -> LowLatencyCombineResult:
+    def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool) -> LowLatencyCombineResult:
         routing: ExpertRouting = inputs.handle._routing
-        if routing.hook is not None and not routing.hook.called:
-            raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")
+        check_called(routing.hook)
         given, home = _values(inputs.topk_idx), routing.topk_idx // self._config.num_local_experts
         may_be_gone = np.isin(home, self._mail.masked)  # callers who know of lost ranks may have taken their experts out
         if (
@@ -170,8 +166,8 @@ class HostLowLatencyBackend(HostBackend):
             _values(inputs.topk_weights), routing.own_weights, equal_nan=True
         ):
             raise EPInputError("topk_weights differ from those that low_latency_dispatch was given; pass the same, or none there")
-        self._combine_hooks.start(return_recv_hook)
-        total = self._reduce_early(site, inputs, call) if inputs.reduce_early else self._reduce_at_home(inputs)
+        self._hooks.combine.start(return_recv_hook)
+        total = self._reduce_early(inputs, call) if inputs.reduce_early else self._reduce_at_home(inputs)
         out = inputs.out
         if out is None:
             out = Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
@@ -180,25 +176,25 @@ class HostLowLatencyBackend(HostBackend):
             self._check_live()
             rows_of(out)[...] = total
 
-        hook = self._combine_hooks.hook(receive) if return_recv_hook else None
+        hook = self._hooks.combine.hook(receive) if return_recv_hook else None
         if hook is None:
             receive()
         return LowLatencyCombineResult(event=Event(), hook=hook, _make_views=lambda: {"x": out})
 
-    def _reduce_early(self, site: Site, inputs: LowLatencyCombineInputs, call: Call) -> np.ndarray:
+    def _reduce_early(self, inputs: LowLatencyCombineInputs, call: Call) -> np.ndarray:
         """Add up the rows of a token that are here, send the sum as bfloat16, and add up the sums at home."""
         routing: ExpertRouting = inputs.handle._routing
         with self._part_of("low_latency_combine"):
             weights = routing.weights
             if weights is None:
-                sent = self.dispatch(site, DispatchInputs(inputs.topk_weights, None, None, None, routing.rows, None, 1), call)
+                sent = self.dispatch(DispatchInputs(inputs.topk_weights, None, None, None, routing.rows, None, 1), call)
                 arrived = sent._views["x"]
                 assert arrived is not None
                 weights = _values(arrived)
             sums = Result((routing.rows.num_recv_rows, self._config.hidden), "bfloat16")
             _weighted_sum(self._expert_rows(inputs)[routing.slot], routing.row, routing.choice, weights, sums.rows)
             given = CombineInputs(sums.view(inputs.y.framework), routing.rows, None, ())
-            total = self.combine(site, given, call)._views["x"]
+            total = self.combine(given, call)._views["x"]
             assert total is not None
             return rows_of(total)
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from . import tables
 from .arrays import Framework, View
+from .calls import LowLatencyMemory
 from .config import FP8_GROUP
 from .errors import EPInputError
-from .inputs import LowLatencyMemory, low_latency_combine_inputs, low_latency_dispatch_inputs
+from .inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
 from .jax_calls import Combined, as_int32, call, token_of, tokens_and_indices, traced
 from .jax_device import check_threads
 from .results import LowLatencyHandle as _Handle
@@ -194,7 +195,7 @@ def _run_dispatch(
     given = x, idx, weights[0] if weights else None
     inputs = low_latency_dispatch_inputs(buffer._site, stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
     inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
-    sent = backend.low_latency_dispatch(buffer._site, inputs, backend.begin(x, False, None, stream), False)
+    sent = backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
     if stream is None:  # the host backend has memory of its own
         tables.copy(sent.recv_x.ptr, recv_x, None)
         for out in scales:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import driver, layout
+from .calls import Call
 from .config import Config
 from .errors import EPOutOfMemoryError
-from .inputs import Call
 from .pool import Block, Pool
 from .stream_memory import StreamMemory, StreamPool
 from .streams import CallOrder
@@ -49,7 +49,6 @@ class ResultMemory:
 
     def place(self, num_bytes: int, call: Call) -> Place:
         """Where the rows of a dispatch land that brings at most so many bytes."""
-        assert call.stream is not None
         block = self._pool.allocate(num_bytes, call.stream, call.caller_stream)
         if block is not None:
             return Place(self._offsets["pool"] + block.offset, block)
@@ -69,7 +68,6 @@ class ResultMemory:
         if place.block is not None:
             place.block.trim(num_bytes)
             return place.block, place.block.ptr
-        assert call.stream is not None
         try:
             copy = self._outside.allocate(num_bytes, call.stream, call.caller_stream)
         except EPOutOfMemoryError as error:
@@ -81,7 +79,6 @@ class ResultMemory:
 
     def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
         """Memory for what a combine adds up. It may lie anywhere; it takes no room from dispatches, whose rows may not."""
-        assert call.stream is not None
         for pool in (self._sums,) if call.capture is None else (self._sums, self._pool):
             block = pool.allocate(num_bytes, call.stream, call.caller_stream)
             if block is not None:

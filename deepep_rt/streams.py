@@ -9,8 +9,8 @@ from typing import Any
 
 from . import arrays, driver, handles
 from .arrays import HOST
+from .calls import Call
 from .errors import EPInputError
-from .inputs import Call
 from .results import Event
 
 
@@ -103,7 +103,6 @@ class CallOrder:
     def enter(self, call: Call) -> None:
         """What is queued for the call from here on comes after earlier calls on other streams, and after what the caller asked for."""
         stream = call.stream
-        assert stream is not None
         if isinstance(call.previous_event, Event):
             call.previous_event.wait(stream)
         elif call.previous_event is not None:
@@ -129,7 +128,6 @@ class CallOrder:
             views: Arguments that may be of another library, or in host memory, whose allocators know nothing of the call's stream.
         """
         stream = call.stream
-        assert stream is not None
         must_hold = stream != call.caller_stream
         for view in views:
             if view is not None and (view.framework is not call.framework or view.device == HOST):
@@ -149,7 +147,6 @@ class CallOrder:
 
     def extend(self, call: Call) -> None:
         """More was queued for the call, after `leave`, and outside of captures."""
-        assert call.stream is not None
         self._last_call.ends_on(call.stream)
 
     def current_stream(self, framework: arrays.Framework | None) -> int:
@@ -183,7 +180,6 @@ class _End(Event):
     __slots__ = ("_framework", "_marker", "_order", "_stream")
 
     def __init__(self, order: CallOrder, call: Call) -> None:
-        assert call.stream is not None
         self._order, self._framework, self._stream = order, call.framework, call.stream
         self._marker = self.handle = None
         if call.async_finish:

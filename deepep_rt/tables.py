@@ -13,8 +13,8 @@ import numpy as np
 
 from . import arrays, layout
 from .arrays import HOST, View
+from .calls import Site
 from .config import Config
-from .inputs import Site
 from .results import DispatchHandle, LowLatencyHandle
 
 

@@ -23,7 +23,8 @@ from deepep_rt import (
     jit,
     layout,
 )
-from deepep_rt.inputs import LowLatencyMemory, low_latency_dispatch_inputs
+from deepep_rt.calls import LowLatencyMemory
+from deepep_rt.inputs import low_latency_dispatch_inputs
 from deepep_rt.kernels import TABLE
 
 __all__ = ["fake", "make"]
@@ -488,5 +489,5 @@ def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch
         given = low_latency_dispatch_inputs(buffer._site, call.stream, x, idx, None, True, False, False, None, None)
         given.into = LowLatencyMemory(given.x, None, given.x)
         with pytest.raises(EPUnavailableError, match="sm_80 cannot convert to FP8; pass use_fp8=False"):
-            buffer._backend.low_latency_dispatch(buffer._site, given, call, False)
+            buffer._backend.low_latency_dispatch(given, call, False)
         assert fake.take() == []

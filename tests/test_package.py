@@ -57,6 +57,7 @@ ORDER = [
     "placement",
     "symmetric",
     "results",
+    "calls",
     "inputs",
     "streams",
     "result_memory",
