@@ -23,7 +23,7 @@ from .config import is_whole
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
 from .placement import ranks_per_host
-from .torch import communicator
+from .torch_group import communicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -13,25 +13,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .arrays import not_dense
-from .communicator import is_communicator
 from .config import COMBINE_DTYPES, FP8_GROUP
-from .errors import EPConfigError, EPInputError
+from .errors import EPInputError
 from .results import DispatchHandle, DispatchResult
-from .torch_group import from_mpi, from_store
+from .torch_group import communicator
 from .torch_kernels import FLOATS, aligned, from_fp8, to_fp8, zero_padding
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
     from .buffer import Buffer
 
 __all__ = ["dispatch", "combine", "Dispatched", "Handle", "communicator"]
-
-_communicators: weakref.WeakKeyDictionary[Any, Intracomm] = weakref.WeakKeyDictionary()  # by process group
 
 
 def _backward_pass() -> int:
@@ -295,45 +289,3 @@ def _check_tensor(value: Any, what: str, needed: bool) -> None:
 def _check_fp8(buffer: Buffer, fp8: bool) -> None:
     if fp8 and buffer.config.hidden % FP8_GROUP:
         raise EPInputError(f"hidden is {buffer.config.hidden}, no multiple of {FP8_GROUP}, the channels of an FP8 scale")
-
-
-def communicator(group: Any = None) -> Intracomm:
-    """A communicator of the ranks of a `torch.distributed` process group, in the order of the group. `Buffer` wants one.
-
-    Where mpirun (or Slurm) started the processes it is MPI's. Otherwise - torchrun, `torch.multiprocessing.spawn`, the workers of an
-    inference server - it speaks over the store of `torch.distributed`, has the methods that Buffers need, and no MPI is loaded.
-
-    The first call with a group is collective over it; later ones return the same communicator. With an NCCL group, choose the GPU
-    (`torch.cuda.set_device`) before.
-
-    Args:
-        group: A process group of any backend. None: the default group if `torch.distributed` is initialised, otherwise all processes
-            that mpirun started. A communicator is returned as it is.
-
-    Returns:
-        An mpi4py communicator, or what stands for one.
-
-    Raises:
-        EPConfigError: if this process is not in the group, or it is neither a group nor a communicator.
-
-    Example:
-        >>> torch.distributed.init_process_group("nccl")
-        >>> buffer = Buffer(communicator(expert_group), num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
-    """
-    if is_communicator(group):
-        return group
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            from mpi4py import MPI
-
-            return MPI.COMM_WORLD
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise EPConfigError("this process is not in the group; only its members have a communicator of it")
-        raise EPConfigError(
-            f"group is a {type(group).__name__}; expected a process group of torch.distributed, or an mpi4py communicator"
-        )
-    if not _communicators.get(group):  # none yet, or its user freed it
-        _communicators[group] = from_mpi(group) or from_store(group)
-    return _communicators[group]

@@ -5,18 +5,65 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import uuid
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from . import _env
+from .communicator import is_communicator
+from .errors import EPConfigError
 from .store_comm import StoreCommunicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_communicators: weakref.WeakKeyDictionary[Any, Intracomm] = weakref.WeakKeyDictionary()  # by process group
 
-def from_mpi(group: Any) -> Intracomm | None:
+
+def communicator(group: Any = None) -> Intracomm:
+    """A communicator of the ranks of a `torch.distributed` process group, in the order of the group. `Buffer` wants one.
+
+    Where mpirun (or Slurm) started the processes it is MPI's. Otherwise - torchrun, `torch.multiprocessing.spawn`, the workers of an
+    inference server - it speaks over the store of `torch.distributed`, has the methods that Buffers need, and no MPI is loaded.
+
+    The first call with a group is collective over it; later ones return the same communicator. With an NCCL group, choose the GPU
+    (`torch.cuda.set_device`) before.
+
+    Args:
+        group: A process group of any backend. None: the default group if `torch.distributed` is initialised, otherwise all processes
+            that mpirun started. A communicator is returned as it is.
+
+    Returns:
+        An mpi4py communicator, or what stands for one.
+
+    Raises:
+        EPConfigError: if this process is not in the group, or it is neither a group nor a communicator.
+
+    Example:
+        >>> torch.distributed.init_process_group("nccl")
+        >>> buffer = Buffer(communicator(expert_group), num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
+    """
+    if is_communicator(group):
+        return group
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            from mpi4py import MPI
+
+            return MPI.COMM_WORLD
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise EPConfigError("this process is not in the group; only its members have a communicator of it")
+        raise EPConfigError(
+            f"group is a {type(group).__name__}; expected a process group of torch.distributed, or an mpi4py communicator"
+        )
+    if not _communicators.get(group):  # none yet, or its user freed it
+        _communicators[group] = _from_mpi(group) or _from_store(group)
+    return _communicators[group]
+
+
+def _from_mpi(group: Any) -> Intracomm | None:
     """The MPI communicator of a group, in its order; None where one mpirun did not start all of it. Collective over the group."""
     ranks: tuple[int, ...] = ()
     # First what the launcher says: in a process that it did not start, MPI may hang, or end the process.
@@ -32,7 +79,7 @@ def from_mpi(group: Any) -> Intracomm | None:
     return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
 
 
-def from_store(group: Any) -> Any:
+def _from_store(group: Any) -> Any:
     """A communicator of a group over the store of torch.distributed. Collective over the group."""
     store = dist.distributed_c10d._get_default_store()
     name = _gathered(uuid.uuid4().hex, group)[0]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from . import driver
 from .arrays import HOST, View
 from .errors import EPInputError
+from .host_arrays import Result
 from .results import Views
 from .stream_memory import StreamPool
 
@@ -35,10 +34,9 @@ def to_host(views: Views, stream: int, given: View | None = None) -> Views:
     copied: Views = {}
     for name, view in views.items():
         if view is not None and view is not given:
-            memory = np.empty(view.nbytes + 64, np.uint8)
-            ptr = memory.ctypes.data + -memory.ctypes.data % 64  # where JAX wants its arrays
-            driver.copy_async(ptr, view.ptr, view.nbytes, stream)
-            view = replace(view, ptr=ptr, device=HOST, owner=memory, work=None)
+            copy = Result(view.shape, view.dtype)
+            driver.copy_async(copy.ptr, view.ptr, view.nbytes, stream)
+            view = copy.view(view.framework)
         copied[name] = view
     driver.synchronize(stream)
     return copied

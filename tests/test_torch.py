@@ -52,7 +52,7 @@ def test_ranks_that_one_mpirun_did_not_start(monkeypatch: pytest.MonkeyPatch, sa
 
     monkeypatch.setattr(torch_group, "_gathered", lambda value, group: said)
     monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))  # must not be asked: it might wait for ever
-    assert torch_group.from_mpi(None) is None
+    assert torch_group._from_mpi(None) is None
 
 
 def test_an_mpi4py_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
