@@ -174,7 +174,7 @@ class _Cupy(Framework):
     def __init__(self) -> None:
         self._cupy = sys.modules["cupy"]
         self._current_stream = self._cupy.cuda.get_current_stream
-        self._last: tuple[Any, int] = None, 0  # a stream and its handle, made once for calls that all work on one stream
+        self._last: StreamHandle | None = None  # made once for calls that all work on one stream
 
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
@@ -190,12 +190,10 @@ class _Cupy(Framework):
         return cupy.ndarray(view.shape, np.dtype(view.dtype), cupy.cuda.MemoryPointer(memory, 0))
 
     def current_stream(self, device: int) -> int | None:
-        stream = self._current_stream(device)
-        last, handle = self._last
-        if last is not stream:
-            handle = StreamHandle.of(stream.ptr, stream)
-            self._last = stream, handle
-        return handle
+        stream, last = self._current_stream(device), self._last
+        if last is None or last.owner is not stream:
+            last = self._last = StreamHandle.of(stream.ptr, stream)
+        return last
 
 
 _CUT = (
@@ -211,7 +209,6 @@ class _Torch(Framework):
         torch = sys.modules["torch"]
         self._from_dlpack = torch.from_dlpack
         self._current_stream: Callable[[int], int | None] = lambda device: None  # a PyTorch without CUDA has none
-        self._streams: dict[int | None, int] = {}  # what that returns -> the same, kept if it can be
         if torch.backends.cuda.is_built():
             # Where PyTorch offers the handle alone: a Stream object takes longer than all the rest of looking at an argument.
             self._current_stream = getattr(
@@ -247,12 +244,7 @@ class _Torch(Framework):
         return self._from_dlpack(view.capsule())
 
     def current_stream(self, device: int) -> int | None:
-        handle = self._current_stream(device)
-        if (found := self._streams.get(handle)) is None and handle is not None:
-            stream = sys.modules["torch"].cuda.current_stream(device)
-            is_foreign = stream.stream_id == handle  # and may be destroyed; PyTorch's own never are
-            found = self._streams[handle] = handle if is_foreign else StreamHandle.of(handle, stream)
-        return found
+        return self._current_stream(device)
 
 
 class _Jax(Framework):

@@ -278,8 +278,9 @@ class Buffer(SharedByCopies):
             expert_alignment: Counts for each expert are rounded up to a multiple of this. Not with `handle`, which keeps its counts.
             async_finish: Run on the buffer's own stream; `result.event` tells when it is done.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
-            stream: Run on this stream (an array library's, or an integer handle, which then has to outlive the results) instead of the
-                caller's current one.
+            stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. A stream that only
+                its number holds (also PyTorch's or CuPy's ExternalStream) has to outlive the results and the Buffer. The first call on a
+                second stream waits for all that the first one holds.
 
         Returns:
             What arrived at this rank, ordered by source rank and source token.
@@ -564,10 +565,11 @@ class Buffer(SharedByCopies):
             return backend.copy_ceiling(row_bytes, num_rows, iterations)
 
     def synchronize(self) -> None:
-        """Wait on the host for the work of all calls so far, and for what the caller has queued behind them on their stream.
+        """Wait on the host for the work of all calls so far; where they were all on one stream, for all that it holds.
 
         Raises:
             EPTimeoutError: if a peer did not answer.
+            EPInputError: while that stream is captured in a CUDA graph.
 
         Example:
             >>> buffer.synchronize()  # before a clock is read, or results are used by what knows no streams

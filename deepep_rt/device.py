@@ -248,11 +248,13 @@ class DeviceBackend:
         return int(received[0])
 
     def synchronize(self) -> None:
+        end = self._order.end()
         self._watch.start_listening()
-        while not self._order.is_done():
+        while not end.done():
+            self._watch.check_peers()  # behind a call that timed out may lie what waits for that peer without a limit
             self._watch.listen()
             time.sleep(1e-5)
-        self._order.synchronize()
+        self._order.synchronize(end)
 
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         self._destroyed = True

@@ -1,4 +1,4 @@
-"""Handles of streams and events, of any library: integers, which may not be used once what they stand for is gone."""
+"""Handles of streams and events, of any library: integers, whose use crashes the driver once what they stand for is gone."""
 
 from __future__ import annotations
 
@@ -16,21 +16,10 @@ class StreamHandle(int):
     owner: Any
 
     @classmethod
-    def of(cls, handle: int, owner: Any) -> int:
-        """The handle of a library's stream; a mere number for the streams of others, which PyTorch and CuPy name so and do not keep."""
-        if type(owner).__name__ == "ExternalStream":
-            return handle
+    def of(cls, handle: int, owner: Any) -> StreamHandle:
         made = cls(handle)
         made.owner = owner
         return made
-
-
-def lasts(stream: int) -> bool:
-    """Whether a handle may still be used when the call is over, and in any thread: its stream is kept, or a default stream.
-
-    Of a mere number nobody knows that, and the driver crashes when it is given a stream that was destroyed.
-    """
-    return stream in (0, 1) or (isinstance(stream, StreamHandle) and stream != PER_THREAD)
 
 
 def of_stream(stream: Any) -> int:

@@ -30,37 +30,36 @@ class _Capture:
 class _LastCall:
     """Where the last call of a Buffer ends.
 
-    While one stream makes all the calls nobody waits for that, and to record an event in each would cost the host 2 us: it is recorded when
-    somebody asks, behind all that the stream holds by then. Once there was a second stream each call records it: work that the caller has
-    queued behind one, as the experts of a micro-batch, must not keep the next one waiting.
+    While one stream makes all the calls none has to wait for that, and to record an event in each would cost the host 2 us: who asks gets
+    one behind all that the stream holds by then. Once there was a second stream each call records it: work that the caller has queued
+    behind one, as the experts of a micro-batch, must not keep the next one waiting.
     """
 
     def __init__(self, stream: int) -> None:
         self.stream: int | None = None
-        self._event = driver.CudaEvent(stream)
-        self._is_alone = self._is_recorded = True
+        self._event = driver.CudaEvent(stream)  # one for all calls
+        self._is_alone = True
 
     def ends_on(self, stream: int) -> None:
         """A call was queued."""
         if stream != self.stream:
-            self._is_alone = self.stream is None and handles.lasts(stream)
+            # Who asks may be another thread, for which a per-thread default stream is another one.
+            self._is_alone = self.stream is None and stream != handles.PER_THREAD
             self.stream = stream
-        self._is_recorded = not self._is_alone
-        if self._is_recorded:
+        if not self._is_alone:
             self._event.record(stream)
 
-    def event(self) -> driver.CudaEvent:
-        """An event behind it."""
-        if not self._is_recorded:
-            assert self.stream is not None
-            if driver.is_capturing(self.stream):
-                raise EPInputError(
-                    "the stream of the last call is being captured in a CUDA graph, of which this call is no part; call "
-                    "buffer.synchronize() before the capture begins"
-                )
-            self._event.record(self.stream)
-            self._is_recorded = True
-        return self._event
+    def end(self) -> driver.CudaEvent:
+        """An event behind it. To ask changes nothing: any thread may, also while another one makes calls."""
+        stream = self.stream
+        if stream is None or not self._is_alone:
+            return self._event
+        if driver.is_capturing(stream):  # the event would be a part of the graph
+            raise EPInputError(
+                "the stream of the last call is captured in a CUDA graph, of which what waits for that call is no part; wait until the "
+                "capture has ended"
+            )
+        return driver.CudaEvent(stream)
 
 
 class CallOrder:
@@ -115,7 +114,7 @@ class CallOrder:
             if self._capture is not None and self._capture.number == call.capture:
                 driver.wait_event(stream, self._capture.end.handle)
         elif stream != self._last_call.stream:
-            driver.wait_event(stream, self._last_call.event().handle)
+            driver.wait_event(stream, self._last_call.end().handle)
 
     def leave(self, call: Call, arguments: Any, own: Any, *views: arrays.View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
@@ -157,13 +156,13 @@ class CallOrder:
         """The end of what the call has queued so far."""
         return _End(self, call)
 
-    def is_done(self) -> bool:
-        """Whether the last call has ended."""
-        return self._last_call.event().done()
+    def end(self) -> driver.CudaEvent:
+        """An event behind all calls so far."""
+        return self._last_call.end()
 
-    def synchronize(self) -> None:
-        """Wait on the host for all calls."""
-        self._last_call.event().synchronize()
+    def synchronize(self, end: driver.CudaEvent) -> None:
+        """Wait on the host for it, and for what is queued beside the caller's work."""
+        end.synchronize()
         driver.synchronize(self.own_stream)
         self._capture = None
         self.check()

@@ -6,7 +6,7 @@ next user is ordered after what the streams that used it (the call's, the caller
 
 from __future__ import annotations
 
-from . import driver, handles
+from . import driver
 from .errors import EPUnavailableError
 
 Past = tuple[tuple[int, driver.CudaEvent | None], ...]
@@ -37,8 +37,6 @@ class Users:
     def __init__(self) -> None:
         self.context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
         self._last: Streams = ()  # one
-        self._mark: Past = ()  # stands for it,
-        self._lasts = False  # which may be asked later
         self._in_a_row = 0
 
     def left_by(self, streams: Streams, past: Past = ()) -> Past:
@@ -49,9 +47,10 @@ class Users:
             self._in_a_row += 1
         else:
             self._in_a_row = _IN_A_ROW if len(streams) == 1 and not self._last else 0
-            self._last, self._mark, self._lasts = streams[-1:], ((streams[-1], None),), handles.lasts(streams[-1])
-        if self._in_a_row >= _IN_A_ROW and self._lasts:
-            return self._mark if not past else past if self._mark[0] in past else past + self._mark
+            self._last = streams[-1:]
+        if self._in_a_row >= _IN_A_ROW:
+            mark = (streams[0], None)
+            return (mark,) if not past else past if mark in past else (*past, mark)
         with self.context:
             return tuple(dict.fromkeys((*past, *(mark for stream in streams for mark in _mark(stream)))))
 

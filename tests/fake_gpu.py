@@ -14,10 +14,9 @@ from cuda.bindings import driver as cuda
 
 from deepep_rt import Buffer, agreement, arrays, communicator, device, driver, jit, launch, placement, symmetric
 from deepep_rt.arrays import DTYPES, Framework, View
-from deepep_rt.handles import StreamHandle
 
 BASE = 1 << 40  # of symmetric memory
-OWN_STREAM, CALLERS_STREAM = 3, StreamHandle.of(11, None)
+OWN_STREAM, CALLERS_STREAM = 3, 11
 
 
 class Array:

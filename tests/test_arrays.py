@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_rt import EPInputError, EPUnavailableError, arrays, dlpack, handles
+from deepep_rt import EPInputError, EPUnavailableError, arrays, dlpack
 from deepep_rt.arrays import DTYPES, HOST, View
 
 NUMPY_DTYPES = [name for name in DTYPES if name != "float8_e8m0fnu" or hasattr(ml_dtypes, name)]
@@ -211,24 +211,6 @@ def test_torch_without_cuda_has_no_streams() -> None:
     torch = pytest.importorskip("torch")
     if not torch.backends.cuda.is_built():
         assert arrays.framework_of(torch.ones(1), "x").current_stream(0) is None
-
-
-def test_torch_streams_are_kept_but_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those PyTorch has only the number, which is their id too. A stream is looked at once."""
-    torch = pytest.importorskip("torch")
-    framework, asked = arrays._Torch(), []
-    streams = {77: SimpleNamespace(stream_id=3), 88: SimpleNamespace(stream_id=88), 0: SimpleNamespace(stream_id=0)}
-
-    def look(device: int) -> SimpleNamespace:
-        asked.append(device)
-        return streams[current]
-
-    monkeypatch.setattr(torch.cuda, "current_stream", look)
-    monkeypatch.setattr(framework, "_current_stream", lambda device: current)
-    for current, is_kept in [(77, True), (88, False), (0, True)] * 2:
-        handle = framework.current_stream(5)
-        assert (handle, handles.lasts(handle)) == (current, is_kept)
-    assert asked == [5, 5, 5]
 
 
 def test_torch_parameters_and_empty_tensors() -> None:

@@ -225,7 +225,7 @@ def test_how_long_destroy_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.Mo
     with monkeypatch.context() as behind:
         behind.setattr(driver.CudaEvent, "done", lambda event: False)
         buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True)
-        behind.setattr(buffer._backend._order, "is_done", lambda: True)
+        behind.setattr(buffer._backend._order, "end", lambda: SimpleNamespace(done=lambda: True, synchronize=lambda: None))
         order = buffer._backend._order
         buffer.destroy()
     del x
@@ -250,7 +250,7 @@ def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
     said: list[bool] = []
     monkeypatch.setattr(together.AllOrNone, "holds", lambda self, sound, what, timeout_s=None: said.append(sound) or sound)
 
-    def fail() -> None:
+    def fail(*_: Any) -> None:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
 
     buffer = make()
@@ -289,7 +289,7 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
         assert caught.value.peer == 2
     waiting = make(timeout_s=60.0)
     waiting._backend._comm.last_words = "ValueError: no batch"
-    monkeypatch.setattr(waiting._backend._order, "is_done", lambda: False)
+    monkeypatch.setattr(waiting._backend._order, "end", lambda: SimpleNamespace(done=lambda: False))
     with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch"):
         waiting.synchronize()
     waiting.destroy()
@@ -299,12 +299,27 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
     buffer.destroy()
 
 
+@pytest.mark.parametrize("wait", ["synchronize", "destroy"])
+def test_a_time_out_is_raised_while_the_callers_own_work_goes_on(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    """What the caller has queued behind the call may wait for the lost rank for ever, as NCCL does."""
+    buffer = make()
+    buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+    monkeypatch.setattr(driver.CudaEvent, "done", lambda event: False)
+    buffer._backend._page._timed_out.value = 1
+    with pytest.raises(EPTimeoutError):
+        getattr(buffer, wait)()
+    buffer.destroy()
+
+
 def test_a_rank_that_leaves_others_that_mask(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their low-latency calls go on without it."""
     with make(on_timeout="mask", low_latency=True) as buffer:
         backend = buffer._backend
         backend._comm.last_words, start = "ValueError: no batch", time.monotonic()
-        monkeypatch.setattr(backend._order, "is_done", lambda: time.monotonic() > start + 0.5)
+        end = SimpleNamespace(done=lambda: time.monotonic() > start + 0.5, synchronize=lambda: None)
+        monkeypatch.setattr(backend._order, "end", lambda: end)
         buffer.synchronize()
         buffer.low_latency_dispatch(*arguments(fake)[:2])
 

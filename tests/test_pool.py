@@ -14,11 +14,8 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from cuda.bindings import driver as cuda
 
 from deepep_rt import EPUnavailableError, driver, pool, users
-from deepep_rt.handles import StreamHandle
 from deepep_rt.pool import Pool, Slots
 from deepep_rt.stream_memory import StreamPool
-
-KEPT = StreamHandle.of(7, None)
 
 
 class FakeDriver:
@@ -118,19 +115,13 @@ def test_a_large_block_goes_back_to_a_cell(fake: FakeDriver) -> None:
     assert pool.allocate(3 * 256, 1).offset == 0
 
 
-@pytest.mark.parametrize(("stream", "num_events"), [(KEPT, 0), (7, 10)])
-def test_one_stream_needs_no_events(fake: FakeDriver, stream: int, num_events: int) -> None:
-    """Unless it is a mere number: that may have been destroyed when another one asks."""
+def test_one_stream_needs_no_events(fake: FakeDriver) -> None:
     pool, slots = Pool(0, 1024), Slots(64, 1)
     for _ in range(5):
-        held = pool.allocate(1024, stream), slots.take(stream, stream)
-        fake.work(stream)
+        held = pool.allocate(1024, 7), slots.take(7, 7)
+        fake.work(7)
         del held
-    assert (fake.num_events, fake.waits) == (num_events, [])
-    if stream is not KEPT:
-        fake.destroyed.add(stream)
-    pool.allocate(1024, 8), slots.take(8)
-    assert fake.waits == [(8, stream, 5)] * 2
+    assert (fake.num_events, fake.waits) == (0, [])
 
 
 @pytest.mark.parametrize("kind", ["pool", "slots"])
@@ -165,12 +156,12 @@ def test_what_is_queued_after_the_death_is_not_waited_for(fake: FakeDriver) -> N
 def test_events_are_for_as_long_as_there_are_several_streams(fake: FakeDriver) -> None:
     """One call on a side stream, as to warm up for a capture, does not make all later ones dearer."""
     slots = Slots(64, 1)
-    for stream in (KEPT, 8, *[KEPT] * 100):
+    for stream in (7, 8, *[7] * 100):
         held = slots.take(stream)
         del held
     before = fake.num_events
     for _ in range(100):
-        held = slots.take(KEPT)
+        held = slots.take(7)
         del held
     assert fake.num_events == before
     held = slots.take(8)
@@ -179,14 +170,20 @@ def test_events_are_for_as_long_as_there_are_several_streams(fake: FakeDriver) -
 
 
 @pytest.mark.parametrize("kind", ["pool", "slots"])
-def test_a_stream_that_was_destroyed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Where the driver says so, which it does not always: its work may be under way all the same; and the memory is not lost."""
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_stream_that_its_library_has_destroyed(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str, is_alone: bool
+) -> None:
+    """Its work may be under way all the same; and the memory is not lost."""
     waited = []
     monkeypatch.setattr(driver, "synchronize_all", lambda: waited.append(True))
     pool, slots = Pool(0, 1024), Slots(64, 1)
     held = pool.allocate(1024, 4) if kind == "pool" else slots.take(4)
+    if not is_alone:
+        held.used_on(9)
     fake.destroyed.add(4)
     del held
+    assert len(waited) == (not is_alone)
     assert pool.allocate(1024, 9) if kind == "pool" else slots.take(9)
     assert len(waited) == 1
     assert len(slots._memory) == 1

@@ -13,10 +13,9 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from deepep_rt import EPInputError, arrays, driver
-from deepep_rt.handles import StreamHandle
 from deepep_rt.streams import CallOrder
 
-OWN, CALLERS, OTHER = 3, StreamHandle.of(11, None), 12
+OWN, CALLERS, OTHER = 3, 11, 12
 
 
 class Driver:
@@ -85,64 +84,66 @@ def call(order: CallOrder, arguments: Any = (), own: Any = (), **how: Any) -> An
     return made
 
 
-def ends(fake: Driver) -> list[int]:
-    """Streams on which the event was recorded that stands for the last call."""
-    return [stream for event, stream in fake.records if event == 1]
-
-
 def test_calls_in_line_with_the_callers_work_wait_for_nothing(order: CallOrder, fake: Driver) -> None:
     call(order)
     fake.waits.clear()
     for _ in range(3):
         assert call(order).stream == CALLERS
     assert fake.waits == []
-    assert ends(fake) == [OWN], "nor is an event recorded, which would cost the host 2 us a call"
+    assert fake.records == [(1, OWN)], "nor is an event recorded, which would cost the host 2 us a call"
 
 
 def test_another_stream_waits_for_the_last_call(order: CallOrder, fake: Driver) -> None:
-    call(order)
+    for _ in range(2):
+        call(order)
     fake.waits.clear()
     assert call(order, stream=OTHER).stream == OTHER
-    assert fake.waits == [(OTHER, 1)]
-    assert ends(fake)[1:] == [CALLERS, OTHER]
+    assert fake.waits == [(OTHER, 2)]
+    assert fake.records[1:3] == [(2, CALLERS), (1, OTHER)]
 
 
 def test_two_streams_do_not_wait_for_what_callers_queue_behind_calls(order: CallOrder, fake: Driver) -> None:
     """As the experts of a micro-batch: the event is recorded in each call, whichever stream it is on."""
     for stream in (None, OTHER, OTHER, None):
         call(order, stream=stream)
-    assert ends(fake)[1:] == [CALLERS, OTHER, OTHER, CALLERS]
-    assert not order.is_done()
-    assert len(ends(fake)) == 5, "asking records none"
-
-
-def test_a_stream_that_may_be_destroyed_is_not_asked_later(order: CallOrder, fake: Driver) -> None:
-    call(order, stream=OTHER)  # a mere number
-    assert ends(fake)[1:] == [OTHER]
-    order.synchronize()
-    assert ends(fake)[1:] == [OTHER]
-
-
-def test_a_last_call_whose_stream_is_captured_by_now(order: CallOrder, fake: Driver) -> None:
-    """An event recorded there would draw whoever waits for it into the graph."""
-    call(order)
-    fake.captures.update({CALLERS: 5})
-    with pytest.raises(EPInputError, match="synchronize\\(\\) before the capture begins"):
-        call(order, stream=OTHER)
-    fake.captures.clear()
-    order.synchronize()
-    fake.captures.update({CALLERS: 6})
+    assert [stream for event, stream in fake.records if event == 1] == [OWN, OTHER, OTHER, CALLERS]
+    count = len(fake.records)
+    assert order.end().handle == 1
+    assert len(fake.records) == count, "to ask records nothing"
     fake.waits.clear()
     call(order, stream=OTHER)
     assert fake.waits == [(OTHER, 1)]
-    assert ends(fake)[1:] == [CALLERS, OTHER]
+
+
+def test_the_end_of_all_calls(order: CallOrder, fake: Driver) -> None:
+    """Asking for it changes nothing: another thread may do so in the middle of a call."""
+    assert order.end().handle == 1
+    call(order)
+    for number in (2, 3):
+        assert order.end().handle == number
+        assert fake.records[-1] == (number, CALLERS)
+    call(order)
+    fake.waits.clear()
+    call(order, stream=OTHER)
+    assert fake.waits == [(OTHER, 4)]
+    assert (4, CALLERS) in fake.records, "behind the call that came since"
+
+
+def test_the_last_calls_stream_is_captured_by_now(order: CallOrder, fake: Driver) -> None:
+    """An event recorded there would draw whoever waits for it into the graph."""
+    call(order)
+    fake.captures.update({CALLERS: 5})
+    for ask in (order.end, lambda: call(order, stream=OTHER)):
+        with pytest.raises(EPInputError, match=r"captured in a CUDA graph.*wait until the capture has ended"):
+            ask()
+    assert fake.records == [(1, OWN)]
 
 
 def test_a_call_beside_the_callers_work_waits_for_what_fills_its_arguments(order: CallOrder, fake: Driver) -> None:
     call(order)
     fake.waits.clear()
     assert call(order, async_finish=True).stream == OWN
-    assert fake.waits == [(OWN, "all of", CALLERS), (OWN, 1)]
+    assert fake.waits == [(OWN, "all of", CALLERS), (OWN, 2)]
 
 
 @pytest.mark.parametrize("event", [77, SimpleNamespace(cuda_event=77), SimpleNamespace(ptr=77)])
@@ -179,7 +180,7 @@ def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: Ca
     call(order, [Array(3)], own=[Array(0)], async_finish=True)
     assert Array.dropped.pop() == 0, "the Buffer's own memory waits for its readers by itself"
     assert Array.dropped == [1]
-    fake.finished.add(2)  # the event after the first of the two
+    fake.finished.add(3)  # the event after the first of the two
     call(order)
     assert Array.dropped == [1, 2]
     order.forget_arguments()
@@ -214,7 +215,7 @@ def test_a_captured_call_comes_after_the_last_one(order: CallOrder, fake: Driver
     assert (stream, fake.waits) == (OTHER, [(CALLERS, last)])
 
 
-@pytest.mark.parametrize("end", [CallOrder.synchronize, CallOrder.forget_arguments])
+@pytest.mark.parametrize("end", [lambda order: order.synchronize(order.end()), CallOrder.forget_arguments])
 def test_what_a_capture_holds(order: CallOrder, fake: Driver, end: Any) -> None:
     """The Buffer's own memory too, for which nobody waits there; until the host has waited for all calls."""
 
@@ -308,14 +309,14 @@ def test_the_event_of_a_call_beside_the_caller(order: CallOrder, fake: Driver) -
 def test_waiting_for_everything(order: CallOrder, fake: Driver) -> None:
     call(order)
     fake.waits.clear()
-    order.synchronize()
-    assert fake.waits == [("host", 1), ("host", "all of", OWN), "check"]
+    order.synchronize(order.end())
+    assert fake.waits == [("host", 2), ("host", "all of", OWN), "check"]
 
 
 def test_a_stream_that_each_thread_has_for_itself(order: CallOrder, fake: Driver, callers: SimpleNamespace) -> None:
     """Its handle is the same in all threads, so calls on it would not be ordered, nor could another thread wait for them."""
     call(order, stream=2)
-    assert ends(fake)[1:] == [2]
+    assert fake.records == [(1, OWN), (1, 2), (2, 2)]
     refused = []
 
     def elsewhere(stream: int | None) -> None:

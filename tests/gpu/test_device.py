@@ -13,7 +13,6 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from cuda.bindings import driver as cuda  # noqa: E402
 from helpers import cpu, make, poison, routing, rows, same  # noqa: E402
 
 from deepep_rt import (  # noqa: E402
@@ -23,9 +22,7 @@ from deepep_rt import (  # noqa: E402
     EPOutOfMemoryError,
     EPTimeoutError,
     EPUnavailableError,
-    arrays,
     driver,
-    handles,
     jit,
 )
 from deepep_rt.config import has_fp8  # noqa: E402
@@ -266,22 +263,6 @@ def test_other_frameworks(comm):
         back = gpu.combine(sent.recv_x + 0, sent.handle).x
         assert isinstance(back, jax.Array)
         np.testing.assert_array_equal(np.asarray(back), reference)
-
-
-def test_a_stream_of_a_number_may_go_before_the_buffer(comm):
-    """Once its results are gone; the driver would crash if it was asked of that stream later."""
-    with make(comm) as gpu, make(comm, "host") as host:
-        framework, device = arrays.framework_of(torch.zeros(1), "x"), gpu._backend.device
-        for number in range(3):
-            stream = driver.new_stream()
-            external = torch.cuda.ExternalStream(stream)
-            for current, is_kept in ((external, False), (torch.cuda.Stream(), True), (torch.cuda.default_stream(), True)):
-                with torch.cuda.stream(current):
-                    assert handles.lasts(framework.current_stream(device)) == is_kept
-                    for _ in range(3):
-                        round_trip(comm, gpu, host, 85 + number, 40, 8)
-                torch.cuda.synchronize()
-            driver.ok(cuda.cuStreamDestroy(stream))
 
 
 def test_bad_input_leaves_the_buffer_usable(comm):
