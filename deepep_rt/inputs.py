@@ -30,12 +30,8 @@ def dispatch_inputs(
     if len(rows.shape) != 2 or rows.shape[1] != config.hidden:
         raise EPInputError(f"x has shape {list(rows.shape)}; expected [num_tokens, {config.hidden}], the hidden of this buffer")
     _check_row(site, rows, "x")
+    _check_tokens(site, rows)
     num_tokens = rows.shape[0]
-    if num_tokens > config.num_max_tokens_per_rank:
-        raise EPInputError(
-            f"x has {num_tokens} tokens, more than num_max_tokens_per_rank={config.num_max_tokens_per_rank}; "
-            f"split the batch or make the buffer larger"
-        )
     if handle is None and topk_idx is None:
         raise EPInputError("dispatch needs topk_idx, or the handle of an earlier dispatch; got neither")
     if handle is not None:
@@ -46,13 +42,11 @@ def dispatch_inputs(
             raise EPInputError(f"num_worst_tokens is {num_worst_tokens}, but the handle's result has {handle.num_recv_rows} rows")
     idx = weights = scales = None
     if topk_idx is not None:
-        idx = _look(site, topk_idx, "topk_idx", stream)
-        _check_shape(idx, "topk_idx", (num_tokens, config.num_topk), ("int32", "int64"))
+        idx = _look(site, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
     if topk_weights is not None:
         if idx is None:
             raise EPInputError("topk_weights needs topk_idx beside it: a weight is kept where its expert lives")
-        weights = _look(site, topk_weights, "topk_weights", stream)
-        _check_shape(weights, "topk_weights", (num_tokens, config.num_topk), ("float32",))
+        weights = _look(site, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
     if x_scales is not None:
         scales = _look(site, x_scales, "x_scales", stream)
         if len(scales.shape) != 2 or scales.shape[0] != num_tokens:
@@ -81,19 +75,17 @@ def combine_inputs(site: Site, stream: int | None, x: Any, handle: DispatchHandl
     """Check the arguments of `Buffer.combine`, whose docstring names the rules."""
     config = site.config
     _check_handle(site, handle)
-    rows = _look(site, x, "x", stream)
-    _check_shape(rows, "x", (handle.num_recv_rows, config.hidden), COMBINE_DTYPES)
+    rows = _look(site, x, "x", stream, (handle.num_recv_rows, config.hidden), COMBINE_DTYPES)
     _check_row(site, rows, "x")
     weights = None
     if topk_weights is not None:
-        weights = _look(site, topk_weights, "topk_weights", stream)
-        _check_shape(weights, "topk_weights", (handle.num_recv_rows, config.num_topk), ("float32",))
+        weights = _look(site, topk_weights, "topk_weights", stream, (handle.num_recv_rows, config.num_topk), ("float32",))
     given: Sequence[Any] = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise EPInputError(f"bias: {len(given)} arrays were given; at most two can be added")
-    biases = tuple(_look(site, array, f"bias[{i}]", stream) for i, array in enumerate(given))
+    shape, dtypes = (handle.num_tokens, config.hidden), (rows.dtype,)
+    biases = tuple(_look(site, array, f"bias[{i}]", stream, shape, dtypes) for i, array in enumerate(given))
     for i, view in enumerate(biases):
-        _check_shape(view, f"bias[{i}]", (handle.num_tokens, config.hidden), (rows.dtype,))
         _check_row(site, view, f"bias[{i}]")
     return CombineInputs(rows, handle, weights, biases)
 
@@ -116,26 +108,21 @@ def low_latency_dispatch_inputs(
     if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
         raise EPInputError(f"x is {rows.dtype} {list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]")
     _check_start(rows, "x")
+    _check_tokens(site, rows)
     num_tokens = rows.shape[0]
-    if num_tokens > config.num_max_tokens_per_rank:
-        raise EPInputError(f"x has {num_tokens} tokens, more than num_max_tokens_per_rank={config.num_max_tokens_per_rank}")
     if use_fp8 and config.hidden % FP8_GROUP:
         raise EPInputError(f"hidden is {config.hidden}, no multiple of {FP8_GROUP}, the channels of a scale; pass use_fp8=False")
     if use_ue8m0 and not use_fp8:
         raise EPInputError("use_ue8m0 is a format of FP8 scales; pass use_fp8=True beside it")
-    idx = _look(site, topk_idx, "topk_idx", stream)
-    _check_shape(idx, "topk_idx", (num_tokens, config.num_topk), ("int32", "int64"))
+    idx = _look(site, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
     weights = recv = waits = None
     if topk_weights is not None:
-        weights = _look(site, topk_weights, "topk_weights", stream)
-        _check_shape(weights, "topk_weights", (num_tokens, config.num_topk), ("float32",))
+        weights = _look(site, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
     if recv_stats is not None:
-        recv = _look(site, recv_stats, "cumulative_local_expert_recv_stats", stream)
-        _check_shape(recv, "cumulative_local_expert_recv_stats", (config.num_local_experts,), ("int32",))
+        recv = _look(site, recv_stats, "cumulative_local_expert_recv_stats", stream, (config.num_local_experts,), ("int32",))
         _check_writable(site, recv, recv_stats, "cumulative_local_expert_recv_stats")
     if wait_stats is not None:
-        waits = _look(site, wait_stats, "wait_recv_cost_stats", stream)
-        _check_shape(waits, "wait_recv_cost_stats", (config.num_ranks,), ("int64",))
+        waits = _look(site, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), ("int64",))
         _check_writable(site, waits, wait_stats, "wait_recv_cost_stats")
     kind = bool(use_fp8), bool(round_scale or use_ue8m0), bool(use_ue8m0)
     return LowLatencyDispatchInputs(rows, idx, weights, *kind, recv, waits)
@@ -154,17 +141,13 @@ def low_latency_combine_inputs(
     """Check the arguments of `Buffer.low_latency_combine`, whose docstring names the rules."""
     config = site.config
     check_low_latency_handle(site, handle)
-    rows = _look(site, y, "y", stream)
-    _check_shape(rows, "y", (config.num_local_experts, config.num_max_recv_tokens, config.hidden), ("bfloat16",))
+    rows = _look(site, y, "y", stream, (config.num_local_experts, config.num_max_recv_tokens, config.hidden), ("bfloat16",))
     _check_start(rows, "y")
-    idx = _look(site, topk_idx, "topk_idx", stream)
-    _check_shape(idx, "topk_idx", (handle.num_tokens, config.num_topk), ("int32", "int64"))
-    weights = _look(site, topk_weights, "topk_weights", stream)
-    _check_shape(weights, "topk_weights", (handle.num_tokens, config.num_topk), ("float32",))
+    idx = _look(site, topk_idx, "topk_idx", stream, (handle.num_tokens, config.num_topk), ("int32", "int64"))
+    weights = _look(site, topk_weights, "topk_weights", stream, (handle.num_tokens, config.num_topk), ("float32",))
     into = None
     if out is not None:
-        into = _look(site, out, "out", stream)
-        _check_shape(into, "out", (handle.num_tokens, config.hidden), ("bfloat16",))
+        into = _look(site, out, "out", stream, (handle.num_tokens, config.hidden), ("bfloat16",))
         _check_writable(site, into, out, "out")
         _check_start(into, "out")
         if into.ptr < rows.ptr + rows.nbytes and rows.ptr < into.ptr + into.nbytes:
@@ -180,7 +163,10 @@ def check_low_latency_handle(site: Site, handle: Any) -> None:
         raise EPInputError("handle comes from another Buffer; use the one whose low_latency_dispatch returned it")
 
 
-def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
+def _look(
+    site: Site, array: Any, what: str, stream: int | None, shape: tuple[int, ...] | None = None, dtypes: Sequence[str] = ()
+) -> View:
+    """An argument as a View; where a shape is given, it and the dtype are checked."""
     view = arrays.framework_of(array, what).view(array, what, stream)
     if view.device != site.device and view.device != HOST:
         here = "host memory (the host backend has no GPU)" if site.device == HOST else f"GPU {site.device}"
@@ -189,7 +175,20 @@ def _look(site: Site, array: Any, what: str, stream: int | None) -> View:
         raise EPInputError(
             f"{what} starts at an address that is not a multiple of {view.itemsize} bytes, its element; pass a copy"
         )
+    if shape is not None:
+        if view.shape != shape:
+            raise EPInputError(f"{what} has shape {list(view.shape)}; expected {list(shape)}")
+        if view.dtype not in dtypes:
+            raise EPInputError(f"{what} has dtype {view.dtype}; expected {' or '.join(dtypes)}")
     return view
+
+
+def _check_tokens(site: Site, rows: View) -> None:
+    if rows.shape[0] > site.config.num_max_tokens_per_rank:
+        raise EPInputError(
+            f"x has {rows.shape[0]} tokens, more than num_max_tokens_per_rank={site.config.num_max_tokens_per_rank}; "
+            f"split the batch or make the buffer larger"
+        )
 
 
 def _check_writable(site: Site, view: View, array: Any, what: str) -> None:
@@ -200,13 +199,6 @@ def _check_writable(site: Site, view: View, array: Any, what: str) -> None:
         raise EPInputError(
             f"{what} is in host memory, but this buffer works on GPU {site.device} and writes to it; move it there"
         )
-
-
-def _check_shape(view: View, what: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
-    if view.shape != shape:
-        raise EPInputError(f"{what} has shape {list(view.shape)}; expected {list(shape)}")
-    if view.dtype not in dtypes:
-        raise EPInputError(f"{what} has dtype {view.dtype}; expected {' or '.join(dtypes)}")
 
 
 def _check_row(site: Site, view: View, what: str) -> None:
