@@ -1,10 +1,11 @@
-"""What the benchmark programs do with a result: print its tables, compare it, write it."""
+"""What the benchmark programs have in common: their options, and what they do with a result: print its tables, compare it, write it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -19,6 +20,31 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _WIDTH_OF_LOGS = 120
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a list such as 24,64."""
+    return [int(part) for part in text.split(",")]
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every program, to which each adds its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a few calls of each kind: does it run at all?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="print the figures of another result, or of bench/reference/*.json, beside ours",
+    )
+    parser.add_argument("--commit", help="the commit to record, where this is no git checkout")
+    return parser
 
 
 def described(args: argparse.Namespace, boundary: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,30 +29,14 @@ WORKS = (*(f"dispatch_{kind}_{routing}" for kind in ("bf16", "fp8") for routing 
 NUM_SETS = 2  # calls take turns among this many inputs, so that none finds its rows in the L2 cache
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of a list such as 24,64."""
-    return [int(part) for part in text.split(",")]
-
-
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options, from `words` or the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--tokens", type=numbers, default=[4096, 8192], help="tokens of each rank, such as 4096,8192")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--sms", type=numbers, default=[8, 16, 24, 32, 64], help="numbers of SMs to try, such as 24,64")
+    parser = report.options(__doc__)
+    parser.add_argument("--tokens", type=report.numbers, default=[4096, 8192], help="tokens of each rank, such as 4096,8192")
+    parser.add_argument("--sms", type=report.numbers, default=[8, 16, 24, 32, 64], help="numbers of SMs to try, such as 24,64")
     parser.add_argument("--calls", type=int, default=20, help="calls in a loop")
     parser.add_argument("--repeats", type=int, default=11, help="loops; their median counts")
     parser.add_argument("--warmup", type=int, default=5, help="calls before the first loop")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="two loops of two calls: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="print ratios to another result, or to bench/reference/*.json"
-    )
-    parser.add_argument("--commit", help="the commit to record, where this is no git checkout")
     args = parser.parse_args(words)
     if args.quick:
         args.calls, args.repeats, args.warmup = 2, 2, 1
