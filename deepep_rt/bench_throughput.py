@@ -18,7 +18,7 @@ from mpi4py import MPI
 from . import bench_report as report
 from . import bench_timing as timing
 from .bench_machine import Machine
-from .bench_results import Row, document
+from .bench_results import Row, document, row_bytes
 from .buffer import Buffer
 from .results import DispatchHandle
 
@@ -115,7 +115,6 @@ class Bench:
         """All cases at one number of SMs: the copy ceiling in GB/s, and the rows."""
         args, comm, rows = self.args, self.comm, []
         sizes = dict(hidden=args.hidden, num_topk=args.topk, num_experts=args.experts)
-        row_bytes = {"bf16": 2 * args.hidden, "fp8": args.hidden + args.hidden // 128 * 4}
         with Buffer(comm, num_max_tokens_per_rank=max(args.tokens), **sizes, num_sms=sms, backend=args.backend) as buffer:
             ceiling = buffer.copy_ceiling() / 1e9
             for num_tokens in args.tokens:
@@ -126,7 +125,7 @@ class Bench:
                     seconds = timing.measure(buffer, comm, self.clock, call, args)
                     waits = work.endswith("unknown")
                     host = None if waits else 1e6 * timing.measure_host(buffer, comm, call, args)
-                    gb_s, remote_gb_s = (n * row_bytes[work.split("_")[1]] / seconds / 1e9 for n in (num_rows, num_remote))
+                    gb_s, remote_gb_s = (n * row_bytes(work, args.hidden) / seconds / 1e9 for n in (num_rows, num_remote))
                     rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host))
         return ceiling, rows
 
