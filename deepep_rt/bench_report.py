@@ -105,9 +105,11 @@ def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()
         _print_low_latency(result, references)
 
 
-def share(row: Row, ceiling_gb_s: float) -> str:
-    """The remote bandwidth in percent of the copy ceiling."""
-    return f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
+def throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
+    """A row of the throughput table; before the host's time, the remote bandwidth in percent of the copy ceiling."""
+    share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
+    bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share)
+    return [row.work, str(row.tokens), str(row.sms), figure(row.us), *bandwidths, figure(row.host_us)]
 
 
 def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]) -> None:
@@ -117,8 +119,7 @@ def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]
     for name in ("tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"):
         table.add_column(name, justify="right")
     for row in rows:
-        bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share(row, ceiling))
-        table.add_row(row.work, str(row.tokens), str(row.sms), f"{row.us:.1f}", *bandwidths, figure(row.host_us))
+        table.add_row(*throughput_cells(row, ceiling))
     console(_WIDTH_OF_LOGS).print(table)
     for reference in references:
         if reference.throughput:
