@@ -140,7 +140,7 @@ def _low_latency_tables(result: Mapping[str, Any], references: Sequence[Referenc
                     "title": f"Compared with {reference.name}",
                     "heads": ["part", "tokens of a rank", "µs", "their µs", "ratio"],
                     "rows": pairs,
-                    "caption": f"Theirs: {reference.where}. {other or 'Ratio: of times, above 1 this run is faster.'}",
+                    "caption": f"Theirs: {reference.where}. {other or about_ratios(Sizes.of(result), reference)}",
                 }
             )
     return tables
