@@ -14,6 +14,7 @@ from .doctor_facts import (
     VERSIONS,
     Finding,
     Situation,
+    access_between,
     differences,
     fact,
     free_bytes,
@@ -154,7 +155,7 @@ def _peers(s: Situation) -> Iterator[Finding]:
         used = {uuid for pair in pairs for uuid in pair}
         apart, slow, unseen = [], [], []
         for a, b in pairs:
-            path, access = path_between(report, a, b), _access(reports, a, b)
+            path, access = path_between(report, a, b), access_between(reports, a, b)
             if access is False:
                 apart.append((a, b))
             elif access is None:
@@ -188,15 +189,6 @@ def _neighbours(s: Situation, reports: Sequence[Mapping[str, Any]]) -> list[tupl
         if (gpu := gpu_of(report)) is not None:
             groups.setdefault(report["rank"] // node, []).append(gpu["uuid"])
     return [(a, b) for uuids in groups.values() for a, b in combinations(sorted(set(uuids)), 2)]
-
-
-def _access(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> bool | None:
-    """What the driver says, in whichever process sees both GPUs."""
-    for report in reports:
-        at = {gpu["uuid"]: gpu["ordinal"] for gpu in gpus(report)}
-        if a in at and b in at:
-            return bool(fact(report, "driver", "access")[at[a]][at[b]])
-    return None
 
 
 def _pairs(pairs: Sequence[tuple[str, ...]]) -> str:
