@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from . import layout
+from . import _env, layout
 from .config import MAX_RANKS_PER_NODE
 from .doctor_facts import (
     CACHE_FOLDER,
@@ -26,8 +26,8 @@ from .doctor_facts import (
 )
 from .errors import EPConfigError
 
-_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
-"""Variables that may well differ between ranks."""
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
+"""Of `_env.SETTINGS`, those that may well differ between ranks."""
 _MUST_AGREE = ("deepep_rt", "NVSHMEM (host)", "NVSHMEM (device)")
 
 
@@ -212,8 +212,7 @@ def _ranks_differ(s: Situation) -> Iterator[Finding]:
     if versions:
         level = "error" if set(versions) & set(_MUST_AGREE) else "warning"
         yield Finding.of("versions-differ", level, _who_has_what(different, versions))
-    prefixes = ("DEEPEP_RT_", "NVSHMEM_", "CUDA_")
-    variables = [item for item in different if item.startswith(prefixes) and item not in _OWN_VARIABLES]
+    variables = [item for item in different if item.startswith(_env.SETTINGS) and item not in _OWN_VARIABLES]
     if variables:
         yield Finding.of("environment-differs", "warning", _who_has_what(different, variables))
     for host, reports in s.hosts.items():
