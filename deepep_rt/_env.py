@@ -89,10 +89,14 @@ def unknown() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("DEEPEP_RT_") and name not in _READERS)
 
 
+SETTINGS = ("DEEPEP_RT_", "NVSHMEM_", "CUDA_")
+"""How the names of this library's, NVSHMEM's and CUDA's own variables begin."""
+
+
 def variables() -> dict[str, str]:
     """Every variable that changes what this library, NVSHMEM or CUDA does."""
-    prefixes, names = ("DEEPEP_RT_", "NVSHMEM_", "CUDA_"), ("LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES")
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes) or name in names}
+    names = ("LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES")
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS) or name in names}
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), 
         top = 1.12 * max(us for row in panels for _, lines in row for line in lines for us in line.points.values())
         for i, row in enumerate(panels):
             for j, (name, lines) in enumerate(row):
-                _draw(axes[i][j], name, lines, theme, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
+                _draw(axes[i][j], name, lines, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
                 axes[i][j].set_ylim(0, top)
                 _label(axes[i][j], lines, theme)
         return figure
@@ -106,7 +106,7 @@ def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = (),
     with _themed(theme):
         figure, axes = _grid(result, 1, len(panels), "Low latency")
         for j, (name, lines) in enumerate(panels):
-            _draw(axes[0][j], name, lines, theme, xlabel="tokens of a rank", ylabel="" if j else "µs")
+            _draw(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j else "µs")
             axes[0][j].set_yscale("log")
             axes[0][j].set_ylim(0.6 * min(measured), 1.4 * max(measured))
             axes[0][j].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -168,7 +168,7 @@ def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str)
     return figure, figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
 
 
-def _draw(axes: Axes, title: str, lines: Sequence[_Line], theme: str, *, xlabel: str, ylabel: str) -> None:
+def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel: str) -> None:
     for line in lines:
         x = sorted(line.points)
         y = [line.points[at] for at in x]

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from . import bench_timing as timing
 from .bench_machine import Machine
 from .bench_results import LowLatencyRow as Row
 from .bench_results import document
-from .bench_throughput import numbers
 from .buffer import Buffer
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
@@ -40,28 +38,14 @@ _QUEUED = 50  # replays that a GPU is given at once
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options, from `words` or the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="tokens of each rank")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
+    parser = report.options(__doc__)
+    parser.add_argument("--tokens", type=report.numbers, default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="tokens of each rank")
     parser.add_argument("--sms", type=int, default=None, help="low_latency_sms; default: the library's")
     parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks through NVSHMEM; 1: all of them")
     parser.add_argument("--on-timeout", choices=("raise", "mask"), default="raise")
     parser.add_argument("--bf16", action="store_true", help="dispatch bfloat16 rows instead of FP8")
     parser.add_argument("--replays", type=int, default=1000)
     parser.add_argument("--chain", type=int, default=10, help="calls in a captured chain")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a few calls of each kind: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        metavar="FILE",
-        help="print the figures of another result, or of bench/reference/*.json, beside ours",
-    )
-    parser.add_argument("--commit", help="the commit to record, where this is no git checkout")
     args = parser.parse_args(words)
     args.loops, args.calls, args.repeats, args.host_calls = (2, 2, 3, 5) if args.quick else (5, 50, 30, 100)
     if args.quick:

@@ -96,13 +96,7 @@ def _throughput_tables(result: Mapping[str, Any], references: Sequence[Reference
         {
             "title": "All rows",
             "heads": ["work", "tokens of a rank", "SMs", "µs", "GB/s", "remote GB/s", "% of copy ceiling", "host µs"],
-            "rows": [
-                [
-                    *(row.work, row.tokens, row.sms, f"{row.us:.1f}", f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}"),
-                    *(report.share(row, ceiling["used"]), figure(row.host_us)),
-                ]
-                for row in rows
-            ],
+            "rows": [report.throughput_cells(row, ceiling["used"]) for row in rows],
             "caption": f"Copy ceiling of the run: {ceiling['used']:.4g} GB/s remote ({by_sms}). "
             "Host µs: time of the host in a call that it does not wait for.",
         }
@@ -146,7 +140,7 @@ def _low_latency_tables(result: Mapping[str, Any], references: Sequence[Referenc
                     "title": f"Compared with {reference.name}",
                     "heads": ["part", "tokens of a rank", "µs", "their µs", "ratio"],
                     "rows": pairs,
-                    "caption": f"Theirs: {reference.where}. {other or 'Ratio: of times, above 1 this run is faster.'}",
+                    "caption": f"Theirs: {reference.where}. {other or about_ratios(Sizes.of(result), reference)}",
                 }
             )
     return tables

@@ -1,10 +1,11 @@
-"""What the benchmark programs do with a result: print its tables, compare it, write it."""
+"""What the benchmark programs have in common: their options, and what they do with a result: print its tables, compare it, write it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -19,6 +20,31 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _WIDTH_OF_LOGS = 120
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a list such as 24,64."""
+    return [int(part) for part in text.split(",")]
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every program, to which each adds its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a few calls of each kind: does it run at all?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="print the figures of another result, or of bench/reference/*.json, beside ours",
+    )
+    parser.add_argument("--commit", help="the commit to record, where this is no git checkout")
+    return parser
 
 
 def described(args: argparse.Namespace, boundary: str) -> dict[str, Any]:
@@ -79,9 +105,11 @@ def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()
         _print_low_latency(result, references)
 
 
-def share(row: Row, ceiling_gb_s: float) -> str:
-    """The remote bandwidth in percent of the copy ceiling."""
-    return f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
+def throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
+    """A row of the throughput table; before the host's time, the remote bandwidth in percent of the copy ceiling."""
+    share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
+    bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share)
+    return [row.work, str(row.tokens), str(row.sms), figure(row.us), *bandwidths, figure(row.host_us)]
 
 
 def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]) -> None:
@@ -91,8 +119,7 @@ def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]
     for name in ("tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"):
         table.add_column(name, justify="right")
     for row in rows:
-        bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share(row, ceiling))
-        table.add_row(row.work, str(row.tokens), str(row.sms), f"{row.us:.1f}", *bandwidths, figure(row.host_us))
+        table.add_row(*throughput_cells(row, ceiling))
     console(_WIDTH_OF_LOGS).print(table)
     for reference in references:
         if reference.throughput:

@@ -81,8 +81,12 @@ class Sizes(NamedTuple):
 
     def remote_bytes(self, work: str, tokens: int) -> float:
         """Bytes of the rows that a rank is expected to get from the other ranks in one call."""
-        row = self.hidden + self.hidden // 128 * 4 if "fp8" in work else 2 * self.hidden
-        return (self.num_ranks - 1) * self.rows_per_peer(tokens) * row
+        return (self.num_ranks - 1) * self.rows_per_peer(tokens) * row_bytes(work, self.hidden)
+
+
+def row_bytes(work: str, hidden: int) -> int:
+    """Bytes of a row that a work moves, with its scales."""
+    return hidden + hidden // 128 * 4 if "fp8" in work else 2 * hidden
 
 
 # --- files -------------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from mpi4py import MPI
 from . import bench_report as report
 from . import bench_timing as timing
 from .bench_machine import Machine
-from .bench_results import Row, document
+from .bench_results import Row, document, row_bytes
 from .buffer import Buffer
 from .results import DispatchHandle
 
@@ -30,30 +29,14 @@ WORKS = (*(f"dispatch_{kind}_{routing}" for kind in ("bf16", "fp8") for routing 
 NUM_SETS = 2  # calls take turns among this many inputs, so that none finds its rows in the L2 cache
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of a list such as 24,64."""
-    return [int(part) for part in text.split(",")]
-
-
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options, from `words` or the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--tokens", type=numbers, default=[4096, 8192], help="tokens of each rank, such as 4096,8192")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--sms", type=numbers, default=[8, 16, 24, 32, 64], help="numbers of SMs to try, such as 24,64")
+    parser = report.options(__doc__)
+    parser.add_argument("--tokens", type=report.numbers, default=[4096, 8192], help="tokens of each rank, such as 4096,8192")
+    parser.add_argument("--sms", type=report.numbers, default=[8, 16, 24, 32, 64], help="numbers of SMs to try, such as 24,64")
     parser.add_argument("--calls", type=int, default=20, help="calls in a loop")
     parser.add_argument("--repeats", type=int, default=11, help="loops; their median counts")
     parser.add_argument("--warmup", type=int, default=5, help="calls before the first loop")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="two loops of two calls: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="print ratios to another result, or to bench/reference/*.json"
-    )
-    parser.add_argument("--commit", help="the commit to record, where this is no git checkout")
     args = parser.parse_args(words)
     if args.quick:
         args.calls, args.repeats, args.warmup = 2, 2, 1
@@ -132,7 +115,6 @@ class Bench:
         """All cases at one number of SMs: the copy ceiling in GB/s, and the rows."""
         args, comm, rows = self.args, self.comm, []
         sizes = dict(hidden=args.hidden, num_topk=args.topk, num_experts=args.experts)
-        row_bytes = {"bf16": 2 * args.hidden, "fp8": args.hidden + args.hidden // 128 * 4}
         with Buffer(comm, num_max_tokens_per_rank=max(args.tokens), **sizes, num_sms=sms, backend=args.backend) as buffer:
             ceiling = buffer.copy_ceiling() / 1e9
             for num_tokens in args.tokens:
@@ -143,7 +125,7 @@ class Bench:
                     seconds = timing.measure(buffer, comm, self.clock, call, args)
                     waits = work.endswith("unknown")
                     host = None if waits else 1e6 * timing.measure_host(buffer, comm, call, args)
-                    gb_s, remote_gb_s = (n * row_bytes[work.split("_")[1]] / seconds / 1e9 for n in (num_rows, num_remote))
+                    gb_s, remote_gb_s = (n * row_bytes(work, args.hidden) / seconds / 1e9 for n in (num_rows, num_remote))
                     rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host))
         return ceiling, rows
 

@@ -15,6 +15,7 @@ from . import _env, doctor_run, layout
 from .doctor_facts import (
     Finding,
     Situation,
+    access_between,
     differences,
     fact,
     gpu_of,
@@ -240,14 +241,12 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) ->
 def _cell(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> Text:
     if a == b:
         return Text("-", style="dim")
-    path = path_between(reports[0], a, b)
-    for report in reports:
-        at = {gpu["uuid"]: gpu["ordinal"] for gpu in gpus(report)}
-        if a in at and b in at:
-            if fact(report, "driver", "access")[at[a]][at[b]]:
-                return Text(path or "access", style="green" if (path or "").startswith("NV") else "yellow")
-            return Text("none", style="bold red")
-    return Text(path or "?")
+    path, access = path_between(reports[0], a, b), access_between(reports, a, b)
+    if access is None:
+        return Text(path or "?")
+    if not access:
+        return Text("none", style="bold red")
+    return Text(path or "access", style="green" if (path or "").startswith("NV") else "yellow")
 
 
 def _difference_table(different: Mapping[str, Mapping[str, list[int]]]) -> Table:

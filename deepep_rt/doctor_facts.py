@@ -130,6 +130,15 @@ def path_between(report: Mapping[str, Any], a: str, b: str) -> str | None:
     return fact(report, "nvml", "paths")[at[a]][at[b]] if a in at and b in at else None
 
 
+def access_between(reports: Iterable[Mapping[str, Any]], a: str, b: str) -> bool | None:
+    """Whether two GPUs reach each other's memory, as the driver tells whichever process sees both; None if none does."""
+    for report in reports:
+        at = {gpu["uuid"]: gpu["ordinal"] for gpu in gpus(report)}
+        if a in at and b in at:
+            return bool(fact(report, "driver", "access")[at[a]][at[b]])
+    return None
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Numbers as "0 to 3, 5"."""
     runs: list[list[int]] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from . import layout
+from . import _env, layout
 from .config import MAX_RANKS_PER_NODE
 from .doctor_facts import (
     CACHE_FOLDER,
@@ -14,6 +14,7 @@ from .doctor_facts import (
     VERSIONS,
     Finding,
     Situation,
+    access_between,
     differences,
     fact,
     free_bytes,
@@ -25,8 +26,8 @@ from .doctor_facts import (
 )
 from .errors import EPConfigError
 
-_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
-"""Variables that may well differ between ranks."""
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
+"""Of `_env.SETTINGS`, those that may well differ between ranks."""
 _MUST_AGREE = ("deepep_rt", "NVSHMEM (host)", "NVSHMEM (device)")
 
 
@@ -154,7 +155,7 @@ def _peers(s: Situation) -> Iterator[Finding]:
         used = {uuid for pair in pairs for uuid in pair}
         apart, slow, unseen = [], [], []
         for a, b in pairs:
-            path, access = path_between(report, a, b), _access(reports, a, b)
+            path, access = path_between(report, a, b), access_between(reports, a, b)
             if access is False:
                 apart.append((a, b))
             elif access is None:
@@ -190,15 +191,6 @@ def _neighbours(s: Situation, reports: Sequence[Mapping[str, Any]]) -> list[tupl
     return [(a, b) for uuids in groups.values() for a, b in combinations(sorted(set(uuids)), 2)]
 
 
-def _access(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> bool | None:
-    """What the driver says, in whichever process sees both GPUs."""
-    for report in reports:
-        at = {gpu["uuid"]: gpu["ordinal"] for gpu in gpus(report)}
-        if a in at and b in at:
-            return bool(fact(report, "driver", "access")[at[a]][at[b]])
-    return None
-
-
 def _pairs(pairs: Sequence[tuple[str, ...]]) -> str:
     return some([f"{a[:8]} and {b[:8]}" + "".join(f" ({path})" for path in more) for a, b, *more in pairs])
 
@@ -220,8 +212,7 @@ def _ranks_differ(s: Situation) -> Iterator[Finding]:
     if versions:
         level = "error" if set(versions) & set(_MUST_AGREE) else "warning"
         yield Finding.of("versions-differ", level, _who_has_what(different, versions))
-    prefixes = ("DEEPEP_RT_", "NVSHMEM_", "CUDA_")
-    variables = [item for item in different if item.startswith(prefixes) and item not in _OWN_VARIABLES]
+    variables = [item for item in different if item.startswith(_env.SETTINGS) and item not in _OWN_VARIABLES]
     if variables:
         yield Finding.of("environment-differs", "warning", _who_has_what(different, variables))
     for host, reports in s.hosts.items():
