@@ -29,7 +29,7 @@ LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun", "hydra", "srun", "slurms
 """Processes that pass on what their ranks print."""
 
 
-class Sizes(NamedTuple):
+class AskedSizes(NamedTuple):
     """The problem to measure; None: 7168, 8 and 256 on GPUs, less without."""
 
     hidden: int | None = None
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 def measure(
-    what: str, out: Path | None, compare: Sequence[Path], *, quick: bool, backend: str, sizes: Sizes, commit: str | None
+    what: str, out: Path | None, compare: Sequence[Path], *, quick: bool, backend: str, sizes: AskedSizes, commit: str | None
 ) -> None:
     """Run benchmarks on all ranks of the current mpirun, and write results, pictures and a page. Rank 0 talks.
 
@@ -127,7 +127,7 @@ def _draw(results: Sequence[dict[str, Any]], references: Sequence[Reference], fo
     print(f"the page is {page}, with its pictures beside it")
 
 
-def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: Sizes, commit: str | None) -> dict[str, Any] | None:
+def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: AskedSizes, commit: str | None) -> dict[str, Any] | None:
     from .agreement import agree
     from .communicator import communicator_of
 

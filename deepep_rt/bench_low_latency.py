@@ -2,7 +2,7 @@
 
     mpirun -n 8 python bench/low_latency.py --json bench/results/NAME.json --compare bench/reference/h200x8_peers.json
 
-`graph`: a captured chain of calls, mean of a call. `step`: dispatch and combine captured together and replayed, each replay timed alone.
+`graph`: a captured chain of calls, mean of a call. `step`: dispatch and combine captured together, one replay after the other, each timed.
 `send`, `receive`: the two launches of a call with a hook on the GPU, when everything has arrived before the hook is called.
 """
 

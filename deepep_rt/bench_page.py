@@ -85,7 +85,7 @@ def _latency_caption(result: Mapping[str, Any]) -> str:
         "The dotted line is the time that the rows which random routing is expected to send between ranks take at the copy ceiling "
         f"of the run, {result['copy_ceiling_gb_s']['used']:.4g} GB/s. "
     )
-    graph = "In a graph: mean of a call in a captured chain. A step alone: dispatch and combine, replayed one at a time. "
+    graph = "In a graph: mean of a call in a captured chain. A step alone: dispatch and combine, one replay after the other. "
     return text + (graph + "No graph: launched one by one. " if on_gpu(result) else "") + "References: timed as their file says."
 
 
@@ -122,7 +122,7 @@ def _low_latency_tables(result: Mapping[str, Any], references: Sequence[Referenc
             "title": "All rows",
             "heads": ["tokens of a rank", *(f"{head}, µs" for head in columns)],
             "rows": [[row.tokens, *(figure(getattr(row, name)) for name in columns.values())] for row in rows],
-            "caption": "D: dispatch, C: combine. graph: mean of a call in a captured chain; step: both, captured and replayed alone; send, "
+            "caption": "D: dispatch, C: combine. graph: mean of a call in a captured chain; step: both, in a graph of their own; send, "
             "recv: the halves of a call with a hook; one by one: both, launched without a graph; host: time of the host in a call.",
         }
     ]

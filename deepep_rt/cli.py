@@ -286,7 +286,7 @@ def bench_(
     if from_:
         bench.draw(from_, out, compare or [])
     else:
-        sizes = bench.Sizes(hidden, topk, experts)
+        sizes = bench.AskedSizes(hidden, topk, experts)
         bench.measure(what, out, compare or [], quick=quick, backend=backend, sizes=sizes, commit=commit)
 
 

@@ -93,7 +93,7 @@ def test_steps_are_even(comm):
 def test_the_command_on_gpus(comm, tmp_path_factory, capsys):
     folder = comm.bcast(tmp_path_factory.mktemp("bench") if comm.rank == 0 else None)
     options = {"quick": True, "backend": "auto", "commit": "0123456789abcdef"}
-    bench.measure("low-latency", folder, [], sizes=bench.Sizes(2048, 4, 8 * comm.size), **options)
+    bench.measure("low-latency", folder, [], sizes=bench.AskedSizes(2048, 4, 8 * comm.size), **options)
     said = capsys.readouterr()
     if comm.rank:
         assert said.out == said.err == ""
