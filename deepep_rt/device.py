@@ -100,7 +100,6 @@ class DeviceBackend:
         tell_host = known is None and inputs.num_worst_tokens is None
         if tell_host and call.capture is not None:
             raise EPInputError("the host cannot wait for counts in a CUDA graph capture; pass num_worst_tokens=, or handle=")
-        host_caller = inputs.x.device == HOST
         x, idx, weights, scales = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
         idx_bytes = idx.itemsize if idx else 0
@@ -112,8 +111,6 @@ class DeviceBackend:
         shape = layout.result(config, capacity, row_bytes, scale_bytes, idx_bytes, idx is not None)
         place = self._results.place(shape.num_bytes, call)
         if known is None:
-            if tell_host:
-                self._page.expect_counts()
             self._launch_route(stream, slot, idx, inputs.expert_alignment, tell_host)
         at, parts = place.offset, shape.offsets
         self._launcher("dispatch")(
@@ -144,22 +141,10 @@ class DeviceBackend:
         if tell_host:
             num_rows, counts = self._watch.await_counts()
         owner, base = self._results.keep(place, shape.offsets["x"] + num_rows * row_bytes, call)
-        # How the rows of each result look. The arguments that say so are let go: results may outlive them.
-        framework, rows = x.framework, [(view.dtype, view.shape[1:]) if view else None for view in (x, scales, idx, weights)]
-        rows.append(("int32", (2,)))
-
-        def views() -> Views:
-            names = ("x", "scales", "topk_idx", "topk_weights", "src_idx")
-            made: Views = {
-                name: self._result(base + parts[name], (num_rows, *row[1]), row[0], owner, framework, stream)
-                for name, row in zip(names, rows, strict=True)
-                if row
-            }
-            return {**made, **self._counts_of(slot, framework, stream)}
-
+        views = self._dispatched(base, parts, num_rows, (x, scales, idx, weights), slot, owner, stream)
         handle = known or DispatchHandle(x.shape[0], num_rows, counts, self._serial, slot, {})
         self._watch.check_inputs()
-        return DispatchResult(handle, self._order.event(call), self._for_caller(views, host_caller, stream))
+        return DispatchResult(handle, self._order.event(call), self._for_caller(views, inputs.x.device == HOST, stream))
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """One launch: rows land in the landing region and are added up."""
@@ -352,6 +337,8 @@ class DeviceBackend:
 
     def _launch_route(self, stream: int, slot: Slot, idx: View | None, alignment: int, tell_host: bool) -> None:
         assert idx is not None
+        if tell_host:
+            self._page.expect_counts()
         num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
         self._launcher("route")(
             stream,
@@ -366,6 +353,34 @@ class DeviceBackend:
                 "to_host": tell_host,
             },
         )
+
+    def _dispatched(
+        self,
+        base: int,
+        offsets: dict[str, int],
+        num_rows: int,
+        sent: Sequence[View | None],
+        slot: Slot,
+        owner: Any,
+        stream: int,
+    ) -> Callable[[], Views]:
+        """Makes the results of a dispatch, which look like what was `sent` (x, scales, topk_idx, topk_weights)."""
+        assert sent[0] is not None
+        framework = sent[0].framework
+        # The arguments themselves are let go: results may outlive them.
+        rows = [(view.dtype, view.shape[1:]) if view else None for view in sent]
+        rows.append(("int32", (2,)))
+
+        def views() -> Views:
+            names = ("x", "scales", "topk_idx", "topk_weights", "src_idx")
+            made: Views = {
+                name: self._result(base + offsets[name], (num_rows, *row[1]), row[0], owner, framework, stream)
+                for name, row in zip(names, rows, strict=True)
+                if row
+            }
+            return {**made, **self._counts_of(slot, framework, stream)}
+
+        return views
 
     def _counts_of(self, slot: Slot, framework: Framework, stream: int) -> dict[str, View]:
         return {
