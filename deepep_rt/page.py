@@ -82,10 +82,13 @@ class HostPage:
 
     def _timeout(self) -> EPTimeoutError:
         report = self._report[0]
-        rank, peer, phase = int(report["rank"]), int(report["peer"]), structs.phase_name(int(report["phase"]))
-        expected, seen = int(report["expected"]), int(report["seen"])
+        rank, peer, number = int(report["rank"]), int(report["peer"]), int(report["phase"])
+        expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
+        call_idx = expected + (
+            self._config.low_latency_sides if number in structs.ROOM_PHASES else 0
+        )  # it waits for an earlier one
         return EPTimeoutError(
-            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {expected} of its kind "
+            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {call_idx} of its kind "
             f"(rank {peer} was at {seen}). "
             f"Did rank {peer} make the same calls, or die? Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. "
             f"The buffer cannot be used any more",
@@ -94,7 +97,7 @@ class HostPage:
             phase=phase,
             expected=expected,
             seen=seen,
-            call_idx=expected,
+            call_idx=call_idx,
         )
 
     def _part(self, name: str, struct: structs.CStruct) -> Any:

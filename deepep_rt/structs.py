@@ -215,5 +215,9 @@ PHASES = {
 """What a wait on the device can wait for: its number in a Report, and its name for people."""
 
 
+ROOM_PHASES = {PHASES[name][0] for name in ("kPhaseLlDispatchRoom", "kPhaseLlCombineRoom")}
+"""Waits for a peer that still has to read what an earlier call has sent."""
+
+
 def phase_name(number: int) -> str:
     return next((words for value, words in PHASES.values() if value == number), f"phase {number}")

@@ -133,6 +133,25 @@ def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
         assert [call.phases for call in fake.take()] == [2]
 
 
+@pytest.mark.parametrize(
+    ("phase", "expected", "call_idx"), [("kPhaseLlRows", 7, 7), ("kPhaseLlDispatchRoom", 7, 11), ("kPhaseLlCombineRoom", 7, 11)]
+)
+def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: int, call_idx: int) -> None:
+    """One that waits for room waits for the call that has used it before; with three slots there is room for four."""
+    buffer = make(low_latency=True, num_slots=3)
+    page = buffer._backend._page
+    report = page._report[0]
+    report["rank"], report["peer"], report["phase"] = 0, 2, structs.PHASES[phase][0]
+    report["expected"], report["seen"] = expected, 6
+    page._timed_out.value = 1
+    with pytest.raises(EPTimeoutError, match=f"call {call_idx} of its kind.*rank 2 was at 6") as caught:
+        buffer.synchronize()
+    error = caught.value
+    assert (error.peer, error.phase, error.expected, error.seen) == (2, structs.PHASES[phase][1], expected, 6)
+    assert error.call_idx == call_idx
+    buffer.destroy()
+
+
 def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
     """Kernels report what two ranks gave; it is raised once, or, from a call that cannot be mended, in every call from then on."""
     with make(low_latency=True) as buffer:
