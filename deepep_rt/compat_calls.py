@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .arrays import not_dense
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
+from .frameworks import not_dense
 from .results import MAKE_ANOTHER, SharedByCopies
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from . import layout, structs
-from .arrays import HOST, View, framework_of
+from .arrays import HOST, View
 from .buffer import Buffer
+from .frameworks import framework_of
 from .results import DispatchHandle, LowLatencyHandle
 
 

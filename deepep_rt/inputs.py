@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import arrays
+from . import frameworks
 from .arrays import HOST, View
 from .calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, is_whole
@@ -167,7 +167,7 @@ def _look(
     site: Site, array: Any, what: str, stream: int | None, shape: tuple[int, ...] | None = None, dtypes: Sequence[str] = ()
 ) -> View:
     """An argument as a View; where a shape is given, it and the dtype are checked."""
-    view = arrays.framework_of(array, what).view(array, what, stream)
+    view = frameworks.framework_of(array, what).view(array, what, stream)
     if view.device != site.device and view.device != HOST:
         here = "host memory (the host backend has no GPU)" if site.device == HOST else f"GPU {site.device}"
         raise EPInputError(f"{what} is on GPU {view.device}, but this buffer works in {here}; move the array first")

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from . import arrays, driver, handles
-from .arrays import HOST
+from . import driver, frameworks, handles
+from .arrays import HOST, Framework, View
 from .calls import Call
 from .errors import EPInputError
 from .results import Event
@@ -81,7 +81,7 @@ class CallOrder:
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Decide where a call runs."""
-        framework = arrays.framework_of(x, "x")
+        framework = frameworks.framework_of(x, "x")
         caller = framework.current_stream(self._device)
         launch = self.own_stream if async_finish or caller is None else caller
         if stream is not None:
@@ -116,7 +116,7 @@ class CallOrder:
         elif stream != self._last_call.stream:
             driver.wait_event(stream, self._last_call.end().handle)
 
-    def leave(self, call: Call, arguments: Any, own: Any, *views: arrays.View | None) -> None:
+    def leave(self, call: Call, arguments: Any, own: Any, *views: View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
         give their memory away.
 
@@ -148,7 +148,7 @@ class CallOrder:
         """More was queued for the call, after `leave`, and outside of captures."""
         self._last_call.ends_on(call.stream)
 
-    def current_stream(self, framework: arrays.Framework | None) -> int:
+    def current_stream(self, framework: Framework | None) -> int:
         """The stream that a caller works on now; the legacy default stream where its library does not tell."""
         return (framework and framework.current_stream(self._device)) or 0
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .arrays import not_dense
 from .config import COMBINE_DTYPES, FP8_GROUP
 from .errors import EPInputError
+from .frameworks import not_dense
 from .results import DispatchHandle, DispatchResult
 from .torch_group import communicator
 from .torch_kernels import FLOATS, aligned, from_fp8, to_fp8, zero_padding

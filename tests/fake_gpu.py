@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import Buffer, agreement, arrays, communicator, device, driver, jit, launch, placement, symmetric
+from deepep_rt import Buffer, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
 from deepep_rt.arrays import DTYPES, Framework, View
 
 BASE = 1 << 40  # of symmetric memory
@@ -199,7 +199,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(jit, "load", fake.load)
     monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
     monkeypatch.setattr(device, "choose_device", lambda *_: 0)
-    monkeypatch.setitem(arrays._frameworks, Array, _Library())
+    monkeypatch.setitem(frameworks._frameworks, Array, _Library())
     yield fake
     assert not fake.outside
 

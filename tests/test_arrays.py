@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_rt import EPInputError, EPUnavailableError, arrays, dlpack
+from deepep_rt import EPInputError, EPUnavailableError, arrays, dlpack, frameworks
 from deepep_rt.arrays import DTYPES, HOST, View
 
 NUMPY_DTYPES = [name for name in DTYPES if name != "float8_e8m0fnu" or hasattr(ml_dtypes, name)]
@@ -32,7 +32,7 @@ class Producer:
 
 
 def _view(array: object, what: str, stream: int | None = None) -> View:
-    return arrays.framework_of(array, what).view(array, what, stream)
+    return frameworks.framework_of(array, what).view(array, what, stream)
 
 
 def _values(dtype: str, shape: tuple[int, ...] = (3, 4)) -> np.ndarray:
@@ -93,8 +93,8 @@ def test_subclasses_belong_to_their_framework() -> None:
     class Mine(np.ndarray):
         pass
 
-    assert arrays.framework_of(np.zeros(3).view(Mine), "x").name == "numpy"
-    assert arrays.framework_of(np.zeros(3), "x") is arrays.framework_of(np.zeros(3).view(Mine), "x")
+    assert frameworks.framework_of(np.zeros(3).view(Mine), "x").name == "numpy"
+    assert frameworks.framework_of(np.zeros(3), "x") is frameworks.framework_of(np.zeros(3).view(Mine), "x")
 
 
 def test_any_dlpack_producer_gets_dlpack_back() -> None:
@@ -136,7 +136,7 @@ def test_consumers_of_results_are_waited_for() -> None:
     """They read on streams of their own; DLPack calls the legacy default stream None or 1, and -1 wants no order."""
     let_wait, used = [], []
     work, owner = SimpleNamespace(stream=7, let_wait=let_wait.append), SimpleNamespace(used_on=used.append)
-    view = View(4096, (2, 2), "float32", 0, owner, arrays.framework_of(np.zeros(1), "x"), work)
+    view = View(4096, (2, 2), "float32", 0, owner, frameworks.framework_of(np.zeros(1), "x"), work)
     for stream in (None, 1, 7, -1, 9):
         view.__dlpack__(stream=stream)
     assert let_wait == used == [0, 0, 9]
@@ -148,7 +148,7 @@ def test_an_offset_into_an_array_is_kept() -> None:
 
 
 def _made(owner: object) -> View:
-    return View(owner.ctypes.data, owner.shape, owner.dtype.name, HOST, owner, arrays.framework_of(owner, "x"))
+    return View(owner.ctypes.data, owner.shape, owner.dtype.name, HOST, owner, frameworks.framework_of(owner, "x"))
 
 
 @pytest.mark.parametrize("take", [lambda view: view.to_framework(), np.from_dlpack], ids=["numpy", "dlpack"])
@@ -181,7 +181,7 @@ def test_capsules_that_nobody_takes_are_freed() -> None:
 
 
 def test_gpu_memory_has_no_host_bytes() -> None:
-    view = View(4096, (2, 2), "float32", 0, None, arrays.framework_of(np.zeros(1), "x"))
+    view = View(4096, (2, 2), "float32", 0, None, frameworks.framework_of(np.zeros(1), "x"))
     with pytest.raises(EPUnavailableError, match="GPU memory"):
         arrays.host_bytes(view)
     assert view.__dlpack_device__() == (dlpack.CUDA, 0)
@@ -210,7 +210,7 @@ def test_torch_without_cuda_has_no_streams() -> None:
     """Its tensors may be given to a Buffer on GPUs, as those of NumPy."""
     torch = pytest.importorskip("torch")
     if not torch.backends.cuda.is_built():
-        assert arrays.framework_of(torch.ones(1), "x").current_stream(0) is None
+        assert frameworks.framework_of(torch.ones(1), "x").current_stream(0) is None
 
 
 def test_torch_parameters_and_empty_tensors() -> None:
@@ -239,7 +239,7 @@ def test_arrays_that_may_not_be_written_to() -> None:
     given.flags.writeable = False
     assert not _view(given, "out").framework.is_writable(given)
     jax = pytest.importorskip("jax")
-    assert not arrays.framework_of(jax.numpy.zeros(3), "out").is_writable(jax.numpy.zeros(3))
+    assert not frameworks.framework_of(jax.numpy.zeros(3), "out").is_writable(jax.numpy.zeros(3))
 
 
 def test_numbers_in_the_byte_order_of_other_machines() -> None:

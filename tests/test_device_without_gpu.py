@@ -21,6 +21,7 @@ from deepep_rt import (
     EPUnavailableError,
     arrays,
     driver,
+    frameworks,
     symmetric,
 )
 
@@ -463,9 +464,9 @@ def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch:
 
     class Other(Array): ...
 
-    class Library(type(arrays.framework_of(Array(fake, "int32", 1), "x"))): ...  # type: ignore[misc]
+    class Library(type(frameworks.framework_of(Array(fake, "int32", 1), "x"))): ...  # type: ignore[misc]
 
-    monkeypatch.setitem(arrays._frameworks, Other, Library())
+    monkeypatch.setitem(frameworks._frameworks, Other, Library())
     with make(low_latency=True) as buffer:
         x, _, weights = arguments(fake)
         for call in (
@@ -488,12 +489,12 @@ def test_host_memory_beside_a_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.
 
     class OnHost(Array): ...
 
-    class Library(type(arrays.framework_of(Array(fake, "int32", 1), "x"))):  # type: ignore[misc]
+    class Library(type(frameworks.framework_of(Array(fake, "int32", 1), "x"))):  # type: ignore[misc]
         def view(self, array: Array, what: str, stream: int | None) -> arrays.View:
             return arrays.View(array.ptr, array.shape, array.dtype, arrays.HOST, array, library)
 
-    library = arrays.framework_of(Array(fake, "int32", 1), "x")  # PyTorch's tensors are in both kinds of memory
-    monkeypatch.setitem(arrays._frameworks, OnHost, Library())
+    library = frameworks.framework_of(Array(fake, "int32", 1), "x")  # PyTorch's tensors are in both kinds of memory
+    monkeypatch.setitem(frameworks._frameworks, OnHost, Library())
     with make() as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.dispatch(x, idx, weights, num_worst_tokens=40)
@@ -537,7 +538,7 @@ def test_rows_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
 def test_arrays_on_another_gpu(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         x, idx, _ = arguments(fake)
-        there = arrays.View(idx.ptr, idx.shape, idx.dtype, 1, idx, arrays.framework_of(idx, "idx"))
+        there = arrays.View(idx.ptr, idx.shape, idx.dtype, 1, idx, frameworks.framework_of(idx, "idx"))
         with pytest.raises(EPInputError, match="topk_idx is on GPU 1, but this buffer works in GPU 0; move the array"):
             buffer.dispatch(x, there)
         assert fake.take() == []

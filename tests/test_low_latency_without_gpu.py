@@ -18,8 +18,8 @@ from deepep_rt import (
     EPInputError,
     EPTimeoutError,
     EPUnavailableError,
-    arrays,
     driver,
+    frameworks,
     jit,
     layout,
 )
@@ -461,7 +461,7 @@ def test_the_combine_buffer_is_for_the_callers_stream(
         x, idx, _ = arguments(fake)
         handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
         gc.collect()
-        monkeypatch.setattr(type(arrays.framework_of(x, "x")), "current_stream", lambda self, device: caller)
+        monkeypatch.setattr(type(frameworks.framework_of(x, "x")), "current_stream", lambda self, device: caller)
         fake.waits.clear()
         buffer.get_low_latency_combine_buffer(handle)
         assert (caller, 5) in fake.waits, "an event of the stream that had the memory"

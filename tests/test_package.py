@@ -31,6 +31,7 @@ ORDER = [
     "dlpack",
     "handles",
     "arrays",
+    "frameworks",
     "alike",
     "config",
     "fp8",

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from deepep_rt import EPInputError, arrays, driver
+from deepep_rt import EPInputError, driver, frameworks
 from deepep_rt.streams import CallOrder
 
 OWN, CALLERS, OTHER = 3, 11, 12
@@ -71,7 +71,7 @@ def callers() -> SimpleNamespace:
 
 @pytest.fixture
 def order(fake: Driver, callers: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> CallOrder:
-    monkeypatch.setattr(arrays, "framework_of", lambda x, what: callers)
+    monkeypatch.setattr(frameworks, "framework_of", lambda x, what: callers)
     return CallOrder(0, nullcontext(), lambda: fake.waits.append("check"))
 
 
