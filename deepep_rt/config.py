@@ -322,7 +322,6 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kStageBytes": stage,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
-        "kRingThreads": 32,
         "kDispatchTake": 4,
         "kDispatchMovers": dispatch_movers,
         "kDispatchStages": dispatch_stages,

@@ -441,7 +441,7 @@ def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str |
         return  # the same as without
     if config.has_network and kernel.near_only:
         return
-    if (kernel.needs_nvshmem or kernel.is_local) and shape != "8 ranks":
+    if kernel.is_local and shape != "8 ranks":
         return  # one will do
     constants = kernel_constants(config, arch, kernel, dtype)
     if kernel.links_nvshmem(constants) and arch == "sm_100":
@@ -452,17 +452,17 @@ def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str |
     assert (built.info["spill_stores"], built.info["spill_loads"]) == (0, 0)
     assert built.info["stack_bytes"] <= kernel.max_stack_bytes
     assert built.info["static_shared_bytes"] + built.info["dynamic_shared_bytes"] <= 227 * 1024
-    if kernel.links_nvshmem(constants):
-        assert built.info["nvshmem"]
+    assert built.info["nvshmem"] == (config.has_network and kernel.low_latency)
+    if built.info["nvshmem"]:
         assert {"nvshmem", "nvshmem_device_sha256", "nvjitlink"} <= set(built.info["versions"])
         assert built.info["bytes"] > 100_000, "the device library is in it"
 
 
 def test_undefined_symbols_are_named_by_the_linker(sources: Path, cache: Path) -> None:
-    kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", needs_nvshmem=True)
+    kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", low_latency=True)
     (sources / "inner.cuh").write_text("__device__ int twice(int x);\n")
     with pytest.raises(EPCompileError, match=r"tiny did not link for sm_90 with .*libnvshmem_device\.a") as caught:
-        jit.build(kernel, CONSTANTS, "sm_90", folder=sources)
+        jit.build(kernel, {**CONSTANTS, "kRanksPerNode": 1}, "sm_90", folder=sources)
     assert "twice" in str(caught.value)
 
 
