@@ -122,8 +122,8 @@ def test_build_compiles_once_and_knows_what_it_made(sources: Path, cache: Path) 
     assert first.code.startswith(b"\x7fELF")
     assert second.info == first.info
     assert re.fullmatch(r"[0-9a-f]{64}", first.key)
-    assert (first.kernel, first.arch) == ("tiny", "sm_90")
     info = first.info
+    assert (info["kernel"], info["arch"]) == ("tiny", "sm_90")
     assert 8 <= info["registers"] <= 64
     assert (info["static_shared_bytes"], info["dynamic_shared_bytes"]) == (400, 1024)
     assert (info["stack_bytes"], info["spill_stores"], info["spill_loads"]) == (0, 0, 0)
@@ -374,7 +374,7 @@ def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch)
 
     def load(kernel: Kernel, constants: dict[str, int], arch: str) -> jit.Function:
         calls.append((kernel.name, arch))
-        return jit.Function(kernel.name, 1, 64, 0, 10, 2)
+        return jit.Function(1, 64, 0, 10)
 
     monkeypatch.setattr(jit, "_load", load)
     monkeypatch.setattr(jit, "current_context", lambda: 1)
@@ -387,7 +387,7 @@ def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(jit, "current_context", lambda: 2)  # another GPU of the same process
     jit.load(TINY, CONSTANTS, "sm_90")
     monkeypatch.setenv("DEEPEP_RT_ARCH", "compute_80")
-    jit.load(TINY, CONSTANTS)
+    jit.load(TINY, CONSTANTS, jit.current_arch())
     assert calls == [("tiny", "sm_90")] * 3 + [("tiny", "compute_80")]
 
 
@@ -405,7 +405,7 @@ def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuFuncGetAttribute", lambda name, function: (success, 40))
     for code in (b"\x7fELF cubin", b".version 8.0"):
         monkeypatch.setattr(jit, "build", lambda *_, code=code: SimpleNamespace(code=code))
-        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function("tiny", 7, 64, 1024, 40, 5)
+        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function(7, 64, 1024, 40)
     assert given == [b"\x7fELF cubin", b".version 8.0\0"]
     assert asked == [1024, 1024]
 
