@@ -67,13 +67,11 @@ class Function:
         handle: CUfunction.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
-        registers: Registers of a thread.
     """
 
     handle: int
     threads: int
     shared_bytes: int
-    registers: int
 
 
 def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | None = None) -> Built:
@@ -230,13 +228,12 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
     if not code.startswith(b"\x7fELF"):
         code += b"\0"  # the driver reads PTX up to a zero
     shared_bytes = constants[kernel.shared] if kernel.shared else 0
-    attributes = driver.CUfunction_attribute
     try:
         library = ok(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
         function = ok(driver.cuKernelGetFunction(ok(driver.cuLibraryGetKernel(library, kernel.name.encode()))))
         if shared_bytes > 0:
-            ok(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
-        registers = ok(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
     except EPUnavailableError as error:
         raise EPUnavailableError(
             f"kernel {kernel.name}, compiled for {arch} with {shared_bytes} bytes of dynamic shared memory, cannot be loaded on this "
@@ -246,7 +243,7 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
         import nvshmem.bindings
 
         nvshmem.bindings.culibrary_init(int(library))  # tells the device code where NVSHMEM's state is
-    return Function(int(function), constants[kernel.threads], shared_bytes, registers)
+    return Function(int(function), constants[kernel.threads], shared_bytes)
 
 
 def current_arch() -> str:

@@ -374,7 +374,7 @@ def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch)
 
     def load(kernel: Kernel, constants: dict[str, int], arch: str) -> jit.Function:
         calls.append((kernel.name, arch))
-        return jit.Function(1, 64, 0, 10)
+        return jit.Function(1, 64, 0)
 
     monkeypatch.setattr(jit, "_load", load)
     monkeypatch.setattr(jit, "current_context", lambda: 1)
@@ -402,10 +402,9 @@ def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuLibraryGetKernel", lambda library, name: (success, 6))
     monkeypatch.setattr(driver, "cuKernelGetFunction", lambda kernel: (success, 7))
     monkeypatch.setattr(driver, "cuFuncSetAttribute", lambda function, name, value: asked.append(value) or (success,))
-    monkeypatch.setattr(driver, "cuFuncGetAttribute", lambda name, function: (success, 40))
     for code in (b"\x7fELF cubin", b".version 8.0"):
         monkeypatch.setattr(jit, "build", lambda *_, code=code: SimpleNamespace(code=code))
-        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function(7, 64, 1024, 40)
+        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function(7, 64, 1024)
     assert given == [b"\x7fELF cubin", b".version 8.0\0"]
     assert asked == [1024, 1024]
 
