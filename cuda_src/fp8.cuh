@@ -2,7 +2,6 @@
 #pragma once
 #include "number.cuh"
 
-constexpr int kFp8Group = 128;
 constexpr float kFp8Max = 448.f, kLeastAmax = 1e-4f;
 
 struct Fp8Scale {

@@ -2,8 +2,6 @@
 #pragma once
 #include "memory.cuh"
 
-constexpr int kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2;
-
 // Elements of a 16-byte vector.
 template <int kElement>
 constexpr int kPerVec = kElement == kFloat32 ? 4 : 8;

@@ -17,7 +17,7 @@ from . import __version__, _env, bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
-from .config import COMBINE_DTYPES, Config, arch_number, has_fp8
+from .config import COMBINE_DTYPES, Config, has_fp8
 from .errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
 from .screen import console
@@ -100,7 +100,7 @@ def compile_(
         (kernel, element, target)
         for target in _targets(arch)
         for kernel, element in _variants(config, combine_dtype)
-        if (has_fp8(target) or not kernel.needs_fp8) and not _is_left_out(kernel, target)
+        if has_fp8(target) or not kernel.needs_fp8
     ]
     rows = []
     with _progress() as progress:
@@ -141,13 +141,8 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
     elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
     if wrong := set(elements) - set(COMBINE_DTYPES):
         raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
-    kernels = [k for k in TABLE.values() if k.fits(config) or k.needs_nvshmem or k.is_local]
+    kernels = [k for k in TABLE.values() if k.fits(config) or k.is_local]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
-
-
-def _is_left_out(kernel: Kernel, arch: str) -> bool:
-    """Whether it would take two minutes, for a kernel of the tests only: NVSHMEM's library for CUDA 12 has machine code up to sm_90."""
-    return kernel.needs_nvshmem and arch_number(arch) > 90 and toolchain.nvrtc_version().startswith("12.")
 
 
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:

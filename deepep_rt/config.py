@@ -213,8 +213,8 @@ class Config:
 
     @cached_property
     def scale_bytes(self) -> int:
-        """Bytes kept for the scales of a row: one float32 for 128 channels."""
-        return -(-self.hidden // 128) * 4
+        """Bytes kept for the scales of a row, one float32 for each group of channels."""
+        return -(-self.hidden // FP8_GROUP) * 4
 
     @cached_property
     def low_latency_threads(self) -> int:
@@ -311,7 +311,6 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_movers * stage)))
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_movers * stage)))
     return {
-        **local_constants(arch),
         "kHasTma": int(has_tma),
         "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
         "kLlThreads": config.low_latency_threads,
@@ -322,7 +321,6 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kStageBytes": stage,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
-        "kRingThreads": 32,
         "kDispatchTake": 4,
         "kDispatchMovers": dispatch_movers,
         "kDispatchStages": dispatch_stages,
@@ -337,16 +335,19 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
 
 
 def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
-    """Constants of kernels that work on a rank's own arrays."""
-    element = {} if dtype is None else {"kElement": COMBINE_DTYPES.index(dtype)}
-    return {"kHasFp8": int(has_fp8(arch)), "kLocalThreads": 256, "kCountedExperts": 2048, **element}
+    """Constants that need no Buffer: all of kernels that work on a rank's own arrays."""
+    elements = {f"k{name.capitalize()}": number for number, name in enumerate(COMBINE_DTYPES)}
+    return {
+        "kHasFp8": int(has_fp8(arch)),
+        "kFp8Group": FP8_GROUP,
+        "kLocalThreads": 256,
+        "kCountedExperts": 2048,
+        **elements,
+        **({} if dtype is None else {"kElement": COMBINE_DTYPES.index(dtype)}),
+    }
 
 
 def combine_constants(config: Config, dtype: str) -> dict[str, int]:
     """Constants of a combine kernel for rows of `dtype`."""
     row_bytes = config.hidden * DTYPES[dtype].itemsize
-    return {
-        "kElement": COMBINE_DTYPES.index(dtype),
-        "kRowBytes": row_bytes,
-        "kChunkRows": rows_per_copy(row_bytes),
-    }
+    return {"kRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
-
 from . import alike, driver, jit, layout, symmetric
 from .agreement import announce
 from .arrays import HOST, Framework, View
@@ -216,21 +214,6 @@ class DeviceBackend:
         self._comm.Barrier()
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
-
-    def check_nvshmem(self, epoch: int, value: int) -> int:
-        """Send `epoch << 32` + `value` to the next rank through NVSHMEM's device library; returns what came from the one before.
-
-        `epoch` is the same on all ranks and grows from call to call.
-        """
-        stream = self._order.own_stream
-        slot = self._memory.ptr + layout.control(self.config).offsets["ring"]
-        out = self._stream_pool.allocate(8, stream)
-        self._launcher("nvshmem_ring")(stream, 1, {"slot": slot, "value": (epoch << 32) + value, "epoch": epoch, "out": out.ptr})
-        self.synchronize()
-        received = np.zeros(1, np.uint64)
-        driver.copy_async(received.ctypes.data, out.ptr, 8, stream)
-        driver.synchronize(stream)
-        return int(received[0])
 
     def synchronize(self) -> None:
         end = self._order.end()

@@ -48,16 +48,12 @@ class Built:
 
     Attributes:
         key: Hexadecimal name of everything that decides the code.
-        kernel: The kernel's name.
-        arch: The target asked for.
         code: A cubin, or PTX.
         info: Registers, shared memory, stack, spills, constants, versions and times, as the cache lists them.
         compiled: Whether this call compiled it; False: it came from the cache.
     """
 
     key: str
-    kernel: str
-    arch: str
     code: bytes
     info: dict[str, Any] = field(repr=False)
     compiled: bool
@@ -68,23 +64,17 @@ class Function:
     """A loaded kernel.
 
     Attributes:
-        name: The kernel's name.
         handle: CUfunction.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
-        registers: Registers of a thread.
-        library: CUlibrary.
     """
 
-    name: str
     handle: int
     threads: int
     shared_bytes: int
-    registers: int
-    library: int
 
 
-def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | None = None, cache_dir: Path | None = None) -> Built:
+def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | None = None) -> Built:
     """Get a kernel's code from the disk cache, or compile it and put it there; no GPU is needed.
 
     Of several processes that want the same kernel, one compiles and the others wait for it.
@@ -94,14 +84,13 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
         constants: What `kernel_constants` gave.
         arch: "sm_XX" for a cubin; "compute_XX" for PTX (a cubin for the GPU in this machine where NVSHMEM is linked).
         folder: Folder of the sources, if not `source_dir()`.
-        cache_dir: Folder of the cache, if not `DEEPEP_RT_CACHE_DIR`.
 
     Raises:
         EPCompileError: with the compiler's log.
         EPCacheError: if the cache cannot be written, or `DEEPEP_RT_ASSERT_CACHED=1` and the kernel is not there.
         EPUnavailableError: if NVRTC, nvJitLink or NVSHMEM is not installed.
     """
-    store = Store(cache_dir)
+    store = Store()
     link_arch = _link_arch(arch) if kernel.links_nvshmem(constants) else None
     key = _key(kernel, constants, arch, link_arch, folder)
     if entry := store.get(arch, key):
@@ -119,13 +108,13 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
     stats.misses += 1
     seconds = entry.info["compile_seconds"]
     _log.info("compiled %s for %s in %.2f s (%d hits, %d misses)", kernel.name, arch, seconds, stats.hits, stats.misses)
-    return Built(key, kernel.name, arch, entry.code, entry.info, compiled=True)
+    return Built(key, entry.code, entry.info, compiled=True)
 
 
 def _hit(entry: Entry) -> Built:
     stats.hits += 1
     _log.debug("%s for %s is in the cache (%d hits, %d misses)", entry.info["kernel"], entry.arch, stats.hits, stats.misses)
-    return Built(entry.key, entry.info["kernel"], entry.arch, entry.code, entry.info, compiled=False)
+    return Built(entry.key, entry.code, entry.info, compiled=False)
 
 
 def _options(nvshmem: bool) -> list[str]:
@@ -207,19 +196,18 @@ _loaded: dict[tuple, Function] = {}
 _loading = threading.Lock()
 
 
-def load(kernel: Kernel, constants: Constants, arch: str | None = None) -> Function:
+def load(kernel: Kernel, constants: Constants, arch: str) -> Function:
     """Load a kernel into the current CUDA context; after the first call, a dictionary look-up.
 
     Args:
         kernel: An entry of the kernel table.
         constants: What `kernel_constants` gave.
-        arch: Target; default `DEEPEP_RT_ARCH`, or the current GPU's own.
+        arch: Target, mostly `current_arch()`.
 
     Raises:
         EPError: what `build` raises.
         EPUnavailableError: with the name of the CUDA error, if the driver refuses; EPOutOfMemoryError if memory is what it lacks.
     """
-    arch = arch or current_arch()
     # CUfunction handles belong to a context, so a process with two GPUs has two of each
     wanted = (kernel.name, arch, current_context(), tuple(constants.items()))
     function = _loaded.get(wanted)
@@ -240,13 +228,12 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
     if not code.startswith(b"\x7fELF"):
         code += b"\0"  # the driver reads PTX up to a zero
     shared_bytes = constants[kernel.shared] if kernel.shared else 0
-    attributes = driver.CUfunction_attribute
     try:
         library = ok(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
         function = ok(driver.cuKernelGetFunction(ok(driver.cuLibraryGetKernel(library, kernel.name.encode()))))
         if shared_bytes > 0:
-            ok(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
-        registers = ok(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
     except EPUnavailableError as error:
         raise EPUnavailableError(
             f"kernel {kernel.name}, compiled for {arch} with {shared_bytes} bytes of dynamic shared memory, cannot be loaded on this "
@@ -256,7 +243,7 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
         import nvshmem.bindings
 
         nvshmem.bindings.culibrary_init(int(library))  # tells the device code where NVSHMEM's state is
-    return Function(kernel.name, int(function), constants[kernel.threads], shared_bytes, registers, int(library))
+    return Function(int(function), constants[kernel.threads], shared_bytes)
 
 
 def current_arch() -> str:

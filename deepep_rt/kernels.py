@@ -42,7 +42,6 @@ class Kernel:
     params: str
     threads: str
     shared: str | None = None
-    needs_nvshmem: bool = False
     per_dtype: bool = False  # compiled once for each element type that combine can add up
     is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
     needs_fp8: bool = False  # only for GPUs that convert to FP8
@@ -59,7 +58,7 @@ class Kernel:
 
     def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
         """Whether NVSHMEM's device library is a part of the kernel, compiled with these constants."""
-        return self.needs_nvshmem or (self.low_latency and constants["kRanksPerNode"] < constants["kNumRanks"])
+        return self.low_latency and constants["kRanksPerNode"] < constants["kNumRanks"]
 
     @property
     def struct(self) -> CStruct:
@@ -231,18 +230,6 @@ TABLE: dict[str, Kernel] = {
 """,
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",
-        ),
-        Kernel(
-            "nvshmem_ring",
-            _COMMON
-            + """
-    u64 slot;               // symmetric: what arrives, its signal, what is sent (u64 each)
-    u64 value;              // what to send
-    u64 epoch;              // larger in each call
-    u64 out;                // u64: what arrived
-""",
-            threads="kRingThreads",
-            needs_nvshmem=True,
         ),
     )
 }

@@ -51,7 +51,6 @@ def control(config: Config) -> Map:
             ("combine_landing", 2 * ranks * structs.Landing.size(constants)),
             ("dispatch_flags", ranks * 4),
             ("combine_flags", ranks * chunks * 4),
-            ("ring", 64),
         ]
     )
 

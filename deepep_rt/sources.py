@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import layout, structs
-from .config import Config, combine_constants, tuning
+from .config import Config, combine_constants, local_constants, tuning
 from .errors import EPCompileError, EPConfigError, EPUnavailableError
 from .kernels import Kernel
 
@@ -45,7 +45,7 @@ def kernel_constants(config: Config, arch: str, kernel: Kernel, dtype: str | Non
     Raises:
         EPConfigError: if `kernel` needs a dtype and there is none.
     """
-    constants = {**config.constants(), **layout.constants(config), **tuning(config, arch)}
+    constants = {**config.constants(), **layout.constants(config), **tuning(config, arch), **local_constants(arch, dtype)}
     constants["kMasksOnTimeout"] = int(kernel.low_latency and config.on_timeout == "mask")
     if kernel.per_dtype:
         if dtype is None:

@@ -203,14 +203,13 @@ PHASES = {
     "kPhaseDispatchRows": (3, "the rows of dispatch"),
     "kPhaseCombineLanding": (4, "the address where combine may write"),
     "kPhaseCombineRows": (5, "the rows of combine"),
-    "kPhaseRing": (6, "the NVSHMEM self test"),
-    "kPhaseRouteBlocks": (7, "the token counts of other thread blocks of this GPU"),
-    "kPhaseLlDispatchRoom": (8, "room for the rows of a low-latency dispatch"),
-    "kPhaseLlCounts": (9, "the token counts of a low-latency dispatch"),
-    "kPhaseLlRows": (10, "the rows of a low-latency dispatch"),
-    "kPhaseLlCombineRoom": (11, "room for the rows of a low-latency combine"),
-    "kPhaseLlWeights": (12, "the weights of a low-latency combine"),
-    "kPhaseLlCombineRows": (13, "the rows of a low-latency combine"),
+    "kPhaseRouteBlocks": (6, "the token counts of other thread blocks of this GPU"),
+    "kPhaseLlDispatchRoom": (7, "room for the rows of a low-latency dispatch"),
+    "kPhaseLlCounts": (8, "the token counts of a low-latency dispatch"),
+    "kPhaseLlRows": (9, "the rows of a low-latency dispatch"),
+    "kPhaseLlCombineRoom": (10, "room for the rows of a low-latency combine"),
+    "kPhaseLlWeights": (11, "the weights of a low-latency combine"),
+    "kPhaseLlCombineRows": (12, "the rows of a low-latency combine"),
 }
 """What a wait on the device can wait for: its number in a Report, and its name for people."""
 

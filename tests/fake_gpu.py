@@ -72,7 +72,7 @@ class FakeGpu:
     def load(self, kernel: Any, constants: Any, arch: str) -> jit.Function:
         handle = len(self.constants) + 1
         self.constants[handle] = kernel, constants
-        return jit.Function(kernel.name, handle, constants[kernel.threads], 0, 64, 1)
+        return jit.Function(handle, constants[kernel.threads], 0)
 
     def launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, constants = self.constants[function]

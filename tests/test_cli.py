@@ -50,12 +50,6 @@ def filled(compiled: tuple[list[dict[str, Any]], Path], cache: Path) -> Path:
     return cache
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that need no NVSHMEM compile in a second, together."""
-    monkeypatch.setattr(cli, "TABLE", {name: kernel for name, kernel in TABLE.items() if not kernel.needs_nvshmem})
-
-
 class Terminal:
     """Runs commands in this process, and remembers what they said."""
 
@@ -93,23 +87,6 @@ def test_compile_makes_every_kernel_for_every_target(
     assert [row["key"] for row in again] == [row["key"] for row in rows if row["arch"] == "sm_90"]
 
 
-@pytest.mark.parametrize(("cuda", "minutes"), [("12.9", ["sm_100", "sm_120"]), ("13.0", [])])
-def test_a_kernel_of_the_tests_takes_nobody_minutes(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, cuda: str, minutes: list[str]
-) -> None:
-    """NVSHMEM for CUDA 12 has no machine code for new GPUs."""
-    archs = ["sm_80", "sm_90", "sm_100", "sm_120"]
-    monkeypatch.setattr(toolchain, "known_archs", lambda: archs)
-    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: cuda)
-    monkeypatch.setattr(
-        cli, "_build", lambda config, kernel, element, arch: {"kernel": kernel.name, "arch": arch, "status": "compiled"}
-    )
-    rows = terminal.json("compile", *(word for arch in archs for word in ("--arch", arch)))
-    assert [row["arch"] for row in rows if row["kernel"] == "nvshmem_ring"] == [arch for arch in archs if arch not in minutes]
-    assert [row["arch"] for row in rows if row["kernel"] == "ll_dispatch"] == archs
-
-
-@pytest.mark.usefixtures("quick")
 def test_compile_takes_a_configuration(terminal: Terminal) -> None:
     sizes = ["--ranks", "3", "--tokens", "100", "--hidden", "512", "--topk", "2", "--experts", "6", "--dtype", "float32"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--combine-dtype", "float32", "--combine-dtype", "float16")
@@ -133,18 +110,16 @@ def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkey
         jit.build(kernel, kernel_constants(config, "sm_90", kernel), "sm_90")
 
 
-@pytest.mark.usefixtures("quick")
 def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     sizes = dict(hidden=512, num_topk=4, num_experts=64, low_latency=True)
     names = [{kernel.name for kernel, _ in cli._variants(Config(ranks, 16, **sizes), None)} for ranks in (8, 16)]
     assert names[0] - names[1] == {"route", "dispatch", "combine", "ceiling"}
     local = {name for name, kernel in TABLE.items() if kernel.is_local}
-    assert names[1] - {"nvshmem_ring"} == {"ll_dispatch", "ll_combine", "ll_combine_many"} | local
+    assert names[1] == {"ll_dispatch", "ll_combine", "ll_combine_many"} | local
     far = {kernel.name for kernel, _ in cli._variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
     assert names[1] - far == {"ll_combine_many"}
 
 
-@pytest.mark.usefixtures("quick")
 def test_fp8_buffers_combine_nothing_by_default(terminal: Terminal) -> None:
     rows = terminal.json("compile", "--arch", "sm_90", "--dtype", "float8_e4m3fn")
     assert "combine" not in [row["kernel"] for row in rows]
@@ -176,7 +151,6 @@ def test_wrong_arguments_are_explained(terminal: Terminal, cache: Path, args: li
     assert "Traceback" not in terminal.err
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,11 +165,11 @@ def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     rows = terminal.json("compile", "--arch", "sm_90", status=1)
     assert "dispatch.cu(7): error: nonsense" in terminal.err
     assert {row["kernel"]: row["status"] for row in rows} == {
-        name: "failed" if name == "dispatch" else "compiled" for name, kernel in TABLE.items() if not kernel.needs_nvshmem
+        name: "failed" if name == "dispatch" else "compiled" for name in TABLE
     }
 
 
-@pytest.mark.usefixtures("filled", "quick")
+@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize(
     ("figure", "message"), [("spill_stores", "spills registers"), ("stack_bytes", "stack frame of 8 bytes; 0 are declared")]
 )
@@ -215,13 +189,12 @@ def test_strict_objects_to_spills_and_frames(
     assert message in terminal.err
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Path) -> None:
     assert f"{cache} is empty" in terminal("cache", "list")
     assert terminal.json("cache", "list") == []
     terminal("compile", "--arch", "sm_90")
     listed = terminal.json("cache", "list")
-    assert {entry["kernel"] for entry in listed} == {name for name, kernel in TABLE.items() if not kernel.needs_nvshmem}
+    assert {entry["kernel"] for entry in listed} == set(TABLE)
     table = terminal("cache", "list")
     assert all(entry["key"][:12] in table and entry["created"] in table for entry in listed)
     assert f"{len(listed)} kernels" in table
@@ -276,11 +249,10 @@ def test_a_cache_in_no_home(terminal: Terminal, monkeypatch: pytest.MonkeyPatch,
     assert "error: DEEPEP_RT_CACHE_DIR is '~nosuchuser/x'" in terminal.err
 
 
-@pytest.mark.usefixtures("quick")
 def test_compile_names_every_kernel_that_must_not_be_compiled(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     terminal("compile", "--arch", "sm_90", status=1)
-    assert terminal.err.count("is not in the cache") == sum(not kernel.needs_nvshmem for kernel in TABLE.values())
+    assert terminal.err.count("is not in the cache") == len(TABLE)
 
 
 def test_corrupt_entries_are_marked(terminal: Terminal, filled: Path) -> None:

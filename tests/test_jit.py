@@ -104,7 +104,8 @@ def test_constants_of_a_kernel() -> None:
     assert route["kNumRanks"] == 8
     assert route["kHasTma"] == 1
     assert "kRowBytes" not in route
-    assert kernel_constants(CONFIG, "sm_80", TABLE["combine"], "float16")["kElement"] == 1
+    combine = kernel_constants(CONFIG, "sm_80", TABLE["combine"], "float16")
+    assert combine["kElement"] == combine["kFloat16"] not in (combine["kBfloat16"], combine["kFloat32"])
     with pytest.raises(EPConfigError, match="combine is compiled for one element type"):
         kernel_constants(CONFIG, "sm_80", TABLE["combine"])
 
@@ -122,8 +123,8 @@ def test_build_compiles_once_and_knows_what_it_made(sources: Path, cache: Path) 
     assert first.code.startswith(b"\x7fELF")
     assert second.info == first.info
     assert re.fullmatch(r"[0-9a-f]{64}", first.key)
-    assert (first.kernel, first.arch) == ("tiny", "sm_90")
     info = first.info
+    assert (info["kernel"], info["arch"]) == ("tiny", "sm_90")
     assert 8 <= info["registers"] <= 64
     assert (info["static_shared_bytes"], info["dynamic_shared_bytes"]) == (400, 1024)
     assert (info["stack_bytes"], info["spill_stores"], info["spill_loads"]) == (0, 0, 0)
@@ -374,7 +375,7 @@ def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch)
 
     def load(kernel: Kernel, constants: dict[str, int], arch: str) -> jit.Function:
         calls.append((kernel.name, arch))
-        return jit.Function(kernel.name, 1, 64, 0, 10, 2)
+        return jit.Function(1, 64, 0)
 
     monkeypatch.setattr(jit, "_load", load)
     monkeypatch.setattr(jit, "current_context", lambda: 1)
@@ -387,7 +388,7 @@ def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(jit, "current_context", lambda: 2)  # another GPU of the same process
     jit.load(TINY, CONSTANTS, "sm_90")
     monkeypatch.setenv("DEEPEP_RT_ARCH", "compute_80")
-    jit.load(TINY, CONSTANTS)
+    jit.load(TINY, CONSTANTS, jit.current_arch())
     assert calls == [("tiny", "sm_90")] * 3 + [("tiny", "compute_80")]
 
 
@@ -402,10 +403,9 @@ def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuLibraryGetKernel", lambda library, name: (success, 6))
     monkeypatch.setattr(driver, "cuKernelGetFunction", lambda kernel: (success, 7))
     monkeypatch.setattr(driver, "cuFuncSetAttribute", lambda function, name, value: asked.append(value) or (success,))
-    monkeypatch.setattr(driver, "cuFuncGetAttribute", lambda name, function: (success, 40))
     for code in (b"\x7fELF cubin", b".version 8.0"):
         monkeypatch.setattr(jit, "build", lambda *_, code=code: SimpleNamespace(code=code))
-        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function("tiny", 7, 64, 1024, 40, 5)
+        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function(7, 64, 1024)
     assert given == [b"\x7fELF cubin", b".version 8.0\0"]
     assert asked == [1024, 1024]
 
@@ -441,7 +441,7 @@ def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str |
         return  # the same as without
     if config.has_network and kernel.near_only:
         return
-    if (kernel.needs_nvshmem or kernel.is_local) and shape != "8 ranks":
+    if kernel.is_local and shape != "8 ranks":
         return  # one will do
     constants = kernel_constants(config, arch, kernel, dtype)
     if kernel.links_nvshmem(constants) and arch == "sm_100":
@@ -452,17 +452,17 @@ def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str |
     assert (built.info["spill_stores"], built.info["spill_loads"]) == (0, 0)
     assert built.info["stack_bytes"] <= kernel.max_stack_bytes
     assert built.info["static_shared_bytes"] + built.info["dynamic_shared_bytes"] <= 227 * 1024
-    if kernel.links_nvshmem(constants):
-        assert built.info["nvshmem"]
+    assert built.info["nvshmem"] == (config.has_network and kernel.low_latency)
+    if built.info["nvshmem"]:
         assert {"nvshmem", "nvshmem_device_sha256", "nvjitlink"} <= set(built.info["versions"])
         assert built.info["bytes"] > 100_000, "the device library is in it"
 
 
 def test_undefined_symbols_are_named_by_the_linker(sources: Path, cache: Path) -> None:
-    kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", needs_nvshmem=True)
+    kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", low_latency=True)
     (sources / "inner.cuh").write_text("__device__ int twice(int x);\n")
     with pytest.raises(EPCompileError, match=r"tiny did not link for sm_90 with .*libnvshmem_device\.a") as caught:
-        jit.build(kernel, CONSTANTS, "sm_90", folder=sources)
+        jit.build(kernel, {**CONSTANTS, "kRanksPerNode": 1}, "sm_90", folder=sources)
     assert "twice" in str(caught.value)
 
 

@@ -310,15 +310,6 @@ def test_ranks_that_differ(comm):
             round_trip(comm, gpu, host, 93, 40, 8)
 
 
-def test_nvshmem_device_library(comm):
-    """A kernel that is linked with NVSHMEM at run time: values go around the ring of ranks."""
-    with make(comm) as gpu:
-        before = (comm.Get_rank() - 1) % comm.Get_size()
-        for i in range(1, 4):
-            assert gpu._backend.check_nvshmem(1000 * i, comm.Get_rank()) == (1000 * i << 32) + before
-            comm.Barrier()
-
-
 def test_late_rank(comm):
     """The last rank stays away: the others say who is missing, at which point, and within the limit."""
     if comm.Get_size() == 1:
