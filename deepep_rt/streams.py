@@ -114,7 +114,8 @@ class CallOrder:
             if self._capture is not None and self._capture.number == call.capture:
                 driver.wait_event(stream, self._capture.end.handle)
         elif stream != self._last_call.stream:
-            driver.wait_event(stream, self._last_call.end().handle)
+            end = self._last_call.end()  # has to live until the wait is queued
+            driver.wait_event(stream, end.handle)
 
     def leave(self, call: Call, arguments: Any, own: Any, *views: View | None) -> None:
         """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would

@@ -26,6 +26,7 @@ class Driver:
         self.records: list[tuple[int, int]] = []  # (event, stream)
         self.captures: dict[int, int] = {}  # stream -> number of the capture
         self.finished: set[int] = set()
+        self.destroyed: set[int] = set()  # events
         self.num_events = 0
 
 
@@ -42,11 +43,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
         def record(self, stream: int) -> None:
             fake.records.append((self.handle, stream))
 
+        def __del__(self) -> None:
+            fake.destroyed.add(self.handle)
+
         def done(self) -> bool:
             return self.handle in fake.finished
 
         def synchronize(self) -> None:
             fake.waits.append(("host", self.handle))
+
+    def wait_event(stream: int, event: int) -> None:
+        assert event not in fake.destroyed, "the driver would take what it finds there for an event"
+        fake.waits.append((stream, event))
 
     def wait_stream(stream: int, other: int) -> None:
         fake.waits.append((stream, "all of", other))
@@ -57,7 +65,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(driver, "take_stream", lambda: OWN)
     monkeypatch.setattr(driver, "capture_id", fake.captures.get)
     monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in fake.captures)
-    monkeypatch.setattr(driver, "wait_event", lambda stream, event: fake.waits.append((stream, event)))
+    monkeypatch.setattr(driver, "wait_event", wait_event)
     monkeypatch.setattr(driver, "wait_stream", wait_stream)
     monkeypatch.setattr(driver, "synchronize", lambda stream: fake.waits.append(("host", "all of", stream)))
     return fake
