@@ -42,12 +42,13 @@ class _LastCall:
 
     def ends_on(self, stream: int) -> None:
         """A call was queued."""
+        is_alone = self._is_alone
         if stream != self.stream:
             # Who asks may be another thread, for which a per-thread default stream is another one.
-            self._is_alone = self.stream is None and stream != handles.PER_THREAD
-            self.stream = stream
-        if not self._is_alone:
-            self._event.record(stream)
+            is_alone = self.stream is None and stream != handles.PER_THREAD
+        if not is_alone:
+            self._event.record(stream)  # before anybody is told to look at it
+        self.stream, self._is_alone = stream, is_alone
 
     def end(self) -> driver.CudaEvent:
         """An event behind it. To ask changes nothing: any thread may, also while another one makes calls."""

@@ -137,6 +137,23 @@ def test_the_end_of_all_calls(order: CallOrder, fake: Driver) -> None:
     assert (4, CALLERS) in fake.records, "behind the call that came since"
 
 
+def test_who_asks_while_the_second_stream_comes(order: CallOrder, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread, while the event for all calls is recorded for the first time: that does not stand behind any call yet."""
+    call(order)
+    asked, record = [], driver.CudaEvent.record
+
+    def record_and_ask(event: Any, stream: int) -> None:
+        if event.handle == 1:
+            monkeypatch.setattr(driver.CudaEvent, "record", record)
+            asked.append(order.end().handle)
+        record(event, stream)
+
+    monkeypatch.setattr(driver.CudaEvent, "record", record_and_ask)
+    call(order, stream=OTHER)
+    assert len(asked) == 1
+    assert (asked[0], CALLERS) in fake.records
+
+
 def test_the_last_calls_stream_is_captured_by_now(order: CallOrder, fake: Driver) -> None:
     """An event recorded there would draw whoever waits for it into the graph."""
     call(order)
