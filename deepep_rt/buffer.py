@@ -278,9 +278,9 @@ class Buffer(SharedByCopies):
             expert_alignment: Counts for each expert are rounded up to a multiple of this. Not with `handle`, which keeps its counts.
             async_finish: Run on the buffer's own stream; `result.event` tells when it is done.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
-            stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. A stream that only
-                its number holds (also PyTorch's or CuPy's ExternalStream) has to outlive the results and the Buffer. The first call on a
-                second stream waits for all that the first one holds.
+            stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. Given or current, a
+                stream that nothing but its number holds (as PyTorch's or CuPy's ExternalStream) has to outlive the results and the
+                Buffer: the CUDA driver may crash otherwise. The first call on a second stream waits for all that the first one holds.
 
         Returns:
             What arrived at this rank, ordered by source rank and source token.
@@ -591,6 +591,7 @@ class Buffer(SharedByCopies):
 
         Raises:
             EPTimeoutError: if a peer did not answer in a call before, and the host has not been told. The Buffer is destroyed all the same.
+            EPInputError: as `synchronize`. The Buffer is destroyed, but the memory of all ranks stays until the processes end.
 
         Example:
             >>> buffer.destroy()  # the end of a with block does the same

@@ -84,9 +84,9 @@ class HostPage:
         report = self._report[0]
         rank, peer, number = int(report["rank"]), int(report["peer"]), int(report["phase"])
         expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
-        call_idx = expected + (
-            self._config.low_latency_sides if number in structs.ROOM_PHASES else 0
-        )  # it waits for an earlier one
+        call_idx = expected
+        if number in structs.ROOM_PHASES:  # it waits for the call that used that room before
+            call_idx += self._config.low_latency_sides
         return EPTimeoutError(
             f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {call_idx} of its kind "
             f"(rank {peer} was at {seen}). "

@@ -332,6 +332,19 @@ def test_a_time_out_is_raised_while_the_callers_own_work_goes_on(
     buffer.destroy()
 
 
+def test_waiting_while_the_stream_is_captured(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing outside of the graph can wait for it: the Buffer ends, and its memory, which calls may be using, stays."""
+    buffer = make()
+    buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: True)
+    for wait in (buffer.synchronize, buffer.destroy):
+        with pytest.raises(EPInputError, match="wait until the capture has ended"):
+            wait()
+    assert BASE not in fake.freed
+    with pytest.raises(EPDestroyedError):
+        buffer.synchronize()
+
+
 def test_a_rank_that_leaves_others_that_mask(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their low-latency calls go on without it."""
     with make(on_timeout="mask", low_latency=True) as buffer:
