@@ -39,7 +39,7 @@ def debug() -> bool:
 
 
 def share_gpus() -> bool:
-    """`DEEPEP_RT_SHARE_GPUS=1`: several ranks may use one GPU, taking turns: right results at a snail's pace, for development."""
+    """`DEEPEP_RT_SHARE_GPUS=1`: several ranks may use one GPU, for development: in turns, at a snail's pace, or at once under MPS."""
     return _flag("DEEPEP_RT_SHARE_GPUS")
 
 

@@ -145,7 +145,7 @@ _ALL = (
     Kind(
         "shared-gpu",
         "Several ranks would use one GPU. Kernels of one wait for kernels of the other, which do not run: Buffer refuses "
-        "it, unless DEEPEP_RT_SHARE_GPUS=1 lets ranks take turns (right results, very slowly).",
+        "it, unless DEEPEP_RT_SHARE_GPUS=1 lets ranks take turns (right results, very slowly; under NVIDIA's MPS, at once).",
         "Start at most as many ranks on a host as it has GPUs, and give no rank a CUDA_VISIBLE_DEVICES that names the GPU "
         "of another one.",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
 
@@ -9,6 +11,10 @@ from deepep_rt import Buffer, driver
 
 TIMEOUT_S = 20.0
 more = {}  # settings that a test adds to all of its Buffers
+SHARED_GPUS = bool(os.environ.get("DEEPEP_RT_SHARE_GPUS"))
+TAKE_TURNS = SHARED_GPUS and not os.environ.get(
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+)  # with a share of the SMs each, ranks run at once
 
 
 def make(comm, backend="cuda", **sizes):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from helpers import cpu, make, poison, routing, rows, same  # noqa: E402
+from helpers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # noqa: E402
 
 from deepep_rt import (  # noqa: E402
     EPCompileError,
@@ -408,8 +408,8 @@ def test_host_time(comm):
     CPUs of one machine differ by up to 1.8, whatever the code does: the best row of ten calls counts, of the best rank. And machines differ
     by more than 2: where PyTorch's smallest operation takes longer than the 8 us that are usual, limits are so much higher.
     """
-    if os.environ.get("DEEPEP_RT_SHARE_GPUS"):
-        return  # ranks that take turns have no time to measure
+    if SHARED_GPUS:
+        return  # ranks that take turns have no time to measure, and under MPS everything takes longer
 
     def host_us(call):
         """Of a call in a row of ten, as decoding makes them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
@@ -13,14 +12,13 @@ torch = pytest.importorskip("torch")
 
 import helpers  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import cpu, make, routing, rows, same  # noqa: E402
+from helpers import SHARED_GPUS, TAKE_TURNS, cpu, make, routing, rows, same  # noqa: E402
 from process_group import start_in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError, jit  # noqa: E402
 from deepep_rt.config import has_fp8  # noqa: E402
 
-SHARED_GPUS = bool(os.environ.get("DEEPEP_RT_SHARE_GPUS"))
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
 
 
@@ -149,7 +147,7 @@ def test_two_micro_batches(comm):
 def test_graph(comm):
     """Dispatch, experts and combine captured once and replayed with changing inputs, 10,000 times where ranks have GPUs of their own."""
     gpu, host = make_both(comm, hidden=1024)
-    replays, every = (200, 50) if SHARED_GPUS else (10_000, 500)
+    replays, every = (200, 50) if TAKE_TURNS else (10_000, 500)
     with gpu, host:
         x = rows(comm, 1, 64, 1024)
         idx, weights = routing(comm, 1, 64, 8, gpu.config.num_experts)
@@ -303,7 +301,7 @@ def test_a_rank_stops(comm):
     """The last rank stops in the middle of a run; the others mask it, and finish 1,000 more steps."""
     if comm.Get_size() == 1:
         return
-    last, steps, every = comm.Get_size() - 1, 100 if SHARED_GPUS else 1000, 20
+    last, steps, every = comm.Get_size() - 1, 100 if TAKE_TURNS else 1000, 20
     gpu, host = make_both(comm, hidden=512, on_timeout="mask", timeout_s=2.0)
     for i in range(5):
         round_trip(comm, gpu, host, 600 + i, 40, use_fp8=False)

@@ -7,7 +7,6 @@ that was read is compared with the host backend at the end, bit for bit.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 
 import numpy as np
@@ -16,13 +15,13 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from helpers import make  # noqa: E402
+from helpers import TAKE_TURNS, make  # noqa: E402
 
 from deepep_rt import jit  # noqa: E402
 from deepep_rt.config import has_fp8  # noqa: E402
 
 SIZES = dict(num_max_tokens_per_rank=48, hidden=1024, num_topk=4, low_latency=True, num_slots=3)
-TURNS = 150 if os.environ.get("DEEPEP_RT_SHARE_GPUS") else 600
+TURNS = 150 if TAKE_TURNS else 600
 MOST_CHAINS = 5
 
 
