@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from without import without
 
-from deepep_rt import bench, bench_figures, bench_page, cli
+from deepep_rt import bench_figures, bench_page, cli
 from deepep_rt import bench_report as report
 from deepep_rt.bench_references import load
 from deepep_rt.bench_results import Sizes, low_latency_rows, read, throughput_rows
@@ -352,15 +351,3 @@ def test_labels_move_apart_no_further_than_needed():
     assert bench_figures._apart([0.2, 0.5, 0.8], [0.1] * 3) == pytest.approx([0.2, 0.5, 0.8])
     assert bench_figures._apart([0.5, 0.5], [0.1, 0.1]) == pytest.approx([0.45, 0.55])
     assert bench_figures._apart([0.0, 0.0, 1.0], [0.1, 0.2, 0.1]) == pytest.approx([0.05, 0.2, 0.95])
-
-
-def test_everything_travels_with_the_wheel(tmp_path):
-    pytest.importorskip("hatchling", reason="comes with deepep_rt[dev]")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        names = set(wheel.namelist())
-    assert f"deepep_rt/{bench_page.TEMPLATE.name}" in names
-    assert {f"deepep_rt/{module}.py" for module in bench.PROGRAMS.values()} <= names
-    assert "deepep_rt/cuda_src/dispatch.cu" in names

@@ -87,6 +87,16 @@ def test_compile_makes_every_kernel_for_every_target(
     assert [row["key"] for row in again] == [row["key"] for row in rows if row["arch"] == "sm_90"]
 
 
+@pytest.mark.usefixtures("filled")
+def test_compile_shows_its_progress_in_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():  # rich takes that for a terminal
+        monkeypatch.setenv(name, value)
+    rows = terminal.json("compile", "--arch", "sm_90")
+    assert "compiling" in terminal.err
+    assert f"{len(rows)}/{len(rows)}" in terminal.err
+    assert f"{rows[-1]['kernel']} for sm_90" in terminal.err
+
+
 def test_compile_takes_a_configuration(terminal: Terminal) -> None:
     sizes = ["--ranks", "3", "--tokens", "100", "--hidden", "512", "--topk", "2", "--experts", "6", "--dtype", "float32"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--combine-dtype", "float32", "--combine-dtype", "float16")

@@ -435,7 +435,9 @@ def _archs() -> list[str]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "dtype"), VARIANTS)
 @pytest.mark.parametrize("arch", _archs())
-def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str | None, shape: str, cache: Path) -> None:
+def test_every_kernel_compiles_without_spills(
+    arch: str, name: str, dtype: str | None, shape: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, config = TABLE[name], SHAPES[shape]
     if (config.has_network or config.on_timeout == "mask") and not kernel.low_latency:
         return  # the same as without
@@ -444,8 +446,9 @@ def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str |
     if kernel.is_local and shape != "8 ranks":
         return  # one will do
     constants = kernel_constants(config, arch, kernel, dtype)
-    if kernel.links_nvshmem(constants) and arch == "sm_100":
-        pytest.skip("NVSHMEM's library for CUDA 12 has no sm_100 code: nvJitLink compiles all of it, for two minutes")
+    if arch == "sm_100":
+        # NVSHMEM's library for CUDA 12 has no sm_100 code: nvJitLink compiles all of it, for two minutes. Spills are known before.
+        monkeypatch.setattr(toolchain, "link_nvshmem", lambda code, *_: (code, ""))
     built = jit.build(kernel, constants, arch)
     assert built.code.startswith(b"\x7fELF")
     assert built.info["registers"] > 0
@@ -455,7 +458,7 @@ def test_every_kernel_compiles_without_spills(arch: str, name: str, dtype: str |
     assert built.info["nvshmem"] == (config.has_network and kernel.low_latency)
     if built.info["nvshmem"]:
         assert {"nvshmem", "nvshmem_device_sha256", "nvjitlink"} <= set(built.info["versions"])
-        assert built.info["bytes"] > 100_000, "the device library is in it"
+        assert arch == "sm_100" or built.info["bytes"] > 100_000, "the device library is in it"
 
 
 def test_undefined_symbols_are_named_by_the_linker(sources: Path, cache: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from without import without
 
 import deepep_rt
 from deepep_rt import errors
+from deepep_rt.sources import source_dir
 
 PACKAGE = Path(deepep_rt.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
@@ -235,6 +237,36 @@ def test_public_names() -> None:
     missing = {name for name in vars(errors) if name.startswith("EP")} - set(deepep_rt.__all__)
     assert not missing
     assert (PACKAGE / "py.typed").exists()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling", reason="comes with deepep_rt[dev]")
+    folder = tmp_path_factory.mktemp("wheel")
+    words = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(words, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_everything_travels_with_the_wheel(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl"), "nothing is built before a kernel is needed"
+    with zipfile.ZipFile(wheel) as file:
+        names = {name for name in file.namelist() if ".dist-info/" not in name}
+    package = {f"deepep_rt/{path.name}" for path in PACKAGE.iterdir() if path.is_file()}
+    assert names == package | {f"deepep_rt/cuda_src/{path.name}" for path in source_dir().iterdir()}
+
+
+def test_kernels_compile_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DEEPEP_RT_CACHE_DIR": str(tmp_path / "cache")}
+    sizes = ["--ranks", "1", "--tokens", "1", "--hidden", "512", "--topk", "1", "--experts", "1"]
+    words = [sys.executable, "-m", "deepep_rt", "compile", "--arch", "sm_90", *sizes]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_tree_of_exceptions_is_the_one_in_the_docstring() -> None:
