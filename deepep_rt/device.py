@@ -25,7 +25,7 @@ from .results import CombineResult, DispatchHandle, DispatchResult, Views
 from .sources import kernel_constants
 from .stream_memory import StreamPool
 from .streams import CallOrder
-from .together import AllOrNone
+from .together import AllOrNone, meet_to_measure
 from .transfer import to_device, to_host
 from .turns import Turns
 from .watch import Watch
@@ -126,6 +126,8 @@ class DeviceBackend:
                 "land_topk_idx": at + parts["topk_idx"],
                 "land_topk_weights": at + parts["topk_weights"],
                 "land_src_idx": at + parts["src_idx"],
+                "land_num_recv": at + parts["num_recv"],
+                "land_num_recv_per_expert": at + parts["num_recv_per_expert"],
                 "capacity": capacity,
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx_bytes,
@@ -139,7 +141,7 @@ class DeviceBackend:
         if tell_host:
             num_rows, counts = self._watch.await_counts()
         owner, base = self._results.keep(place, shape.offsets["x"] + num_rows * row_bytes, call)
-        views = self._dispatched(base, parts, num_rows, (x, scales, idx, weights), slot, owner, stream)
+        views = self._dispatched(base, parts, num_rows, (x, scales, idx, weights), owner, stream)
         handle = known or DispatchHandle(x.shape[0], num_rows, counts, self._serial, slot, {})
         self._watch.check_inputs()
         return DispatchResult(handle, self._order.event(call), self._for_caller(views, inputs.x.device == HOST, stream))
@@ -206,12 +208,12 @@ class DeviceBackend:
         times = []
         for _ in range(3):
             self.synchronize()
-            self._comm.Barrier()
+            meet_to_measure(self._comm, config.timeout_s)
             begin = driver.CudaEvent(stream, timing=True)
             for _ in range(iterations):
                 launch(stream, self.num_sms, values)
             times.append(driver.elapsed_ms(begin, driver.CudaEvent(stream, timing=True)) / iterations)
-        self._comm.Barrier()
+        meet_to_measure(self._comm, config.timeout_s)
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
 
@@ -343,7 +345,6 @@ class DeviceBackend:
         offsets: dict[str, int],
         num_rows: int,
         sent: Sequence[View | None],
-        slot: Slot,
         owner: Any,
         stream: int,
     ) -> Callable[[], Views]:
@@ -351,25 +352,20 @@ class DeviceBackend:
         assert sent[0] is not None
         framework = sent[0].framework
         # The arguments themselves are let go: results may outlive them.
-        rows = [(view.dtype, view.shape[1:]) if view else None for view in sent]
-        rows.append(("int32", (2,)))
+        kinds = [(view.dtype, view.shape[1:]) if view else None for view in sent]
 
         def views() -> Views:
-            names = ("x", "scales", "topk_idx", "topk_weights", "src_idx")
-            made: Views = {
-                name: self._result(base + offsets[name], (num_rows, *row[1]), row[0], owner, framework, stream)
-                for name, row in zip(names, rows, strict=True)
-                if row
+            names = ("x", "scales", "topk_idx", "topk_weights")
+            arrays = {name: (kind[0], (num_rows, *kind[1])) for name, kind in zip(names, kinds, strict=True) if kind}
+            arrays["src_idx"] = "int32", (num_rows, 2)
+            arrays["num_recv"] = "int32", (1,)
+            arrays["num_recv_per_expert"] = "int32", (self.config.num_local_experts,)
+            return {
+                name: self._result(base + offsets[name], shape, dtype, owner, framework, stream)
+                for name, (dtype, shape) in arrays.items()
             }
-            return {**made, **self._counts_of(slot, framework, stream)}
 
         return views
-
-    def _counts_of(self, slot: Slot, framework: Framework, stream: int) -> dict[str, View]:
-        return {
-            name: self._result(slot.ptr + self._handle_map.offsets[name], shape, "int32", slot, framework, stream)
-            for name, shape in (("num_recv", (1,)), ("num_recv_per_expert", (self.config.num_local_experts,)))
-        }
 
     def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
         if self._destroyed:

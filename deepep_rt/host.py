@@ -27,6 +27,7 @@ from .errors import EPInputError
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .mail import Mail
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
+from .together import meet_to_measure
 from .turns import Turns
 
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
@@ -111,6 +112,7 @@ class HostBackend:
         assert self._comm is not None
         outgoing = np.ones((self._num_ranks, num_rows * row_bytes), np.uint8)
         incoming = np.zeros_like(outgoing)
+        meet_to_measure(self._comm, self._config.timeout_s)
         self._comm.Alltoall(outgoing, incoming)
         start = time.perf_counter()
         for _ in range(iterations):

@@ -165,6 +165,8 @@ def result(config: Config, capacity: int, row_bytes: int, scale_bytes: int, idx_
     topk = config.num_topk if with_topk else 0
     return arrange(
         [
+            ("num_recv", 4),
+            ("num_recv_per_expert", config.num_local_experts * 4),
             ("topk_idx", capacity * topk * idx_bytes),
             ("topk_weights", capacity * topk * 4),
             ("src_idx", capacity * 8),

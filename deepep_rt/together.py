@@ -35,6 +35,12 @@ def meet(comm: Communicator, value: int, timeout_s: float, phase: str, hint: str
         said = _ARRIVED
 
 
+def meet_to_measure(comm: Communicator, timeout_s: float) -> None:
+    """`meet`, for a measurement that all ranks make."""
+    meet(comm, 0, timeout_s, "copy_ceiling", "all ranks have to call it")
+    comm.Barrier()  # all are here, so it is short; and more exact
+
+
 def _await(comm: Communicator, requests: Sequence[Any], held: Any, timeout_s: float, phase: str, hint: str) -> None:
     """Wait for requests, which use what is `held`, or raise EPTimeoutError."""
     if not _are_done(requests, timeout_s):

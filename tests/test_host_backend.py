@@ -16,6 +16,7 @@ LATE = [
     "never",
     "lost_between_counts_and_rows",
     "never_made",
+    "never_measures",
 ]
 
 

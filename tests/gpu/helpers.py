@@ -44,7 +44,7 @@ def poison(buffer):
     backend = buffer._backend
     torch.cuda.synchronize()
     backend._comm.Barrier()
-    for region in ("pool", "landing"):
+    for region in ("pool", "landing", "sums"):
         driver.fill(backend._memory.ptr + backend._map.offsets[region], 0xA5, backend._map.sizes[region])
     torch.cuda.synchronize()
     backend._comm.Barrier()

@@ -118,6 +118,18 @@ def test_known_routing_and_fixed_size(comm):
             same(gpu.combine(y, fixed.handle).x, host.combine(y.cpu(), reference.handle).x)
 
 
+def test_counts_belong_to_the_caller(comm):
+    """Who writes to them does not write to the handle."""
+    with make(comm) as gpu, make(comm, "host") as host:
+        first, want = round_trip(comm, gpu, host, 15, 100, 8)
+        for counts in (first.num_recv_tokens, first.num_recv_tokens_per_expert):
+            counts.fill_(77)
+        x = rows(comm, 16, 100, 7168)
+        again, theirs = gpu.dispatch(x, handle=first.handle), host.dispatch(x.cpu(), handle=want.handle)
+        same(again.num_recv_tokens, theirs.num_recv_tokens)
+        same(again.num_recv_tokens_per_expert, theirs.num_recv_tokens_per_expert)
+
+
 def test_graph(comm):
     """Captured once, replayed with changed inputs; also between ordinary calls."""
     with make(comm) as gpu, make(comm, "host") as host:

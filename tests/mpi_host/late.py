@@ -134,6 +134,19 @@ def never_made(comm: MPI.Intracomm) -> None:
     assert time.monotonic() - start < TIMEOUT_S + 5
 
 
+def never_measures(comm: MPI.Intracomm) -> None:
+    """The culprit does not take part in the measurement of the ceiling; the Buffer is as good as before."""
+    buffer, *_ = _scene(comm)
+    if comm.Get_rank() != comm.Get_size() - 1:
+        start = time.monotonic()
+        with raises(EPTimeoutError, "copy_ceiling", "all ranks have to call it", "0.6 s"):
+            buffer.copy_ceiling(num_rows=1)
+        assert time.monotonic() - start < TIMEOUT_S + 5
+    comm.Barrier()
+    assert buffer.copy_ceiling(num_rows=1) > 0
+    buffer.destroy()
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](MPI.COMM_WORLD)
     print(f"rank {MPI.COMM_WORLD.Get_rank()} passed", flush=True)
