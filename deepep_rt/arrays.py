@@ -120,10 +120,14 @@ class Framework:
             stream: The CUDA stream that will read it, for libraries that have to be told (JAX, plain DLPack): it waits for what fills it.
 
         Raises:
-            EPInputError: if it is of an unsupported dtype, or not contiguous.
+            EPInputError: if it is of an unsupported dtype or device, or not contiguous.
         """
         device_type, device_id = array.__dlpack_device__()
         on_gpu = device_type in (dlpack.CUDA, dlpack.CUDA_MANAGED)
+        if not on_gpu and device_type not in (dlpack.CPU, dlpack.CUDA_HOST):
+            raise EPInputError(
+                f"{what}: its memory is of DLPack's device type {int(device_type)}; expected host memory or a CUDA GPU's"
+            )
         capsule = array.__dlpack__(stream=_dlpack_stream(stream)) if on_gpu else array.__dlpack__()
         ptr, shape, strides, code, bits, _ = dlpack.parse(capsule)
         kind = _BY_CODE.get((code, bits))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-CPU, CUDA, CUDA_MANAGED = 1, 2, 13
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 _NAME = b"dltensor"
 
 

@@ -34,6 +34,10 @@ def dispatch_inputs(
     num_tokens = rows.shape[0]
     if handle is None and topk_idx is None:
         raise EPInputError("dispatch needs topk_idx, or the handle of an earlier dispatch; got neither")
+    if num_worst_tokens is not None and not is_whole(num_worst_tokens, 0, config.num_max_recv_tokens):
+        raise EPInputError(
+            f"num_worst_tokens is {num_worst_tokens}; expected 0 to {config.num_max_recv_tokens} (num_ranks * num_max_tokens_per_rank)"
+        )
     if handle is not None:
         _check_handle(site, handle)
         if num_tokens != handle.num_tokens:
@@ -58,10 +62,6 @@ def dispatch_inputs(
                 f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {config.scale_bytes} "
                 f"(hidden // 128 float32, or packed UE8M0)"
             )
-    if num_worst_tokens is not None and not is_whole(num_worst_tokens, 0, config.num_max_recv_tokens):
-        raise EPInputError(
-            f"num_worst_tokens is {num_worst_tokens}; expected 0 to {config.num_max_recv_tokens} (num_ranks * num_max_tokens_per_rank)"
-        )
     if not is_whole(expert_alignment, 1, 1 << 20):
         raise EPInputError(f"expert_alignment is {expert_alignment!r}; expected a positive whole number")
     if handle is not None and expert_alignment != 1:

@@ -89,6 +89,21 @@ def test_strange_objects_and_types_are_refused() -> None:
         _view(Producer(np.zeros(3, complex)), "x")
 
 
+@pytest.mark.parametrize(
+    ("kind", "number", "is_known"), [("pinned", dlpack.CUDA_HOST, True), ("Vulkan", 7, False), ("ROCm", 10, False)]
+)
+def test_memory_of_other_devices_is_refused(kind: str, number: int, is_known: bool) -> None:
+    class Library(Producer):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return number, 0
+
+    if is_known:
+        assert _view(Library(np.zeros(3)), "x").device == HOST
+    else:
+        with pytest.raises(EPInputError, match=f"x: its memory is of DLPack's device type {number}; expected host memory or"):
+            _view(Library(np.zeros(3)), "x")
+
+
 def test_subclasses_belong_to_their_framework() -> None:
     class Mine(np.ndarray):
         pass

@@ -89,6 +89,7 @@ BAD_DISPATCHES = {
     "no handle": (lambda: (_x(),), {"handle": 3}, ["handle is a int", ".handle"]),
     "handle of other size": (lambda: (_x(5),), {"handle": "good"}, ["x has 5 tokens", "6"]),
     "worst of handle": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": 1}, ["num_worst_tokens is 1", "6 rows"]),
+    "worsts": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": np.array([3, 4])}, ["num_worst_tokens is [3 4]"]),
     "expert too large": (lambda: (_x(), _idx() + 13), {}, ["token 0", "expert 16", "0 to 15"]),
     "expert below -1": (lambda: (_x(), _idx() - 2), {}, ["token 0", "expert -2", "-1 for none"]),
 }

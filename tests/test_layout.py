@@ -87,6 +87,14 @@ def test_size_hint_is_the_sum(config: Config) -> None:
     assert public == hint
 
 
+def test_size_hint_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = dict(num_max_tokens_per_rank=16, hidden=64, num_topk=2, num_experts=8)
+    hint = Buffer.size_hint(2, **sizes)
+    for name in ("DEEPEP_RT_TIMEOUT_S", "DEEPEP_RT_DEBUG", "DEEPEP_RT_ARCH"):
+        monkeypatch.setenv(name, "soon")
+    assert Buffer.size_hint(2, **sizes) == hint
+
+
 @given(configs(), st.sampled_from(["num_max_tokens_per_rank", "hidden", "num_slots"]))
 def test_size_hint_is_monotonic(config: Config, name: str) -> None:
     try:
