@@ -222,7 +222,14 @@ class Buffer(SharedByCopies):
             1.56 GB
         """
         sizes = (num_ranks, num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, num_slots)
-        return layout.size_hint(Config(*sizes, low_latency=low_latency, ranks_per_node=ranks_per_node))
+        config = Config(
+            *sizes,
+            timeout_s=1.0,  # of this and check_inputs, the environment says the defaults
+            check_inputs=False,
+            low_latency=low_latency,
+            ranks_per_node=ranks_per_node,
+        )
+        return layout.size_hint(config)
 
     @property
     def backend(self) -> str:
@@ -364,7 +371,7 @@ class Buffer(SharedByCopies):
         The host never waits, so the call can be captured in a CUDA graph (keep the result as long as the graph).
 
         Args:
-            x: `[num_tokens, hidden]` bfloat16.
+            x: `[num_tokens, hidden]` bfloat16. (NaNs of all ones may arrive as other NaNs.)
             topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers, a token's all different; -1 skips.
             topk_weights: `[num_tokens, num_topk]` float32, or None. Given here, `low_latency_combine` is a message round shorter.
             use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels. GPUs that cannot (sm_80) warn once, and
@@ -374,9 +381,11 @@ class Buffer(SharedByCopies):
             async_finish: As in `dispatch`.
             return_recv_hook: Only send; calling the result's `hook` receives, on the same stream. No SM is held in between. Hooks are
                 called in the order of their calls, and at most `num_slots` may be open. (One that is lost, in an exception, is called by
-                the next call.)
+                the next call.) In a CUDA graph, a call and its hook are in the same capture; no whole call is replayed between the two
+                halves of another one.
             cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the tokens that arrive are added to it.
-            wait_recv_cost_stats: `[num_ranks]` int64; the nanoseconds until each source's last row had come are added to it.
+            wait_recv_cost_stats: `[num_ranks]` int64; the nanoseconds that each source kept the call waiting are added to it, until its
+                last row had come. (On the host backend, which gets all rows at once, each other source counts for all of the wait.)
             stream: As in `dispatch`.
 
         Returns:
@@ -509,6 +518,7 @@ class Buffer(SharedByCopies):
 
         All ranks have made the same number of low-latency calls by then, none is running or waits for its hook, and all of them call this
         (for `rank`, or on that rank itself for whomever it masked) before the next one: put a barrier of your own before it and one after.
+        Handles from before are not used any more: in them, one rank may be left out on one side only.
 
         Args:
             rank: As in `mask_rank`.

@@ -14,7 +14,7 @@ from .calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs
 from .config import FP8_GROUP, Config, has_fp8
 from .device import DeviceBackend, address_of
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
-from .hooks import Hook, HookOrder, Hooks, check_called
+from .hooks import Hook, HookOrder, Hooks, check_received
 from .kernels import TABLE
 from .pool import Slot, Slots
 from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
@@ -158,13 +158,15 @@ class DeviceLowLatencyBackend(DeviceBackend):
         leave = functools.partial(self._order.leave, call, (x, idx, weights, inputs), (slot, memory), *given)
         hooks = self._hooks.dispatch if with_hook else None
         event, made, hook = self._run("ll_dispatch", values, call, leave, hooks, views, inputs.x.device == HOST)
-        handle = LowLatencyHandle(x.shape[0], self._serial, (slot, hook), weights is not None, framework)
+        handle = LowLatencyHandle(
+            x.shape[0], self._serial, (slot, hook.reception if hook else None), weights is not None, framework
+        )
         return LowLatencyDispatchResult(handle, event, hook, made)
 
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         config, stream, handle = self.config, call.stream, inputs.handle
-        slot, dispatch_hook = handle._routing
-        check_called(dispatch_hook)
+        slot, reception = handle._routing
+        check_received(reception)
         if not inputs.reduce_early and (config.on_timeout == "mask" or self.masked_ranks()):
             # Such rows lie by choice, not by sender: what a lost rank has sent could be taken for another one's.
             raise EPInputError(
@@ -264,4 +266,4 @@ class DeviceLowLatencyBackend(DeviceBackend):
             launch(stream, self._num_blocks, values)
             leave()
             event, made = self._order.event(call), views()
-            return event, lambda: made, hooks.hook(receive)
+            return event, lambda: made, hooks.hook(receive, lambda: driver.capture_id(stream))

@@ -6,25 +6,50 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import EPInputError
 
 
+@dataclass(slots=True)
+class Reception:
+    """Whether what a call sent has been received. A handle keeps this, and not the hook: who has but the handle cannot call the hook."""
+
+    is_done: bool = False
+
+
 class Hook:
     """The receiving half of a call. Calling it receives; that happens once, and in the order of the calls."""
 
-    def __init__(self, order: HookOrder) -> None:
+    def __init__(self, order: HookOrder, reception: Reception) -> None:
         self._order = order
-        self.called = False
+        self.reception = reception
 
     def __call__(self) -> None:
         with self._order._turns:
-            if self.called:
+            if self.reception.is_done:
                 raise EPInputError(f"this hook of {self._order.what} was called already; each is called once")
-            receive = self._order._close(self)
-            self.called = True
-            receive()
+            self._order._call(self)
+
+
+def _outside() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A call whose receiving half has not run."""
+
+    hook: weakref.ref[Hook]
+    receive: Callable[[], None]
+    reception: Reception
+    capture_now: Callable[[], int | None]
+    captured_in: int | None
+
+    def run(self) -> None:
+        self.reception.is_done = True
+        self.receive()
 
 
 class HookOrder:
@@ -41,7 +66,7 @@ class HookOrder:
 
     def __init__(self, limit: int, what: str, turns: AbstractContextManager[Any]) -> None:
         self.what, self._limit, self._turns = what, limit, turns
-        self._open: deque[tuple[weakref.ref[Hook], Callable[[], None]]] = deque()
+        self._open: deque[_Open] = deque()
 
     def start(self, has_hook: bool) -> None:
         """Raise EPInputError if such a call may not start now. Nothing is noted yet: the call may still fail."""
@@ -60,21 +85,42 @@ class HookOrder:
         if self._open:
             raise EPInputError(f"{doing}: hooks of {self.what} are open ({len(self._open)}); call them first")
 
-    def hook(self, receive: Callable[[], None]) -> Hook:
-        """Note a call that was made, and wrap what receives for it. `receive` must not hold the hook."""
-        made = Hook(self)
-        self._open.append((weakref.ref(made), receive))
+    def hook(self, receive: Callable[[], None], capture_now: Callable[[], int | None] = _outside) -> Hook:
+        """Note a call that was made, and wrap what receives for it.
+
+        Args:
+            receive: Receives. It must not hold the hook.
+            capture_now: The number of the CUDA graph capture that the call's stream is part of.
+        """
+        made = Hook(self, Reception())
+        self._open.append(_Open(weakref.ref(made), receive, made.reception, capture_now, capture_now()))
         return made
 
-    def _close(self, hook: Hook) -> Callable[[], None]:
+    def _call(self, hook: Hook) -> None:
         self._call_abandoned()
-        if self._open[0][0]() is not hook:
+        first = self._open[0]
+        if first.hook() is not hook:
             raise EPInputError(f"an earlier hook of {self.what} is open; call hooks in the order of their calls")
-        return self._open.popleft()[1]  # forgotten, so that the hook keeps no memory alive
+        if first.captured_in != first.capture_now():
+            raise EPInputError(
+                f"a {self.what} and its hook belong into the same capture of a CUDA graph, or both outside of any; drop this hook if "
+                f"its capture has ended"
+            )
+        self._open.popleft().run()  # forgotten, so that the hook keeps no memory alive
 
     def _call_abandoned(self) -> None:
-        while self._open and self._open[0][0]() is None:
-            self._open.popleft()[1]()
+        while self._open and self._open[0].hook() is None:
+            first = self._open[0]
+            elsewhere = first.captured_in != first.capture_now()
+            if elsewhere and first.captured_in is None:
+                raise EPInputError(
+                    f"a hook of {self.what} was lost and has to be called first, which cannot be in a capture of a CUDA graph; make a "
+                    f"call before it"
+                )
+            self._open.popleft()
+            if not elsewhere:
+                first.run()
+            # Otherwise nothing was sent, or it is when the graph is replayed, and nobody receives: the caller lost half of a graph.
 
 
 class Hooks:
@@ -95,7 +141,7 @@ class Hooks:
             order.check_none_open(doing)
 
 
-def check_called(hook: Hook | None) -> None:
+def check_received(reception: Reception | None) -> None:
     """Raise EPInputError if the dispatch of a handle has a hook that was not called."""
-    if hook is not None and not hook.called:
+    if reception is not None and not reception.is_done:
         raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")

@@ -22,7 +22,7 @@ from .calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs,
 from .communicator import Communicator
 from .config import FP8_GROUP, Config
 from .errors import EPDestroyedError, EPInputError
-from .hooks import Hook, Hooks, check_called
+from .hooks import Hooks, Reception, check_received
 from .host import HostBackend, Routing
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
@@ -40,7 +40,7 @@ class ExpertRouting:
     counts: np.ndarray  # [num_local_experts] entries of each expert
     weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
     own_weights: np.ndarray | None  # [num_tokens, num_topk] of this rank, if it sent them with the rows
-    hook: Hook | None = None
+    reception: Reception | None = None  # None: no hook
 
     @staticmethod
     def of(
@@ -148,13 +148,13 @@ class HostLowLatencyBackend(HostBackend):
             receive()
         views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
         views.update({name: result.view(framework) for name, result in made.items()})
-        kept = dataclasses.replace(routing, hook=hook)  # a copy: `receive` must not hold the hook
+        kept = dataclasses.replace(routing, reception=hook.reception if hook else None)
         handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
 
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool) -> LowLatencyCombineResult:
         routing: ExpertRouting = inputs.handle._routing
-        check_called(routing.hook)
+        check_received(routing.reception)
         given, home = _values(inputs.topk_idx), routing.topk_idx // self._config.num_local_experts
         may_be_gone = np.isin(home, self._mail.masked)  # callers who know of lost ranks may have taken their experts out
         if (

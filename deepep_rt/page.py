@@ -11,6 +11,8 @@ from . import alike, driver, layout, structs
 from .config import Config
 from .errors import EPInputError, EPTimeoutError
 
+_OPEN_HOOK, _ = structs.PHASES["kPhaseLlOpenHook"]
+
 
 class HostPage:
     """A Buffer's page.
@@ -49,11 +51,13 @@ class HostPage:
         return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
 
     def check_peers(self) -> None:
-        """Raise EPTimeoutError if a wait on the device ran out of time, EPInputError if low-latency calls differ: that is for good."""
+        """Raise EPTimeoutError if a wait on the device ran out of time, EPInputError if low-latency calls differ, or a replay came between
+        the halves of one: that is for good.
+        """
         if self._differs.value and self._is_for_good():
             raise self._difference("The buffer cannot be used any more")
         if self._timed_out.value:
-            raise self._timeout()
+            raise self._open_hook() if self._report[0]["phase"] == _OPEN_HOOK else self._timeout()
 
     def check_inputs(self) -> None:
         """Raise EPInputError, once, if a rank gave something else than others, or a token chose an expert that does not exist."""
@@ -79,6 +83,12 @@ class HostPage:
             for rank, number, serial in zip(ranks, report["alike"], report["serial"], strict=True)
         }
         return EPInputError(f"{alike.difference(dict(sorted(said.items())))}. {consequence}")
+
+    def _open_hook(self) -> EPInputError:
+        return EPInputError(
+            "a CUDA graph with a whole low-latency call was replayed while a hook of such a call was open, which would have received what "
+            "the replay sent; call hooks before. The buffer cannot be used any more"
+        )
 
     def _timeout(self) -> EPTimeoutError:
         report = self._report[0]

@@ -78,7 +78,7 @@ class ResultMemory:
         return copy, copy.ptr
 
     def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
-        """Memory for what a combine adds up. It may lie anywhere; it takes no room from dispatches, whose rows may not."""
+        """Memory for what a combine adds up. It may lie anywhere; only in captures it takes room from dispatches, whose rows may not."""
         for pool in (self._sums,) if call.capture is None else (self._sums, self._pool):
             block = pool.allocate(num_bytes, call.stream, call.caller_stream)
             if block is not None:

@@ -210,6 +210,7 @@ PHASES = {
     "kPhaseLlCombineRoom": (10, "room for the rows of a low-latency combine"),
     "kPhaseLlWeights": (11, "the weights of a low-latency combine"),
     "kPhaseLlCombineRows": (12, "the rows of a low-latency combine"),
+    "kPhaseLlOpenHook": (13, "nothing: a call of both halves came while a hook was open"),
 }
 """What a wait on the device can wait for: its number in a Report, and its name for people."""
 

@@ -132,6 +132,53 @@ def test_hooks(fake: FakeGpu, make: Any) -> None:
         assert sent.recv_x.ptr == receive.recv_x
 
 
+def test_halves_in_different_captures(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture sends nothing, and what is received in one is received by its replays."""
+    with make(low_latency=True) as buffer:
+        x, idx, _ = arguments(fake)
+
+        def send() -> Any:
+            return buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
+
+        def phases() -> list[int]:
+            return [launch.phases for launch in fake.take()]
+
+        def is_in(capture: int | None) -> None:
+            monkeypatch.setattr(driver, "capture_id", lambda stream: capture)
+
+        is_in(7)
+        send().hook()
+        assert phases() == [1, 2]
+        in_vain = send()
+        is_in(None)
+        with pytest.raises(EPInputError, match=r"belong into the same capture.*drop this hook"):
+            in_vain.hook()
+        del in_vain
+        buffer.low_latency_dispatch(x, idx)
+        assert phases() == [1, 3], "the capture failed: nobody received in vain"
+
+        sent = send()
+        is_in(8)
+        with pytest.raises(EPInputError, match="belong into the same capture"):
+            sent.hook()
+        del sent
+        with pytest.raises(EPInputError, match="was lost and has to be called first"):
+            buffer.low_latency_dispatch(x, idx)
+        is_in(None)
+        buffer.low_latency_dispatch(x, idx)
+        assert phases() == [1, 2, 3]
+
+
+def test_a_handle_does_not_keep_a_hook(fake: FakeGpu, make: Any) -> None:
+    """Nobody can call the hook any more: the next call does, and the handle is good."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        handle = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True).handle
+        buffer.low_latency_dispatch(x, idx)
+        buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, handle)
+        assert [launch.phases for launch in fake.take()] == [1, 2, 3, 3]
+
+
 def test_a_hook_waits_for_nobody_elses_call(fake: FakeGpu, make: Any) -> None:
     """It is half a call: a thread that comes in the middle of it, or with it in the middle of a call, is refused, and may come again."""
     refused = []
@@ -327,13 +374,13 @@ def test_memory_in_a_capture_stays_with_its_call(fake: FakeGpu, make: Any, monke
         x, idx, weights = arguments(fake)
         y, z = Array(fake, "bfloat16", 40, 256), Array(fake, "bfloat16", 8, 256, 256)
         sent, quick = buffer.dispatch(x, idx, num_worst_tokens=40), buffer.low_latency_dispatch(x, idx)
-        addresses = [sent.num_recv_tokens.ptr, quick.recv_x.ptr]
+        addresses = [sent.handle._routing.ptr, quick.recv_x.ptr]
         capturing.setattr(driver, "capture_id", lambda stream: 7)
         capturing.setattr(driver, "is_capturing", lambda stream: True)
         buffer.combine(y, sent.handle, async_finish=True)
         del sent
         for _ in range(10):
-            addresses.append(buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True).num_recv_tokens.ptr)
+            addresses.append(buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True).handle._routing.ptr)
             addresses.append(buffer.low_latency_dispatch(x, idx, async_finish=True).recv_x.ptr)
             addresses.append(buffer.low_latency_combine(z, idx, weights, quick.handle, async_finish=True).x.ptr)
         assert len(set(addresses)) == len(addresses)

@@ -230,9 +230,10 @@ class Replay:
         yield
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_mixed(comm, seed):
-    sizes = {**SIZES, "num_experts": 8 * comm.Get_size()}
+@pytest.mark.parametrize(("seed", "settings"), [(1, {}), (2, {}), (3, {"ranks_per_node": 1})])
+def test_mixed(comm, seed, settings):
+    """Straight over NVLink, and with low-latency calls that go through NVSHMEM."""
+    sizes = {**SIZES, "num_experts": 8 * comm.Get_size(), **settings}
     with make(comm, **sizes) as gpu, make(comm, "host", **sizes) as host:
         mix = Mix(comm, seed, gpu, host)
         for _ in range(TURNS):
