@@ -16,9 +16,6 @@ __device__ inline void refuse(const Params& p, u32 epoch, bool differs, int sour
   give_up(p, kPhaseLlCounts, source, epoch, epoch);
 }
 
-// When something came, if that is counted.
-__device__ __forceinline__ u64 now_if_counted(const Params& p) { return p.wait_stats ? nanoseconds() : 0; }
-
 // For what came last of a source so far: the differences add up to the longest wait.
 __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 waited) {
   u64* longest = at<u64>(p.state, kLocalWaits) + (epoch % 2) * kNumRanks + source;
@@ -26,24 +23,36 @@ __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 wait
   if (before < waited) add_relaxed_gpu(at<u64>(p.wait_stats, 0) + source, waited - before);
 }
 
-// Warp 0 waits for the headers of all sources on behalf of its block, since `start`. False: the time is up, or a source differs.
-__device__ inline bool read_headers(const Params& p, const Call& call, u64 start, Sources& sources) {
+// One warp, where waits are counted: how long each source keeps it waiting for the first word of its header.
+__device__ inline void count_waits(const Params& p, const Call& call, u64 start) {
+  for (int source = lane_idx(); source < kNumRanks; source += 32) {
+    if (call.out[source]) continue;
+    const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
+    u64 came = start;  // read when this lane has seen it, and not when other lanes have come as far
+    wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
+      seen = static_cast<u32>(ld_relaxed_sys(word)), came = nanoseconds();
+      return seen == call.received;
+    });
+    add_wait(p, call.received, source, came - start);
+  }
+  __syncwarp();
+}
+
+// Warp 0 waits for the headers of all sources on behalf of its block. False: the time is up, or a source differs.
+__device__ inline bool read_headers(const Params& p, const Call& call, Sources& sources) {
   bool ok = true;
   int most = 0, before = 0;
   for (int first = 0; first < kNumRanks; first += 32) {
     const int source = first + lane_idx();
-    u64 tokens = 0, rows = 0, alike = 0, came = 0;
+    u64 tokens = 0, rows = 0, alike = 0;
     bool differs = false;
     if (source < kNumRanks && !call.out[source]) {
       const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
       const bool come = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
         tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows), alike = ld_relaxed_sys(&header->alike);
-        const bool is_there = static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
-                              static_cast<u32>(alike) == call.received;
-        if (is_there) came = now_if_counted(p);  // here, and not when other lanes have come as far
-        return is_there;
+        return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
+               static_cast<u32>(alike) == call.received;
       });
-      if (!kMasksOnTimeout && p.wait_stats && come && blockIdx.x == 0) add_wait(p, call.received, source, came - start);
       differs = come && alike >> 32 != p.alike;
       ok &= come && !differs;
     }
@@ -129,16 +138,14 @@ struct RowPart {
     return come;
   }
 
-  // After start. `place`: in lane k, where the row belongs for the token's choice k, or negative; `late` becomes true in lanes that had
-  // to wait. False: the time is up.
-  __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int place, bool& late) {
+  // After start. `place`: in lane k, where the row belongs for the token's choice k, or negative. False: the time is up.
+  __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int place) {
     const u32 places = __ballot_sync(~0u, place >= 0);
     bool ok = true;
     for (int first = thread, i = thread; first - lane_idx() < kVecs; first += step * kAtOnce, i += step) {
       if (first != thread) load(first, i);
       ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
         if (all_come(first, i)) return true;
-        late = true;
         if (kAtOnce <= 2 || has_come(ld_relaxed_sys(row + first))) load(first, i);  // one piece stands for many: polling is cheap
         return false;
       });
@@ -186,9 +193,9 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   if (!(comes[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
   RowPart<kVecs, kAtOnce> row(message, group);
-  bool ok = true, late = false;  // late: it was not there, and so may be what was waited for
+  bool ok = true, late = false;  // late: not there when it was looked for
   if (is_far(p, source)) {
-    late = p.wait_stats && static_cast<u32>(ld_relaxed_sys(at<const u64>(mine, flag_offset(epoch, source, token)))) != epoch;
+    if (p.wait_stats) late = static_cast<u32>(ld_relaxed_sys(at<const u64>(mine, flag_offset(epoch, source, token)))) != epoch;
     if (lane == 0) ok = wait_epoch(p, at<const u64>(mine, flag_offset(epoch, source, token)), epoch, kPhaseLlRows, source);
     ok = __shfl_sync(~0u, ok, 0);
     __syncwarp();  // all lanes may read what lane 0 acquired
@@ -196,13 +203,12 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   u64 choice = 0, weight = 0;
   if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);
   row.start();
+  if (p.wait_stats) late = __any_sync(~0u, late || !row.all_come(row.thread, row.thread));
   int rows_before = 0;  // of this source
   for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? comes[w] & (bit - 1) : comes[w]);
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
   auto await_word = [&](const u64* words, u64& word) {
-    if (lane >= kNumTopk || static_cast<u32>(word) == epoch) return;
-    late = true;
-    ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
+    if (lane < kNumTopk && static_cast<u32>(word) != epoch) ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
   };
   await_word(message->choice, choice);
   await_word(message->weight, weight);
@@ -220,8 +226,8 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
     if (lane == 0) entry->source = source, entry->token = token;
     if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
   }
-  ok = row.finish(p, epoch, source, place, late) && ok;
-  if (p.wait_stats && __any_sync(~0u, late) && lane == 0) add_wait(p, epoch, source, nanoseconds() - r.start);
+  ok = row.finish(p, epoch, source, place) && ok;
+  if (p.wait_stats && late && lane == 0) add_wait(p, epoch, source, nanoseconds() - r.start);
   if (!kMasksOnTimeout) return ok;
   if (!ok && lane < kNumTopk) entry->row[lane] = kLlElsewhere;  // where time-outs mask, a warp has a whole row
   return true;
@@ -251,24 +257,13 @@ __device__ inline void tell_counts(const Receiving& r) {
   }
 }
 
-// All blocks come to the same verdict about each source. `start`: since when they wait.
-__device__ inline void settle(const Params& p, u64 start, Call& call) {
+// All blocks come to the same verdict about each source.
+__device__ inline void settle(const Params& p, Call& call) {
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
     const int source = i / kHeaderWords;
     const u64* words = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
-    u64 came = 0;
-    auto await = [&](int w) {
-      return wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
-        seen = static_cast<u32>(ld_acquire_sys(words + w)), came = now_if_counted(p);
-        return seen == call.received;
-      });
-    };
-    if (call.out[source]) continue;
-    if (!(await(0) && await(i % kHeaderWords))) {
-      call.out[source] = true;
-    } else if (p.wait_stats && blockIdx.x == 0) {
-      add_wait(p, call.received, source, came - start);
-    }
+    auto await = [&](int w) { return wait_epoch(p, words + w, call.received, kPhaseLlCounts, source); };
+    if (!call.out[source] && !(await(0) && await(i % kHeaderWords))) call.out[source] = true;
   }
   __syncthreads();
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
@@ -292,7 +287,8 @@ __device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
-  if constexpr (kMasksOnTimeout) settle(p, r.start, call);
+  if (p.wait_stats && blockIdx.x == 0 && warp_idx() == 0) count_waits(p, call, r.start);
+  if constexpr (kMasksOnTimeout) settle(p, call);
   if (blockIdx.x == 0) {  // as sending did, or more
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
       if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;
@@ -308,7 +304,7 @@ __device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
   const int expected = num_busy(p.num_tokens);
   bool ok = true, copied = tells || static_cast<int>(blockIdx.x) < expected;
   if (warp_idx() == 0) {
-    ok = read_headers(p, call, r.start, shared.sources);
+    ok = read_headers(p, call, shared.sources);
   } else if (copied) {
     copied = copy(expected <= kMostEager);
   }
