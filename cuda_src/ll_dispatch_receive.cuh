@@ -203,13 +203,13 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   u64 choice = 0, weight = 0;
   if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);
   row.start();
-  if (p.wait_stats) late = __any_sync(~0u, late || !row.all_come(row.thread, row.thread));
   int rows_before = 0;  // of this source
   for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? comes[w] & (bit - 1) : comes[w]);
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
   auto await_word = [&](const u64* words, u64& word) {
     if (lane < kNumTopk && static_cast<u32>(word) != epoch) ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
   };
+  if (p.wait_stats) late = __any_sync(~0u, late || (lane < kNumTopk && static_cast<u32>(choice) != epoch));
   await_word(message->choice, choice);
   await_word(message->weight, weight);
   ok = __all_sync(~0u, ok);
@@ -279,21 +279,25 @@ __device__ inline void settle(const Params& p, Call& call) {
   __syncthreads();
 }
 
-// kVecs: of a row.
-template <int kVecs>
-__device__ inline void receive(const Params& p, u32* comes, Shared& shared) {
-  Call& call = shared.call;
-  const Receiving r{p, shared, comes, nanoseconds()};
+// What is done whatever the rows are. `start`: when the block began to receive.
+__device__ inline void begin_receiving(const Params& p, u64 start, Call& call) {
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
-  if (p.wait_stats && blockIdx.x == 0 && warp_idx() == 0) count_waits(p, call, r.start);
+  if (p.wait_stats && blockIdx.x == 0 && warp_idx() == 0) count_waits(p, call, start);
   if constexpr (kMasksOnTimeout) settle(p, call);
   if (blockIdx.x == 0) {  // as sending did, or more
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
       if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;
     }
   }
+}
+
+// After begin_receiving. kVecs: of a row.
+template <int kVecs>
+__device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& shared) {
+  const Call& call = shared.call;
+  const Receiving r{p, shared, comes, start};
   // The last block, which has no row where few come, tells the counts.
   const bool tells = blockIdx.x == gridDim.x - 1;
   auto group_of = [](int num_tokens) { return Group(log2_share(num_tokens * kNumRanks, kMasksOnTimeout ? 0 : kMostShare)); };
