@@ -193,7 +193,7 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   if (!(comes[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
   RowPart<kVecs, kAtOnce> row(message, group);
-  bool ok = true, late = false;  // late: not there when it was looked for
+  bool ok = true, late = false;  // late: its head was not there when it was looked for
   if (is_far(p, source)) {
     if (p.wait_stats) late = static_cast<u32>(ld_relaxed_sys(at<const u64>(mine, flag_offset(epoch, source, token)))) != epoch;
     if (lane == 0) ok = wait_epoch(p, at<const u64>(mine, flag_offset(epoch, source, token)), epoch, kPhaseLlRows, source);
@@ -207,9 +207,10 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? comes[w] & (bit - 1) : comes[w]);
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
   auto await_word = [&](const u64* words, u64& word) {
-    if (lane < kNumTopk && static_cast<u32>(word) != epoch) ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
+    if (lane >= kNumTopk || static_cast<u32>(word) == epoch) return;
+    late = true;
+    ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
   };
-  if (p.wait_stats) late = __any_sync(~0u, late || (lane < kNumTopk && static_cast<u32>(choice) != epoch));
   await_word(message->choice, choice);
   await_word(message->weight, weight);
   ok = __all_sync(~0u, ok);
@@ -227,7 +228,7 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
     if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
   }
   ok = row.finish(p, epoch, source, place) && ok;
-  if (p.wait_stats && late && lane == 0) add_wait(p, epoch, source, nanoseconds() - r.start);
+  if (p.wait_stats && __any_sync(~0u, late) && lane == 0) add_wait(p, epoch, source, nanoseconds() - r.start);
   if (!kMasksOnTimeout) return ok;
   if (!ok && lane < kNumTopk) entry->row[lane] = kLlElsewhere;  // where time-outs mask, a warp has a whole row
   return true;

@@ -62,7 +62,8 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
     left_out[i] = ld_relaxed_gpu((also_out ? also_out : masked_at(p, 0)) + r);
   }
   const u32 sent = progress->sent + 1, received = progress->received + 1, taken_before = progress->taken_before;
-  bool failed = was_aborted(p);
+  const bool is_replayed_too_early = p.phases == (kLlSend | kLlReceive) && sent != received;  // while a hook is open
+  bool failed = was_aborted(p) || is_replayed_too_early;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int r = 32 * i + lane_idx();
@@ -88,10 +89,7 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
     call.out[r] = out;
   }
   failed = __any_sync(~0u, failed);
-  if (p.phases == (kLlSend | kLlReceive) && sent != received) {  // a graph is replayed while a hook is open
-    failed = true;
-    if (blockIdx.x == 0 && lane_idx() == 0) give_up(p, kPhaseLlOpenHook, p.rank, sent, received);
-  }
+  if (failed && is_replayed_too_early && blockIdx.x == 0 && lane_idx() == 0) give_up(p, kPhaseLlOpenHook, p.rank, sent, received);
   if (lane_idx() == 0) call.sent = sent, call.received = received, call.taken_before = taken_before, call.failed = failed;
 }
 
