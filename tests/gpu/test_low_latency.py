@@ -124,8 +124,17 @@ def test_epochs_wrap_around(comm):
     """As they do after 2**32 calls, within a day of decoding."""
     gpu, host = make_both(comm, hidden=512)
     ranks, config = comm.Get_size(), gpu.config
+    progress, calls = structs.LlProgress.dtype({}), 2**32 - 9
+    inboxes = gpu._backend._memory.ptr + gpu._backend._map.offsets["low_latency"]
     with gpu, host:
-        # By then all memory of the inboxes has been used: every token goes to every rank.
+        for name in ("dispatch", "combine"):
+            made = np.zeros(1, progress)
+            made["sent"] = made["received"] = calls
+            made["taken"] = made["taken_before"] = 2**32 - 1000
+            write(gpu._backend._state + layout.local(config).offsets[f"ll_{name}"], made)
+            write(inboxes + layout.low_latency(config).offsets[f"{name}_acks"], np.full(ranks, calls, np.uint64))
+        comm.Barrier()
+        # Memory that was never used holds 0 and -1, which are epochs too; after so many calls there is none. Every token goes everywhere.
         choice = torch.arange(8, device="cuda")
         everywhere = (choice % ranks * config.num_local_experts + choice // ranks).expand(128, 8).contiguous()
         weights = torch.rand(128, 8, device="cuda")
@@ -133,23 +142,11 @@ def test_epochs_wrap_around(comm):
             early = weights if i < config.low_latency_sides else None
             sent = gpu.low_latency_dispatch(rows(comm, i, 128, 512), everywhere, topk_weights=early, use_fp8=False)
             gpu.low_latency_combine(sent.recv_x, everywhere, weights, sent.handle)
-        torch.cuda.synchronize()
-        comm.Barrier()
-        calls = 2**32 - 5
-        progress = structs.LlProgress.dtype({})
-        for name in ("dispatch", "combine"):
-            mine = np.zeros(1, progress)
-            mine["sent"] = mine["received"] = calls
-            mine["taken"] = mine["taken_before"] = 2**32 - 100
-            write(gpu._backend._state + layout.local(config).offsets[f"ll_{name}"], mine)
-            inboxes = gpu._backend._memory.ptr + gpu._backend._map.offsets["low_latency"]
-            write(inboxes + layout.low_latency(config).offsets[f"{name}_acks"], np.full(ranks, calls, np.uint64))
-        comm.Barrier()
         for i in range(20):
             round_trip(comm, gpu, host, 8 * i, 128 - 3 * i, early_weights=i % 4 < 2, use_fp8=len(formats()) > 1 and i % 3 > 0)
         after = np.zeros(1, progress)
         read(gpu._backend._state + layout.local(config).offsets["ll_dispatch"], after)
-        assert after["sent"] == after["received"] == calls + 20 - 2**32
+        assert after["sent"] == after["received"] == calls + 2 * config.low_latency_sides + 20 - 2**32
 
 
 def write(ptr, array):
