@@ -201,10 +201,9 @@ __device__ inline void write_padding(const Params& p, const Routes& routes) {
 // The caller may write to its counts; the handle, which may be used again, keeps its own.
 __device__ inline void copy_counts(const Params& p) {
   if (blockIdx.x > 0 || warp_idx() != kDispatchMovers) return;
-  const u64 base = p.peers[p.rank];
-  if (lane_idx() == 0) *at<i32>(base, p.land_num_recv) = *at<const i32>(p.handle, kHandleNumRecv);
+  if (lane_idx() == 0) *at<i32>(p.num_recv, 0) = *at<const i32>(p.handle, kHandleNumRecv);
   const i32* per_expert = at<const i32>(p.handle, kHandleNumRecvPerExpert);
-  for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(base, p.land_num_recv_per_expert)[e] = per_expert[e];
+  for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(p.num_recv_per_expert, 0)[e] = per_expert[e];
 }
 
 extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ Params p) {

@@ -101,11 +101,15 @@ class DeviceBackend:
         x, idx, weights, scales = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
         idx_bytes = idx.itemsize if idx else 0
-        slot = self._handles.take(stream, call.caller_stream) if known is None else known._routing
+        # Counts do not lie with the rows: who keeps counts must not keep those.
         if known is not None:
-            capacity = known.num_recv_rows
+            capacity, slot = known.num_recv_rows, known._routing
+            counts_owner = self._counts.take(stream, call.caller_stream)
+            counts_at = counts_owner.ptr
         else:
             capacity = config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
+            slot = counts_owner = self._handles.take(stream, call.caller_stream)
+            counts_at = slot.ptr + self._handle_map.offsets["counts"]
         shape = layout.result(config, capacity, row_bytes, scale_bytes, idx_bytes, idx is not None)
         place = self._results.place(shape.num_bytes, call)
         if known is None:
@@ -126,9 +130,9 @@ class DeviceBackend:
                 "land_topk_idx": at + parts["topk_idx"],
                 "land_topk_weights": at + parts["topk_weights"],
                 "land_src_idx": at + parts["src_idx"],
-                "land_num_recv": at + parts["num_recv"],
-                "land_num_recv_per_expert": at + parts["num_recv_per_expert"],
                 "capacity": capacity,
+                "num_recv": counts_at + self._counts_map.offsets["num_recv"],
+                "num_recv_per_expert": counts_at + self._counts_map.offsets["num_recv_per_expert"],
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx_bytes,
                 "rows_per_copy": rows_per_copy(row_bytes),
@@ -136,12 +140,12 @@ class DeviceBackend:
             },
         )
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
-        self._order.leave(call, (x, idx, weights, scales, inputs.x, *given), slot, *given)
+        self._order.leave(call, (x, idx, weights, scales, inputs.x, *given), (slot, counts_owner), *given)
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._watch.await_counts()
         owner, base = self._results.keep(place, shape.offsets["x"] + num_rows * row_bytes, call)
-        views = self._dispatched(base, parts, num_rows, (x, scales, idx, weights), owner, stream)
+        views = self._dispatched(base, parts, num_rows, (x, scales, idx, weights), owner, counts_at, counts_owner, stream)
         handle = known or DispatchHandle(x.shape[0], num_rows, counts, self._serial, slot, {})
         self._watch.check_inputs()
         return DispatchResult(handle, self._order.event(call), self._for_caller(views, inputs.x.device == HOST, stream))
@@ -268,6 +272,8 @@ class DeviceBackend:
         driver.fill(self._state, 0, local_bytes)
         self._handle_map = layout.handle(config)
         self._handles = self._slots(self._handle_map.num_bytes, layout.num_handles(config))
+        self._counts_map = layout.counts(config)
+        self._counts = self._slots(self._counts_map.num_bytes, layout.num_handles(config))
         self._page = HostPage(config)
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state)
@@ -346,6 +352,8 @@ class DeviceBackend:
         num_rows: int,
         sent: Sequence[View | None],
         owner: Any,
+        counts_at: int,
+        counts_owner: Slot,
         stream: int,
     ) -> Callable[[], Views]:
         """Makes the results of a dispatch, which look like what was `sent` (x, scales, topk_idx, topk_weights)."""
@@ -358,12 +366,14 @@ class DeviceBackend:
             names = ("x", "scales", "topk_idx", "topk_weights")
             arrays = {name: (kind[0], (num_rows, *kind[1])) for name, kind in zip(names, kinds, strict=True) if kind}
             arrays["src_idx"] = "int32", (num_rows, 2)
-            arrays["num_recv"] = "int32", (1,)
-            arrays["num_recv_per_expert"] = "int32", (self.config.num_local_experts,)
-            return {
+            made: Views = {
                 name: self._result(base + offsets[name], shape, dtype, owner, framework, stream)
                 for name, (dtype, shape) in arrays.items()
             }
+            for name, shape in (("num_recv", (1,)), ("num_recv_per_expert", (self.config.num_local_experts,))):
+                at = counts_at + self._counts_map.offsets[name]
+                made[name] = self._result(at, shape, "int32", counts_owner, framework, stream)
+            return made
 
         return views
 

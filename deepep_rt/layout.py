@@ -155,8 +155,14 @@ def handle(config: Config) -> Map:
             ("num_recv_per_expert", config.num_local_experts * 4),
             ("send_pos", tokens * ranks * 4),  # [token][rank] int32: the how-manieth row for that rank, or -1
             ("send_list", ranks * tokens * 4),  # [rank][position] int32: the token
+            ("counts", counts(config).num_bytes),  # the caller's, of the dispatch that made the handle
         ]
     )
+
+
+def counts(config: Config) -> Map:
+    """What arrived in a dispatch, as its caller gets it."""
+    return arrange([("num_recv", 4), ("num_recv_per_expert", config.num_local_experts * 4)])
 
 
 @functools.lru_cache
@@ -165,8 +171,6 @@ def result(config: Config, capacity: int, row_bytes: int, scale_bytes: int, idx_
     topk = config.num_topk if with_topk else 0
     return arrange(
         [
-            ("num_recv", 4),
-            ("num_recv_per_expert", config.num_local_experts * 4),
             ("topk_idx", capacity * topk * idx_bytes),
             ("topk_weights", capacity * topk * 4),
             ("src_idx", capacity * 8),
@@ -261,7 +265,7 @@ def constants(config: Config) -> dict[str, int]:
 def size_hint(config: Config) -> dict[str, int]:
     """Bytes of GPU memory that a Buffer takes on each rank, by region, and their sum as `total`."""
     parts = dict(symmetric(config).sizes)
-    parts["handles"] = num_handles(config) * handle(config).num_bytes
+    parts["handles"] = num_handles(config) * (handle(config).num_bytes + counts(config).num_bytes)
     if config.low_latency:  # as many as are held at once; this is one of each
         parts["handles"] += num_handles(config) * low_latency_handle(config).num_bytes
         parts["low_latency_results"] = low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes

@@ -22,6 +22,7 @@ from deepep_rt import (
     arrays,
     driver,
     frameworks,
+    layout,
     symmetric,
 )
 
@@ -307,6 +308,28 @@ def test_ranks_without_a_direct_path(fake: FakeGpu, make: Any, monkeypatch: pyte
         assert fake.take() == []
         buffer.low_latency_dispatch(*arguments(fake)[:2])
         assert [call.kernel for call in fake.take()] == ["ll_dispatch"]
+
+
+def test_counts_belong_to_the_caller(fake: FakeGpu, make: Any) -> None:
+    """They are neither what the handle keeps for its next use, nor do they keep the rows."""
+    with make() as buffer:
+        x, idx, _ = arguments(fake)
+        pool = buffer._backend._results._pool
+        free = pool.free_bytes
+        sent = buffer.dispatch(x, idx, num_worst_tokens=40)
+        again = buffer.dispatch(x, handle=sent.handle)
+        launches = [launch for launch in fake.take() if launch.kernel == "dispatch"]
+        kept = layout.handle(buffer.config).offsets
+        addresses = {sent.handle._routing.ptr + kept[name] for name in ("num_recv", "num_recv_per_expert")}
+        for result, launch in zip((sent, again), launches, strict=True):
+            counts = result.num_recv_tokens, result.num_recv_tokens_per_expert
+            assert [array.ptr for array in counts] == [launch.num_recv, launch.num_recv_per_expert]
+            addresses |= {array.ptr for array in counts}
+        assert len(addresses) == 6
+        counts = sent.num_recv_tokens, again.num_recv_tokens_per_expert
+        del sent, again, result
+        assert pool.free_bytes == free
+        assert counts
 
 
 def test_copy_ceiling(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
