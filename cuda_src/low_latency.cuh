@@ -2,7 +2,9 @@
 //
 // Nothing that travels over NVLink needs a fence or a flag. Numbers travel as 8-byte words with the call's epoch in their lower half. Rows
 // travel bare, into memory that holds kNotYet in each 4-byte word; no row has such a word (`sendable` sees to it where it could), and who
-// has read a word writes kNotYet there again. What is put over the network comes with a signal; rows are read only after it.
+// has read a word writes kNotYet there again. (Memory that no call has used holds 0 or kNotYet, which are epochs too, of the call before
+// epochs wrap around and of the one after. All is used by then, 2^32 calls later, unless calls never were as large.) What is put over the
+// network comes with a signal; rows are read only after it.
 //
 // Sides. Inboxes have kNumSides sides, by the epoch. When a kernel starts, it acknowledges to every rank what this rank has received before
 // (and so has read, and has written kNotYet to); a sender first waits for the acknowledgement of kNumSides calls ago. Hence the two parts
