@@ -17,11 +17,12 @@ from . import __version__, _env, bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
-from .config import COMBINE_DTYPES, Config, has_fp8
+from .config import COMBINE_DTYPES, Config
 from .errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
 from .screen import console
 from .sources import kernel_constants
+from .tuning import has_fp8
 
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)

@@ -11,7 +11,7 @@ from typing import Any
 from . import alike, driver, layout
 from .arrays import HOST, Framework, View
 from .calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs
-from .config import FP8_GROUP, Config, has_fp8
+from .config import FP8_GROUP, Config
 from .device import DeviceBackend, address_of
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 from .hooks import Hook, HookOrder, Hooks, check_received
@@ -20,6 +20,7 @@ from .pool import Slot, Slots
 from .results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from .structs import LL_RECEIVE, LL_SEND
 from .transfer import to_host
+from .tuning import has_fp8
 
 _log = logging.getLogger("deepep_rt")
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .config import MIN_ARCH, arch_number
 from .doctor_facts import SHOWN, Finding, Situation, fact, gpus, has_hardware, numbers_of, some
 from .doctor_kinds import MIN_MEMLOCK_BYTES, MIN_NVSHMEM, MIN_SHM_BYTES
+from .tuning import MIN_ARCH, arch_number
 
 
 def _mpi_library(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding]:

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Mapping
 
 from . import driver, jit
-from .config import local_constants
 from .kernels import TABLE
 from .launch import Launcher
+from .tuning import local_constants
 
 _BLOCKS_PER_SM = 8  # of 256 threads: at least as many as fit
 _launching = threading.Lock()  # a backward pass runs in a thread of its own

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import layout, structs
-from .config import Config, combine_constants, local_constants, tuning
+from .config import Config
 from .errors import EPCompileError, EPConfigError, EPUnavailableError
 from .kernels import Kernel
+from .tuning import combine_constants, local_constants, tuning
 
 Constants = Mapping[str, int]
 

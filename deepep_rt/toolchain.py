@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import MIN_ARCH, arch_number
 from .errors import EPCompileError, EPConfigError, EPUnavailableError
+from .tuning import MIN_ARCH, arch_number
 
 _INSTALL = "pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]', whichever matches the driver"
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from . import jit
-from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, has_fp8
+from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT
 from .fp8 import LARGEST, LEAST_AMAX
+from .tuning import has_fp8
 
 FLOATS = {getattr(torch, name): name for name in COMBINE_DTYPES}
 """The dtypes that rows are converted from and to."""

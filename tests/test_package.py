@@ -36,6 +36,7 @@ ORDER = [
     "frameworks",
     "alike",
     "config",
+    "tuning",
     "fp8",
     "structs",
     "layout",

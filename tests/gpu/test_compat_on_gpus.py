@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepep_rt import EPInputError, EPUnavailableError, jit
-from deepep_rt.config import has_fp8
+from deepep_rt.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")

@@ -25,7 +25,7 @@ from deepep_rt import (  # noqa: E402
     driver,
     jit,
 )
-from deepep_rt.config import has_fp8  # noqa: E402
+from deepep_rt.tuning import has_fp8  # noqa: E402
 
 
 def same_dispatch(got, want, num_rows=None):

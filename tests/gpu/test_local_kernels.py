@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 from deepep_rt import fp8, jit, local_kernels, torch_kernels  # noqa: E402
-from deepep_rt.config import has_fp8  # noqa: E402
+from deepep_rt.tuning import has_fp8  # noqa: E402
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 

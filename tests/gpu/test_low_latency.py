@@ -17,7 +17,7 @@ from process_group import start_in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError, driver, jit, layout, structs  # noqa: E402
-from deepep_rt.config import has_fp8  # noqa: E402
+from deepep_rt.tuning import has_fp8  # noqa: E402
 
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
 

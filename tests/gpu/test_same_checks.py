@@ -10,7 +10,7 @@ import pytest
 from transports import transports
 
 from deepep_rt import jit
-from deepep_rt.config import has_fp8
+from deepep_rt.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
 
