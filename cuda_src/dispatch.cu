@@ -1,9 +1,9 @@
 // dispatch: sends the rows of a known routing straight to their final places at the receivers.
 //
 // Roles in each block: kDispatchMovers warps move rows (one thread of each issues bulk copies; without TMA the whole warp copies), the
-// others carry the small arrays: where a row comes from, expert numbers and weights as the receiver sees them, scales. Rows for a rank go
-// in the order of send_list, so a chunk of them is contiguous at the receiver and leaves as one copy: rows that are no multiple of 128
-// bytes share the cost of their ragged ends.
+// others carry the small arrays: where a row comes from, expert numbers and weights as the receiver sees them, scales, this rank's counts.
+// Rows for a rank go in the order of send_list, so a chunk of them is contiguous at the receiver and leaves as one copy: rows that are no
+// multiple of 128 bytes share the cost of their ragged ends.
 //
 // Protocol: (1) everybody publishes where its rows shall land, and waits for all peers' landings (landing.cuh says why the memory may be
 // reused); (2) rows are pushed; (3) the last block of a rank to finish raises one flag at each peer, which releases the writes of all

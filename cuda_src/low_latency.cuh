@@ -2,9 +2,9 @@
 //
 // Nothing that travels over NVLink needs a fence or a flag. Numbers travel as 8-byte words with the call's epoch in their lower half. Rows
 // travel bare, into memory that holds kNotYet in each 4-byte word; no row has such a word (`sendable` sees to it where it could), and who
-// has read a word writes kNotYet there again. (Memory that no call has used holds 0 or kNotYet, which are epochs too, of the call before
-// epochs wrap around and of the one after. All is used by then, 2^32 calls later, unless calls never were as large.) What is put over the
-// network comes with a signal; rows are read only after it.
+// has read a word writes kNotYet there again. (Memory that no call has used holds kNotYet or 0, which are epochs too: of the last call
+// before they wrap around, and of the first after it. All is used by then, 2^32 calls later, unless calls never were as large.) What is put
+// over the network comes with a signal; rows are read only after it.
 //
 // Sides. Inboxes have kNumSides sides, by the epoch. When a kernel starts, it acknowledges to every rank what this rank has received before
 // (and so has read, and has written kNotYet to); a sender first waits for the acknowledgement of kNumSides calls ago. Hence the two parts
@@ -91,7 +91,7 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
     call.out[r] = out;
   }
   failed = __any_sync(~0u, failed);
-  if (failed && is_replayed_too_early && blockIdx.x == 0 && lane_idx() == 0) give_up(p, kPhaseLlOpenHook, p.rank, sent, received);
+  if (failed && is_replayed_too_early && blockIdx.x == 0 && lane_idx() == 0) give_up(p, kLlOpenHook, p.rank, sent, received);
   if (lane_idx() == 0) call.sent = sent, call.received = received, call.taken_before = taken_before, call.failed = failed;
 }
 

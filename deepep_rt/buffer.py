@@ -381,8 +381,8 @@ class Buffer(SharedByCopies):
             async_finish: As in `dispatch`.
             return_recv_hook: Only send; calling the result's `hook` receives, on the same stream. No SM is held in between. Hooks are
                 called in the order of their calls, and at most `num_slots` may be open. (One that is lost, in an exception, is called by
-                the next call.) In a CUDA graph, a call and its hook are in the same capture; no whole call is replayed between the two
-                halves of another one.
+                the next call.) In a CUDA graph, a call and its hook are in the same capture. A whole call that is replayed between the two
+                halves of another one ends the buffer: the next call, or wait, raises EPInputError.
             cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the tokens that arrive are added to it.
             wait_recv_cost_stats: `[num_ranks]` int64; the nanoseconds that each source kept the call waiting are added to it, until its
                 last row had come. (On the host backend, which gets all rows at once, each other source counts for all of the wait.)

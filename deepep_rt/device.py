@@ -104,11 +104,11 @@ class DeviceBackend:
         # Counts do not lie with the rows: who keeps counts must not keep those.
         if known is not None:
             capacity, slot = known.num_recv_rows, known._routing
-            told = self._counts.take(stream, call.caller_stream)
-            counts_at = told.ptr
+            counts_slot = self._counts.take(stream, call.caller_stream)
+            counts_at = counts_slot.ptr
         else:
             capacity = config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
-            told = slot = self._handles.take(stream, call.caller_stream)
+            counts_slot = slot = self._handles.take(stream, call.caller_stream)
             counts_at = slot.ptr + self._handle_map.offsets["counts"]
         shape = layout.result(config, capacity, row_bytes, scale_bytes, idx_bytes, idx is not None)
         place = self._results.place(shape.num_bytes, call)
@@ -140,13 +140,13 @@ class DeviceBackend:
             },
         )
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
-        self._order.leave(call, (x, idx, weights, scales, inputs.x, *given), (slot, told), *given)
+        self._order.leave(call, (x, idx, weights, scales, inputs.x, *given), (slot, counts_slot), *given)
         num_rows, counts = capacity, known.num_recv_tokens_per_expert_list if known else None
         if tell_host:
             num_rows, counts = self._watch.await_counts()
         owner, base = self._results.keep(place, shape.offsets["x"] + num_rows * row_bytes, call)
         sent = x, scales, idx, weights
-        views = self._dispatched(parts, num_rows, sent, rows=(base, owner), counts=(counts_at, told), stream=stream)
+        views = self._dispatched(parts, num_rows, sent, rows=(base, owner), counts=(counts_at, counts_slot), stream=stream)
         handle = known or DispatchHandle(x.shape[0], num_rows, counts, self._serial, slot, {})
         self._watch.check_inputs()
         return DispatchResult(handle, self._order.event(call), self._for_caller(views, inputs.x.device == HOST, stream))
@@ -375,14 +375,14 @@ class DeviceBackend:
             names = ("x", "scales", "topk_idx", "topk_weights")
             arrays = {name: (kind[0], (num_rows, *kind[1])) for name, kind in zip(names, kinds, strict=True) if kind}
             arrays["src_idx"] = "int32", (num_rows, 2)
-            (base, owner), (counts_at, told) = rows, counts
+            (base, rows_owner), (counts_base, counts_owner) = rows, counts
             made: Views = {
-                name: self._result(base + offsets[name], shape, dtype, owner, framework, stream)
+                name: self._result(base + offsets[name], shape, dtype, rows_owner, framework, stream)
                 for name, (dtype, shape) in arrays.items()
             }
             for name, shape in (("num_recv", (1,)), ("num_recv_per_expert", (self.config.num_local_experts,))):
-                at = counts_at + self._counts_map.offsets[name]
-                made[name] = self._result(at, shape, "int32", told, framework, stream)
+                at = counts_base + self._counts_map.offsets[name]
+                made[name] = self._result(at, shape, "int32", counts_owner, framework, stream)
             return made
 
         return views

@@ -103,7 +103,7 @@ class HookOrder:
             raise EPInputError(f"an earlier hook of {self.what} is open; call hooks in the order of their calls")
         if first.captured_in != first.capture_now():
             raise EPInputError(
-                f"a {self.what} and its hook belong into the same capture of a CUDA graph, or both outside of any; drop this hook if "
+                f"a {self.what} and its hook belong in the same capture of a CUDA graph, or both outside of any; drop this hook if "
                 f"its capture has ended"
             )
         self._open.popleft().run()  # forgotten, so that the hook keeps no memory alive

@@ -98,8 +98,8 @@ TABLE: dict[str, Kernel] = {
     u64 land_topk_weights;
     u64 land_src_idx;
     i64 capacity;           // rows that fit there
-    u64 num_recv;           // for the caller: [1] int32
-    u64 num_recv_per_expert;  // [kNumLocalExperts] int32
+    u64 num_recv;              // for the caller: [1] int32
+    u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
     i32 scale_bytes;
     i32 idx_bytes;
     i32 rows_per_copy;

@@ -253,6 +253,7 @@ def constants(config: Config) -> dict[str, int]:
         "kLlElsewhere": structs.LL_ELSEWHERE,
         "kLlNoRoom": structs.LL_NO_ROOM,
         "kLlUnknown": structs.LL_UNKNOWN,
+        "kLlOpenHook": structs.LL_OPEN_HOOK,
         "kLlHeaderStride": low_latency_header_stride(config),
         "kLlHeadBytes": low_latency_head_bytes(config),
         "kLlMessageStride": low_latency_message_stride(config),

@@ -11,8 +11,6 @@ from . import alike, driver, layout, structs
 from .config import Config
 from .errors import EPInputError, EPTimeoutError
 
-_OPEN_HOOK, _ = structs.PHASES["kPhaseLlOpenHook"]
-
 
 class HostPage:
     """A Buffer's page.
@@ -57,7 +55,7 @@ class HostPage:
         if self._differs.value and self._is_for_good():
             raise self._difference("The buffer cannot be used any more")
         if self._timed_out.value:
-            raise self._open_hook() if self._report[0]["phase"] == _OPEN_HOOK else self._timeout()
+            raise self._open_hook() if self._report[0]["phase"] == structs.LL_OPEN_HOOK else self._timeout()
 
     def check_inputs(self) -> None:
         """Raise EPInputError, once, if a rank gave something else than others, or a token chose an expert that does not exist."""

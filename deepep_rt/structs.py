@@ -210,10 +210,12 @@ PHASES = {
     "kPhaseLlCombineRoom": (10, "room for the rows of a low-latency combine"),
     "kPhaseLlWeights": (11, "the weights of a low-latency combine"),
     "kPhaseLlCombineRows": (12, "the rows of a low-latency combine"),
-    "kPhaseLlOpenHook": (13, "nothing: a call of both halves came while a hook was open"),
 }
 """What a wait on the device can wait for: its number in a Report, and its name for people."""
 
+
+LL_OPEN_HOOK = 255
+"""Stands for a phase in a Report: no wait ran out of time, but a whole low-latency call came between the halves of another one."""
 
 ROOM_PHASES = {PHASES[name][0] for name in ("kPhaseLlDispatchRoom", "kPhaseLlCombineRoom")}
 """Waits for a peer that still has to read what an earlier call has sent."""

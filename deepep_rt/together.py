@@ -36,7 +36,7 @@ def meet(comm: Communicator, value: int, timeout_s: float, phase: str, hint: str
 
 
 def meet_to_measure(comm: Communicator, timeout_s: float) -> None:
-    """`meet`, for a measurement that all ranks make."""
+    """`meet`, for a measurement that all ranks begin at the same time."""
     meet(comm, 0, timeout_s, "copy_ceiling", "all ranks have to call it")
     comm.Barrier()  # all are here, so it is short; and more exact
 

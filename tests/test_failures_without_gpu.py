@@ -155,7 +155,7 @@ def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: in
 def test_a_replay_while_a_hook_was_open(fake: FakeGpu, make: Any) -> None:
     buffer = make(low_latency=True)
     page = buffer._backend._page
-    page._report["phase"], page._timed_out.value = structs.PHASES["kPhaseLlOpenHook"][0], 1
+    page._report["phase"], page._timed_out.value = structs.LL_OPEN_HOOK, 1
     for call in (buffer.synchronize, lambda: buffer.low_latency_dispatch(*arguments(fake)[:2])):
         with pytest.raises(EPInputError, match=r"replayed while a hook of such a call was open.*cannot be used any more"):
             call()

@@ -151,7 +151,7 @@ def test_halves_in_different_captures(fake: FakeGpu, make: Any, monkeypatch: pyt
         assert phases() == [1, 2]
         in_vain = send()
         is_in(None)
-        with pytest.raises(EPInputError, match=r"belong into the same capture.*drop this hook"):
+        with pytest.raises(EPInputError, match=r"belong in the same capture.*drop this hook"):
             in_vain.hook()
         del in_vain
         buffer.low_latency_dispatch(x, idx)
@@ -159,7 +159,7 @@ def test_halves_in_different_captures(fake: FakeGpu, make: Any, monkeypatch: pyt
 
         sent = send()
         is_in(8)
-        with pytest.raises(EPInputError, match="belong into the same capture"):
+        with pytest.raises(EPInputError, match="belong in the same capture"):
             sent.hook()
         del sent
         with pytest.raises(EPInputError, match="was lost and has to be called first"):

@@ -61,3 +61,15 @@ def same(a, b):
 
 def cpu(*tensors):
     return [None if t is None else t.cpu() for t in tensors]
+
+
+def write(ptr, array):
+    """Copy a NumPy array to device memory."""
+    driver.copy_async(ptr, array.ctypes.data, array.nbytes, 0)
+    driver.synchronize(0)
+
+
+def read(ptr, array):
+    """The other way."""
+    driver.copy_async(array.ctypes.data, ptr, array.nbytes, 0)
+    driver.synchronize(0)

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 
 import helpers  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import SHARED_GPUS, TAKE_TURNS, cpu, make, routing, rows, same  # noqa: E402
+from helpers import SHARED_GPUS, TAKE_TURNS, cpu, make, read, routing, rows, same, write  # noqa: E402
 from process_group import start_in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
-from deepep_rt import EPInputError, EPTimeoutError, driver, jit, layout, structs  # noqa: E402
+from deepep_rt import EPInputError, EPTimeoutError, jit, layout, structs  # noqa: E402
 from deepep_rt.tuning import has_fp8  # noqa: E402
 
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
@@ -147,16 +147,6 @@ def test_epochs_wrap_around(comm):
         after = np.zeros(1, progress)
         read(gpu._backend._state + layout.local(config).offsets["ll_dispatch"], after)
         assert after["sent"] == after["received"] == calls + 2 * config.low_latency_sides + 20 - 2**32
-
-
-def write(ptr, array):
-    driver.copy_async(ptr, array.ctypes.data, array.nbytes, 0)
-    driver.synchronize(0)
-
-
-def read(ptr, array):
-    driver.copy_async(array.ctypes.data, ptr, array.nbytes, 0)
-    driver.synchronize(0)
 
 
 def test_words_that_look_as_if_nothing_had_come(comm):
