@@ -52,13 +52,16 @@ __device__ __forceinline__ void bulk_wait_written() {
 
 // One warp moves items through its ring of stages, half of them being filled while the others are being emptied.
 //   next()                      all lanes: the next item, or -1
+//   target(item)                all lanes: where the item's bytes go
 //   load(item, stage, barrier)  all lanes: expect the item's bytes on the barrier (one lane) and start loading; false: there are none
 //   store(turn, item, stage)    one lane: start storing; `turn` counts the items that this warp moves
 //   written(count, all)         one lane: so many of its first items are written at their targets, and whether they are all
-// A stage can be refilled once it has been read; that its bytes are written is known later, and nobody waits for it before kUnwritten
-// more items are on their way.
-template <int kStages, class Next, class Load, class Store, class Written>
-__device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next next, Load load, Store store, Written written) {
+// Bytes lie in a stage where they will lie in a line of 128 bytes at their target, so that they cross the link in whole lines: rows that
+// are no multiple of 128 bytes would lose a fifth otherwise. A stage has a line more than what it holds. A stage can be refilled once it
+// has been read; that its bytes are written is known later, and nobody waits for it before kUnwritten more items are on their way.
+template <int kStages, class Next, class Target, class Load, class Store, class Written>
+__device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next next, Target target, Load load, Store store,
+                                              Written written) {
   constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 4;
   static_assert(kStages >= 2 && kStages <= 32);
   const int lane = lane_idx();
@@ -70,12 +73,13 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next 
   int held = -1;  // lane s: the item in stage s
   int started = 0;
   bool more = true;
+  auto place = [&](int stage, int item) { return stages + stage * kStageBytes + reinterpret_cast<u64>(target(item)) % 128; };
   auto start = [&] {
     const int stage = started % kStages;
     int item;
     do {
       item = next();
-    } while (item >= 0 && !load(item, stages + stage * kStageBytes, barriers + stage));
+    } while (item >= 0 && !load(item, place(stage, item), barriers + stage));
     if (lane == stage) held = item;
     more = item >= 0;
     if (more) ++started;
@@ -85,7 +89,7 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next 
     const int stage = turn % kStages, item = __shfl_sync(~0u, held, stage);
     if (lane == 0) {
       barrier_wait(barriers + stage, (turn / kStages) % 2);
-      store(turn, item, stages + stage * kStageBytes);
+      store(turn, item, place(stage, item));
       bulk_commit();
       if (turn >= kUnwritten) {
         bulk_wait_written<kUnwritten>();

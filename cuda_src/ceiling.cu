@@ -11,7 +11,8 @@ __device__ inline void push(const Params& p, char* stages, u64* barriers) {
   const Queue queue = make_queue(&at<State>(p.state, 0)->ceiling_items, kNumRanks * p.num_rows, num_workers, kDispatchTake);
   Taker taker(queue, [](int) {});
   auto source = [&](const Item& it) { return at<char>(p.src, (static_cast<u64>(it.rank) * p.num_rows + it.chunk) * p.row_bytes); };
-  auto target = [&](const Item& it) {
+  auto target = [&](int item) {
+    const Item it = item_at(item, p.rank);
     return at<char>(p.peers[it.rank] + p.land_x, (static_cast<u64>(p.rank) * p.num_rows + it.chunk) * p.row_bytes);
   };
   auto counts = [&](const Item& it) { return kNumRanks == 1 || it.rank != p.rank; };
@@ -25,12 +26,12 @@ __device__ inline void push(const Params& p, char* stages, u64* barriers) {
       }
       return true;
     };
-    auto store = [&](int, int item, char* stage) { bulk_store(target(item_at(item, p.rank)), stage, p.row_bytes); };
-    bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return taker.next(); }, load, store, [](int, bool) {});
+    auto store = [&](int, int item, char* stage) { bulk_store(target(item), stage, p.row_bytes); };
+    bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return taker.next(); }, target, load, store, [](int, bool) {});
   } else {
     for (int item = taker.next(); item >= 0; item = taker.next()) {
       const Item it = item_at(item, p.rank);
-      if (counts(it)) warp_copy(target(it), source(it), p.row_bytes);
+      if (counts(it)) warp_copy(target(item), source(it), p.row_bytes);
     }
   }
 }

@@ -79,6 +79,10 @@ __device__ __forceinline__ const char* source_of(const Params& p, const Routes& 
   return at<const char>(p.y, (routes.from_row[c.rank] + c.first) * kRowBytes);
 }
 
+__device__ __forceinline__ char* target_of(const Routes& routes, const Chunk& c) {
+  return at<char>(routes.to_x[c.rank], c.first * kRowBytes);
+}
+
 __device__ __forceinline__ void carry_weights(const Params& p, const Routes& routes, const Chunk& c) {
   if (!p.topk_weights) return;
   const float* from = at<const float>(p.topk_weights, 0) + (routes.from_row[c.rank] + c.first) * kNumTopk;
@@ -108,6 +112,7 @@ struct Progress {
 __device__ inline void push_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, Progress& progress) {
   const int num_workers = gridDim.x * kCombineMovers;
   Taker taker(queue_of(p, routes, num_workers), [](int) {});
+  auto target = [&](int item) { return target_of(routes, chunk_at(p, routes, item)); };
   auto load = [&](int item, char* stage, u64* barrier) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) return false;
@@ -121,7 +126,7 @@ __device__ inline void push_bulk(const Params& p, const Routes& routes, char* st
   };
   auto store = [&](int turn, int item, char* stage) {
     const Chunk c = chunk_at(p, routes, item);
-    bulk_store(at<char>(routes.to_x[c.rank], c.first * kRowBytes), stage, c.num_rows * kRowBytes);
+    bulk_store(target_of(routes, c), stage, c.num_rows * kRowBytes);
     while (turn - static_cast<int>(ld_acquire_block(&progress.told)) >= Progress::kRing) continue;  // the teller waits for nothing
     progress.items[turn % Progress::kRing] = item;
   };
@@ -129,7 +134,7 @@ __device__ inline void push_bulk(const Params& p, const Routes& routes, char* st
     st_release_block(&progress.written, count);
     if (all) st_release_block(&progress.done, 1);
   };
-  bulk_pipeline<kCombineStages>(stages, barriers, [&] { return taker.next(); }, load, store, written);
+  bulk_pipeline<kCombineStages>(stages, barriers, [&] { return taker.next(); }, target, load, store, written);
 }
 
 // Lane m follows mover m. No limit here: movers wait for nothing but their SM's copy engine.
@@ -154,7 +159,7 @@ __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 e
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
     carry_weights(p, routes, c);
-    warp_copy(at<char>(routes.to_x[c.rank], c.first * kRowBytes), source_of(p, routes, c), static_cast<i64>(c.num_rows) * kRowBytes);
+    warp_copy(target_of(routes, c), source_of(p, routes, c), c.num_rows * kRowBytes);
     __syncwarp();
     if (lane_idx() == 0) {
       fence_release_sys();

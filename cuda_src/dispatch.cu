@@ -2,8 +2,7 @@
 //
 // Roles in each block: kDispatchMovers warps move rows (one thread of each issues bulk copies; without TMA the whole warp copies), the
 // others carry the small arrays: where a row comes from, expert numbers and weights as the receiver sees them, scales, this rank's counts.
-// Rows for a rank go in the order of send_list, so a chunk of them is contiguous at the receiver and leaves as one copy: rows that are no
-// multiple of 128 bytes share the cost of their ragged ends.
+// Rows for a rank go in the order of send_list, so a chunk of them is contiguous at the receiver and leaves as one copy.
 //
 // Protocol: (1) everybody publishes where its rows shall land, and waits for all peers' landings (landing.cuh says why the memory may be
 // reused); (2) rows are pushed; (3) the last block of a rank to finish raises one flag at each peer, which releases the writes of all
@@ -87,6 +86,11 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
   };
   Taker taker(queue, ahead);
 
+  auto target = [&](int item) {
+    const Item it = item_at(item, p.rank);
+    const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
+    return at<char>(routes.landing[it.rank].x, row * p.row_bytes);
+  };
   auto load = [&](int item, char* stage, u64* barrier) {
     const bool mine = my_copy == item % queue.per_take && token >= 0;
     const int num_rows = __popc(__ballot_sync(~0u, mine));
@@ -99,10 +103,9 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
   auto store = [&](int, int item, char* stage) {
     const Item it = item_at(item, p.rank);
     const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, rows_per_copy);
-    const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
-    bulk_store(at<char>(routes.landing[it.rank].x, row * p.row_bytes), stage, num_rows * p.row_bytes);
+    bulk_store(target(item), stage, num_rows * p.row_bytes);
   };
-  bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return taker.next(); }, load, store, [](int, bool) {});
+  bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return taker.next(); }, target, load, store, [](int, bool) {});
 }
 
 // Without TMA a copy is one row.

@@ -158,19 +158,21 @@ __device__ __forceinline__ void st_vec(Vec16* p, const Vec16& v) {
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_idx() { return threadIdx.x / 32; }
 
-// A warp copies `num_bytes` (a multiple of 16), eight vectors in flight in each lane.
-__device__ __forceinline__ void warp_copy(void* to, const void* from, i64 num_bytes) {
+// A warp copies `num_bytes` (a multiple of 16), eight vectors in flight in each lane, in whole lines of 128 bytes at the target.
+__device__ __forceinline__ void warp_copy(void* to, const void* from, int num_bytes) {
   constexpr int kInFlight = 8;
   const Vec16* source = static_cast<const Vec16*>(from);
   Vec16* target = static_cast<Vec16*>(to);
-  const i64 count = num_bytes / 16;
-  i64 i = lane_idx();
-  for (; i + (kInFlight - 1) * 32 < count; i += kInFlight * 32) {
+  const int count = num_bytes / 16, early = reinterpret_cast<u64>(to) % 128 / 16;
+  for (int i = lane_idx() - early; i < count; i += kInFlight * 32) {
     Vec16 held[kInFlight];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) held[j] = ld_streaming(source + i + j * 32);
+    for (int j = 0; j < kInFlight; ++j) {
+      if (static_cast<u32>(i + j * 32) < count) held[j] = ld_streaming(source + i + j * 32);
+    }
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) st_vec(target + i + j * 32, held[j]);
+    for (int j = 0; j < kInFlight; ++j) {
+      if (static_cast<u32>(i + j * 32) < count) st_vec(target + i + j * 32, held[j]);
+    }
   }
-  for (; i < count; i += 32) st_vec(target + i, ld_streaming(source + i));
 }

@@ -48,6 +48,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     """
     has_tma = arch_number(arch) >= 90
     stage = max(STAGE_BYTES, -(-config.row_bytes // 128) * 128)
+    pitch = stage + 128  # bytes begin where they do in a line of their target
     dispatch_movers = min(2, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 12
     combine_movers = min(3, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
     dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_movers * stage)))
@@ -60,19 +61,19 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kLlPieces": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 4,
         "kLlTableBytes": config.low_latency_table_bytes,
         "kLlStretch": LOW_LATENCY_STRETCH,
-        "kStageBytes": stage,
+        "kStageBytes": pitch,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
         "kDispatchTake": 4,
         "kDispatchMovers": dispatch_movers,
         "kDispatchStages": dispatch_stages,
         "kDispatchThreads": 32 * (dispatch_movers + (6 if has_tma else 4)),
-        "kDispatchSharedBytes": dispatch_movers * dispatch_stages * stage if has_tma else 0,
+        "kDispatchSharedBytes": dispatch_movers * dispatch_stages * pitch if has_tma else 0,
         "kCombineTake": 2,
         "kCombineMovers": combine_movers,
         "kCombineStages": combine_stages,
         "kCombineThreads": 32 * (combine_movers + (13 if has_tma else 8)),
-        "kCombineSharedBytes": combine_movers * combine_stages * stage if has_tma else 0,
+        "kCombineSharedBytes": combine_movers * combine_stages * pitch if has_tma else 0,
     }
 
 

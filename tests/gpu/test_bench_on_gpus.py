@@ -49,6 +49,20 @@ def test_throughput(comm):
     assert "host backend" not in bench_page.html([result])
 
 
+def test_rows_of_any_size_are_as_fast(comm):
+    """Rows that are no multiple of 128 bytes cross the link in whole lines too: to move them costs what it costs to move others."""
+    if comm.size == 1 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
+        return
+    gb_s = {}
+    for hidden in (7168, 7184):
+        words = ["--hidden", str(hidden), "--experts", str(256 // comm.size * comm.size), "--tokens", "4096", "--sms", "24"]
+        result = on_rank_0(comm, bench_throughput.run(comm, bench_throughput.parse_args(["--backend", "cuda", *words])))
+        if result is not None:
+            gb_s[hidden] = {row.work: row.gb_s for row in throughput_rows(result)}
+    for work, rate in gb_s.get(7168, {}).items():
+        assert gb_s[7184][work] > 0.93 * rate, work
+
+
 def test_low_latency(comm):
     args = bench_low_latency.parse_args([*sizes(comm), "--tokens", "1,32"])
     steps = []
