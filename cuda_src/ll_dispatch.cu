@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), shared.call, p.num_tokens + 1 + gridDim.x);
   if (!(p.phases & kLlReceive) || shared.call.failed) return;
-  const u64 start = nanoseconds();
+  const u64 start = p.wait_stats ? nanoseconds() : 0;
   begin_receiving(p, start, shared.call);
   if (p.use_fp8) {
     receive<kHidden / 16>(p, start, table->comes, shared);

@@ -16,43 +16,33 @@ __device__ inline void refuse(const Params& p, u32 epoch, bool differs, int sour
   give_up(p, kPhaseLlCounts, source, epoch, epoch);
 }
 
-// For what came last of a source so far: the differences add up to the longest wait.
-__device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 waited) {
+// How long a source kept this rank waiting, as one who waited for it saw. For what came last so far: the differences add up to the longest
+// wait. `start` is when the wait began, and `came` has been read by the thread that saw it come, when other lanes may still have waited.
+__device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 start, u64 came) {
+  const u64 waited = came - start;
   u64* longest = at<u64>(p.state, kLocalWaits) + (epoch % 2) * kNumRanks + source;
   const u64 before = max_relaxed_gpu(longest, waited);
   if (before < waited) add_relaxed_gpu(at<u64>(p.wait_stats, 0) + source, waited - before);
 }
 
-// One warp, where waits are counted: how long each source keeps it waiting for the first word of its header.
-__device__ inline void count_waits(const Params& p, const Call& call, u64 start) {
-  for (int source = lane_idx(); source < kNumRanks; source += 32) {
-    if (call.out[source]) continue;
-    const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
-    u64 came = start;  // read when this lane has seen it, and not when other lanes have come as far
-    wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
-      seen = static_cast<u32>(ld_relaxed_sys(word)), came = nanoseconds();
-      return seen == call.received;
-    });
-    add_wait(p, call.received, source, came - start);
-  }
-  __syncwarp();
-}
-
 // Warp 0 waits for the headers of all sources on behalf of its block. False: the time is up, or a source differs.
-__device__ inline bool read_headers(const Params& p, const Call& call, Sources& sources) {
+__device__ inline bool read_headers(const Params& p, const Call& call, u64 start, Sources& sources) {
   bool ok = true;
   int most = 0, before = 0;
   for (int first = 0; first < kNumRanks; first += 32) {
     const int source = first + lane_idx();
-    u64 tokens = 0, rows = 0, alike = 0;
+    u64 tokens = 0, rows = 0, alike = 0, came = start;
     bool differs = false;
     if (source < kNumRanks && !call.out[source]) {
       const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
       const bool come = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
         tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows), alike = ld_relaxed_sys(&header->alike);
-        return static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
-               static_cast<u32>(alike) == call.received;
+        const bool is_whole = static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
+                              static_cast<u32>(alike) == call.received;
+        if (is_whole && p.wait_stats) came = nanoseconds();
+        return is_whole;
       });
+      if (!kMasksOnTimeout && p.wait_stats && blockIdx.x == 0) add_wait(p, call.received, source, start, came);
       differs = come && alike >> 32 != p.alike;
       ok &= come && !differs;
     }
@@ -228,7 +218,7 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
     if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
   }
   ok = row.finish(p, epoch, source, place) && ok;
-  if (p.wait_stats && __any_sync(~0u, late) && lane == 0) add_wait(p, epoch, source, nanoseconds() - r.start);
+  if (p.wait_stats && __any_sync(~0u, late) && lane == 0) add_wait(p, epoch, source, r.start, nanoseconds());
   if (!kMasksOnTimeout) return ok;
   if (!ok && lane < kNumTopk) entry->row[lane] = kLlElsewhere;  // where time-outs mask, a warp has a whole row
   return true;
@@ -259,12 +249,21 @@ __device__ inline void tell_counts(const Receiving& r) {
 }
 
 // All blocks come to the same verdict about each source.
-__device__ inline void settle(const Params& p, Call& call) {
+__device__ inline void settle(const Params& p, u64 start, Call& call) {
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
     const int source = i / kHeaderWords;
     const u64* words = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
-    auto await = [&](int w) { return wait_epoch(p, words + w, call.received, kPhaseLlCounts, source); };
-    if (!call.out[source] && !(await(0) && await(i % kHeaderWords))) call.out[source] = true;
+    u64 came = start;
+    auto await = [&](int w) {
+      return wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
+        seen = static_cast<u32>(ld_acquire_sys(words + w));
+        if (p.wait_stats) came = nanoseconds();
+        return seen == call.received;
+      });
+    };
+    if (call.out[source]) continue;
+    if (!await(0) || !await(i % kHeaderWords)) call.out[source] = true;
+    if (p.wait_stats && blockIdx.x == 0 && i % kHeaderWords == 0) add_wait(p, call.received, source, start, came);
   }
   __syncthreads();
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
@@ -285,8 +284,7 @@ __device__ inline void begin_receiving(const Params& p, u64 start, Call& call) {
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
-  if (p.wait_stats && blockIdx.x == 0 && warp_idx() == 0) count_waits(p, call, start);
-  if constexpr (kMasksOnTimeout) settle(p, call);
+  if constexpr (kMasksOnTimeout) settle(p, start, call);
   if (blockIdx.x == 0) {  // as sending did, or more
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
       if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;
@@ -309,7 +307,7 @@ __device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& s
   const int expected = num_busy(p.num_tokens);
   bool ok = true, copied = tells || static_cast<int>(blockIdx.x) < expected;
   if (warp_idx() == 0) {
-    ok = read_headers(p, call, shared.sources);
+    ok = read_headers(p, call, start, shared.sources);
   } else if (copied) {
     copied = copy(expected <= kMostEager);
   }

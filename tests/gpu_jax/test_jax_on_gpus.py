@@ -237,7 +237,8 @@ def test_results_that_xla_has_still_to_read(jax, comm):
         return 2 * x + 0 * a[0, 0].astype(x.dtype)
 
     with make(comm, hidden=512, num_max_tokens_per_rank=64, num_slots=1) as buffer:
-        idx = jnp.zeros((64, 8), jnp.int32)
+        # Some rows for each rank: where there are none, XLA computes nothing.
+        idx = jnp.tile(jnp.arange(8, dtype=jnp.int32) * (buffer.config.num_experts // 8), (64, 1))
         inputs = [jax.block_until_ready(jnp.full((64, 512), i, jnp.bfloat16)) for i in range(6)]
         jax.block_until_ready(late(buffer.dispatch(inputs[0], idx).recv_x))
         results = [late(buffer.dispatch(x, idx).recv_x) for x in inputs for _ in range(3)]
