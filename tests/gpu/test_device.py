@@ -59,7 +59,9 @@ def round_trip(
     return got, want
 
 
-@pytest.mark.parametrize("hidden", [2880, 4096, 5120, 7168])
+@pytest.mark.parametrize(
+    "hidden", [520, 2880, 4096, 5120, 7168, 7184]
+)  # of the first and the last, rows are not whole lines of 128 bytes
 @pytest.mark.parametrize(
     ("num_topk", "idx_dtype"), [(1, torch.int32), (4, torch.int64), (8, torch.int64), (9, torch.int32), (32, torch.int64)]
 )
@@ -73,9 +75,10 @@ def test_sizes(comm, hidden, num_topk, idx_dtype):
         round_trip(comm, gpu, host, 3, 64, num_topk, idx_dtype=idx_dtype, one_rank=num_topk <= 32)
 
 
+@pytest.mark.parametrize("hidden", [7168, 7184])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float16, torch.bfloat16])
-def test_payloads(comm, dtype):
-    with make(comm, hidden=7168) as gpu, make(comm, "host", hidden=7168) as host:
+def test_payloads(comm, dtype, hidden):
+    with make(comm, hidden=hidden) as gpu, make(comm, "host", hidden=hidden) as host:
         poison(gpu)
         got, _ = round_trip(comm, gpu, host, 5, 130, 8, dtype=dtype, scales=True)
         assert got.recv_x.dtype == dtype
