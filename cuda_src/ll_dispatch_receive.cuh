@@ -248,22 +248,29 @@ __device__ inline void tell_counts(const Receiving& r) {
   }
 }
 
+// Where time-outs mask, one warp counts waits by itself (else read_headers does): after settle, which waits for all, nobody could tell them
+// apart. Each lane waits for the first word of its sources.
+__device__ inline void count_waits(const Params& p, const Call& call, u64 start) {
+  for (int source = lane_idx(); source < kNumRanks; source += 32) {
+    if (call.out[source]) continue;
+    const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
+    u64 came = start;
+    wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
+      seen = static_cast<u32>(ld_relaxed_sys(word)), came = nanoseconds();
+      return seen == call.received;
+    });
+    add_wait(p, call.received, source, start, came);
+  }
+  __syncwarp();
+}
+
 // All blocks come to the same verdict about each source.
-__device__ inline void settle(const Params& p, u64 start, Call& call) {
+__device__ inline void settle(const Params& p, Call& call) {
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
     const int source = i / kHeaderWords;
     const u64* words = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
-    u64 came = start;
-    auto await = [&](int w) {
-      return wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
-        seen = static_cast<u32>(ld_acquire_sys(words + w));
-        if (p.wait_stats) came = nanoseconds();
-        return seen == call.received;
-      });
-    };
-    if (call.out[source]) continue;
-    if (!await(0) || !await(i % kHeaderWords)) call.out[source] = true;
-    if (p.wait_stats && blockIdx.x == 0 && i % kHeaderWords == 0) add_wait(p, call.received, source, start, came);
+    auto await = [&](int w) { return wait_epoch(p, words + w, call.received, kPhaseLlCounts, source); };
+    if (!call.out[source] && !(await(0) && await(i % kHeaderWords))) call.out[source] = true;
   }
   __syncthreads();
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
@@ -284,7 +291,10 @@ __device__ inline void begin_receiving(const Params& p, u64 start, Call& call) {
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
-  if constexpr (kMasksOnTimeout) settle(p, start, call);
+  if constexpr (kMasksOnTimeout) {
+    if (p.wait_stats && blockIdx.x == 0 && warp_idx() == 0) count_waits(p, call, start);
+    settle(p, call);
+  }
   if (blockIdx.x == 0) {  // as sending did, or more
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
       if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;

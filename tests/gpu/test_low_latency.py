@@ -346,12 +346,13 @@ def test_streams(comm):
             same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
 
 
-def test_waiting_is_counted_in_every_call(comm):
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_waiting_is_counted_in_every_call(comm, on_timeout):
     """Also where calls that count are mixed with calls that do not."""
     if comm.Get_size() == 1:
         return
     late = comm.Get_size() - 1
-    with make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True) as gpu:
+    with make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True, on_timeout=on_timeout) as gpu:
         idx, _ = routing(comm, 60, 20, 8, gpu.config.num_experts, skip=0)
         x = rows(comm, 60, 20, 512)
         waited = torch.zeros(comm.Get_size(), dtype=torch.int64, device="cuda")
