@@ -211,8 +211,14 @@ struct Rows {
   }
 };
 
-// Leaves only rows that have come whole.
+// Leaves only rows that have come whole. First, each row's beginning is waited for by a lane: one row after another, a slow sender and a
+// dead one would take the time of both, and ranks that wait for this one meanwhile, but not for those, might take it for dead.
 __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group, Rows& rows) {
+  if (lane_idx() < rows.count && rows.came) {
+    const Vec16* row = at<const Vec16>(rows.row, 0);
+    rows.came = wait_until(p, epoch, kPhaseLlCombineRows, rows.sender, [&](u32&) { return has_come(ld_relaxed_sys(row)); });
+  }
+  __syncwarp();
   int kept = 0;
   for (int j = 0; j < rows.count; ++j) {
     const u64 row = __shfl_sync(~0u, rows.row, j);

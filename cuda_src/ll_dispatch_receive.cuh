@@ -248,29 +248,26 @@ __device__ inline void tell_counts(const Receiving& r) {
   }
 }
 
-// Where time-outs mask, one warp counts waits by itself (else read_headers does): after settle, which waits for all, nobody could tell them
-// apart. Each lane waits for the first word of its sources.
-__device__ inline void count_waits(const Params& p, const Call& call, u64 start) {
-  for (int source = lane_idx(); source < kNumRanks; source += 32) {
-    if (call.out[source]) continue;
-    const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
+// All blocks come to the same verdict about each source. Here waits are counted too, where time-outs mask (else read_headers does): each
+// thread waits for one source, as long as not all threads wait for all of them. (Nor would dead ones take their time one after another.)
+__device__ inline void settle(const Params& p, u64 start, Call& call) {
+  auto word_at = [&](int source, int word) { return at<const u64>(p.peers[p.rank], header_offset(call.received, source)) + word; };
+  for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
+    if (call.out[s]) continue;
     u64 came = start;
-    wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
-      seen = static_cast<u32>(ld_relaxed_sys(word)), came = nanoseconds();
+    const bool come = wait_until(p, call.received, kPhaseLlCounts, s, [&](u32& seen) {
+      seen = static_cast<u32>(ld_relaxed_sys(word_at(s, 0)));
+      if (p.wait_stats) came = nanoseconds();
       return seen == call.received;
     });
-    add_wait(p, call.received, source, start, came);
+    if (p.wait_stats && blockIdx.x == 0) add_wait(p, call.received, s, start, came);
+    call.out[s] = !come;
   }
-  __syncwarp();
-}
-
-// All blocks come to the same verdict about each source.
-__device__ inline void settle(const Params& p, Call& call) {
+  __syncthreads();
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
     const int source = i / kHeaderWords;
-    const u64* words = at<const u64>(p.peers[p.rank], header_offset(call.received, source));
-    auto await = [&](int w) { return wait_epoch(p, words + w, call.received, kPhaseLlCounts, source); };
-    if (!call.out[source] && !(await(0) && await(i % kHeaderWords))) call.out[source] = true;
+    if (call.out[source]) continue;
+    if (!wait_epoch(p, word_at(source, i % kHeaderWords), call.received, kPhaseLlCounts, source)) call.out[source] = true;
   }
   __syncthreads();
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
@@ -291,10 +288,7 @@ __device__ inline void begin_receiving(const Params& p, u64 start, Call& call) {
   if (blockIdx.x == 0) {  // for the next call
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
   }
-  if constexpr (kMasksOnTimeout) {
-    if (p.wait_stats && blockIdx.x == 0 && warp_idx() == 0) count_waits(p, call, start);
-    settle(p, call);
-  }
+  if constexpr (kMasksOnTimeout) settle(p, start, call);
   if (blockIdx.x == 0) {  // as sending did, or more
     for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
       if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;

@@ -413,6 +413,38 @@ def test_a_rank_stops(comm):
         buffer.destroy()
 
 
+def one_expert_of_every_rank(comm, num_tokens):
+    """Choices of tokens that all go to all ranks, up to eight."""
+    token, choice, n = torch.arange(num_tokens)[:, None], torch.arange(8), comm.Get_size()
+    return (choice % n * 8 + (choice // n + token) % 8).cuda(), torch.rand(num_tokens, 8, device="cuda")
+
+
+@pytest.mark.parametrize("early_weights", [True, False])
+def test_ranks_that_stop_together(comm, early_weights):
+    """Two ranks send their rows and stop. That takes the others the time of one, also where a token waits for both: who waits for the
+    others meanwhile, but for neither of the two, would take them for dead as well.
+    """
+    quiet = [comm.Get_size() - 2, comm.Get_size() - 1]
+    if comm.Get_size() < 3 or TAKE_TURNS:
+        return
+    gpu, _ = make_both(comm, hidden=512, on_timeout="mask", timeout_s=2.0)
+    idx, weights = one_expert_of_every_rank(comm, 3)
+    for stops in (False, True):
+        x = rows(comm, 820, 3, 512)
+        sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights if early_weights else None, use_fp8=False)
+        torch.cuda.synchronize()
+        comm.Barrier()
+        if stops and comm.Get_rank() in quiet:
+            continue
+        start = time.monotonic()
+        gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle)
+        gpu.synchronize()
+        assert not stops or time.monotonic() - start < 1.6 * 2.0
+        assert gpu.query_masked_ranks() == (quiet if stops else [])
+    comm.Barrier()
+    gpu.destroy()
+
+
 def test_last_words_that_not_all_have_heard(comm):
     """The last rank's last dispatch does not reach rank 0, which then waits for it. The others wait for rank 0 in combine meanwhile, and
     longer than the time limit, and do not take it for dead as well: it gives signs of life.
@@ -425,7 +457,7 @@ def test_last_words_that_not_all_have_heard(comm):
         round_trip(comm, gpu, host, 800 + i, 40, use_fp8=False)
     torch.cuda.synchronize()
     comm.Barrier()
-    idx, weights = routing(comm, 810, 40, 8, gpu.config.num_experts, skip=0)
+    idx, weights = one_expert_of_every_rank(comm, 40)
     x = rows(comm, 810, 40, 512)
     if comm.Get_rank() == last:
         gpu.mask_rank(0)
