@@ -214,22 +214,41 @@ struct Rows {
 // Leaves only rows that have come whole. First, each row's beginning is waited for by a lane: one row after another, a slow sender and a
 // dead one would take the time of both, and ranks that wait for this one meanwhile, but not for those, might take it for dead.
 __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group, Rows& rows) {
-  if (lane_idx() < rows.count && rows.came) {
-    const Vec16* row = at<const Vec16>(rows.row, 0);
-    rows.came = wait_until(p, epoch, kPhaseLlCombineRows, rows.sender, [&](u32&) { return has_come(ld_relaxed_sys(row)); });
+  constexpr int kAtOnce = kNumTopk < 4 ? kNumTopk : 4;
+  const int lane = lane_idx();
+  auto await = [&](const Vec16* vec, int sender) {
+    return wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(vec)); });
+  };
+  const bool came = lane >= rows.count || (rows.came && await(at<const Vec16>(rows.row, 0), rows.sender));
+  u32 lost = ~__ballot_sync(~0u, came);
+  for (int i = group.thread(0); i - lane < kRowVecs; i += group.num_threads()) {
+    u32 late = 0;
+    for (int first = 0; first < rows.count; first += kAtOnce) {
+      Vec16 held[kAtOnce];
+      auto exists = [&](int j) { return i < kRowVecs && first + j < rows.count; };
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const u64 row = __shfl_sync(~0u, rows.row, first + j);
+        if (exists(j)) held[j] = ld_relaxed_sys(at<const Vec16>(row, 0) + i);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) late |= (exists(j) && !has_come(held[j]) ? 1u : 0) << (first + j);
+    }
+    late &= ~lost;
+    for (u32 left = __reduce_or_sync(~0u, late); left; left &= left - 1) {
+      const int j = __ffs(left) - 1, sender = __shfl_sync(~0u, rows.sender, j);
+      const u64 row = __shfl_sync(~0u, rows.row, j);
+      if (late >> j & 1 && !await(at<const Vec16>(row, 0) + i, sender)) lost |= 1u << j;
+    }
   }
-  __syncwarp();
+  if (group.all(lost == 0)) return;
   int kept = 0;
   for (int j = 0; j < rows.count; ++j) {
     const u64 row = __shfl_sync(~0u, rows.row, j);
     const int sender = __shfl_sync(~0u, rows.sender, j);
     const float weight = __shfl_sync(~0u, rows.weight, j);
-    bool ok = __shfl_sync(~0u, rows.came, j);
-    for (int i = group.thread(0); ok && i < kRowVecs; i += group.num_threads()) {
-      ok = wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(at<const Vec16>(row, 0) + i)); });
-    }
-    if (!group.all(ok)) continue;
-    if (lane_idx() == kept) rows.row = row, rows.sender = sender, rows.weight = weight;
+    if (!group.all(!(lost >> j & 1))) continue;
+    if (lane == kept) rows.row = row, rows.sender = sender, rows.weight = weight;
     ++kept;
   }
   rows.count = kept;

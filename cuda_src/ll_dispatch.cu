@@ -12,11 +12,11 @@
 // has to know to the handle.
 //
 // Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on.
-// No block waits for a certain other one of its grid, but for block 0, which starts first and acknowledges: tokens are taken by whoever
-// runs, so all rows are sent even if only a few blocks get an SM.
+// No block waits for a certain other one of its grid, but for block 0, which starts first, acknowledges, and decides: tokens are taken by
+// whoever runs, so all rows are sent even if only a few blocks get an SM.
 //
-// Where time-outs mask, all blocks have to be of one mind about a source, or places would differ: each first waits for the whole header,
-// and the first one to say whether it has come decides (settle). A row that is lost after that leaves its place undefined.
+// Where time-outs mask, all blocks have to be of one mind about a source, or places would differ: block 0 waits for whole headers, and
+// tells the others whether they have come (decide). A row that is lost after that leaves its place undefined.
 //
 // Bytes: a row, (FP8: half of it and 4 / 128,) once over the link for each rank; at the receiver written, read, cleared, and written once
 // for each expert.

@@ -220,7 +220,7 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   ok = row.finish(p, epoch, source, place) && ok;
   if (p.wait_stats && __any_sync(~0u, late) && lane == 0) add_wait(p, epoch, source, r.start, nanoseconds());
   if (!kMasksOnTimeout) return ok;
-  if (!ok && lane < kNumTopk) entry->row[lane] = kLlElsewhere;  // where time-outs mask, a warp has a whole row
+  if (!group.all(ok) && row.thread < 32 && lane < kNumTopk) entry->row[lane] = kLlElsewhere;
   return true;
 }
 
@@ -248,51 +248,51 @@ __device__ inline void tell_counts(const Receiving& r) {
   }
 }
 
-// All blocks come to the same verdict about each source. Here waits are counted too, where time-outs mask (else read_headers does): each
-// thread waits for one source, as long as not all threads wait for all of them. (Nor would dead ones take their time one after another.)
-__device__ inline void settle(const Params& p, u64 start, Call& call) {
-  auto word_at = [&](int source, int word) { return at<const u64>(p.peers[p.rank], header_offset(call.received, source)) + word; };
-  for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
-    if (call.out[s]) continue;
+// Where time-outs mask: block 0 waits for whole headers, decides which sources have come, and tells the other blocks. It counts waits (else
+// read_headers does).
+__device__ inline void decide(const Params& p, u64 start, Call& call) {
+  for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
+    const int source = i / kHeaderWords, w = i % kHeaderWords;
+    if (call.out[source]) continue;
+    const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source)) + w;
     u64 came = start;
-    const bool come = wait_until(p, call.received, kPhaseLlCounts, s, [&](u32& seen) {
-      seen = static_cast<u32>(ld_relaxed_sys(word_at(s, 0)));
+    const bool come = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
+      seen = static_cast<u32>(ld_relaxed_sys(word));
       if (p.wait_stats) came = nanoseconds();
       return seen == call.received;
     });
-    if (p.wait_stats && blockIdx.x == 0) add_wait(p, call.received, s, start, came);
-    call.out[s] = !come;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
-    const int source = i / kHeaderWords;
-    if (call.out[source]) continue;
-    if (!wait_epoch(p, word_at(source, i % kHeaderWords), call.received, kPhaseLlCounts, source)) call.out[source] = true;
+    if (p.wait_stats && w == 0) add_wait(p, call.received, source, start, came);
+    if (!come) call.out[source] = true;
   }
   __syncthreads();
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
-    u32* verdict = at<u32>(p.state, kLocalVerdicts) + s;
-    const u32 mine = call.received << 1 | static_cast<u32>(call.out[s]);
-    u32 found = ld_relaxed_gpu(verdict);
-    while (found >> 1 != mine >> 1) {
-      const u32 old = cas_acq_rel_gpu(verdict, found, mine);
-      found = old == found ? mine : old;
-    }
-    call.out[s] = found & 1;
+    st_relaxed_sys(at<u32>(p.state, kLocalVerdicts) + s, call.received << 1 | static_cast<u32>(call.out[s]));
   }
-  __syncthreads();
+}
+
+// Warp 0 of any other block. Whether block 0 knows better than this one did.
+__device__ inline bool learn_verdicts(const Params& p, Call& call) {
+  bool changes = false;
+  for (int s = lane_idx(); s < kNumRanks; s += 32) {
+    const u32 awaited = call.received << 1;
+    u32 verdict;
+    for (u32 spins = 1; ((verdict = ld_relaxed_gpu(at<u32>(p.state, kLocalVerdicts) + s)) ^ awaited) > 1; ++spins) {
+      if (spins % 64 == 0 && was_aborted(p)) break;  // block 0 may have left before
+    }
+    const bool out = verdict != awaited;
+    changes |= out != call.out[s];
+    call.out[s] = out;
+  }
+  return __any_sync(~0u, changes);
 }
 
 // What is done whatever the rows are. `start`: when the block began to receive.
 __device__ inline void begin_receiving(const Params& p, u64 start, Call& call) {
-  if (blockIdx.x == 0) {  // for the next call
-    for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;
-  }
-  if constexpr (kMasksOnTimeout) settle(p, start, call);
-  if (blockIdx.x == 0) {  // as sending did, or more
-    for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
-      if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;
-    }
+  if (blockIdx.x != 0) return;
+  if constexpr (kMasksOnTimeout) decide(p, start, call);
+  for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
+    at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;  // for the next call
+    if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;                     // as sending did, or more
   }
 }
 
@@ -303,7 +303,7 @@ __device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& s
   const Receiving r{p, shared, comes, start};
   // The last block, which has no row where few come, tells the counts.
   const bool tells = blockIdx.x == gridDim.x - 1;
-  auto group_of = [](int num_tokens) { return Group(log2_share(num_tokens * kNumRanks, kMasksOnTimeout ? 0 : kMostShare)); };
+  auto group_of = [](int num_tokens) { return Group(log2_share(num_tokens * kNumRanks, kMostShare)); };
   auto num_busy = [&](int num_tokens) { return num_tokens * kNumRanks << group_of(num_tokens).log2_blocks; };
   auto copy = [&](bool awaited) { return copy_headers(p, call, awaited, shared.choices, comes); };
   // Who will have rows copies the headers as they come, or looks whether they have; first taking it that other ranks have as many tokens
@@ -311,6 +311,7 @@ __device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& s
   const int expected = num_busy(p.num_tokens);
   bool ok = true, copied = tells || static_cast<int>(blockIdx.x) < expected;
   if (warp_idx() == 0) {
+    if (kMasksOnTimeout && blockIdx.x != 0) copied &= !learn_verdicts(p, shared.call);
     ok = read_headers(p, call, start, shared.sources);
   } else if (copied) {
     copied = copy(expected <= kMostEager);
@@ -324,7 +325,7 @@ __device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& s
   if (tells) tell_counts(r);
   const Group group = group_of(most);
   constexpr int kFew = 2;  // where few rows come, code that is not there takes no time; rows of a warp's size need no other
-  if (!kMasksOnTimeout && (32 * kFew >= kVecs || group.num_threads() * kFew >= kVecs)) {
+  if (32 * kFew >= kVecs || group.num_threads() * kFew >= kVecs) {
     receive_tokens<kVecs, kFew>(r, group);
   } else {
     receive_tokens<kVecs, kLlPieces>(r, group);

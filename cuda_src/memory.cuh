@@ -118,12 +118,6 @@ __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* p, u32 v) {
   return old;
 }
 
-__device__ __forceinline__ u32 cas_acq_rel_gpu(u32* p, u32 expected, u32 v) {
-  u32 old;
-  asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(v) : "memory");
-  return old;
-}
-
 // Each of the four words is stored, and loaded, whole; nothing is said of them together.
 __device__ __forceinline__ void st_relaxed_sys(Vec16* p, const Vec16& v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
