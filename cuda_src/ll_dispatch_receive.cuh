@@ -248,11 +248,11 @@ __device__ inline void tell_counts(const Receiving& r) {
   }
 }
 
-// Where time-outs mask: block 0 waits for whole headers, decides which sources have come, and tells the other blocks. It counts waits (else
-// read_headers does).
+// Where time-outs mask: block 0 waits for whole headers, decides which sources have come, and tells the other blocks (relaxed: the headers'
+// words say themselves that they have come). It counts waits (else read_headers does): threads begin with the first words of all sources.
 __device__ inline void decide(const Params& p, u64 start, Call& call) {
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
-    const int source = i / kHeaderWords, w = i % kHeaderWords;
+    const int source = i % kNumRanks, w = i / kNumRanks;
     if (call.out[source]) continue;
     const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source)) + w;
     u64 came = start;

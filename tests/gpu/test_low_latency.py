@@ -75,26 +75,36 @@ def round_trip(
     same(back.x, reference.x)
 
 
-@pytest.mark.parametrize(("hidden", "num_topk"), [(7168, 8), (5120, 9), (4096, 1), (2880, 4), (512, 32)])
-def test_sizes(comm, hidden, num_topk):
+SIZES = [(7168, 8), (5120, 9), (4096, 1), (2880, 4), (512, 32)]
+
+
+@pytest.mark.parametrize(("hidden", "num_topk", "on_timeout"), [*((*s, "raise") for s in SIZES), *((*s, "mask") for s in SIZES)])
+def test_sizes(comm, hidden, num_topk, on_timeout):
     each = max(4, -(-num_topk // comm.Get_size()))
-    gpu, host = make_both(comm, hidden=hidden, num_topk=num_topk, num_experts=each * comm.Get_size())
+    sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=each * comm.Get_size(), on_timeout=on_timeout)
+    gpu, host = make_both(comm, **sizes)
+    reduce = on_timeout == "mask"  # where time-outs mask, GPUs have no other way
     with gpu, host:
         for seed, options in enumerate(formats() if hidden % 128 == 0 else FORMATS[:1]):
             options = {"use_fp8": True, **options}
             round_trip(comm, gpu, host, 10 * seed, 128, **options)
-            round_trip(comm, gpu, host, 10 * seed + 2, 3 * comm.Get_rank(), reduce=False, idx_dtype=torch.int32, **options)
+            round_trip(comm, gpu, host, 10 * seed + 2, 3 * comm.Get_rank(), reduce=reduce, idx_dtype=torch.int32, **options)
             round_trip(comm, gpu, host, 10 * seed + 4, 1, early_weights=False, **options)
             if num_topk <= each:
                 round_trip(comm, gpu, host, 10 * seed + 6, 40, one_rank=True, early_weights=False, **options)
 
 
-@pytest.mark.parametrize(("num_sms", "hidden"), [(1, 1024), (3, 1024), (37, 1024), (100, 1024), (16, 7168), (5, 5120)])
-def test_numbers_of_sms(comm, num_sms, hidden):
+NUMBERS_OF_SMS = [(1, 1024), (3, 1024), (37, 1024), (100, 1024), (16, 7168), (5, 5120)]
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "hidden", "on_timeout"), [*((*n, "raise") for n in NUMBERS_OF_SMS), (1, 1024, "mask"), (37, 1024, "mask")]
+)
+def test_numbers_of_sms(comm, num_sms, hidden, on_timeout):
     """However warps share tokens: a block has many of them, or several blocks one, and some blocks are left over. Warps of few SMs take
     stretches of rows.
     """
-    gpu, host = make_both(comm, hidden=hidden, low_latency_sms=num_sms)
+    gpu, host = make_both(comm, hidden=hidden, low_latency_sms=num_sms, on_timeout=on_timeout)
     with gpu, host:
         for seed, tokens in enumerate((1, 2, 3 * comm.Get_rank(), 17, 128)):
             round_trip(comm, gpu, host, 7 * seed, tokens, early_weights=seed % 2 == 0, **{"use_fp8": True, **formats()[-1]})
