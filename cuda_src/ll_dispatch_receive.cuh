@@ -311,6 +311,7 @@ __device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& s
   const int expected = num_busy(p.num_tokens);
   bool ok = true, copied = tells || static_cast<int>(blockIdx.x) < expected;
   if (warp_idx() == 0) {
+    // Other warps copy meanwhile, by what the block knew before: in vain, if that was wrong.
     if (kMasksOnTimeout && blockIdx.x != 0) copied &= !learn_verdicts(p, shared.call);
     ok = read_headers(p, call, start, shared.sources);
   } else if (copied) {

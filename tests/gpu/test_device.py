@@ -59,9 +59,8 @@ def round_trip(
     return got, want
 
 
-@pytest.mark.parametrize(
-    "hidden", [520, 2880, 4096, 5120, 7168, 7184]
-)  # of the first and the last, rows are not whole lines of 128 bytes
+# Of the first and the last, rows are not whole lines of 128 bytes.
+@pytest.mark.parametrize("hidden", [520, 2880, 4096, 5120, 7168, 7184])
 @pytest.mark.parametrize(
     ("num_topk", "idx_dtype"), [(1, torch.int32), (4, torch.int64), (8, torch.int64), (9, torch.int32), (32, torch.int64)]
 )
