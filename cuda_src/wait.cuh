@@ -35,8 +35,7 @@ __device__ inline void mask_rank(const Params& p, int rank) {
 }
 
 // Signs of life, where time-outs mask. A rank that waits for a dead one, whose last words reached others but not it, must not be taken for
-// dead by them: whoever waits gives a sign every now and then, and for whoever has given one is waited twice as long. Only near ranks
-// get it: NVSHMEM's functions, called from within every wait, would cost more registers than there are.
+// dead by them: whoever waits gives a sign every now and then, and for whoever has given one is waited twice as long.
 constexpr int kSignsPerTimeout = 8;
 
 __device__ __forceinline__ u64 sign_of(const Params& p, int peer) {
@@ -49,9 +48,17 @@ __device__ inline void give_sign(const Params& p, u64 now) {
   const u64 pause = p.timeout_ns / kSignsPerTimeout, before = ld_relaxed_sys(last);
   if (now - before < pause || max_relaxed_gpu(last, now) != before) return;
   for (int r = 0; r < kNumRanks; ++r) {
-    if (!is_far(p, r) && ld_relaxed_gpu(masked_at(p, r)) == 0) st_relaxed_sys(at<u64>(p.peers[r], kLlSigns) + p.rank, now);
+    if (ld_relaxed_gpu(masked_at(p, r))) continue;
+    if (is_far(p, r)) {
+      signal(p, r, kLlSigns + p.rank * sizeof(u64), now);
+    } else {
+      st_relaxed_sys(at<u64>(p.peers[r], kLlSigns) + p.rank, now);
+    }
   }
 }
+
+// Where ranks are far: NVSHMEM's functions within every wait would cost more registers than there are.
+__device__ __noinline__ void give_sign_apart(const Params& p, u64 now) { give_sign(p, now); }
 
 // Polls until has_come(seen), which may put into `seen` how far the peer is. False: the time is up, or was up elsewhere, and nothing that
 // was waited for may be used. Where time-outs mask, the peer is masked then, and all goes on without it.
@@ -71,7 +78,7 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
       if (kMasksOnTimeout) sign = sign_of(p, peer);
       continue;
     }
-    if (kMasksOnTimeout && now - start > p.timeout_ns / kSignsPerTimeout) give_sign(p, now);
+    if (kMasksOnTimeout && now - start > p.timeout_ns / kSignsPerTimeout) (kHasFar ? give_sign_apart : give_sign)(p, now);
     if (now - start <= p.timeout_ns) continue;
     if (!kMasksOnTimeout) {
       give_up(p, phase, peer, expected, seen);
