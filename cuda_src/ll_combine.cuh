@@ -176,9 +176,9 @@ struct Rows {
   u64 row;       // in lane j: of row j, the address,
   int sender;    // the rank that sends it,
   float weight;  // its weight,
-  bool came;     // and whether its signal came in time
+  bool came;     // and whether its signal or, where time-outs mask, its beginning came in time
 
-  // One warp. `ok`: whether all signals came.
+  // One warp. `ok`: whether all that it waited for came.
   __device__ inline Rows(const Params& p, const Call& call, int token, int expert, bool& ok) {
     const int lane = lane_idx();
     const u64 mine = p.peers[p.rank];
@@ -187,11 +187,6 @@ struct Rows {
       rank = expert >= 0 && !call.out[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
       key = rank >= 0 ? lane : -1;
     }
-    ok = true;
-    const u64 flag = mine + flag_offset(call.received, key < 0 ? 0 : key, token);
-    if (key >= 0 && is_far(p, rank)) ok = wait_epoch(p, at<const u64>(flag, 0), call.received, kPhaseLlCombineRows, rank);
-    const u32 in_time = __ballot_sync(~0u, ok);
-    __syncwarp();  // all lanes may read what one has acquired
     int position = 0, from = 0;
     for (int k = 0; k < kNumTopk; ++k) {
       const int other = __shfl_sync(~0u, key, k);
@@ -203,24 +198,36 @@ struct Rows {
     count = __popc(__ballot_sync(~0u, key >= 0));
     const float mine_weight =
         !p.reduce_early && key >= 0 ? at<const float>(p.topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] : 1.f;
-    row = __shfl_sync(~0u, mine + row_offset(call.received, key < 0 ? 0 : key, token), from);
+    const u64 own_row = mine + row_offset(call.received, max(key, 0), token);
+    row = __shfl_sync(~0u, own_row, from);
     sender = __shfl_sync(~0u, rank, from);
     weight = __shfl_sync(~0u, mine_weight, from);
+    // Signals of far rows, and where time-outs mask also beginnings of near ones, are waited for at once: one after another, a slow sender
+    // and a dead one would take the time of both, and ranks that wait for this one meanwhile, but not for those, might take it for dead.
+    ok = true;
+    const bool far = is_far(p, rank);
+    if (key >= 0 && (kMasksOnTimeout || far)) {
+      const u64 mark = far ? mine + flag_offset(call.received, key, token) : own_row;
+      ok = wait_until(p, call.received, kPhaseLlCombineRows, rank, [&](u32& seen) {
+        seen = static_cast<u32>(kHasFar ? ld_acquire_sys(at<const u64>(mark, 0)) : ld_relaxed_sys(at<const u64>(mark, 0)));
+        return far ? seen == call.received : seen != kNotYet;
+      });
+    }
+    const u32 in_time = __ballot_sync(~0u, ok);
+    __syncwarp();  // all lanes may read what one has acquired
     came = in_time >> from & 1;
     ok = in_time == ~0u;
   }
 };
 
-// Leaves only rows that have come whole. First, each row's beginning is waited for by a lane: one row after another, a slow sender and a
-// dead one would take the time of both, and ranks that wait for this one meanwhile, but not for those, might take it for dead.
+// Leaves only rows that have come whole.
 __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group, Rows& rows) {
   constexpr int kAtOnce = kNumTopk < 4 ? kNumTopk : 4;
   const int lane = lane_idx();
   auto await = [&](const Vec16* vec, int sender) {
     return wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(vec)); });
   };
-  const bool came = lane >= rows.count || (rows.came && await(at<const Vec16>(rows.row, 0), rows.sender));
-  u32 lost = ~__ballot_sync(~0u, came);
+  u32 lost = ~__ballot_sync(~0u, lane >= rows.count || rows.came);
   for (int i = group.thread(0); i - lane < kRowVecs; i += group.num_threads()) {
     u32 late = 0;
     for (int first = 0; first < rows.count; first += kAtOnce) {
