@@ -95,9 +95,15 @@ def _shared_gpus(s: Situation) -> Iterator[Finding]:
     users = _users(s)
     allowed = all(fact(report, "settings", "share_gpus") for report in s.reports)
     shared = [f"{_ranks(ranks)} would use GPU {uuid[:8]} of {host}" for (host, uuid), ranks in users.items() if len(ranks) > 1]
-    if shared:
-        turns = "; DEEPEP_RT_SHARE_GPUS=1: they take turns" if allowed else ""
-        yield Finding.of("shared-gpu", "note" if allowed else "error", some(shared) + turns)
+    if not shared:
+        return
+    if not allowed:
+        level, outcome = "error", ""
+    elif len(shared) < len(users):
+        level, outcome = "error", "; other ranks have one to themselves: NVSHMEM does not start so"
+    else:
+        level, outcome = "note", "; DEEPEP_RT_SHARE_GPUS=1: they take turns"
+    yield Finding.of("shared-gpu", level, some(shared) + outcome)
 
 
 def _users(s: Situation) -> dict[tuple[str, str], list[int]]:

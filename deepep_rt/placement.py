@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
-from . import _env
+from . import _env, symmetric
 from .communicator import Communicator
 from .config import MAX_RANKS_PER_NODE, Config
 from .errors import EPConfigError
@@ -51,7 +52,7 @@ def choose_device(comm: Communicator, all_ranks: AllOrNone) -> int:
     """The GPU of this rank, which becomes the current one: the one that the caller chose, or the rank's of its host. Collective.
 
     Raises:
-        EPConfigError: on every rank, if ranks share a GPU.
+        EPConfigError: on every rank, if ranks share a GPU and were not told that they may, or some do while others have one to themselves.
         EPUnavailableError: if a rank's GPU cannot be used.
     """
     from . import driver  # who works in host memory needs no CUDA
@@ -68,5 +69,12 @@ def choose_device(comm: Communicator, all_ranks: AllOrNone) -> int:
             f"{len(uuids)} ranks share {len(set(uuids))} GPUs (on this one: ranks {twins}); start one rank a GPU, and if you choose "
             f"devices yourself (torch.cuda.set_device, cupy.cuda.Device), choose a different one in each rank. "
             f"To develop for more ranks than there are GPUs, slowly, set DEEPEP_RT_SHARE_GPUS=1"
+        )
+    sharing = Counter(uuids).values()
+    # NVSHMEM finds that GPUs are shared on ranks that share one. The others make other teams than those, and all wait for ever.
+    if min(sharing) == 1 < max(sharing) and not symmetric.has_started():
+        raise EPConfigError(
+            f"{len(uuids)} ranks on {len(sharing)} GPUs: some share one and others have one to themselves, which NVSHMEM cannot start "
+            f"with; start a multiple of {len(sharing)} ranks, or show them fewer GPUs with CUDA_VISIBLE_DEVICES"
         )
     return device

@@ -31,6 +31,11 @@ class Runtime:
 _runtime: Runtime | None = None
 
 
+def has_started() -> bool:
+    """Whether a Buffer of this process has started NVSHMEM, or found it running."""
+    return _runtime is not None
+
+
 def load() -> Any:
     """NVSHMEM's Python bindings, with its host library.
 

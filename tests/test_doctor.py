@@ -229,12 +229,14 @@ def test_too_little_memory(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
 
 
 def test_two_ranks_on_one_gpu(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
-    command = [*mpirun(), "-n", "3", *_program("--json")]
-    answer = doctor.json(command=command, status=1, FAKE_GPUS="2", **gpu_machine)
+    two_gpus = {"FAKE_GPUS": "2", **gpu_machine}
+    three, four = ([*mpirun(), "-n", number, *_program("--json")] for number in "34")
+    answer = doctor.json(command=three, status=1, **two_gpus)
     assert "ranks 0, 2 would use GPU 00010203" in what(answer, "shared-gpu")
     assert [(report["local_rank"], report["group"]) for report in answer["ranks"]] == [(0, 0), (1, 0), (2, 0)]
-    allowed = doctor.json(command=command, FAKE_GPUS="2", DEEPEP_RT_SHARE_GPUS="1", **gpu_machine)
-    assert kinds(allowed)["shared-gpu"] == "note"
+    two_gpus["DEEPEP_RT_SHARE_GPUS"] = "1"
+    assert "they take turns" in what(doctor.json(command=four, **two_gpus), "shared-gpu")
+    assert "have one to themselves" in what(doctor.json(command=three, status=1, **two_gpus), "shared-gpu")
 
 
 # --- probes that do not come back ----------------------------------------------------------------------------------------------------

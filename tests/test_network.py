@@ -441,6 +441,20 @@ def test_ranks_that_share_a_gpu(monkeypatch, allowed):
             _choose_device(monkeypatch, ranks)
 
 
+@pytest.mark.parametrize("has_started", [False, True])
+@pytest.mark.parametrize("gpus", ["aba", "abcb", "abab", "abc"])
+def test_ranks_that_share_gpus_unevenly(monkeypatch, gpus, has_started):
+    """NVSHMEM would never start. Where it runs, over more ranks than those of the Buffer, there is nothing to fear."""
+    ranks = Ranks(len(gpus), gather=lambda mine: [(uuid, True) for uuid in gpus])
+    monkeypatch.setattr(symmetric, "_runtime", "running" if has_started else None)
+    if has_started or gpus in ("abab", "abc"):
+        assert _choose_device(monkeypatch, ranks) == 0
+    else:
+        number = len(set(gpus))
+        with pytest.raises(EPConfigError, match=rf"{len(gpus)} ranks on {number} GPUs: some share.*a multiple of {number} ranks"):
+            _choose_device(monkeypatch, ranks)
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize(("name", "value"), [("backend", "auto"), ("on_exhausted", "error"), ("num_slots", 3)])
 def test_one_rank_that_is_told_something_else(monkeypatch, name, value, odd):
