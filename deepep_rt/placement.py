@@ -71,7 +71,7 @@ def choose_device(comm: Communicator, all_ranks: AllOrNone) -> int:
             f"To develop for more ranks than there are GPUs, slowly, set DEEPEP_RT_SHARE_GPUS=1"
         )
     sharing = Counter(uuids).values()
-    # NVSHMEM finds that GPUs are shared on ranks that share one. The others make other teams than those, and all wait for ever.
+    # A rank of NVSHMEM takes GPUs for shared if its own one is, and makes other teams then: where only some do, all wait for ever.
     if min(sharing) == 1 < max(sharing) and not symmetric.has_started():
         raise EPConfigError(
             f"{len(uuids)} ranks on {len(sharing)} GPUs: some share one and others have one to themselves, which NVSHMEM cannot start "
