@@ -68,26 +68,28 @@ def main():
         torch.cuda.set_device(args.device)
     if args.distributed:
         initialize(args.distributed)
+    ranks = communicator()  # which need not be in MPI's order
+    rank = ranks.Get_rank()
 
     def over_ranks(tensor):
         if args.distributed:
             torch.distributed.all_reduce(tensor)
             return tensor
-        return torch.from_numpy(comm.allreduce(tensor.cpu().numpy().reshape(-1))).view_as(tensor).to(args.device)
+        return torch.from_numpy(ranks.allreduce(tensor.cpu().numpy().reshape(-1))).view_as(tensor).to(args.device)
 
     hidden, experts = args.hidden, args.experts
     shapes = (hidden, experts), (experts, hidden, 2 * hidden), (experts, 2 * hidden, hidden)
     router, w1, w2 = (random(0, *shape).to(args.device) / shape[-2] ** 0.5 for shape in shapes)
-    local = slice(comm.rank * experts // comm.size, (comm.rank + 1) * experts // comm.size)
+    local = slice(rank * experts // comm.size, (rank + 1) * experts // comm.size)
     sizes = dict(num_max_tokens_per_rank=args.tokens, hidden=hidden, num_topk=args.topk, num_experts=experts)
-    with Buffer(communicator(), **sizes, dtype="float32", backend=args.backend) as buffer:
+    with Buffer(ranks, **sizes, dtype="float32", backend=args.backend) as buffer:
 
         def layer(x, topk_idx, topk_weights, w1, w2):
             sent = dispatch(buffer, x, topk_idx, topk_weights)  # each token to the ranks of its experts
             y = run_experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, w1, w2)
             return combine(buffer, y, sent.handle)  # back to the tokens' ranks, added up
 
-        losses = train(layer, (router, w1[local], w2[local]), *tokens_of(comm.rank, args), args, over_ranks)
+        losses = train(layer, (router, w1[local], w2[local]), *tokens_of(rank, args), args, over_ranks)
         say(f"{buffer.backend}: {comm.size} ranks, {args.tokens} tokens of {hidden}, top-{args.topk} of {experts} experts")
 
     everything = (torch.cat(parts) for parts in zip(*(tokens_of(rank, args) for rank in range(comm.size)), strict=True))

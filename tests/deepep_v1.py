@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from expect import raises
-from process_group import start_in_reverse
+from process_group import in_reverse
 
 import deepep_rt.compat as deep_ep
 from deepep_rt import EPDestroyedError, EPInputError, EPUnavailableError
@@ -65,13 +65,16 @@ class World:
         ]
 
 
-def world(comm: MPI.Intracomm, device: str, with_group: bool = False) -> World:
-    """The program's place: the ranks of `comm`, or a gloo group of them in reverse, so that no order is right by chance."""
-    if not with_group:
-        return World(comm, None, device)
-    if not dist.is_initialized():
-        start_in_reverse(comm)
-    return World(communicator(), dist.group.WORLD, device)
+def world(comm: MPI.Intracomm, device: str) -> World:
+    """The program's place: the ranks of `comm`, without a process group."""
+    return World(comm, None, device)
+
+
+@contextmanager
+def world_of_a_group(comm: MPI.Intracomm, device: str) -> Iterator[World]:
+    """The program's place: a gloo group of the ranks of `comm`."""
+    with in_reverse(comm):
+        yield World(communicator(), dist.group.WORLD, device)
 
 
 @contextmanager

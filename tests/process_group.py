@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -12,8 +14,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def start_in_reverse(comm: MPI.Intracomm, backend: str = "gloo") -> None:
-    """Start torch.distributed over the ranks of `comm` in reverse, so that no order is right by chance."""
+@contextmanager
+def in_reverse(comm: MPI.Intracomm, backend: str = "gloo") -> Iterator[None]:
+    """torch.distributed over the ranks of `comm` in reverse, so that no order is right by chance."""
     port = free_port() if comm.Get_rank() == 0 else None
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(comm.bcast(port))
     dist.init_process_group(backend, rank=comm.Get_size() - 1 - comm.Get_rank(), world_size=comm.Get_size())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -14,3 +14,8 @@ def _device(request):
         import torch
 
         torch.cuda.set_device(request.getfixturevalue("comm").Get_rank() % torch.cuda.device_count())
+        yield
+        # The tests after it would take the ranks of that group for theirs.
+        assert not torch.distributed.is_initialized(), "the test has left a process group behind"
+    else:
+        yield

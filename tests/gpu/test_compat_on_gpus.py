@@ -62,8 +62,8 @@ def test_program(name, program, comm):
 @pytest.mark.parametrize("name", ["run_normal", "run_low_latency"])
 def test_program_with_a_group_and_deepeps_settings(name, program, comm):
     """gloo, so that ranks may share a GPU; DeepEP's own tests make the GPU and bfloat16 the default of new tensors."""
-    with program.settings_of_deepep_tests("cuda"):
-        getattr(program, name)(program.world(comm, "cuda", with_group=True))
+    with program.settings_of_deepep_tests("cuda"), program.world_of_a_group(comm, "cuda") as world:
+        getattr(program, name)(world)
 
 
 def test_program_on_a_side_stream(program, comm):

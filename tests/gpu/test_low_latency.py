@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import helpers  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from helpers import SHARED_GPUS, TAKE_TURNS, cpu, make, read, routing, rows, same, write  # noqa: E402
-from process_group import start_in_reverse  # noqa: E402
+from process_group import in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError, jit, layout, structs  # noqa: E402
@@ -285,9 +285,8 @@ def test_beside_nccl(comm):
     if SHARED_GPUS or comm.Get_size() == 1:
         return  # NCCL wants a GPU for each rank
     gpu, host = make_both(comm, hidden=1024)
-    start_in_reverse(comm, "nccl")
     side = torch.cuda.Stream()
-    with gpu, host:
+    with gpu, host, in_reverse(comm, "nccl"):
         for i in range(10):
             numbers = torch.full((16 << 20,), float(comm.Get_rank()), device="cuda")
             side.wait_stream(torch.cuda.current_stream())
@@ -297,7 +296,6 @@ def test_beside_nccl(comm):
             round_trip(comm, gpu, host, 400 + i, 100, early_weights=i % 2 == 0, use_fp8=False)
             side.synchronize()
             assert bool((numbers == comm.Get_size() - 1).all())
-    dist.destroy_process_group()
 
 
 def test_memory_comes_back_in_stream_order(comm):

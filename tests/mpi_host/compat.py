@@ -267,13 +267,13 @@ def _dispatch(here: Any, buffer: Any) -> Any:
 
 
 def check_normal_with_a_group(comm: MPI.Intracomm) -> None:
-    with deepep_v1.settings_of_deepep_tests("cpu"):
-        deepep_v1.run_normal(world(comm, "cpu", with_group=True))
+    with deepep_v1.settings_of_deepep_tests("cpu"), deepep_v1.world_of_a_group(comm, "cpu") as here:
+        deepep_v1.run_normal(here)
 
 
 def check_low_latency_with_a_group(comm: MPI.Intracomm) -> None:
-    with deepep_v1.settings_of_deepep_tests("cpu"):
-        deepep_v1.run_low_latency(world(comm, "cpu", with_group=True))
+    with deepep_v1.settings_of_deepep_tests("cpu"), deepep_v1.world_of_a_group(comm, "cpu") as here:
+        deepep_v1.run_low_latency(here)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
 import torch.distributed as dist
 from mpi4py import MPI
-from process_group import start_in_reverse
+from process_group import in_reverse
 from spmd import main, make_buffer, raises
 
 from deepep_rt import EPConfigError
@@ -13,18 +18,13 @@ from deepep_rt.torch import communicator
 backend = "gloo"  # the GPU tests choose NCCL where each rank has a GPU
 
 
-def _initialize(comm: MPI.Intracomm) -> None:
-    start_in_reverse(comm, backend)
-
-
 def check_without_torch_distributed(comm: MPI.Intracomm) -> None:
     assert not dist.is_initialized()
     assert communicator() == MPI.COMM_WORLD
 
 
 def check_default_group(comm: MPI.Intracomm) -> None:
-    _initialize(comm)
-    try:
+    with in_reverse(comm, backend):
         mine = communicator()
         assert mine.allgather(MPI.COMM_WORLD.Get_rank()) == list(reversed(range(comm.Get_size())))
         assert mine.Get_rank() == dist.get_rank()
@@ -33,27 +33,20 @@ def check_default_group(comm: MPI.Intracomm) -> None:
             assert buffer.config.num_ranks == comm.Get_size()
         mine.Free()
         assert communicator().Get_size() == comm.Get_size()
-    finally:
-        dist.destroy_process_group()
     assert communicator() == MPI.COMM_WORLD
 
 
 def check_groups_after_groups(comm: MPI.Intracomm) -> None:
     """A group that was made after another one was destroyed gets a communicator of its own."""
-    _initialize(comm)
-    before = communicator()
-    dist.destroy_process_group()
-    _initialize(comm)
-    try:
+    with in_reverse(comm, backend):
+        before = communicator()
+    with in_reverse(comm, backend):
         assert communicator() is not before
-    finally:
-        dist.destroy_process_group()
 
 
 def check_subgroups(comm: MPI.Intracomm) -> None:
     """Even and odd ranks."""
-    _initialize(comm)
-    try:
+    with in_reverse(comm, backend):
         size, rank = dist.get_world_size(), dist.get_rank()
         for members in ([r for r in range(size) if r % 2 == 0], [r for r in range(size) if r % 2]):
             group = dist.new_group(members) if members else None
@@ -66,8 +59,14 @@ def check_subgroups(comm: MPI.Intracomm) -> None:
             assert sub.allgather(rank) == members
             assert communicator(group) is sub
             assert sub.allreduce(rank) == sum(members)
-    finally:
-        dist.destroy_process_group()
+
+
+def check_the_example_takes_ranks_from_the_group(comm: MPI.Intracomm) -> None:
+    """It compares its losses with those of one rank itself."""
+    examples = Path(__file__).parents[2] / "examples"
+    arguments = {"path": [str(examples), *sys.path], "argv": ["moe_torch.py", "--steps", "30"]}
+    with in_reverse(comm, backend), mock.patch.multiple(sys, **arguments):
+        runpy.run_path(str(examples / "moe_torch.py"), run_name="__main__")
 
 
 if __name__ == "__main__":
