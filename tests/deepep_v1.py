@@ -33,8 +33,8 @@ class World:
     """Where the program runs."""
 
     comm: MPI.Intracomm  # the ranks, in the order of `group`
-    group: Any  # a process group, or None
     device: str
+    group: Any = None  # a process group of them
     num_tokens: int = 60
 
     @property
@@ -65,16 +65,11 @@ class World:
         ]
 
 
-def world(comm: MPI.Intracomm, device: str) -> World:
-    """The program's place: the ranks of `comm`, without a process group."""
-    return World(comm, None, device)
-
-
 @contextmanager
 def world_of_a_group(comm: MPI.Intracomm, device: str) -> Iterator[World]:
-    """The program's place: a gloo group of the ranks of `comm`."""
+    """A gloo group of the ranks of `comm`."""
     with in_reverse(comm):
-        yield World(communicator(), dist.group.WORLD, device)
+        yield World(communicator(), device, dist.group.WORLD)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def check_all(backend: str) -> None:
             group = dist.new_group(members) if members else None
             if dist.get_rank() in members:
                 check_round_trips(backend, group)
-    world = deepep_v1.World(communicator(), dist.group.WORLD, "cuda" if backend == "cuda" else "cpu")
+    world = deepep_v1.World(communicator(), "cuda" if backend == "cuda" else "cpu", dist.group.WORLD)
     deepep_v1.run_normal(world)
     deepep_v1.run_growth(world)
     deepep_v1.run_low_latency(world)

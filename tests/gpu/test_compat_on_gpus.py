@@ -43,7 +43,7 @@ def test_gpus_without_fp8_say_so(comm):
         return
     import deepep_v1
 
-    world = deepep_v1.world(comm, "cuda")
+    world = deepep_v1.World(comm, "cuda")
     num_experts = 2 * world.num_ranks
     x = torch.randn((4, deepep_v1.HIDDEN), device="cuda").bfloat16()
     topk_idx = deepep_v1.routing(world, 1, 4, 2, num_experts)
@@ -55,7 +55,7 @@ def test_gpus_without_fp8_say_so(comm):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name, program, comm):
-    getattr(program, name)(program.world(comm, "cuda"))
+    getattr(program, name)(program.World(comm, "cuda"))
     torch.cuda.synchronize()
 
 
@@ -70,8 +70,8 @@ def test_program_on_a_side_stream(program, comm):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        program.run_normal(program.world(comm, "cuda"))
-        program.run_low_latency(program.world(comm, "cuda"))
+        program.run_normal(program.World(comm, "cuda"))
+        program.run_low_latency(program.World(comm, "cuda"))
     torch.cuda.current_stream().wait_stream(side)
 
 
@@ -88,7 +88,7 @@ def _normal(program, world, buffer, seed=1, tokens=64):
 
 def test_nothing_waits_on_the_host_but_the_counts(program, comm):
     """PyTorch raises if one of its operations synchronises. (What dispatch itself waits for is no operation of PyTorch's.)"""
-    world = program.world(comm, "cuda")
+    world = program.World(comm, "cuda")
     with world.buffer(int(1e8), low_latency_mode=True) as buffer:
         x, given = _normal(program, world, buffer)
         num_experts, topk_idx, weights = 4 * world.num_ranks, given["topk_idx"], given["topk_weights"]
@@ -128,7 +128,7 @@ def test_async_calls_do_not_wait_for_the_current_stream(program, comm):
     """With a previous event, a call waits for that event alone: its counts come back while the current stream is still busy."""
     if torch.cuda.device_count() < comm.Get_size():
         return  # ranks that share a GPU take turns, and what is busy in one stops the others
-    world = program.world(comm, "cuda")
+    world = program.World(comm, "cuda")
     with world.buffer(int(1e8)) as buffer:
         x, given = _normal(program, world, buffer)
         for _ in range(2):  # all memory is there afterwards
@@ -153,7 +153,7 @@ def test_async_calls_do_not_wait_for_the_current_stream(program, comm):
 
 def test_arguments_may_go_while_an_async_call_runs(program, comm):
     """Their memory is given to nobody else before the call has read it, also when nobody holds the event's tensors."""
-    world = program.world(comm, "cuda")
+    world = program.World(comm, "cuda")
     with world.buffer(int(1e8), low_latency_mode=True) as buffer:
         for seed in range(5):
             x, given = _normal(program, world, buffer, seed)
@@ -175,7 +175,7 @@ def test_arguments_may_go_while_an_async_call_runs(program, comm):
 def test_bad_expert(program, comm, monkeypatch, tokens):
     """One rank's number that is no expert, found behind the call: it raises there, and the ranks stay in step."""
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")
-    world = program.world(comm, "cuda")
+    world = program.World(comm, "cuda")
     with world.buffer(int(1e6)) as buffer:
         x, given = _normal(program, world, buffer)
         want, *_ = buffer.dispatch(x, **given)
@@ -193,7 +193,7 @@ def test_bad_expert(program, comm, monkeypatch, tokens):
 
 
 def test_normal_calls_in_a_graph(program, comm):
-    world = program.world(comm, "cuda")
+    world = program.World(comm, "cuda")
     worst = 64 * world.num_ranks
     with world.buffer(int(1e8)) as buffer:
         x, given = _normal(program, world, buffer)
@@ -225,7 +225,7 @@ def test_normal_calls_in_a_graph(program, comm):
 
 
 def test_low_latency_calls_in_a_graph(program, comm):
-    world = program.world(comm, "cuda")
+    world = program.World(comm, "cuda")
     tokens, num_experts = 16, 2 * world.num_ranks
     x = torch.empty((tokens, program.HIDDEN), dtype=torch.bfloat16, device="cuda")
     topk_idx = torch.empty((tokens, 2), dtype=torch.int64, device="cuda")
@@ -272,7 +272,7 @@ def test_low_latency_calls_in_a_graph(program, comm):
 def test_a_capture_does_not_make_memory(program, comm):
     from deepep_rt import EPInputError
 
-    world = program.world(comm, "cuda")
+    world = program.World(comm, "cuda")
     with world.buffer(low_latency_mode=True) as buffer:
         x = torch.zeros((8, program.HIDDEN), dtype=torch.bfloat16, device="cuda")
         topk_idx = torch.zeros((8, 1), dtype=torch.int64, device="cuda")
@@ -286,6 +286,6 @@ def test_masks(program, comm, monkeypatch):
     if comm.Get_size() == 1:
         return  # a rank alone has nobody to mask
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "10")
-    program.run_masks(program.world(comm, "cuda"))
-    program.run_lost_ranks(program.world(comm, "cuda"))
+    program.run_masks(program.World(comm, "cuda"))
+    program.run_lost_ranks(program.World(comm, "cuda"))
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from typing import Any
 import deepep_v1
 import numpy as np
 import torch
-from deepep_v1 import world
+from deepep_v1 import World
 from mpi4py import MPI
 from spmd import main, raises
 
@@ -28,23 +28,23 @@ from deepep_rt.compat_memory import Board
 
 
 def check_normal(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_normal(world(comm, "cpu"))
+    deepep_v1.run_normal(World(comm, "cpu"))
 
 
 def check_growth(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_growth(world(comm, "cpu"))
+    deepep_v1.run_growth(World(comm, "cpu"))
 
 
 def check_ranks_only(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_ranks_only(world(comm, "cpu"))
+    deepep_v1.run_ranks_only(World(comm, "cpu"))
 
 
 def check_low_latency(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_low_latency(world(comm, "cpu"))
+    deepep_v1.run_low_latency(World(comm, "cpu"))
 
 
 def check_two_in_flight(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_two_in_flight(world(comm, "cpu"))
+    deepep_v1.run_two_in_flight(World(comm, "cpu"))
 
 
 def check_masks(comm: MPI.Intracomm) -> None:
@@ -53,27 +53,27 @@ def check_masks(comm: MPI.Intracomm) -> None:
         return
     os.environ["DEEPEP_RT_TIMEOUT_S"] = "4"
     try:
-        deepep_v1.run_masks(world(comm, "cpu"))
-        deepep_v1.run_lost_ranks(world(comm, "cpu"))
+        deepep_v1.run_masks(World(comm, "cpu"))
+        deepep_v1.run_lost_ranks(World(comm, "cpu"))
     finally:
         del os.environ["DEEPEP_RT_TIMEOUT_S"]
 
 
 def check_handles_taken_apart(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_handles_taken_apart(world(comm, "cpu"))
+    deepep_v1.run_handles_taken_apart(World(comm, "cpu"))
 
 
 def check_copied_results(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_copied_results(world(comm, "cpu"))
+    deepep_v1.run_copied_results(World(comm, "cpu"))
 
 
 def check_refusals(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_refusals(world(comm, "cpu"))
+    deepep_v1.run_refusals(World(comm, "cpu"))
 
 
 def check_number_of_sms(comm: MPI.Intracomm) -> None:
     """Each call has that of its `config`, or else the one set for all."""
-    here, deep_ep = world(comm, "cpu"), deepep_v1.deep_ep
+    here, deep_ep = World(comm, "cpu"), deepep_v1.deep_ep
     with here.buffer(int(1e7), 0) as buffer:
         x = torch.ones((3, 256), dtype=torch.bfloat16)
         topk_idx = deepep_v1.routing(here, 1, 3, 2, 4 * comm.Get_size())
@@ -95,7 +95,7 @@ def check_number_of_sms(comm: MPI.Intracomm) -> None:
 
 def check_room_for_results_that_are_held(comm: MPI.Intracomm) -> None:
     """As much as asked for; and expert numbers that are kept do not keep the rows."""
-    here, deep_ep = world(comm, "cpu"), deepep_v1.deep_ep
+    here, deep_ep = World(comm, "cpu"), deepep_v1.deep_ep
     try:
         deep_ep.Buffer.num_slots = 5
         with here.buffer(int(1e7), 0) as buffer:
@@ -118,7 +118,7 @@ def check_room_for_results_that_are_held(comm: MPI.Intracomm) -> None:
 
 def check_memory_that_was_outgrown(comm: MPI.Intracomm) -> None:
     """It is not outgrown by what just fits, and given back in the end."""
-    here, handles = world(comm, "cpu"), []
+    here, handles = World(comm, "cpu"), []
     with here.buffer(1) as buffer:
         for tokens in (3, 128, 300):
             topk_idx = deepep_v1.routing(here, 1, tokens, 2, 4 * comm.Get_size())
@@ -150,7 +150,7 @@ def check_copies_of_a_model(comm: MPI.Intracomm) -> None:
 
 def check_choices_of_another_width(comm: MPI.Intracomm) -> None:
     """What serves more experts a token takes no weights, and no experts, for some of them only."""
-    here, ranks = world(comm, "cpu"), comm.Get_size()
+    here, ranks = World(comm, "cpu"), comm.Get_size()
     x = torch.ones((4, 256), dtype=torch.bfloat16)
     eight, six = (deepep_v1.routing(here, 1, 4, topk, 8 * ranks) for topk in (8, 6))
     with here.buffer(low_latency_mode=True) as buffer:
@@ -181,9 +181,9 @@ def check_groups_of_their_own(comm: MPI.Intracomm) -> None:
     """Even and odd ranks do different things at the same time."""
     half = comm.Split(comm.Get_rank() % 2, -comm.Get_rank())
     if comm.Get_rank() % 2:
-        deepep_v1.run_growth(world(half, "cpu"))
+        deepep_v1.run_growth(World(half, "cpu"))
     else:
-        deepep_v1.run_ranks_only(world(half, "cpu"))
+        deepep_v1.run_ranks_only(World(half, "cpu"))
     half.Free()
 
 
@@ -191,7 +191,7 @@ def check_a_size_hint_for_other_ranks(comm: MPI.Intracomm) -> None:
     """A program may have asked about the machine that it is written for: memory made ahead is of what was hinted for these ranks."""
     ranks = comm.Get_size()
     deepep_v1.deep_ep.Buffer.get_low_latency_rdma_size_hint(16, deepep_v1.HIDDEN, ranks + 1, ranks + 1)
-    with world(comm, "cpu").buffer(low_latency_mode=True, enable_shrink=True):
+    with World(comm, "cpu").buffer(low_latency_mode=True, enable_shrink=True):
         pass
 
 
@@ -220,7 +220,7 @@ def check_a_folder_that_does_not_take_the_board(comm: MPI.Intracomm) -> None:
 
 def check_a_first_dispatch_that_others_do_not_make(comm: MPI.Intracomm) -> None:
     """What is left of it does not meet the caller's own collectives."""
-    here, size = world(comm, "cpu"), comm.Get_size()
+    here, size = World(comm, "cpu"), comm.Get_size()
     os.environ["DEEPEP_RT_TIMEOUT_S"] = "1"
     try:
         buffer = deepep_v1.deep_ep.Buffer(None, int(1e7), comm=comm)
@@ -237,7 +237,7 @@ def check_a_first_dispatch_that_others_do_not_make(comm: MPI.Intracomm) -> None:
 
 def check_memory_that_ends_behind_a_call(comm: MPI.Intracomm) -> None:
     """The other ranks have made the call: this one must count it too."""
-    here = world(comm, "cpu")
+    here = World(comm, "cpu")
     with here.buffer(int(1e7), 0) as buffer:
         wanted = _dispatch(here, buffer)[0]
         real = Buffer.dispatch
