@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import layout
 from .calls import Site
 from .config import ROW_ALIGNMENT, Config, is_whole
-from .errors import EPConfigError, EPDestroyedError, EPInputError
+from .errors import EPConfigError, EPInputError
 from .inputs import (
     check_low_latency_handle,
     combine_inputs,
@@ -49,12 +49,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger("deepep_rt")
 _serials = itertools.count(1)
 _alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
+_OF_PARENT = (
+    "this Buffer was made by the process that this one was forked from, and speaks for that one; leave calls to it (a DataLoader's workers "
+    "prepare batches, and run no model)"
+)
 
 
 def _leave_to_parent() -> None:
     """In a process that was forked off: its messages would be taken for its parent's."""
     for buffer in _alive:
-        buffer._of_parent, buffer._backend = buffer._backend, None
+        if buffer._backend is not None:
+            buffer._turns.refuse(_OF_PARENT)
+            buffer._of_parent, buffer._backend = buffer._backend, None
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -609,19 +615,19 @@ class Buffer(SharedByCopies):
         self._destroy(in_touch)
 
     def _destroy(self, in_touch: bool, error: BaseException | None = None) -> None:
+        self._turns.refuse("this Buffer was destroyed; make a new one")
         backend, self._backend = self._backend, None
-        if backend is not None:
-            with self._turns.last():
-                backend.destroy(in_touch, error)
+        if backend is None:
+            return
+
+        def finish(thrown: BaseException | None) -> None:
+            backend.destroy(in_touch and thrown is None, error or thrown)
+
+        self._turns.end(finish)
 
     def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
-        if self._backend is None:
-            if self._of_parent is not None:
-                raise EPDestroyedError(
-                    "this Buffer was made by the process that this one was forked from, and speaks for that one; leave calls to it (a "
-                    "DataLoader's workers prepare batches, and run no model)"
-                )
-            raise EPDestroyedError("this Buffer was destroyed; make a new one")
+        self._turns.check()
+        assert self._backend is not None  # it goes after calls are refused
         return self._backend
 
     def _low_latency(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:

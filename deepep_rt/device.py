@@ -223,9 +223,13 @@ class DeviceBackend:
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
 
     def synchronize(self) -> None:
+        self._wait_for_calls(self.turns.check)
+
+    def _wait_for_calls(self, check_ended: Callable[[], None] = lambda: None) -> None:
         end = self._order.end()
         self._watch.start_listening()
         while not end.done():
+            check_ended()
             self._watch.check_peers()  # behind a call that timed out may lie what waits for that peer without a limit
             self._watch.listen()
             time.sleep(1e-5)
@@ -238,7 +242,7 @@ class DeviceBackend:
             if error is not None:
                 self._watch.say(error)
             if in_touch and not self._watch.is_broken:
-                self.synchronize()
+                self._wait_for_calls()
                 sound = self._is_sound()
         finally:
             together = self._all_part(sound, self.config.timeout_s if self.config.on_timeout == "mask" else None)
@@ -277,7 +281,7 @@ class DeviceBackend:
         self._counts = self._slots(self._counts_map.num_bytes, layout.num_handles(config))
         self._page = HostPage(config)
         self._held.callback(self._page.free)
-        self._watch = Watch(self._comm, config, self._page, self._state)
+        self._watch = Watch(self._comm, config, self._page, self._state, self.turns.check)
         self._order = CallOrder(self.device, self.context, self._watch.check)
         self._held.callback(driver.give_stream_back, self._order.own_stream)
         self._stream_pool = StreamPool()

@@ -87,7 +87,7 @@ class HostBackend:
         self.turns = Turns(self.context)
         self.num_sms = config.num_sms  # of a GPU; here it is only kept
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
-        self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask")
+        self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask", self.turns.check)
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together

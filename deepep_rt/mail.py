@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +44,13 @@ class Mail:
         comm: Nobody else sends messages over it.
         timeout_s: How long a peer may be silent.
         masks_silent: Whether a low-latency call masks silent peers instead of raising.
+        check_ended: Raises if the Buffer was destroyed; asked while a call waits.
     """
 
-    def __init__(self, comm: Communicator, timeout_s: float, masks_silent: bool) -> None:
-        self._comm, self._timeout_s, self._masks_silent = comm, timeout_s, masks_silent
+    def __init__(
+        self, comm: Communicator, timeout_s: float, masks_silent: bool, check_ended: Callable[[], None] = lambda: None
+    ) -> None:
+        self._comm, self._timeout_s, self._masks_silent, self._check_ended = comm, timeout_s, masks_silent, check_ended
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
         self._call_idx = 0
         self._failure: EPTimeoutError | None = None
@@ -226,6 +229,7 @@ class Mail:
         lost: set[int] = set()
         pause = 0.0
         while sum(post.is_done() for post in posts) < len(posts):  # all are asked: MPI goes on with what it is asked about
+            self._check_ended()
             now = time.monotonic()
             if masks_silent and now > sign_at:
                 sign_at = now + self._timeout_s / _SIGNS_PER_TIMEOUT

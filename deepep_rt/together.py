@@ -152,6 +152,13 @@ class AllOrNone:
         self._comm.Free()
 
 
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # it is the caller's code; the others must hear of the error all the same
+        return f"(its __str__ raises {type(broken).__name__})"
+
+
 LAST_WORDS_TAG = 3
 _LISTENING_PERIOD_S = 0.02
 _GRACE_S = 0.2  # for what a rank sent before it left
@@ -173,7 +180,7 @@ class LastWords:
 
     def say(self, error: BaseException) -> None:
         """Tell all others why this rank leaves; nobody has to listen. A store may end with this process: who listens gets a moment."""
-        text = f"{type(error).__name__}: {error}"[:500]
+        text = f"{type(error).__name__}: {_text_of(error)}"[:500]
         with suppress(EPUnavailableError):  # without the store there is no telling
             requests = [self._comm.isend(text, peer, LAST_WORDS_TAG) for peer in self._peers]
             if not _are_done(requests, _LAST_WORDS_S):

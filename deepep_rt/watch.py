@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from . import driver, structs
@@ -26,9 +26,13 @@ class Watch:
         config: The Buffer's sizes.
         page: Where kernels leave word.
         state: Address of the kernels' State.
+        check_ended: Raises if the Buffer was destroyed; asked while the host waits.
     """
 
-    def __init__(self, comm: Communicator, config: Config, page: HostPage, state: int) -> None:
+    def __init__(
+        self, comm: Communicator, config: Config, page: HostPage, state: int, check_ended: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check_ended = check_ended
         self._config, self._page, self._rank = config, page, comm.Get_rank()
         self._last_words = LastWords(comm)
         self._abort_at = state + structs.offset(structs.State.dtype({}), "abort")
@@ -88,6 +92,7 @@ class Watch:
         try:
             # Bad input is no reason to stop: the next call must not take these counts for its own.
             while (counts := self._page.counts()) is None:
+                self._check_ended()
                 self.check_peers()
                 self.listen()
                 os.sched_yield()  # with Python's lock: other threads would get it once in 5 ms

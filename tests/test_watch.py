@@ -25,6 +25,7 @@ def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(watch.Watch, name, lambda self: None)
     waiting = watch.Watch.__new__(watch.Watch)
     waiting._config, waiting._page, waiting._rank, waiting._broken = Config(1, 8, 64, 1, 1, timeout_s=1.0), page, 0, None
+    waiting._check_ended = lambda: None
     begun = threading.Event()
 
     def other() -> None:

@@ -17,6 +17,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import oracle
 import spmd
@@ -245,12 +246,19 @@ def check_copies_of_a_model(comm: MPI.Intracomm) -> None:
 
 def check_a_process_that_is_forked_off(comm: MPI.Intracomm) -> None:
     """What it sent would be taken for its parent's, which goes on as before."""
-    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+    hook = None
+    with make_buffer(comm, num_experts=4 * comm.Get_size(), low_latency=spmd.backend == "host") as buffer:
+        if spmd.backend == "host":
+            x, idx = np.zeros((2, 32), ml_dtypes.bfloat16), np.zeros((2, 4), np.int64)
+            hook = buffer.low_latency_dispatch(x, idx, use_fp8=False, return_recv_hook=True).hook
         child = os.fork()
         if not child:
             try:
                 with raises(EPDestroyedError, "forked from"):
                     buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
+                if hook is not None:
+                    with raises(EPDestroyedError, "forked from"):
+                        hook()
                 buffer.destroy()
                 del buffer
             except BaseException:
@@ -258,6 +266,8 @@ def check_a_process_that_is_forked_off(comm: MPI.Intracomm) -> None:
                 os._exit(1)
             os._exit(0)
         assert os.waitpid(child, 0) == (child, 0)
+        if hook is not None:
+            hook()
         _check_round(comm, buffer, 5)
 
 
@@ -287,6 +297,98 @@ def check_an_interrupted_call(comm: MPI.Intracomm) -> None:
         with raises(EPTimeoutError):
             call(buffer)
     buffer.destroy()
+
+
+def check_the_end_in_the_middle_of_a_call(comm: MPI.Intracomm) -> None:
+    """From a signal handler, or from another thread: the call says so at once, and the others hear of it."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if ranks == 1:
+        return
+    x, idx = np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64)
+    for way in ("signal", "thread"):
+        buffer, start = make_buffer(comm, num_experts=4 * ranks), time.monotonic()
+        if rank:
+            time.sleep(0.5)
+            with raises(EPTimeoutError, "rank 0 in vain", "EPDestroyedError"):
+                for _ in range(3):
+                    buffer.dispatch(x, idx)
+            buffer.destroy()
+        else:
+            before = signal.signal(signal.SIGALRM, lambda *_, buffer=buffer: buffer.destroy())
+            other = threading.Timer(0.2, buffer.destroy)
+            signal.setitimer(signal.ITIMER_REAL, 0.2) if way == "signal" else other.start()
+            with raises(EPDestroyedError, "this Buffer was destroyed"):
+                buffer.dispatch(x, idx)
+            if way == "thread":
+                other.join()
+            signal.signal(signal.SIGALRM, before)
+            with raises(EPDestroyedError, "this Buffer was destroyed"):
+                buffer.dispatch(x, idx)
+        assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+def check_a_buffer_that_ends_before_a_call_begins(comm: MPI.Intracomm) -> None:
+    """A thread has found the Buffer alive, and its turn comes when another one has destroyed it."""
+    buffer = make_buffer(comm, num_experts=4 * comm.Get_size())
+
+    class Late:
+        def __enter__(self) -> None:
+            buffer.destroy()
+            turns.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            turns.__exit__(*error)
+
+    turns, late = buffer._turns, Late()
+    with unittest.mock.patch.object(Late, "__getattr__", lambda _, name: getattr(turns, name), create=True):
+        buffer._turns = late
+        with raises(EPDestroyedError, "this Buffer was destroyed"):
+            buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
+
+
+def check_calls_from_an_argument(comm: MPI.Intracomm) -> None:
+    """They would change the order of calls; and the call whose argument it is goes on."""
+
+    class Argument:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array, self.refused = array, 0
+
+        def __dlpack_device__(self) -> Any:
+            return self.array.__dlpack_device__()
+
+        def __dlpack__(self, **options: Any) -> Any:
+            with raises(EPInputError, "this thread is in the middle of a call", "__dlpack__"):
+                buffer.dispatch(self.array, idx)
+            self.refused += 1
+            return self.array.__dlpack__(**options)
+
+    idx = np.zeros((2, 4), np.int64)
+    if spmd.backend != "host":
+        return
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        x = Argument(np.zeros((2, 32), np.float32))
+        buffer.dispatch(x, idx)
+        assert x.refused
+        _check_round(comm, buffer, 2)
+
+
+def check_last_words_that_cannot_be_shown(comm: MPI.Intracomm) -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if ranks == 1:
+        return
+    start = time.monotonic()
+    if rank == 0:
+        with raises(Broken), make_buffer(comm, num_experts=4 * ranks):
+            raise Broken
+    else:
+        with raises(EPTimeoutError, "rank 0 in vain", "Broken", "KeyError"), make_buffer(comm, num_experts=4 * ranks) as buffer:
+            for _ in range(2):
+                buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
+    assert time.monotonic() - start < TIMEOUT_S / 2
 
 
 def check_memory_that_mpi_still_reads(comm: MPI.Intracomm) -> None:

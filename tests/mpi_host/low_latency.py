@@ -589,7 +589,7 @@ def check_low_latency_arguments_that_are_wrong(comm: MPI.Intracomm) -> None:
             buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=waits)
         _check_round(comm, buffer, inputs, 27)
         open_ = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
-    with raises(EPDestroyedError, "the Buffer of this hook was destroyed"):
+    with raises(EPDestroyedError, "this Buffer was destroyed"):
         open_.hook()
 
 
