@@ -1,0 +1,345 @@
+"""GPUs of several ranks in this process: `Buffer` runs as on CUDA, and its kernels run on the CPU.
+
+    with Machine(num_ranks=2, seed=7) as machine:
+        buffers = machine.buffers(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True)
+        sent = [buffer.low_latency_dispatch(machine.put(rank, x), machine.put(rank, idx)) for rank, buffer in enumerate(buffers)]
+        machine.run()
+
+As on a GPU, calls only queue work; `run` runs what is queued on the streams of all ranks together, in an order that the seed decides.
+Memory of the GPUs is memory of this process, so results can be read after `run`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver as cuda
+from fake_gpu import _Communicator as OneRank
+
+from deepep_rt import Buffer, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
+from deepep_rt.arrays import Framework, View
+from deepep_rt.layout import align_up
+
+from . import compiler
+
+_GARBAGE = 0xA5  # what memory holds that nothing has written
+
+
+class Stuck(AssertionError):
+    """Kernels wait for what will not come."""
+
+
+class Wrong(AssertionError):
+    """A kernel broke a rule of CUDA."""
+
+
+class DeviceArray:
+    """An argument of a call: an array in the memory of a rank's GPU."""
+
+    def __init__(self, rank: int, values: np.ndarray) -> None:
+        self.rank, self.values = rank, np.array(values, order="C")
+
+
+class _Library(Framework):
+    name = "arrays of GPUs on the CPU"
+
+    def view(self, array: DeviceArray, what: str, stream: int | None) -> View:
+        values = array.values
+        return View(values.ctypes.data, values.shape, values.dtype.name, array.rank, array, self)
+
+    def wrap(self, view: View) -> np.ndarray:
+        memory: Any = (ctypes.c_char * max(view.nbytes, 1)).from_address(view.ptr)
+        memory.owner = view.owner
+        return np.frombuffer(memory, np.uint8, view.nbytes).view(np.dtype(view.dtype)).reshape(view.shape)
+
+    def current_stream(self, device: int) -> int:
+        return _callers_stream(device)
+
+
+def _callers_stream(rank: int) -> int:
+    return 100 + rank
+
+
+class _Stream:
+    def __init__(self, gpu: int) -> None:
+        self.gpu, self.queue, self.num_done, self.num_queued = gpu, deque[Any](), 0, 0
+
+    def add(self, work: Any) -> None:
+        self.queue.append(work)
+        self.num_queued += 1
+
+
+class _Launch:
+    """A kernel's launch; `grid` is its number once it runs."""
+
+    def __init__(self, name: str, function: int, params: bytes, blocks: int, threads: int, shared_bytes: int) -> None:
+        self.name, self.function, self.params = name, function, params
+        self.blocks, self.threads, self.shared_bytes, self.grid = blocks, threads, shared_bytes, 0
+
+
+class _Rank(OneRank):
+    """One rank's view of ranks that all say the same."""
+
+    def __init__(self, num_ranks: int, rank: int) -> None:
+        super().__init__(num_ranks)
+        self._rank = rank
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+
+class Machine(AbstractContextManager):
+    """The GPUs.
+
+    Args:
+        num_ranks: Ranks, each with a GPU.
+        seed: Decides the order in which threads run.
+        arch: What the kernels are compiled for, "sm_80" or "sm_90".
+        num_sms: Blocks that run on a GPU at a time; None: all that there are.
+        cuda_src: Another folder of kernels.
+    """
+
+    def __init__(
+        self, num_ranks: int, seed: int = 0, arch: str = "sm_90", num_sms: int | None = None, cuda_src: Any = None
+    ) -> None:
+        self.num_ranks, self.arch, self._cuda_src = num_ranks, arch, cuda_src
+        self.launched: list[str] = []  # names of kernels that have been started
+        self._lib = compiler.runtime()
+        self._lib.gpu_error.restype = self._lib.gpu_describe.restype = ctypes.c_char_p
+        self.seed(seed)
+        for gpu in range(num_ranks) if num_sms is not None else ():
+            self._lib.gpu_set_sms(gpu, num_sms)
+        self.time_step_ns = 1e9  # how far the clock goes on when all wait for time
+        self._making = 0  # the rank whose Buffer is made or called
+        self._arguments: list[DeviceArray] = []
+        self._memory: dict[int, np.ndarray] = {}
+        self._streams: dict[int, _Stream] = {_callers_stream(rank): _Stream(rank) for rank in range(num_ranks)}
+        self._events: dict[int, tuple[_Stream, int]] = {}
+        self._functions: list[Any] = [None]
+        self._numbers = itertools.count(1000)
+        self._symmetric: list[int] = []  # addresses of the Buffers that are being made
+        self._patches = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Machine:
+        self._replace_driver()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.undo()
+        self._lib.gpu_reset(ctypes.c_uint64(0), 0)
+
+    def seed(self, seed: int) -> None:
+        """Begin another order. Nothing may be running."""
+        self._lib.gpu_reset(ctypes.c_uint64(seed), self.num_ranks)
+
+    def buffers(self, **sizes: Any) -> list[Buffer]:
+        """A Buffer for each rank."""
+        self._symmetric = []
+        made = []
+        for rank in range(self.num_ranks):
+            self._making = rank
+            made.append(Buffer(_Rank(self.num_ranks, rank), **{"timeout_s": 1.0, "check_inputs": False, **sizes}))
+            self.time_step_ns = made[-1].config.timeout_s * 1e9 / 8
+        return made
+
+    def put(self, rank: int, values: np.ndarray | None) -> Any:
+        """An array in the memory of a rank's GPU."""
+        if values is None:
+            return None
+        self._arguments.append(DeviceArray(rank, values))  # kept, as a stream-ordered allocator keeps memory until work is done
+        return self._arguments[-1]
+
+    # --- running -----------------------------------------------------------------------------------------------------------------
+
+    def run(self, done: Callable[[], bool] = lambda: False) -> None:
+        """Run what is queued, until all of it is done, or `done()`.
+
+        Raises:
+            Stuck: if kernels wait for ever.
+            Wrong: if a kernel broke a rule of CUDA.
+        """
+        num_waits = 0
+        while True:
+            self._start_what_can_start()
+            if done() or not any(stream.queue for stream in self._streams.values()):
+                return
+            state = self._lib.gpu_advance(ctypes.c_long(1 << 20))
+            if state == 1:
+                self._finish(self._lib.gpu_finished())
+                num_waits = 0
+            elif state == 2:
+                num_waits += 1
+                if num_waits > 200:
+                    raise Stuck(f"kernels wait for ever\n{self._lib.gpu_describe().decode()}")
+                self._lib.gpu_pass_time(ctypes.c_uint64(int(self.time_step_ns)))
+            elif state == 3:
+                raise Wrong(self._lib.gpu_error().decode())
+            elif state == 4:
+                raise Stuck("streams wait for each other")
+
+    def _start_what_can_start(self) -> None:
+        again = True
+        while again:
+            again = False
+            for stream in self._streams.values():
+                while stream.queue and self._can_pass(stream, stream.queue[0]):
+                    stream.queue.popleft()
+                    stream.num_done += 1
+                    again = True
+
+    def _can_pass(self, stream: _Stream, work: Any) -> bool:
+        """Whether the stream goes on to what comes next. Copies are done here, and kernels started."""
+        if not isinstance(work, _Launch):
+            return work()
+        if not work.grid:
+            self.launched.append(work.name)
+            work.grid = self._lib.gpu_start(
+                stream.gpu, work.name.encode(), ctypes.c_void_p(work.function), work.params, ctypes.c_size_t(len(work.params)),
+                work.blocks, work.threads, ctypes.c_size_t(work.shared_bytes),
+            )  # fmt: skip
+        return False
+
+    def _finish(self, grid: int) -> None:
+        for stream in self._streams.values():
+            if stream.queue and isinstance(stream.queue[0], _Launch) and stream.queue[0].grid == grid:
+                stream.queue.popleft()
+                stream.num_done += 1
+
+    # --- the driver --------------------------------------------------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> int:
+        memory = np.full(align_up(max(num_bytes, 1)) + 256, _GARBAGE, np.uint8)
+        ptr = align_up(memory.ctypes.data)
+        self._memory[ptr] = memory
+        return ptr
+
+    def _free(self, ptr: int) -> None:
+        self._memory.pop(ptr, None)
+
+    def _take_stream(self) -> int:
+        number = next(self._numbers)
+        self._streams[number] = _Stream(self._making)
+        return number
+
+    def _stream(self, number: int) -> _Stream:
+        return self._streams[number or _callers_stream(self._making)]
+
+    def _wait_event(self, stream: int, event: int) -> None:
+        other, position = self._events[event]
+        self._stream(stream).add(lambda: other.num_done >= position)
+
+    def _wait_stream(self, stream: int, other: int) -> None:
+        source, position = self._stream(other), self._stream(other).num_queued
+        self._stream(stream).add(lambda: source.num_done >= position)
+
+    def _copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        self._stream(stream).add(lambda: bool(ctypes.memmove(to, source, num_bytes)))
+
+    def _synchronize(self, number: int) -> None:
+        stream = self._stream(number)
+        self.run(lambda: not stream.queue)
+        if stream.queue:
+            raise Stuck("the host waits for work that waits for calls of other ranks")
+
+    def _load(self, kernel: Any, constants: Any, arch: str) -> jit.Function:
+        shared_bytes = constants[kernel.shared] if kernel.shared else 0
+        address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src))  # compiled when it is launched
+        self._functions.append((kernel, kernel.struct.dtype(constants).itemsize, address))
+        return jit.Function(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
+
+    def _launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
+        kernel, num_bytes, address = self._functions[function]
+        params = ctypes.string_at(ctypes.c_void_p.from_address(arguments).value or 0, num_bytes)
+        work = _Launch(kernel.name, address(), params, config.gridDimX, config.blockDimX, config.sharedMemBytes)
+        self._stream(int(config.hStream)).add(work)
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def _replace_driver(self) -> None:
+        machine = self
+
+        class Event:
+            def __init__(self, stream: int, timing: bool = False) -> None:
+                self.handle = next(machine._numbers)
+                self.record(stream)
+
+            def record(self, stream: int) -> None:
+                held = machine._stream(stream)
+                machine._events[self.handle] = held, held.num_queued
+
+            def done(self) -> bool:
+                stream, position = machine._events[self.handle]
+                return stream.num_done >= position
+
+            def synchronize(self) -> None:
+                machine.run(self.done)
+
+        class Context:
+            def __init__(self) -> None:
+                self._rank = machine._making
+
+            def __enter__(self) -> None:
+                machine._making = self._rank
+
+            def __exit__(self, *_: object) -> None: ...
+
+        class Memory:
+            is_of_several_buffers = False
+
+            def __init__(self, comm: _Rank, num_bytes: int, *_: object) -> None:
+                if not machine._symmetric:
+                    machine._symmetric = [machine.allocate(num_bytes) for _ in range(machine.num_ranks)]
+                self.peers = self.addresses = tuple(machine._symmetric)
+                self.ptr, self.pes = self.peers[comm.Get_rank()], range(machine.num_ranks)
+
+            def all_free(self, sound: bool, timeout_s: float | None) -> bool:
+                return sound
+
+            def free(self) -> None: ...  # peers may still write there; it goes with the machine
+
+        replaced = {
+            "take_stream": self._take_stream,
+            "give_stream_back": lambda stream: None,
+            "free_bytes": lambda: 1 << 50,
+            "num_sms": lambda ordinal: 132,
+            "is_capturing": lambda stream: False,
+            "capture_id": lambda stream: None,
+            "wait_event": self._wait_event,
+            "wait_stream": self._wait_stream,
+            "synchronize": self._synchronize,
+            "fill": lambda ptr, byte, num_bytes: ctypes.memset(ptr, byte, num_bytes),
+            "copy_async": self._copy,
+            "allocate": self.allocate,
+            "allocate_async": lambda num_bytes, stream: self.allocate(num_bytes),
+            "trim_memory_pool": lambda: None,
+            "allocate_pinned": self.allocate,
+            "free": self._free,
+            "free_async": lambda ptr, stream: self._stream(stream).add(lambda: self._free(ptr) or True),
+            "free_pinned": self._free,
+            "CudaEvent": Event,
+            "CurrentContext": Context,
+        }
+        names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+        launcher = SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=self._launch, CUfunction=int)
+        patch = self._patches.setattr
+        for name, answer in replaced.items():
+            patch(driver, name, answer)
+        patch(launch, "driver", launcher)
+        patch(jit, "load", self._load)
+        patch(jit, "current_arch", lambda: self.arch)
+        patch(device, "choose_device", lambda comm, _: comm.Get_rank())
+        patch(symmetric, "SymmetricMemory", Memory)
+        patch(symmetric, "load", lambda: None)
+        patch(communicator, "communicator_of", lambda comm: comm)
+        patch(agreement, "agree", lambda *_: "cuda")
+        patch(agreement, "announce", lambda *_: None)
+        patch(placement, "placed", lambda comm, config: config)
+        self._patches.setitem(frameworks._frameworks, DeviceArray, _Library())

@@ -1,0 +1,488 @@
+// Runs grids of CUDA threads on one CPU thread, in an order that a seed decides. The order changes at each access that other threads may
+// notice, so many seeds show many interleavings; the same seed shows the same one.
+//
+// A turn belongs to a warp. Its lanes run one after the other until each waits (for its warp, or at a barrier) or its steps are used up.
+// At random times a warp, a block or a whole GPU gets no turns for a while. Blocks start in their order, when their GPU has an SM for them.
+#include "runtime.h"
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace cpu_gpu {
+namespace {
+
+constexpr size_t kStackBytes = 64 * 1024 + 320;  // neighbours' stacks begin in different cache lines
+constexpr size_t kStaticSharedBytes = 256 * 1024;
+constexpr int kPatience = 256;  // steps without effect that each lane gets before all are taken to wait for time
+
+struct Grid;
+struct Block;
+struct Warp;
+
+struct Fiber : Thread {
+  jmp_buf registers;
+  bool has_started = false;
+  int steps_left = 1;
+  Warp* warp = nullptr;
+  char* stack = nullptr;
+};
+
+struct Warp {
+  Block* block;
+  Fiber lanes[32];
+  uint32_t ready = ~0u, exited = 0;
+  int cursor = 0;  // the lane that comes next, if it is ready
+  Exchange exchange[2];
+  unsigned meetings = 0;
+  int num_arrived = 0;
+  const char* kind = nullptr;
+  uint32_t at_barrier[16] = {};
+  uint64_t frozen_until = 0;  // a turn
+  int place = -1;             // in `runnable`
+};
+
+struct Barrier {
+  unsigned arrived = 0, expected = 0, generation = 0;
+  bool all_yes[2] = {true, true};
+};
+
+struct Block {
+  Grid* grid;
+  std::vector<Warp> warps;
+  Barrier barriers[16];
+  unsigned threads_left;
+  std::vector<char> shared;
+  size_t static_end;
+  std::map<int, size_t> variables;
+  char* stacks;
+  uint64_t frozen_until = 0;
+};
+
+struct Grid {
+  int id, gpu;
+  void (*kernel)(const void*);
+  std::string name;
+  std::vector<char> params;
+  unsigned num_blocks, num_threads, next_block = 0, blocks_left;
+  size_t dynamic_bytes;
+  std::vector<std::unique_ptr<Block>> blocks;
+};
+
+struct Gpu {
+  int num_sms = 1 << 20, busy = 0;
+  uint64_t frozen_until = 0;
+};
+
+struct Random {
+  uint64_t state;
+  uint64_t next() {
+    uint64_t z = state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+  }
+  uint64_t below(uint64_t n) { return next() % n; }
+};
+
+Random rng{1};
+std::vector<std::unique_ptr<Grid>> grids;
+std::vector<Gpu> gpus;
+std::vector<Warp*> runnable;
+std::vector<int> finished;
+std::vector<std::function<void()>> pending;          // of `later`
+std::map<unsigned, std::vector<char*>> free_stacks;  // by number of threads
+jmp_buf scheduler;
+Fiber* current = nullptr;
+uint64_t now = 1, turn = 0, idle_steps = 0;
+int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1;
+std::string error;
+
+void note_progress() { idle_steps = 0; }
+
+void add_runnable(Warp& w) {
+  if (w.place >= 0) return;
+  w.place = runnable.size();
+  runnable.push_back(&w);
+}
+
+void remove_runnable(Warp& w) {
+  runnable.back()->place = w.place;
+  runnable[w.place] = runnable.back();
+  runnable.pop_back();
+  w.place = -1;
+}
+
+void run_fiber() {
+  const Fiber& f = *current;
+  const Grid& grid = *f.warp->block->grid;
+  grid.kernel(grid.params.data());
+  Warp& w = *current->warp;
+  const uint32_t bit = 1u << current->lane;
+  w.ready &= ~bit, w.exited |= bit;
+  --w.block->threads_left;
+  note_progress();
+  longjmp(scheduler, 1);
+}
+
+__attribute__((noinline)) void resume(Fiber& f) {
+  current = &f, running = &f;
+  if (f.has_started) longjmp(f.registers, 1);
+  f.has_started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = f.stack;
+  context.uc_stack.ss_size = kStackBytes;
+  makecontext(&context, run_fiber, 0);
+  setcontext(&context);
+}
+
+Fiber& next_lane(Warp& w) {
+  const uint32_t later = w.ready & ~0u << w.cursor;
+  const int lane = __builtin_ctz(later ? later : w.ready);
+  w.cursor = (lane + 1) % 32;
+  return w.lanes[lane];
+}
+
+// Another lane of the warp goes on, or the scheduler.
+__attribute__((noinline)) void leave(bool turn_ends) {
+  Fiber& f = *current;
+  if (_setjmp(f.registers)) return;
+  if (turn_ends || !f.warp->ready) longjmp(scheduler, 1);
+  resume(next_lane(*f.warp));
+}
+
+__attribute__((noinline)) void run(Warp& w) {
+  if (!_setjmp(scheduler)) resume(next_lane(w));
+  current = nullptr, running = nullptr;
+}
+
+void start_block(Grid& grid) {
+  auto block = std::make_unique<Block>();
+  block->grid = &grid;
+  block->warps = std::vector<Warp>(grid.num_threads / 32);
+  block->threads_left = grid.num_threads;
+  block->static_end = (grid.dynamic_bytes + 127) / 128 * 128;
+  block->shared.assign(block->static_end + kStaticSharedBytes, static_cast<char>(0xa5));
+  auto& stacks = free_stacks[grid.num_threads];
+  if (stacks.empty()) {
+    void* memory =
+        mmap(nullptr, grid.num_threads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    stacks.push_back(static_cast<char*>(memory));
+  }
+  block->stacks = stacks.back();
+  stacks.pop_back();
+  for (unsigned t = 0; t < grid.num_threads; ++t) {
+    Warp& w = block->warps[t / 32];
+    Fiber& f = w.lanes[t % 32];
+    w.block = block.get();
+    f.thread_idx.x = t, f.block_idx.x = grid.next_block, f.block_dim.x = grid.num_threads, f.grid_dim.x = grid.num_blocks;
+    f.lane = t % 32, f.warp = &w, f.stack = block->stacks + t * kStackBytes;
+  }
+  for (Warp& w : block->warps) add_runnable(w);
+  ++grid.next_block;
+  ++gpus[grid.gpu].busy;
+  grid.blocks.push_back(std::move(block));
+  note_progress();
+}
+
+void start_blocks() {
+  for (auto& grid : grids) {
+    while (grid->next_block < grid->num_blocks && gpus[grid->gpu].busy < gpus[grid->gpu].num_sms) start_block(*grid);
+  }
+}
+
+void end_block(Block& block) {
+  Grid& grid = *block.grid;
+  free_stacks[grid.num_threads].push_back(block.stacks);
+  --gpus[grid.gpu].busy;
+  for (auto& held : grid.blocks) {
+    if (held.get() == &block) std::swap(held, grid.blocks.back());
+  }
+  grid.blocks.pop_back();
+  if (--grid.blocks_left > 0) return;
+  finished.push_back(grid.id);
+  for (auto& held : grids) {
+    if (held.get() == &grid) std::swap(held, grids.back());
+  }
+  grids.pop_back();
+}
+
+void give_turn(Warp& w) {
+  w.cursor = rng.below(32);
+  yields_left = 1 + rng.below(most_yields);
+  run(w);
+  if (w.ready) return;
+  remove_runnable(w);
+  if (w.exited == ~0u && w.block->threads_left == 0) end_block(*w.block);
+}
+
+bool is_frozen(const Warp& w) { return std::max({w.frozen_until, w.block->frozen_until, gpus[w.block->grid->gpu].frozen_until}) > turn; }
+
+void freeze_something() {
+  Warp& w = *runnable[rng.below(runnable.size())];
+  const uint64_t until = turn + rng.below(1u << (4 + rng.below(10)));
+  switch (rng.below(3)) {
+    case 0:
+      w.frozen_until = until;
+      break;
+    case 1:
+      w.block->frozen_until = until;
+      break;
+    default:
+      gpus[w.block->grid->gpu].frozen_until = until;
+  }
+}
+
+Warp& choose() {
+  if (freeze_chance && rng.below(freeze_chance) == 0) freeze_something();
+  Warp* w = nullptr;
+  for (int attempt = 0; attempt < 4; ++attempt) {
+    w = runnable[rng.below(runnable.size())];
+    if (!is_frozen(*w)) break;
+  }
+  return *w;
+}
+
+// Gives each lane that can run many steps. True: none of them had an effect, so all wait for time.
+bool all_wait() {
+  const std::vector<Warp*> warps = runnable;
+  const int steps = most_steps, yields = most_yields;
+  most_steps = kPatience, most_yields = 1 << 20;
+  idle_steps = 0;
+  bool waits = true;
+  for (Warp* w : warps) {
+    for (uint32_t left = w->ready; left && waits; left &= left - 1) {
+      Fiber& f = w->lanes[__builtin_ctz(left)];
+      f.steps_left = kPatience;
+      const uint64_t before = idle_steps;
+      yields_left = 0;
+      if (!_setjmp(scheduler)) resume(f);
+      current = nullptr, running = nullptr;
+      waits = error.empty() && idle_steps >= before + kPatience;
+    }
+    if (!waits) {
+      if (!w->ready && w->place >= 0) {
+        remove_runnable(*w);
+        if (w->exited == ~0u && w->block->threads_left == 0) end_block(*w->block);
+      }
+      break;
+    }
+  }
+  most_steps = steps, most_yields = yields;
+  return waits;
+}
+
+void do_pending() {
+  std::swap(pending[rng.below(pending.size())], pending.back());
+  const std::function<void()> work = std::move(pending.back());
+  pending.pop_back();
+  work();
+  note_progress();
+}
+
+std::string describe() {
+  std::string text;
+  char line[256];
+  for (auto& grid : grids) {
+    snprintf(line, sizeof line, "GPU %d, %s: %u of %u blocks not started", grid->gpu, grid->name.c_str(),
+             grid->num_blocks - grid->next_block, grid->num_blocks);
+    text += line;
+    for (auto& block : grid->blocks) {
+      int ready = 0, exited = 0;
+      std::map<std::string, int> waiting;
+      for (Warp& w : block->warps) {
+        ready += __builtin_popcount(w.ready), exited += __builtin_popcount(w.exited);
+        for (int b = 0; b < 16; ++b) {
+          if (w.at_barrier[b]) waiting["barrier " + std::to_string(b)] += __builtin_popcount(w.at_barrier[b]);
+        }
+        if (w.num_arrived) waiting[w.kind] += w.num_arrived;
+      }
+      snprintf(line, sizeof line, "; block %u: %d threads run, %d have ended", block->warps[0].lanes[0].block_idx.x, ready, exited);
+      text += line;
+      for (auto& [what, count] : waiting) text += ", " + std::to_string(count) + " wait at " + what;
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+void stop(const std::string& text) {
+  if (error.empty()) error = text + "\n" + describe();
+}
+
+}  // namespace
+
+Thread* running = nullptr;
+
+void fail(const char* text) {
+  const Fiber& f = *current;
+  stop(std::string(text) + ", in " + f.warp->block->grid->name + " on GPU " + std::to_string(f.warp->block->grid->gpu) + ", block " +
+       std::to_string(f.block_idx.x) + ", thread " + std::to_string(f.thread_idx.x));
+  longjmp(scheduler, 1);
+}
+
+void step(bool wrote) {
+  ++now, ++idle_steps;
+  if (wrote) note_progress();
+  Fiber& f = *current;
+  if (--f.steps_left > 0) return;
+  f.steps_left = 1 + rng.below(most_steps);
+  leave(--yields_left < 0);
+}
+
+void read(const void* from, void* to, size_t num_bytes) {
+  step(false);
+  memcpy(to, from, num_bytes);
+}
+
+void write(void* to, const void* from, size_t num_bytes, Order) {
+  step(true);
+  memcpy(to, from, num_bytes);
+}
+
+void fence() { step(false); }
+
+void later(std::function<void()> work) { pending.push_back(std::move(work)); }
+
+const Exchange& meet_warp(const char* kind, uint64_t value) {
+  Fiber& f = *current;
+  Warp& w = *f.warp;
+  Exchange& exchange = w.exchange[w.meetings % 2];
+  if (w.num_arrived == 0) w.kind = kind, exchange.votes = 0;
+  if (strcmp(w.kind, kind) != 0) fail((std::string("lanes of a warp meet in ") + w.kind + " and in " + kind).c_str());
+  exchange.values[f.lane] = value;
+  exchange.votes |= static_cast<uint32_t>(value != 0) << f.lane;
+  if (++w.num_arrived == 32) {
+    w.num_arrived = 0, ++w.meetings;
+    w.ready = ~0u;
+    note_progress();
+  } else {
+    w.ready &= ~(1u << f.lane);
+    leave(false);
+  }
+  return exchange;
+}
+
+bool meet_block(int number, unsigned num_threads, bool yes) {
+  Fiber& f = *current;
+  Warp& w = *f.warp;
+  Block& block = *w.block;
+  if (number < 0 || number > 15) fail("a block has barriers 0 to 15");
+  Barrier& barrier = block.barriers[number];
+  const unsigned expected = num_threads ? num_threads : block.grid->num_threads;
+  if (barrier.arrived == 0) barrier.expected = expected, barrier.all_yes[barrier.generation % 2] = true;
+  if (barrier.expected != expected) fail("threads meet at one barrier in different numbers");
+  bool& all_yes = barrier.all_yes[barrier.generation % 2];
+  all_yes &= yes;
+  if (++barrier.arrived == expected) {
+    barrier.arrived = 0, ++barrier.generation;
+    for (Warp& other : block.warps) {
+      if (!other.at_barrier[number]) continue;
+      other.ready |= other.at_barrier[number], other.at_barrier[number] = 0;
+      add_runnable(other);
+    }
+    note_progress();
+  } else {
+    w.ready &= ~(1u << f.lane), w.at_barrier[number] |= 1u << f.lane;
+    leave(false);
+  }
+  return all_yes;
+}
+
+void* shared_memory(int id, size_t num_bytes, size_t alignment) {
+  Block& block = *current->warp->block;
+  auto found = block.variables.find(id);
+  if (found == block.variables.end()) {
+    const size_t start = (block.static_end + alignment - 1) / alignment * alignment;
+    block.static_end = start + num_bytes;
+    if (block.static_end > block.shared.size()) fail("too much shared memory");
+    found = block.variables.emplace(id, start).first;
+  }
+  return block.shared.data() + found->second;
+}
+
+char* dynamic_shared_memory() { return current->warp->block->shared.data(); }
+
+uint64_t clock_ns() {
+  step(false);
+  return now;
+}
+
+}  // namespace cpu_gpu
+
+// --- what Python calls --------------------------------------------------------------------------------------------------------------
+
+using namespace cpu_gpu;
+
+extern "C" {
+
+// Forgets all grids. `seed` decides the order of everything from here on, and how often it changes.
+void gpu_reset(uint64_t seed, int num_gpus) {
+  rng.state = seed;
+  for (auto& grid : grids) {
+    for (auto& block : grid->blocks) free_stacks[grid->num_threads].push_back(block->stacks);
+  }
+  grids.clear(), runnable.clear(), finished.clear(), pending.clear(), error.clear();
+  gpus.assign(num_gpus, Gpu());
+  now = 1 + rng.below(1u << 30), turn = 0, idle_steps = 0;
+  most_steps = 1 << rng.below(8), most_yields = 1 << rng.below(8);
+  freeze_chance = rng.below(4) ? 1 << (2 + rng.below(8)) : 0;
+}
+
+void gpu_set_sms(int gpu, int num_sms) { gpus[gpu].num_sms = num_sms; }
+
+int gpu_start(int gpu, const char* name, void (*kernel)(const void*), const void* params, size_t num_bytes, unsigned num_blocks,
+              unsigned num_threads, size_t dynamic_bytes) {
+  auto grid = std::make_unique<Grid>();
+  grid->id = next_id++, grid->gpu = gpu, grid->kernel = kernel, grid->name = name;
+  grid->params.assign(static_cast<const char*>(params), static_cast<const char*>(params) + num_bytes);
+  grid->num_blocks = grid->blocks_left = num_blocks, grid->num_threads = num_threads, grid->dynamic_bytes = dynamic_bytes;
+  grids.push_back(std::move(grid));
+  return grids.back()->id;
+}
+
+// Runs for some turns. 0: they are used up; 1: a grid has ended (gpu_finished); 2: all that runs waits for time; 3: gpu_error says what is
+// wrong; 4: there is no grid.
+int gpu_advance(long num_turns) {
+  for (; num_turns > 0; --num_turns, ++turn) {
+    if (!error.empty()) return 3;
+    if (!finished.empty()) return 1;
+    if (grids.empty()) return 4;
+    start_blocks();
+    if (!pending.empty() && rng.below(2)) do_pending();
+    if (runnable.empty() && !pending.empty()) continue;
+    if (runnable.empty()) {
+      stop("no thread can run");
+      return 3;
+    }
+    if (pending.empty() && idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size() && all_wait()) return 2;
+    give_turn(choose());
+  }
+  return !error.empty() ? 3 : !finished.empty() ? 1 : 0;
+}
+
+int gpu_finished() {
+  const int id = finished.back();
+  finished.pop_back();
+  return id;
+}
+
+const char* gpu_error() { return error.c_str(); }
+
+const char* gpu_describe() {
+  static std::string text;
+  text = describe();
+  return text.c_str();
+}
+
+void gpu_pass_time(uint64_t ns) { now += ns, idle_steps = uint64_t(1) << 40; }
+}

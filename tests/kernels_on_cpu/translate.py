@@ -1,0 +1,78 @@
+"""Makes C++ of a kernel: its text stays, line by line, but for shared memory and PTX, which become calls of the headers in this folder."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepep_rt import sources
+from deepep_rt.kernels import Kernel
+
+_SETUP = ("setp", "selp", "mov.b32", ".reg")  # around the instruction that a piece of PTX is about
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+_STATIC = re.compile(r"__shared__ (\w+) (\w+)((?:\[[^\]]+\])*);")
+_ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
+
+
+def write_sources(kernel: Kernel, constants: Mapping[str, int], folder: Path, cuda_src: Path | None = None) -> Path:
+    """Write a kernel and its headers to `folder` as C++; the file that has to be compiled."""
+    numbers = itertools.count()
+    for name, text in sources.sources_of(kernel, cuda_src).items():
+        if not name.endswith(".cu"):
+            (folder / name).write_text(translated(text, numbers))
+    prelude, *rest = sources.unit(kernel, constants, cuda_src).partition("#line 1 ")
+    prelude = prelude.replace(sources._NVSHMEM_PRELUDE, '#include "nvshmem.h"\n')
+    start = f'\nextern "C" void start(const void* params) {{ {kernel.name}(*static_cast<const Params*>(params)); }}\n'
+    made = folder / f"{kernel.name}.cpp"
+    made.write_text(f'#include "ptx.h"\n{prelude}{translated("".join(rest), numbers)}{start}')
+    return made
+
+
+def translated(text: str, numbers: itertools.count) -> str:
+    """`numbers` names the variables in shared memory."""
+    text = _DYNAMIC.sub(r"\1* \2 = reinterpret_cast<\1*>(cpu_gpu::dynamic_shared_memory());", text)
+    text = _STATIC.sub(lambda m: f"auto& {m[2]} = cpu_gpu::shared_variable<{m[1]}{m[3]}>({next(numbers)});", text)
+    made, at = [], 0
+    while match := _ASM.search(text, at):
+        end = _closing(text, match.end() - 1)
+        call = _call(text[match.end() : end])
+        made += [text[at : match.start()], call, "\n" * text.count("\n", match.start(), end)]
+        at = end + 1
+    return "".join([*made, text[at:]])
+
+
+def _closing(text: str, opening: int) -> int:
+    """The parenthesis that closes the one at `opening`."""
+    depth, quoted = 0, False
+    for at in range(opening, len(text)):
+        if text[at] == '"' and text[at - 1] != "\\":
+            quoted = not quoted
+        elif not quoted:
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
+            if depth == 0:
+                return at
+    raise AssertionError(f"no end of {text[opening : opening + 80]!r}")
+
+
+def _call(asm: str) -> str:
+    """The call that stands for the inside of an asm statement: its template, outputs and inputs."""
+    parts = re.match(r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', asm)
+    assert parts is not None, asm
+    template = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts[1])).replace("\\n", "\n")
+    operands = _operands(asm[parts.end() :])
+    lines = [line.strip() for line in re.split(r"[;\n]", re.sub(r"^\{|\}$", "", template.strip())) if line.strip()]
+    main = next(line for line in lines if not line.startswith(_SETUP))
+    words = [main.split()[0], *re.findall(r"%%(\w+)", main)]
+    return f"ptx::{re.sub(r'[^0-9A-Za-z]', '_', '_'.join(words))}({', '.join(operands)})"
+
+
+def _operands(text: str) -> list[str]:
+    """The expressions of `: "=r"(a) : "r"(b), "n"(c) : "memory"`, in their order."""
+    found, at = [], 0
+    while match := re.compile(r'"[=+]?\w"\s*\(').search(text, at):
+        end = _closing(text, match.end() - 1)
+        found.append(text[match.end() : end])
+        at = end + 1
+    return found
