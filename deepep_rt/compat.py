@@ -14,11 +14,13 @@ import torch
 
 from . import buffer as _core
 from .communicator import communicator_of
+from .compat_calls import NoAttributeError
 from .compat_config import Config
 from .compat_events import EventHandle, EventOverlap
 from .compat_low_latency import LowLatencyCalls
 from .compat_memory import LowLatencyBuffers, NormalBuffers
 from .compat_normal import NormalCalls
+from .compat_runtime import Runtime
 from .config import is_whole
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
@@ -60,10 +62,6 @@ def install() -> None:
     vars(here).update(buffer=here, utils=here)  # for `import deep_ep.utils as utils`
 
 
-class _NoAttributeError(EPUnavailableError, AttributeError):
-    """Says what is missing, and is an answer to `hasattr`."""
-
-
 _INSTEAD = {
     "check_nvlink_connections": " (a Buffer finds out which GPUs reach each other; `python -m deepep_rt doctor` shows it)",
     **dict.fromkeys(("buffer", "utils"), " before install() is called"),
@@ -73,7 +71,7 @@ if not TYPE_CHECKING:  # type checkers shall go on to find names that are not th
 
     def __getattr__(name: str) -> NoReturn:
         """Say of any other name that it is not here."""
-        raise _NoAttributeError(
+        raise NoAttributeError(
             f"{name} is not a part of this library{_INSTEAD.get(name, '')}; docs/coming-from-deepep.md lists what it has of DeepEP"
         )
 
@@ -99,7 +97,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
 
     Raises:
         EPConfigError: if there is neither a group nor a communicator, or `group` is something else.
-        EPUnavailableError: if `num_nvl_bytes` asks for the normal mode with ranks on several hosts.
+        EPUnavailableError: if `num_nvl_bytes` asks for the normal mode with ranks on several hosts, and `low_latency_mode` is off. With
+            it, `dispatch` and `combine` raise there.
 
     Example:
         >>> import deepep_rt.compat as deep_ep
@@ -137,11 +136,18 @@ class Buffer(NormalCalls, LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        self._normal = NormalBuffers(ranks, num_nvl_bytes, self.num_slots) if num_nvl_bytes else None
+        self._ranks_per_host = ranks_per_host(ranks)
+        is_one_host = self._ranks_per_host == self.group_size
+        if num_nvl_bytes and not is_one_host and not low_latency_mode:
+            raise EPUnavailableError(
+                f"num_nvl_bytes={num_nvl_bytes} asks for the normal mode with ranks on several hosts; expected 0. Make the Buffer with "
+                f"low_latency_mode=True, and call low_latency_dispatch"
+            )
+        self._normal = NormalBuffers(ranks, num_nvl_bytes, self.num_slots) if num_nvl_bytes and is_one_host else None
         settings: dict[str, Any] = {"on_timeout": "mask" if enable_shrink else "raise"}
         if not allow_nvlink_for_low_latency_mode:
             settings["ranks_per_node"] = 1
-        if low_latency_mode and ranks_per_host(ranks) < self.group_size:
+        if not is_one_host:
             settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=int(num_qps_per_rank))
         self._low_latency = LowLatencyBuffers(ranks, **settings) if low_latency_mode else None
         ranks_hinted, sizes = Buffer._hinted
@@ -211,25 +217,43 @@ class Buffer(NormalCalls, LowLatencyCalls):
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
-    ) -> NoReturn:
-        """Not in this library: its memory is no array of the caller's.
+    ) -> torch.Tensor:
+        """A tensor without elements in place of DeepEP's memory, for programs that set that memory to zero before ranks come back.
+
+        This library needs no such cleaning: `low_latency_clean_mask_buffer` does all of it.
+
+        Args:
+            dtype: Of the tensor.
+            size: Its shape; without elements.
+            offset: Accepted; without effect.
+            use_rdma_buffer: True: the memory of the low-latency mode. That of the normal mode is not to be had.
+
+        Returns:
+            A tensor of `size`, or `[0]`, on the GPU if there is one.
 
         Raises:
-            EPUnavailableError: always.
+            EPInputError: if `dtype` is none of PyTorch's, or `low_latency_mode` is off.
+            EPUnavailableError: without `use_rdma_buffer`, or if `size` has elements.
+
+        Example:
+            >>> buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
         """
-        raise EPUnavailableError(
-            "get_local_buffer_tensor: the memory of this library is not open to callers; for rows that combine shall read without a copy, "
-            "use get_next_low_latency_combine_buffer"
-        )
+        self._check_live()
+        if not isinstance(dtype, torch.dtype):
+            raise EPInputError(f"dtype={dtype!r}; expected a torch.dtype")
+        if not use_rdma_buffer or (size is not None and torch.Size(size).numel()):
+            raise EPUnavailableError(
+                f"get_local_buffer_tensor: use_rdma_buffer={use_rdma_buffer!r} and size={size}; expected True and no elements: the memory "
+                f"of this library is not open to callers. For rows that combine reads without a copy, call "
+                f"get_next_low_latency_combine_buffer"
+            )
+        self._need_low_latency()
+        return torch.empty(size or 0, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
     @property
-    def runtime(self) -> NoReturn:
-        """Not in this library: DeepEP's C++ object.
-
-        Raises:
-            EPUnavailableError: always; it is an AttributeError too.
-        """
-        raise _NoAttributeError("runtime: there is no C++ object behind this Buffer; use the methods of the Buffer")
+    def runtime(self) -> Runtime | None:
+        """What DeepEP's C++ object says of a Buffer; None after `destroy`."""
+        return None if self._destroyed else Runtime(self)
 
 
 # deep_ep_cpp has these two as functions.

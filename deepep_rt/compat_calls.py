@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     Tensors: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+class NoAttributeError(EPUnavailableError, AttributeError):
+    """Names what is missing; `hasattr` takes it for its answer."""
+
+
 class Calls(SharedByCopies):
     """A Buffer as its calls see it."""
 
     _instead = MAKE_ANOTHER
     rank: int
     group_size: int
+    _ranks_per_host: int
     _comm_stream: Any = None
     _destroyed = False
 
@@ -43,6 +48,11 @@ class Calls(SharedByCopies):
 def backend_of(x: torch.Tensor) -> str:
     """The backend of `deepep_rt.Buffer` for such a tensor."""
     return "cuda" if x.is_cuda else "host"
+
+
+def without_gradient(x: Any) -> Any:
+    """A tensor that asks for no gradient: DeepEP's calls give none, and its programs compute their own."""
+    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
 
 
 def check_tensor(x: Any, name: str) -> None:

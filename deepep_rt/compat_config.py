@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .buffer import Buffer
 from .config import MAX_RANKS_PER_NODE
-from .errors import EPConfigError, EPUnavailableError
+from .errors import EPConfigError
 
 _USUAL_TOPK = 8  # a size hint is asked for before anybody knows the routing; these tables are small
 
@@ -53,26 +53,19 @@ class Config:
 
         Args:
             hidden_bytes: Bytes of a row, at least those of bfloat16.
-            num_ranks: Ranks of the group, 1 to 8.
-
-        Raises:
-            EPUnavailableError: if there are more ranks than the normal mode serves.
+            num_ranks: Ranks of the group. More than 8 count as 8, the most that a host holds.
         """
-        _check_near(num_ranks)
+        num_ranks = min(num_ranks, MAX_RANKS_PER_NODE)
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         return nvl_bytes(num_ranks, tokens, hidden_bytes // 2, _USUAL_TOPK, _USUAL_TOPK * num_ranks, "bfloat16")
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for `Buffer(num_rdma_bytes=)` in the normal mode: none, as in DeepEP for up to 8 ranks.
+        """Bytes for `Buffer(num_rdma_bytes=)` in the normal mode: none, because that mode serves one host.
 
         Args:
             hidden_bytes: Bytes of a row.
-            num_ranks: Ranks of the group, 1 to 8.
-
-        Raises:
-            EPUnavailableError: if there are more ranks than the normal mode serves.
+            num_ranks: Ranks of the group.
         """
-        _check_near(num_ranks)
         return 0
 
     def __repr__(self) -> str:
@@ -92,11 +85,3 @@ def nvl_bytes(
         dtype=dtype,
         num_slots=num_slots,
     )["total"]
-
-
-def _check_near(num_ranks: int) -> None:
-    if num_ranks > MAX_RANKS_PER_NODE:
-        raise EPUnavailableError(
-            f"the normal mode serves up to {MAX_RANKS_PER_NODE} ranks of one host, not {num_ranks} (DeepEP: internode dispatch); "
-            f"use low_latency_dispatch between hosts"
-        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor
+from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor, without_gradient
 from .compat_events import EventOverlap, Placement
 from .compat_handles import ExpertHandle
 from .compat_memory import LowLatencyBuffers
@@ -80,6 +80,7 @@ class LowLatencyCalls(Calls):
         _check_hook(async_finish, return_recv_hook)
         check_rows(x)
         check_tensor(topk_idx, "topk_idx")
+        x = without_gradient(x)
         num_tokens, (hidden, num_topk) = num_max_dispatch_tokens_per_rank, (x.shape[1], topk_idx.shape[-1])
         if use_ue8m0 and hidden % 512:
             raise EPInputError(f"use_ue8m0 packs four scales of 128 channels; hidden is {hidden}, no multiple of 512")
@@ -181,8 +182,9 @@ class LowLatencyCalls(Calls):
         buffer = handle.buffer
         if not zero_copy:
             check_tensor(x, "x")
+        x = without_gradient(x)
         topk_idx = _widened(topk_idx, handle.num_topk, buffer, -1)
-        topk_weights = _widened(topk_weights, handle.num_topk, buffer, 0)
+        topk_weights = _widened(without_gradient(topk_weights), handle.num_topk, buffer, 0)
         place = Placement(x, self.get_comm_stream, None, async_finish)
         back = buffer.low_latency_combine(
             buffer.get_low_latency_combine_buffer(handle.own) if zero_copy else x,

@@ -27,7 +27,6 @@ from .buffer import Buffer
 from .communicator import Communicator
 from .compat_config import nvl_bytes
 from .errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
-from .placement import ranks_per_host
 from .results import DispatchResult
 from .together import meet, own
 
@@ -118,18 +117,13 @@ class NormalBuffers:
     """Buffers of the normal mode, by shape.
 
     Args:
-        comm: The ranks.
+        comm: The ranks, all of one host.
         num_bytes: Memory that a Buffer may take before a call needs more (`num_nvl_bytes`).
         num_slots: Of each Buffer.
     """
 
     def __init__(self, comm: Communicator, num_bytes: int, num_slots: int) -> None:
         self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
-        if ranks_per_host(comm) != comm.Get_size():
-            raise EPUnavailableError(
-                "the normal mode (dispatch, combine) serves ranks of one host; DeepEP's internode mode is not in this library. "
-                "Make the Buffer with num_nvl_bytes=0 and low_latency_mode=True, and use low_latency_dispatch between hosts"
-            )
         self._board = Board(comm, self._timeout_s)
         self._meetings = own(comm, self._timeout_s, "the making of a Buffer", "all ranks have to make it at the same time")
         self._current: dict[Shape, Buffer] = {}

@@ -9,7 +9,7 @@ import torch
 from . import compat_routing, torch_kernels
 from .arrays import DTYPES
 from .buffer import Buffer
-from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor
+from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor, without_gradient
 from .compat_config import Config
 from .compat_events import EventOverlap, Placement
 from .compat_handles import NormalHandle, whole
@@ -107,6 +107,7 @@ class NormalCalls(Calls):
 
         Raises:
             EPInputError: if an argument is wrong or missing, or `num_nvl_bytes` was 0.
+            EPUnavailableError: if the ranks are on several hosts.
             EPTimeoutError: if a peer did not answer.
 
         Example:
@@ -115,7 +116,8 @@ class NormalCalls(Calls):
             ...     is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
         """
         normal, num_sms = self._need_normal(), self.num_sms if config is None else config.num_sms
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales = map(without_gradient, x if isinstance(x, tuple) else (x, None))
+        topk_weights = without_gradient(topk_weights)
         check_rows(rows)
         place = Placement(rows, self.get_comm_stream, previous_event, async_finish)
         if scales is not None and not scales.is_contiguous():  # DeepEP takes column-major ones too
@@ -211,6 +213,7 @@ class NormalCalls(Calls):
 
         Raises:
             EPInputError: if an argument is wrong.
+            EPUnavailableError: if the ranks are on several hosts.
             EPTimeoutError: if a peer did not answer.
 
         Example:
@@ -220,6 +223,8 @@ class NormalCalls(Calls):
         handle = whole(handle)
         check_handle(handle, NormalHandle, "dispatch")
         check_tensor(x, "x")
+        x, topk_weights = without_gradient(x), without_gradient(topk_weights)
+        bias = tuple(map(without_gradient, bias)) if isinstance(bias, (tuple, list)) else without_gradient(bias)
         place = Placement(x, self.get_comm_stream, previous_event, async_finish)
         handle.buffer.num_sms = self.num_sms if config is None else config.num_sms
         back = handle.buffer.combine(
@@ -259,6 +264,11 @@ class NormalCalls(Calls):
 
     def _need_normal(self) -> NormalBuffers:
         self._check_live()
+        if self._ranks_per_host != self.group_size:
+            raise EPUnavailableError(
+                f"the {self.group_size} ranks are on {self.group_size // self._ranks_per_host} hosts; dispatch and combine expect one. "
+                f"Call low_latency_dispatch and low_latency_combine"
+            )
         if self._normal is None:
             raise EPInputError("this Buffer has no memory for dispatch and combine; make it with num_nvl_bytes, such as int(1e9)")
         return self._normal

@@ -7,6 +7,7 @@ whether Buffers are made from a process group of `torch.distributed` or from a c
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -526,6 +527,13 @@ def run_masks(world: World) -> None:
         leave_out()  # before there is any memory
         step(live)
         world.comm.Barrier()
+        for dtype, size in ((torch.int8, None), (torch.float32, torch.Size([2, 0]))):  # as vLLM does before ranks come back
+            memory = buffer.get_local_buffer_tensor(dtype, size, use_rdma_buffer=True).zero_()
+            assert (memory.dtype, memory.shape) == (dtype, size or (0,))
+        with raises(EPUnavailableError, "no elements"):
+            buffer.get_local_buffer_tensor(torch.int8, torch.Size([1]), use_rdma_buffer=True)
+        with raises(EPInputError, "dtype='int8'"):
+            buffer.get_local_buffer_tensor("int8", use_rdma_buffer=True)
         buffer.low_latency_clean_mask_buffer()
         world.comm.Barrier()
         step(range(ranks), hooked=True)
@@ -654,6 +662,28 @@ def run_copied_results(world: World) -> None:
             deep_ep.Buffer.copies_results = False
 
 
+def run_gradients(world: World) -> None:
+    """DeepEP's calls give no gradient, and say nothing of one that is asked for: its programs compute their own."""
+    num_experts = 2 * world.num_ranks
+    x = torch.randn((4, HIDDEN), device=world.device, generator=world.generator(1)).to(torch.bfloat16)
+    topk_idx = routing(world, 1, 4, 2, num_experts)
+    weights, scales = (torch.ones((4, n), dtype=torch.float32, device=world.device) for n in (2, HIDDEN // 128))
+    tensors = [t.requires_grad_() for t in (x, weights, scales)]
+    with world.buffer(int(1e7), low_latency_mode=True) as buffer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
+        recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, **layout)
+        buffer.dispatch((x, scales), handle=handle)
+        recv_x, recv_weights = recv_x.clone().requires_grad_(), recv_weights.clone().requires_grad_()
+        for bias in (x, (x, x)):
+            combined, sums, _ = buffer.combine(recv_x, handle, recv_weights, bias=bias)
+            tensors += [combined, sums]
+        packed, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, num_experts, use_fp8=False)
+        combined, _, _ = buffer.low_latency_combine(packed.clone().requires_grad_(), topk_idx, weights, handle)
+        assert [t.requires_grad for t in (*tensors, combined)] == [True] * 3 + [False] * 5
+
+
 def run_refusals(world: World) -> None:
     """What is not here says so by its name, and what is wrong is found before anything is sent."""
     x = torch.ones((4, HIDDEN), dtype=torch.bfloat16, device=world.device)
@@ -707,15 +737,17 @@ def run_refusals(world: World) -> None:
                 getattr(buffer, name)(x)
         with raises(EPUnavailableError, "get_local_buffer_tensor"):
             buffer.get_local_buffer_tensor(torch.uint8)
-        with raises(EPUnavailableError, "runtime"):
-            buffer.runtime  # noqa: B018
+        with raises(EPUnavailableError, "runtime.intranode_dispatch"):
+            buffer.runtime.intranode_dispatch(x)
+        with raises(EPInputError, "low_latency_mode"):
+            buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
         with raises(EPInputError, "low_latency_mode"):
             buffer.low_latency_dispatch(x, topk_idx, 4, num_experts)
         with raises(EPInputError, "low_latency_mode"):
             buffer.clean_low_latency_buffer(4, HIDDEN, num_experts)
         with raises(EPInputError, "whole"):
             buffer.combine(recv_x, (None,) * 6)
-        assert not hasattr(buffer, "runtime")
+        assert not hasattr(buffer.runtime, "intranode_dispatch")
         with raises(EPInputError, "whole"):
             buffer.dispatch(x, [None] * 6)
         combined, _, _ = buffer.combine(recv_x, handle)  # and all of that did no harm
@@ -729,6 +761,7 @@ def run_refusals(world: World) -> None:
             assert counts == sum(world.gather(per_expert.view(world.num_ranks, -1)))[world.rank].tolist()
     with raises(EPDestroyedError, "destroyed"):
         buffer.dispatch(x, **layout, topk_idx=topk_idx)
+    assert buffer.runtime is None
 
     with world.buffer(low_latency_mode=True) as buffer:
         with raises(EPInputError, "num_nvl_bytes"):

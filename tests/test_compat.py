@@ -241,12 +241,24 @@ def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
     assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
 
 
-@pytest.mark.parametrize("method", ["get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint"])
-def test_more_ranks_than_the_normal_mode_serves(method: str) -> None:
+@pytest.mark.parametrize("num_ranks", [9, 16, 72])
+def test_size_hints_of_more_ranks_than_a_host_holds(num_ranks: int) -> None:
+    """Programs ask before they know which mode they will use. A host holds up to 8 ranks."""
+    from deepep_rt import compat
+
+    config = compat.Config()
+    assert config.get_nvl_buffer_size_hint(2 * 7168, num_ranks) == config.get_nvl_buffer_size_hint(2 * 7168, 8)
+    assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
+
+
+def test_the_normal_mode_alone_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
     from deepep_rt import EPUnavailableError, compat
 
-    with pytest.raises(EPUnavailableError, match="internode"):
-        getattr(compat.Config(), method)(2 * 7168, 16)
+    monkeypatch.setattr(compat, "ranks_per_host", lambda ranks: 0)
+    with pytest.raises(EPUnavailableError, match=r"num_nvl_bytes=10000000 .* several hosts; expected 0.*low_latency_mode=True"):
+        compat.Buffer(None, int(1e7), comm=MPI.COMM_SELF)
 
 
 def test_settings() -> None:

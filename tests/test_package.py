@@ -93,6 +93,7 @@ ORDER = [
     "compat_calls",
     "compat_normal",
     "compat_low_latency",
+    "compat_runtime",
     "compat",
     "screen",
     "doctor_gpus",

@@ -25,6 +25,7 @@ from deepep_rt import (
     EPUnavailableError,
 )
 from deepep_rt.compat_memory import Board
+from deepep_rt.mpi_comm import MpiCommunicator
 
 
 def check_normal(comm: MPI.Intracomm) -> None:
@@ -65,6 +66,23 @@ def check_handles_taken_apart(comm: MPI.Intracomm) -> None:
 
 def check_copied_results(comm: MPI.Intracomm) -> None:
     deepep_v1.run_copied_results(World(comm, "cpu"))
+
+
+def check_gradients(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_gradients(World(comm, "cpu"))
+
+
+def check_runtime(comm: MPI.Intracomm) -> None:
+    """What programs read of DeepEP's C++ object, on one host."""
+    with World(comm, "cpu").buffer() as buffer:
+        runtime = buffer.runtime
+        assert (runtime.is_available(), runtime.is_internode_available()) == (True, False)
+        assert (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank()) == (1, 0)
+        assert [runtime.get_root_rdma_rank(is_global) for is_global in (True, False)] == [comm.Get_rank(), 0]
+        assert (runtime.get_local_device_id() >= 0) == torch.cuda.is_available()
+        if not torch.cuda.is_available():
+            with raises(EPUnavailableError, "get_comm_stream"):
+                runtime.get_comm_stream()
 
 
 def check_refusals(comm: MPI.Intracomm) -> None:
@@ -162,6 +180,27 @@ def check_choices_of_another_width(comm: MPI.Intracomm) -> None:
                 with raises(EPInputError, "has shape [4, 4]"):
                     buffer.low_latency_combine(y, *bad, handle)
             buffer.low_latency_combine(y, topk_idx, weights, handle)
+
+
+def check_several_hosts(comm: MPI.Intracomm) -> None:
+    """A Buffer with memory for both modes serves the low-latency one, and names the normal one when that is asked for."""
+    if comm.Get_size() == 1:
+        print("one rank is on one host: left out")
+        return
+    here, ranks = World(comm, "cpu"), comm.Get_size()
+    x, topk_idx = torch.ones((4, 256), dtype=torch.bfloat16), deepep_v1.routing(here, 1, 4, 2, 2 * ranks, skip=0)
+    one_each = unittest.mock.patch.object(MpiCommunicator, "ranks_here", lambda self: [self.Get_rank()])
+    with one_each, here.buffer(int(1e7), 1, low_latency_mode=True) as buffer:
+        per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, 2 * ranks)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
+        with raises(EPUnavailableError, f"{ranks} ranks are on {ranks} hosts", "low_latency_dispatch"):
+            buffer.dispatch(x, topk_idx=topk_idx, **layout)
+        with raises(EPUnavailableError, f"{ranks} ranks are on {ranks} hosts"):
+            buffer.combine(x, None)
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, 2 * ranks, use_fp8=False)
+        weights = torch.full(topk_idx.shape, 0.5)
+        assert torch.equal(buffer.low_latency_combine(rows, topk_idx, weights, handle)[0], x)
+        assert (buffer.runtime.get_num_rdma_ranks(), buffer.runtime.get_rdma_rank()) == (ranks, comm.Get_rank())
 
 
 def check_neither_group_nor_communicator(comm: MPI.Intracomm) -> None:
