@@ -81,11 +81,23 @@ def _from_mpi(group: Any) -> Intracomm | None:
 
 def _from_store(group: Any) -> Any:
     """A communicator of a group over the store of torch.distributed. Collective over the group."""
-    store = dist.distributed_c10d._get_default_store()
+    store = _store_of(group)
     name = _gathered(uuid.uuid4().hex, group)[0]
     # A client of its own, where this PyTorch can make one: others may wait inside of the store, and let nobody else in meanwhile.
     client = store.clone() if hasattr(store, "clone") else store
-    return StoreCommunicator(client, f"deepep_rt/{name}", dist.get_rank(group), dist.get_world_size(group), kept=store)
+    return StoreCommunicator(client, f"deepep_rt/{name}", group.rank(), group.size(), kept=store)
+
+
+def _store_of(group: Any) -> Any:
+    """The store that all ranks of the group reach."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        return dist.distributed_c10d._get_default_store()
+    if not hasattr(group, "get_group_store"):
+        raise EPConfigError(
+            "group was made without torch.distributed.new_group, and this PyTorch does not tell its store; expected one of new_group. "
+            "Make it so, or install a newer PyTorch"
+        )
+    return group.get_group_store()  # made by hand, as vLLM makes the groups of its data-parallel engines
 
 
 def _place_from_launcher() -> tuple[int, int] | None:
@@ -108,6 +120,6 @@ def _place_from_mpi() -> tuple[int, int] | None:
 
 def _gathered(value: Any, group: Any) -> list[Any]:
     """What each rank of the group gives."""
-    found: list[Any] = [None] * dist.get_world_size(group)
+    found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, value, group)
     return found

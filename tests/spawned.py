@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
 
 import deepep_v1
 import torch
@@ -77,6 +78,17 @@ def check_a_late_maker(ranks: StoreCommunicator) -> None:
     buffer.destroy()
 
 
+def made_by_hand(store: dist.Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    """A group that torch.distributed does not list, over a store of its own: vLLM's data-parallel engines have such groups."""
+    prefix = dist.PrefixStore(name, store)
+    group = dist.ProcessGroup(prefix, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    gloo = dist.ProcessGroupGloo(prefix, rank, size, timeout=timedelta(seconds=60))
+    gloo._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
 def check_all(backend: str) -> None:
     if backend == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -101,9 +113,14 @@ def check_all(backend: str) -> None:
     dist.destroy_process_group()
 
 
-def _spawned(rank: int, size: int, backend: str, port: int) -> None:
-    place = dict(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+def _spawned(rank: int, size: int, backend: str, ports: tuple[int, int]) -> None:
+    place = dict(init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", ports[1], is_master=rank == 0, wait_for_workers=False)
+    if backend == "host":
+        check_round_trips(backend, made_by_hand(store, "before there is a default group", rank, size))
     dist.init_process_group("gloo", **place)
+    if backend == "host":
+        check_round_trips(backend, made_by_hand(store, "in another order", size - 1 - rank, size))
     check_all(backend)
     time.sleep(2 * bool(rank))  # until rank 0 has closed its store
     dist.init_process_group("gloo", **place)  # nobody keeps the old store, which would answer here
@@ -116,7 +133,7 @@ def main() -> None:
     backend = sys.argv[1]
     if len(sys.argv) > 2:
         size = int(sys.argv[2])
-        torch.multiprocessing.spawn(_spawned, (size, backend, free_port()), nprocs=size)
+        torch.multiprocessing.spawn(_spawned, (size, backend, (free_port(), free_port())), nprocs=size)
     else:
         dist.init_process_group(os.environ.get("BACKEND", "gloo"))
         check_all(backend)
