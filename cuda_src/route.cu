@@ -208,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   __shared__ Shared shared;
   const u32 epoch = at<State>(p.state, 0)->route_epoch + 1;
   const bool last = blockIdx.x == gridDim.x - 1;
+  if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.page, kPageMailbox)->started, 1u);
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
   if (threadIdx.x == 0) shared.failed = false;
   __syncthreads();

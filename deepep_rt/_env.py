@@ -44,12 +44,12 @@ def share_gpus() -> bool:
 
 
 def timeout_s() -> float:
-    """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 30 when unset."""
-    text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or "30"
+    """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 300 when unset."""
+    text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or "300"
     try:
         return float(text)
     except ValueError:
-        raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 30") from None
+        raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 300") from None
 
 
 def nvshmem_transport() -> str:

@@ -87,7 +87,8 @@ class Buffer(SharedByCopies):
         num_slots: Worst-case results of dispatch, with one of combine each, that there is memory for at once (the pool); they are trimmed
             to what arrived. Also how many low-latency hooks of a kind may be open.
         backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there is a GPU, and cuda-python (the extras).
-        timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 30.
+        timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 300. A
+            GPU counts them from when its kernel begins to wait; work that is queued before does not count.
         num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls.
         low_latency: Set memory aside for `low_latency_dispatch` and `low_latency_combine` (which need it). Each of their results has room
             for `num_experts * num_max_tokens_per_rank` rows: see `size_hint`, and make a Buffer of few tokens for decoding.

@@ -33,6 +33,7 @@ class HostPage:
         self._bad_input = self._flag("report", self._report, "bad_flag")
         self._differs = self._flag("report", self._report, "differs")
         self._counted = self._flag("mailbox", self._mailbox, "flag")
+        self._started = self._flag("mailbox", self._mailbox, "started")
 
     def free(self) -> None:
         self._timed_out = self._bad_input = self._differs = ctypes.c_uint32(0)  # events may be asked later
@@ -40,7 +41,11 @@ class HostPage:
 
     def expect_counts(self) -> None:
         """Before the launch of a routing that shall tell its counts."""
-        self._counted.value = 0
+        self._counted.value = self._started.value = 0
+
+    def has_started(self) -> bool:
+        """Whether the GPU has come to that routing."""
+        return bool(self._started.value)
 
     def counts(self) -> tuple[int, list[int]] | None:
         """Rows that the routing brings, in all and for each local expert; None until they are known."""

@@ -186,6 +186,7 @@ Mailbox = CStruct(
     i32 num_recv;                                // rows that this call receives
     i32 num_recv_per_expert[kNumLocalExperts];   // aligned up
     u32 flag;                                    // 1; written last
+    u32 started;                                 // 1: the GPU has come to the call; the host limits its wait from here
     """,
 )
 

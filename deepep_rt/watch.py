@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,9 @@ from .page import HostPage
 from .together import LastWords
 
 _GRACE_S = 5.0
-"""The device reports a silent peer itself; only when the kernel does not even run does the host give up, this much later."""
+"""The device reports a silent peer itself. The host gives up this much later: only where a kernel that has started reports nothing."""
+
+_LOOK_S, _REMINDER_S = 1.0, 30.0  # how often a host whose kernel has not started looks for an error of the GPU, and warns
 
 
 class Watch:
@@ -86,8 +89,7 @@ class Watch:
 
     def await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host until the routing is known: the one synchronisation of the library."""
-        deadline = time.monotonic() + self._config.timeout_s + _GRACE_S
-        counts = None
+        counts, limit = None, _Limit(self._rank, self._config.timeout_s + _GRACE_S)
         self.start_listening()
         try:
             # Bad input is no reason to stop: the next call must not take these counts for its own.
@@ -96,9 +98,11 @@ class Watch:
                 self.check_peers()
                 self.listen()
                 os.sched_yield()  # with Python's lock: other threads would get it once in 5 ms
-                if time.monotonic() > deadline:
+                if limit.is_over(self._page.has_started()):
                     raise self._timeout(
-                        "kPhaseRoute", "the routing kernel did not run: the GPU is busy with other work, or stuck"
+                        "kPhaseRoute",
+                        f"rank {self._rank}: the routing kernel has run for {limit.seconds:g} s, and reports neither counts nor a silent "
+                        f"peer; expected one of them within timeout_s. The GPU is stuck, or other processes keep it busy",
                     )
         finally:
             if counts is None and self._broken is None:
@@ -120,3 +124,40 @@ class Watch:
 
     def _timeout(self, phase: str, what: str) -> EPTimeoutError:
         return EPTimeoutError(what, rank=self._rank, peer=self._rank, phase=structs.PHASES[phase][1])
+
+
+class _Limit:
+    """How long the host waits for a kernel: so many seconds from when it starts. Until then the GPU has other work, of any length.
+
+    Args:
+        rank: This rank, for warnings.
+        seconds: The limit.
+    """
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.seconds, self._rank, self._begin = seconds, rank, time.monotonic()
+        self._look_at, self._remind_at = self._begin + _LOOK_S, self._begin + _REMINDER_S
+        self._deadline: float | None = None
+
+    def is_over(self, has_started: bool) -> bool:
+        """Whether it is; to be asked often.
+
+        Raises:
+            EPUnavailableError: if the GPU has failed, and the kernel will not start.
+        """
+        now = time.monotonic()
+        if self._deadline is None and has_started:
+            self._deadline = now + self.seconds
+        if self._deadline is not None:
+            return now > self._deadline
+        if now > self._look_at:
+            self._look_at = now + _LOOK_S
+            driver.free_bytes()  # the driver gives back the error of earlier work, and no capture forbids to ask
+        if now > self._remind_at:
+            self._remind_at = now + _REMINDER_S
+            warnings.warn(
+                f"rank {self._rank}: the GPU has not come to this dispatch after {now - self._begin:.0f} s; it is busy with work that was "
+                f"queued before, or stuck",
+                stacklevel=2,
+            )
+        return False

@@ -99,9 +99,9 @@ def test_frozen() -> None:
 
 def test_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DEEPEP_RT_TIMEOUT_S", raising=False)
-    assert Config(**GOOD).timeout_s == 30
+    assert Config(**GOOD).timeout_s == 300
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "")
-    assert Config(**GOOD).timeout_s == 30
+    assert Config(**GOOD).timeout_s == 300
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "1.5")
     assert Config(**GOOD).timeout_s == 1.5
     assert Config(**GOOD, timeout_s=7).timeout_s == 7

@@ -408,10 +408,50 @@ def test_a_rank_that_cannot_make_its_part(
     make(low_latency=True)
 
 
-def test_a_gpu_that_does_not_run(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.watch._GRACE_S", -0.9)
-    with pytest.raises(EPTimeoutError, match="the routing kernel did not run"), make() as buffer:
+def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a call may take begins when the GPU comes to it, and the host says for what it waits until then."""
+    monkeypatch.setattr("deepep_rt.watch._GRACE_S", 0.0)
+    monkeypatch.setattr("deepep_rt.watch._REMINDER_S", 0.2)
+    with make(timeout_s=0.1) as buffer:
+        page, start = buffer._backend._page, time.monotonic()
+
+        def run() -> None:
+            if time.monotonic() > start + 0.5:
+                page._mailbox["num_recv"], page._started.value = 7, 1
+            if time.monotonic() > start + 0.55:
+                page._counted.value = 1
+
+        monkeypatch.setattr("deepep_rt.watch.os.sched_yield", run)
+        with pytest.warns(UserWarning, match=r"rank 0: the GPU has not come to this dispatch after 0 s") as said:
+            assert buffer.dispatch(*arguments(fake)).recv_x.shape == (7, 256)
+        assert len(said) == 2
+        page._started.value = 1
+        monkeypatch.setattr("deepep_rt.watch.os.sched_yield", lambda: setattr(page._counted, "value", not page._started.value))
+        buffer.dispatch(*arguments(fake)), "the start of the call before is not taken for this one's"
+
+
+def test_a_gpu_that_is_stuck(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepep_rt.watch._GRACE_S", 0.1)
+    with (
+        pytest.raises(EPTimeoutError, match=r"routing kernel has run for 0\.2 s, and reports neither"),
+        make(timeout_s=0.1) as buffer,
+    ):
+        fake.on_launch = lambda call: setattr(buffer._backend._page._started, "value", 1)
         buffer.dispatch(*arguments(fake))
+
+
+def test_a_gpu_that_has_failed(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier work, perhaps of another library, has ended all work: the call's kernel will not start."""
+
+    def fail() -> int:
+        raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr("deepep_rt.watch._LOOK_S", 0.1)
+    buffer = make()
+    monkeypatch.setattr(driver, "free_bytes", fail)
+    with pytest.raises(EPUnavailableError, match="ILLEGAL_ADDRESS"):
+        buffer.dispatch(*arguments(fake))
+    buffer.destroy()
 
 
 def test_the_end(fake: FakeGpu, make: Any) -> None:

@@ -19,7 +19,7 @@ from deepep_rt.config import Config
 def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes its lock away from a thread only now and then; here, not within the time that the counts may take."""
     found: list[Any] = [None]
-    page = SimpleNamespace(counts=lambda: found[0], check_peers=lambda: None)
+    page = SimpleNamespace(counts=lambda: found[0], check_peers=lambda: None, has_started=lambda: True)
     monkeypatch.setattr(watch, "_GRACE_S", 1.0)
     for name in ("check_peers", "start_listening", "listen"):
         monkeypatch.setattr(watch.Watch, name, lambda self: None)
