@@ -80,6 +80,8 @@ class View:
 
     def to_framework(self) -> Any:
         """The array in the caller's framework, without a copy."""
+        if hasattr(self.owner, "used_by"):
+            self.owner.used_by(self.framework, self.device)
         return self.framework.wrap(self)
 
     def capsule(self, dtype: str | None = None) -> Any:

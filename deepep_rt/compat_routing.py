@@ -75,6 +75,5 @@ def _tables(
 
 def _slot_view(buffer: Buffer, slot: Any, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A part of a handle in GPU memory, as an int32 tensor."""
-    slot.used_on(torch.cuda.current_stream().cuda_stream)
     like = framework_of(torch.empty(0, device="cpu"), "handle")
     return View(slot.ptr + offset, shape, "int32", buffer._site.device, slot, like).to_framework()

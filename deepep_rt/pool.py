@@ -38,7 +38,7 @@ class Block(Piece):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():  # what is still held when Python ends meets modules that are half gone
-            self._pool.release(self.offset, self.num_bytes, self._past, self._streams)
+            self._pool.release(self.offset, self.num_bytes, self._past, self._end())
 
 
 Extent = tuple[int, int]
@@ -205,4 +205,4 @@ class Slot(Piece):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            self._slots.give_back(self.ptr, self._past, self._streams)
+            self._slots.give_back(self.ptr, self._past, self._end())

@@ -44,7 +44,7 @@ class StreamMemory(Piece):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            _free(self._users, self.ptr, self._streams[0], self._users.left_by(self._streams[1:]))
+            _free(self._users, self.ptr, self._streams[0], self._users.left_by(self._end()[1:]))
 
 
 def _free(users: Users, ptr: int, stream: int, past: Past) -> None:

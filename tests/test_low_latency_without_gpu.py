@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -366,6 +367,33 @@ def test_memory_waits_for_the_callers_stream(fake: FakeGpu, make: Any, monkeypat
                 fake.waits.clear()
                 call()
             assert fake.waits == [(OWN_STREAM, ("all of", CALLERS_STREAM)), *[(OWN_STREAM, 5)] * pieces]
+
+
+@pytest.mark.parametrize("call", ["dispatch", "low_latency_dispatch"])
+def test_memory_waits_for_the_stream_that_is_current_when_a_result_is_dropped(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Dispatch with the communication stream current, read on the compute stream, drop, dispatch again."""
+    compute = 12
+    work_on = functools.partial(
+        monkeypatch.setattr, type(frameworks.framework_of(Array(fake, "int32", 1), "x")), "current_stream"
+    )
+    with make(low_latency=True, num_slots=1) as buffer, monkeypatch.context() as behind:
+        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+        behind.setattr(driver.CudaEvent, "record", lambda event, stream: setattr(event, "handle", ("work of", stream)))
+        x, idx, weights = arguments(fake)
+        send = {
+            "dispatch": lambda: buffer.dispatch(x, idx, weights, num_worst_tokens=256),
+            "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx),
+        }[call]
+        rows = send().recv_x
+        place = rows.ptr
+        work_on(lambda library, device: compute)
+        del rows
+        work_on(lambda library, device: CALLERS_STREAM)
+        fake.waits.clear()
+        assert send().recv_x.ptr == place
+        assert fake.waits == [(CALLERS_STREAM, ("work of", compute))]
 
 
 def test_memory_in_a_capture_stays_with_its_call(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ import itertools
 import random
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from cuda.bindings import driver as cuda
 
 from deepep_rt import EPUnavailableError, driver, pool, users
+from deepep_rt.arrays import Framework, View
 from deepep_rt.pool import Pool, Slots
 from deepep_rt.stream_memory import StreamPool
 
@@ -25,6 +29,7 @@ class FakeDriver:
         self.queued: dict[int, int] = {}
         self.waits: list[tuple[int, int, int]] = []
         self.capturing: set[int] = set()
+        self.captures: dict[int, int] = {}  # stream -> number of its capture, if it is not 5
         self.ended: set[int] = set()  # streams whose work is done
         self.destroyed: set[int] = set()
         self.num_events = 0
@@ -55,7 +60,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(driver, "CudaEvent", Event)
     monkeypatch.setattr(driver, "CurrentContext", Context)
     monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in fake.capturing)
+    monkeypatch.setattr(driver, "capture_id", lambda stream: fake.captures.get(stream, 5) if stream in fake.capturing else None)
     monkeypatch.setattr(driver, "wait_event", lambda stream, handle: fake.waits.append((stream, *handle)))
+    monkeypatch.setattr(
+        driver, "wait_stream", lambda stream, other: fake.waits.append((stream, other, fake.queued.get(other, 0)))
+    )
     monkeypatch.setattr(driver, "allocate", lambda num_bytes: 1000 + num_bytes)
     return fake
 
@@ -198,6 +207,184 @@ def test_readers_that_dlpack_told_of(fake: FakeDriver) -> None:
     del held
     slots.take(9)
     assert (9, 4, 1) in fake.waits
+
+
+class Library(Framework):
+    """An array library; each thread has its own current stream."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, int] = {}
+        self.asked = 0
+
+    def current_stream(self, device: int) -> int:
+        self.asked += 1
+        return self.streams.get(threading.get_ident(), 0)
+
+    def work_on(self, stream: int) -> None:
+        self.streams[threading.get_ident()] = stream
+
+
+Take = Callable[..., Any]
+
+
+@pytest.fixture(params=["pool", "slots", "stream pool"])
+def take(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Take:
+    """Takes the only piece of memory that there is, after it was dropped."""
+    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
+    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
+    block_pool, slots, stream_pool = Pool(0, 1024), Slots(64, 1), StreamPool()
+    takes = {"pool": block_pool.allocate, "slots": lambda _, *streams: slots.take(*streams), "stream pool": stream_pool.allocate}
+    return lambda *streams: takes[request.param](1024, *streams)
+
+
+def array_of(piece: Any, library: Framework) -> Any:
+    """An array of the library, which holds the piece alone."""
+    return View(4096, (1,), "int32", 0, piece, library).to_framework()
+
+
+def test_the_next_user_waits_for_the_stream_that_is_current_when_the_last_array_is_dropped(fake: FakeDriver, take: Take) -> None:
+    """As of a dispatch on a communication stream whose rows the compute stream reads."""
+    library = Library()
+    library.work_on(9)
+    held = array_of(take(9, 9), library)
+    library.work_on(1)
+    fake.work(1)  # reads it
+    del held
+    fake.work(1)  # reads something else
+    take(9, 9)
+    assert [wait for wait in fake.waits if wait[1] == 1] == [(9, 1, 1)]
+
+
+def test_the_next_user_waits_for_the_stream_on_which_an_array_was_made(fake: FakeDriver, take: Take) -> None:
+    library = Library()
+    piece = take(9, 9)
+    library.work_on(1)
+    held = array_of(piece, library)
+    fake.work(1)
+    library.work_on(9)
+    del held, piece
+    take(9, 9)
+    assert [wait for wait in fake.waits if wait[1] == 1] == [(9, 1, 1)]
+
+
+def test_the_thread_that_drops_the_last_array_has_a_stream_of_its_own(fake: FakeDriver, take: Take) -> None:
+    library = Library()
+    library.work_on(9)
+    held = [array_of(take(9, 9), library)]
+
+    def drop() -> None:
+        library.work_on(4)
+        fake.work(4)
+        held.clear()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join()
+    take(9, 9)
+    assert [wait for wait in fake.waits if wait[1] == 4] == [(9, 4, 1)]
+
+
+def test_arrays_that_live_and_die_on_one_stream_need_no_events(fake: FakeDriver, take: Take) -> None:
+    library = Library()
+    library.work_on(7)
+    for _ in range(5):
+        held = array_of(take(7, 7), library)
+        fake.work(7)
+        del held
+    assert (fake.num_events, fake.waits, library.asked) == (0, [], 10)
+
+
+def test_nothing_is_asked_about_a_piece_without_arrays_or_of_a_library_that_tells_no_stream(fake: FakeDriver, take: Take) -> None:
+    del take
+    slots, library = Slots(64, 1), Framework()
+    held = array_of(slots.take(7), library)
+    library.current_stream = lambda device: pytest.fail("it tells no stream")
+    del held
+    held = slots.take(7)
+    del held
+    assert fake.num_events == 0
+
+
+def test_memory_is_not_lost_with_a_library_that_raises(fake: FakeDriver) -> None:
+    slots, library = Slots(64, 1), Library()
+    held = array_of(slots.take(7, 3), library)
+    library.current_stream = lambda device: 1 // 0
+    fake.work(3)
+    del held
+    slots.take(7)
+    assert len(slots._memory) == 1
+    assert (7, 3, 1) in fake.waits
+
+
+def test_an_array_that_is_dropped_while_its_reader_is_captured(fake: FakeDriver) -> None:
+    """An event of the capture would tell nothing; who takes the memory after the capture waits for that stream."""
+    slots, library = Slots(64, 1), Library()
+    library.work_on(9)
+    held = array_of(slots.take(9), library)
+    library.work_on(1)
+    fake.capturing.add(1)
+    del held
+    held = slots.take(9)
+    assert (len(slots._memory), fake.waits) == (1, [])
+    fake.capturing.clear()
+    fake.work(1)
+    library.work_on(9)
+    del held
+    slots.take(9)
+    assert fake.waits == [(9, 1, 1)]
+
+
+def test_streams_of_one_capture_are_ordered_within_it(fake: FakeDriver) -> None:
+    """Replays keep that order; an eager stream cannot be waited for there, nor can one of another capture."""
+    slots, library = Slots(64, 1), Library()
+    fake.capturing.update({9, 1, 2})
+    fake.captures[2] = 6
+    library.work_on(9)
+    piece = slots.take(9)
+    for stream in (2, 3):
+        piece.used_on(stream)
+    held = array_of(piece, library)
+    del piece
+    library.work_on(1)
+    fake.work(1)  # reads it
+    del held
+    held = slots.take(9)
+    assert fake.waits == [(9, 1, 1)]
+    fake.capturing.clear()
+    fake.waits.clear()
+    library.work_on(9)
+    del held
+    slots.take(9)
+    assert {wait[:2] for wait in fake.waits} == {(9, 1), (9, 2), (9, 3)}, "and eager work waits for all of them"
+
+
+@pytest.mark.parametrize("unknown", [9, 1])
+def test_a_capture_that_the_driver_tells_no_number_of(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, unknown: int) -> None:
+    """As of the default stream, which is captured in a way while one that waits for it is."""
+
+    def capture_id(stream: int) -> int:
+        if stream == unknown:
+            raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_STREAM_CAPTURE_IMPLICIT")
+        return 5
+
+    monkeypatch.setattr(driver, "capture_id", capture_id)
+    slots = Slots(64, 1)
+    held = slots.take(9, 1)
+    held.used_on(2)
+    fake.capturing.update({9, 1, 2})
+    del held
+    slots.take(9)
+    assert fake.waits == ([(9, 2, 0)] if unknown == 1 else [])
+
+
+def test_a_thread_that_counts_at_the_same_time_makes_no_reader_forgotten(fake: FakeDriver) -> None:
+    class Racing(users.Users):
+        _in_a_row = property(lambda self: 1000, lambda self, value: None)  # another thread's number, always
+
+    racing = Racing()
+    racing.left_by((7,))
+    fake.work(9)
+    assert [(stream, event.handle) for stream, event in racing.left_by((7, 9))] == [(7, (7, 0)), (9, (9, 1))]
 
 
 @pytest.mark.parametrize("kind", ["pool", "slots"])

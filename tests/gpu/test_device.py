@@ -215,6 +215,38 @@ def test_two_micro_batches_overlap(comm):
         same(third.recv_x, second.recv_x)
 
 
+@pytest.mark.parametrize("call", ["dispatch", "low_latency_dispatch"])
+def test_rows_that_are_dropped_before_another_stream_has_read_them(comm, call):
+    """The next call has to wait for the stream that is current when the rows are dropped: it gets their memory."""
+    with make(comm, num_slots=1, low_latency=True, num_max_tokens_per_rank=64) as gpu:
+        idx, weights = routing(comm, 59, 64, 8, gpu.config.num_experts)
+        first, second = (rows(comm, seed, 64, 7168) for seed in (59, 60))
+
+        def send(x):
+            if call == "dispatch":
+                return gpu.dispatch(x, idx, weights).recv_x
+            return gpu.low_latency_dispatch(x, idx, use_fp8=False).recv_x
+
+        want = send(first).clone()  # with the rows that low latency leaves as they are: all calls get one piece of memory
+        read, done = torch.empty_like(want), torch.cuda.Event()
+        calls, compute = torch.cuda.Stream(), torch.cuda.current_stream()
+        calls.wait_stream(compute)
+        with torch.cuda.stream(calls):
+            arrived = send(first)
+        compute.wait_stream(calls)
+        torch.cuda._sleep(int(5e8))  # about a third of a second
+        read.copy_(arrived)
+        done.record()
+        place = arrived.data_ptr()
+        del arrived
+        assert not done.query(), "the rows were read before they were dropped: nothing is tested"
+        with torch.cuda.stream(calls):
+            again = send(second)
+        assert again.data_ptr() == place, "it got other memory: nothing is tested"
+        torch.cuda.synchronize()
+        same(read, want)
+
+
 def test_results_let_their_arguments_go(comm):
     """Results are made when somebody looks at them, and must not keep what the caller has dropped until then."""
     with make(comm, low_latency=True, num_max_tokens_per_rank=64) as buffer:
