@@ -10,6 +10,10 @@ __device__ __forceinline__ void barrier_init(u64* barrier) {
 
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Orders what this thread has acquired before the bulk copies that it issues from here on. Bulk copies reach memory through another proxy
+// than loads and stores do, and an acquire orders only the latter.
+__device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes) : "memory");
 }
@@ -65,6 +69,7 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next 
   constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 4;
   static_assert(kStages >= 2 && kStages <= 32);
   const int lane = lane_idx();
+  fence_bulk_copies();  // the block has acquired where the targets are, and that they may be written to
   if (lane == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(barriers + i);
     barrier_init_fence();

@@ -261,7 +261,16 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   }
   __syncthreads();
 
-  if (threadIdx.x == 0 && is_last_block(&state->combine_blocks)) {
+  if (warp != 0) return;
+  bool last = lane == 0 && is_last_block(&state->combine_blocks);
+  last = __shfl_sync(~0u, last, 0);
+  if (!last) return;
+  __syncwarp();  // all lanes see what lane 0 acquired
+  if (__any_sync(~0u, routes.idle || was_aborted(p))) {
+    poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, lane, 32);
+    if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
+  }
+  if (lane == 0) {
     state->combine_blocks = state->combine_items = state->combine_tokens = 0;
     state->combine_epoch = epoch;
   }

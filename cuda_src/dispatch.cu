@@ -27,6 +27,7 @@ struct Routes {
   int max_rows;                // the largest of num_rows
   int max_listed;
   i64 num_recv;  // rows that arrive here
+  bool differs;  // what the ranks gave: nothing is sent
   bool failed;
 };
 
@@ -56,7 +57,9 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
     routes.max_rows = max_rows;
     routes.max_listed = max_listed;
     routes.num_recv = arriving;
+    routes.differs = all_come && !sends;
     routes.failed = !all_come || was_aborted(p);
+    if (blockIdx.x == 0 && arriving > p.capacity) notice(p, &Report::no_room, static_cast<u64>(arriving) << 32 | p.capacity);
   }
 }
 
@@ -201,6 +204,14 @@ __device__ inline void write_padding(const Params& p, const Routes& routes) {
   }
 }
 
+// One warp.
+__device__ inline void poison_results(const Params& p) {
+  const u64 base = p.peers[p.rank];
+  poison(base + p.land_x, p.capacity * p.row_bytes, lane_idx(), 32);
+  if (p.scales) poison(base + p.land_scales, p.capacity * p.scale_bytes, lane_idx(), 32);
+  if (p.topk_weights) poison(base + p.land_topk_weights, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
+}
+
 // The caller may write to its counts; the handle, which may be used again, keeps its own.
 __device__ inline void copy_counts(const Params& p) {
   if (blockIdx.x > 0 || warp_idx() != kDispatchMovers) return;
@@ -253,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
     wait_epoch(p, at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);
   }
   __syncwarp();
+  if (__any_sync(~0u, routes.differs || was_aborted(p))) poison_results(p);
   if (lane == 0) {
     state->dispatch_blocks = state->dispatch_items = 0;
     state->dispatch_epoch = epoch;

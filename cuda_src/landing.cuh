@@ -8,6 +8,8 @@
 #pragma once
 #include "wait.cuh"
 
+static_assert(kNumRanks <= 32);  // a lane stands for a rank
+
 __device__ __forceinline__ Landing* landing_of(u64 base, u64 inbox, u32 epoch, int source) {
   return at<Landing>(base, inbox) + (epoch % 2) * kNumRanks + source;
 }

@@ -49,6 +49,47 @@ __device__ __forceinline__ u64 staged_offset(u32 epoch, int entry) {
   return kLlStagedRows + (static_cast<u64>(epoch % kNumSides) * kNumRanks * kNumMaxTokens + entry) * sizeof(Vec16) * kRowVecs;
 }
 
+__device__ __forceinline__ u64 header_offset(u32 epoch, int sender) {
+  return kLlCombineHeaders + side_of(epoch, sender) * sizeof(LlCombineHeader);
+}
+
+// One warp. Sums would be wrong, or never come, if ranks combined the results of different dispatches, or sent different rows.
+__device__ inline void send_headers(const Params& p, const Call& call, u32 dispatch_epoch) {
+  const u64 header = header_offset(call.sent, p.rank);
+  auto send = [&](int rank, u64 to, u32 value) {
+    const u64 word = word_of(value, call.sent);
+    if (is_far(p, rank)) {
+      signal(p, rank, to, word);
+    } else {
+      st_relaxed_sys(at<u64>(p.peers[rank], to), word);
+    }
+  };
+  for (int r = lane_idx(); r < kNumRanks; r += 32) {
+    if (call.out[r]) continue;
+    send(r, header, p.alike);
+    send(r, header + sizeof(u64), dispatch_epoch);
+  }
+}
+
+// One warp. False: the time is up, or a rank differs.
+__device__ inline bool compare_headers(const Params& p, const Call& call, u32 dispatch_epoch) {
+  bool ok = true;
+  for (int first = 0; first < kNumRanks; first += 32) {
+    const int rank = first + lane_idx();
+    u64 alike = 0, theirs = 0;
+    bool differs = false;
+    if (rank < kNumRanks && !call.out[rank]) {
+      const LlCombineHeader* header = at<const LlCombineHeader>(p.peers[p.rank], header_offset(call.received, rank));
+      const bool come = wait_word(p, &header->alike, call.received, kPhaseLlCombineRows, rank, alike) &&
+                        wait_word(p, &header->dispatch_epoch, call.received, kPhaseLlCombineRows, rank, theirs);
+      differs = come && (alike >> 32 != p.alike || theirs >> 32 != dispatch_epoch);
+      ok &= !differs && (come || kMasksOnTimeout);
+    }
+    refuse(p, kPhaseLlCombineRows, call.received, differs, rank, alike >> 32, dispatch_epoch, theirs >> 32);
+  }
+  return __all_sync(~0u, ok);
+}
+
 // All of block 0.
 __device__ inline void send_weights(const Params& p, const Call& call) {
   const u32 epoch = call.sent;
@@ -156,19 +197,46 @@ __device__ __forceinline__ int entry_at(int turn, int rank, int num_entries) {
   return (turn + rank) % kNumRanks * per_rank(num_entries) + turn / kNumRanks;
 }
 
-// What a lane knows of a token's choice `lane`. It is loaded before it is needed; whatever is asked of it waits for it.
+// What a lane knows of a token's choice `lane`. It is loaded before it is needed; whatever is asked of it waits for it. Rows come, and have
+// to be read, for what the dispatch was given: the handle has kept that. What combine is given may leave some of them out of the sum.
 struct Choice {
-  u32 low = ~0u, high = ~0u;  // of the expert's number
+  int expert = -1;            // as the dispatch was given it; -1 for none
+  u32 low = ~0u, high = ~0u;  // of the expert's number, as combine is given it
 
   __device__ __forceinline__ Choice(const Params& p, int token) {
     if (token >= p.num_tokens || lane_idx() >= kNumTopk) return;
-    const u32* words = at<const u32>(p.topk_idx, 0) + (static_cast<i64>(token) * kNumTopk + lane_idx()) * (p.idx_bytes / 4);
+    const i64 i = static_cast<i64>(token) * kNumTopk + lane_idx();
+    const u32* words = at<const u32>(p.topk_idx, 0) + i * (p.idx_bytes / 4);
+    expert = at<const short>(p.handle, kLlHandleChoices)[i];
     low = words[0], high = p.idx_bytes == 8 ? words[1] : 0;
   }
 
-  // -1 for none.
-  __device__ __forceinline__ int expert() const { return high == 0 && low < kNumExperts ? static_cast<int>(low) : -1; }
+  // Whether combine names an expert here, existing or not.
+  __device__ __forceinline__ bool is_named() const { return low != ~0u; }
+
+  // The expert that combine names: -1 for none, kNumExperts for one that does not exist.
+  __device__ __forceinline__ int named() const {
+    if (!is_named()) return -1;
+    return high == 0 && low < kNumExperts ? static_cast<int>(low) : kNumExperts;
+  }
 };
+
+// Whether the row of choice `lane` counts in the sum. One row stands for all of a token's choices of a rank where that rank adds them up
+// (p.reduce_early): it is left out if combine names none of them. Whatever else differs from the dispatch is reported, and changes nothing.
+__device__ __forceinline__ bool is_added(const Params& p, const Call& call, int token, const Choice& choice, bool reports) {
+  const int rank = choice.expert >= 0 ? choice.expert / kNumLocalExperts : -1;
+  const u32 same_row = p.reduce_early ? __match_any_sync(~0u, rank) : 1u << lane_idx();
+  const bool added = __ballot_sync(~0u, choice.is_named()) & same_row;
+  const int named = choice.named();
+  bool differs = named != choice.expert && (choice.is_named() || added);
+  if (choice.expert < 0) differs = named >= 0 && named < kNumExperts;  // the dispatch has reported, and skipped, what does not exist
+  if (rank >= 0 && call.out[rank]) differs = false;                    // nothing comes from there
+  if (reports && differs) {
+    const u64 place = static_cast<u64>(token) * kNumTopk + lane_idx();
+    notice(p, &Report::other_choice, 1ull << 63 | place << 32 | static_cast<u64>(named + 1) << 16 | static_cast<u64>(choice.expert + 1));
+  }
+  return added;
+}
 
 // The rows of a token, in the order in which they are added up.
 struct Rows {
@@ -177,11 +245,13 @@ struct Rows {
   int sender;    // the rank that sends it,
   float weight;  // its weight,
   bool came;     // and whether its signal or, where time-outs mask, its beginning came in time
+  u32 added;     // a bit for each row that counts; the others are read, and cleared, all the same
 
-  // One warp. `ok`: whether all that it waited for came.
-  __device__ inline Rows(const Params& p, const Call& call, int token, int expert, bool& ok) {
-    const int lane = lane_idx();
+  // One warp. `ok`: whether all that it waited for came. `reports`: whether it tells of choices that differ from those of the dispatch.
+  __device__ inline Rows(const Params& p, const Call& call, int token, const Choice& choice, bool reports, bool& ok) {
+    const int lane = lane_idx(), expert = choice.expert;
     const u64 mine = p.peers[p.rank];
+    const bool is_mine_added = is_added(p, call, token, choice, reports);
     int rank = first_choice_of(expert, call.out), key = rank;  // rows are added up in the order of their keys
     if (!p.reduce_early) {
       rank = expert >= 0 && !call.out[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
@@ -202,6 +272,7 @@ struct Rows {
     row = __shfl_sync(~0u, own_row, from);
     sender = __shfl_sync(~0u, rank, from);
     weight = __shfl_sync(~0u, mine_weight, from);
+    added = __ballot_sync(~0u, __shfl_sync(~0u, is_mine_added, from));
     // Signals of far rows, and where time-outs mask also beginnings of near ones, are waited for at once: one after another, a slow sender
     // and a dead one would take the time of both, and ranks that wait for this one meanwhile, but not for those, might take it for dead.
     ok = true;
@@ -250,22 +321,23 @@ __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group
   }
   if (group.all(lost == 0)) return;
   int kept = 0;
+  u32 added = 0;
   for (int j = 0; j < rows.count; ++j) {
     const u64 row = __shfl_sync(~0u, rows.row, j);
     const int sender = __shfl_sync(~0u, rows.sender, j);
     const float weight = __shfl_sync(~0u, rows.weight, j);
     if (!group.all(!(lost >> j & 1))) continue;
     if (lane == kept) rows.row = row, rows.sender = sender, rows.weight = weight;
-    ++kept;
+    added |= (rows.added >> j & 1) << kept++;
   }
-  rows.count = kept;
+  rows.count = kept, rows.added = added;
 }
 
 // One warp's part of a token. False: the time is up.
-__device__ inline bool receive_token(const Params& p, const Call& call, const Group& group, int token, int expert) {
+__device__ inline bool receive_token(const Params& p, const Call& call, const Group& group, int token, const Choice& choice) {
   constexpr int kMost = kMasksOnTimeout ? 4 : 8, kAtOnce = kNumTopk < kMost ? kNumTopk : kMost;  // more would spill
   bool ok;
-  Rows rows(p, call, token, expert, ok);
+  Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
   if (!ok && !kMasksOnTimeout) return false;
   if constexpr (kMasksOnTimeout) keep_whole(p, call.received, group, rows);
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
@@ -306,7 +378,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
         const float weight = __shfl_sync(~0u, rows.weight, first + j);
         if (!exists || first + j >= rows.count) continue;
         st_vec(from[j], not_yet());
-        add_scaled_to<kBfloat16>(sum, held[j], weight);
+        if (rows.added >> (first + j) & 1) add_scaled_to<kBfloat16>(sum, held[j], weight);
       }
     }
     if (exists) st_vec(out + i, rounded<kBfloat16>(sum));
@@ -326,21 +398,30 @@ __device__ __forceinline__ void combine(const Params& p, const Group& senders, i
   const u32 taken = takes ? take_relaxed_gpu(&progress_of(p)->taken, senders.per_block) : 0;
   Choice choice(p, receivers.first());
   const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
+  const u32 dispatch_epoch = *at<const u32>(p.handle, kLlHandleEpoch);
   if (warp_idx() == 0) begin(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleOut), call);
   if (takes) first_item = taken;
   __syncthreads();
-  if (call.failed) return;
+  const u64 out_bytes = p.phases & kLlReceive ? static_cast<u64>(p.num_tokens) * kRowVecs * sizeof(Vec16) : 0;
+  if (call.failed) {
+    poison(p.out, out_bytes, blockIdx.x * kLlThreads + threadIdx.x, gridDim.x * kLlThreads);
+    return;
+  }
   const int num_items = (kInTurns ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
   if (p.phases & kLlSend) {
+    if (blockIdx.x == 0 && warp_idx() == kLastWarp) send_headers(p, call, dispatch_epoch);
     if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
     send(call, static_cast<int>(first_item - call.taken_before) + senders.idx, num_items, num_entries);
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;
   if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size are about to meet at the same barriers
-  for (int token = receivers.first(); token < p.num_tokens; token += receivers.step()) {
-    const int expert = choice.expert();
+  // The last block has no token where there are few.
+  bool ok = blockIdx.x != gridDim.x - 1 || warp_idx() != kLastWarp || compare_headers(p, call, dispatch_epoch);
+  for (int token = receivers.first(); ok && token < p.num_tokens; token += receivers.step()) {
+    const Choice now = choice;
     choice = Choice(p, token + receivers.step());
-    if (!receive_token(p, call, receivers, token, expert)) return;
+    ok = receive_token(p, call, receivers, token, now);
   }
+  if (!ok) poison(p.out, out_bytes, lane_idx(), 32);  // all of it: which tokens other warps leave out is not known here
 }

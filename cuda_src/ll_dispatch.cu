@@ -36,12 +36,10 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
     __syncthreads();
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), shared.call, p.num_tokens + 1 + gridDim.x);
-  if (!(p.phases & kLlReceive) || shared.call.failed) return;
+  if (!(p.phases & kLlReceive)) return;
+  if (shared.call.failed) return poison_rows(p, blockIdx.x * kLlThreads + threadIdx.x, gridDim.x * kLlThreads);
   const u64 start = p.wait_stats ? nanoseconds() : 0;
   begin_receiving(p, start, shared.call);
-  if (p.use_fp8) {
-    receive<kHidden / 16>(p, start, table->comes, shared);
-  } else {
-    receive<kHidden / 8>(p, start, table->comes, shared);
-  }
+  const bool ok = p.use_fp8 ? receive<kHidden / 16>(p, start, table->comes, shared) : receive<kHidden / 8>(p, start, table->comes, shared);
+  if (!ok) poison_rows(p, lane_idx(), 32);  // all of them: where those lie that did not come is not known
 }

@@ -7,15 +7,6 @@ constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 // held up now and then, by 3 to 4 us; the sooner, the more ranks send some.
 constexpr int kMostEager = 64 / kNumRanks;
 
-// Warp 0; in lanes where `differs`, a source that gave something else than this rank. What this rank would make of its rows is not what it
-// meant, and they are on their way already: the Buffer is broken. Some other rank differs from each, so all find that out.
-__device__ inline void refuse(const Params& p, u32 epoch, bool differs, int source, u32 theirs) {
-  const u32 those = __ballot_sync(~0u, differs);
-  if (blockIdx.x != 0 || lane_idx() != __ffs(those) - 1) return;
-  report_difference(p, source, p.alike, theirs, 0, 0);
-  give_up(p, kPhaseLlCounts, source, epoch, epoch);
-}
-
 // How long a source kept this rank waiting, as one who waited for it saw. For what came last so far: the differences add up to the longest
 // wait. `start` is when the wait began, and `came` has been read by the thread that saw it come, when other lanes may still have waited.
 __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 start, u64 came) {
@@ -46,7 +37,7 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
       differs = come && alike >> 32 != p.alike;
       ok &= come && !differs;
     }
-    refuse(p, call.received, differs, source, alike >> 32);
+    if (blockIdx.x == 0) refuse(p, kPhaseLlCounts, call.received, differs, source, alike >> 32);
     const int num_tokens = tokens >> 32, num_rows = rows >> 32;
     __syncwarp();
     int up_to = num_rows;  // rows of the sources up to this one, of these 32
@@ -224,15 +215,23 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   return true;
 }
 
-// One warp's part of all that came.
+// One warp's part of all that came. False: the time is up for all ranks.
 template <int kVecs, int kAtOnce>
-__device__ inline void receive_tokens(const Receiving& r, const Group& group) {
+__device__ inline bool receive_tokens(const Receiving& r, const Group& group) {
   const Sources& sources = r.shared.sources;
   const int num_items = sources.most * kNumRanks;
   for (int item = group.first(); item < num_items; item += group.step()) {
     const int source = (item + r.p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token < sources.num_tokens[source] && !receive_token<kVecs, kAtOnce>(r, source, token, group)) return;
+    if (token < sources.num_tokens[source] && !receive_token<kVecs, kAtOnce>(r, source, token, group)) return false;
   }
+  return true;
+}
+
+// After a time-out, by some of so many threads.
+__device__ inline void poison_rows(const Params& p, u64 thread, u64 num_threads) {
+  constexpr u64 kRows = static_cast<u64>(kNumLocalExperts) * kCapacity;
+  poison(p.recv_x, kRows * kHidden * (p.use_fp8 ? 1 : 2), thread, num_threads);
+  if (p.use_fp8) poison(p.recv_scales, kRows * kScalesPerRow * (p.use_ue8m0 ? 1 : 4), thread, num_threads);
 }
 
 // What the host and combine want to know of the whole call.
@@ -242,6 +241,7 @@ __device__ inline void tell_counts(const Receiving& r) {
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += r.shared.choices[s * kNumLocalExperts + e];
+    if (sum > kCapacity) notice(p, &Report::full_expert, static_cast<u64>(e + 1) << 32 | sum);
     sum = min(sum, kCapacity);
     at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
@@ -296,9 +296,9 @@ __device__ inline void begin_receiving(const Params& p, u64 start, Call& call) {
   }
 }
 
-// After begin_receiving. kVecs: of a row.
+// After begin_receiving. kVecs: of a row. False: the time is up for all ranks, or a source differs.
 template <int kVecs>
-__device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& shared) {
+__device__ inline bool receive(const Params& p, u64 start, u32* comes, Shared& shared) {
   const Call& call = shared.call;
   const Receiving r{p, shared, comes, start};
   // The last block, which has no row where few come, tells the counts.
@@ -317,18 +317,17 @@ __device__ inline void receive(const Params& p, u64 start, u32* comes, Shared& s
   } else if (copied) {
     copied = copy(expected <= kMostEager);
   }
-  if (!__syncthreads_and(ok)) return;
+  if (!__syncthreads_and(ok)) return false;
   const int most = shared.sources.most;
   if (!__syncthreads_and(copied)) {
-    if (!tells && static_cast<int>(blockIdx.x) >= num_busy(most)) return;
-    if (!__syncthreads_and(warp_idx() == 0 || copy(true))) return;
+    if (!tells && static_cast<int>(blockIdx.x) >= num_busy(most)) return true;
+    if (!__syncthreads_and(warp_idx() == 0 || copy(true))) return false;
   }
   if (tells) tell_counts(r);
   const Group group = group_of(most);
   constexpr int kFew = 2;  // where few rows come, code that is not there takes no time; rows of a warp's size need no other
   if (32 * kFew >= kVecs || group.num_threads() * kFew >= kVecs) {
-    receive_tokens<kVecs, kFew>(r, group);
-  } else {
-    receive_tokens<kVecs, kLlPieces>(r, group);
+    return receive_tokens<kVecs, kFew>(r, group);
   }
+  return receive_tokens<kVecs, kLlPieces>(r, group);
 }

@@ -5,12 +5,14 @@
 constexpr int kChoiceWarp = kLastWarp, kRowThreads = 32 * kChoiceWarp;
 constexpr int kMostReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;
 
-// The experts of all tokens, -1 for none, and how often each is chosen. All warps but the first, which begins the call meanwhile.
+// The experts of all tokens, -1 for none, and how often each is chosen; block 0 keeps them for combine. All warps but the first, which
+// begins the call meanwhile.
 __device__ inline void read_table(const Params& p, short* table, i32* choices) {
   for (int i = threadIdx.x - 32; i < p.num_tokens * kNumTopk; i += kLlThreads - 32) {
     const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
     const bool exists = expert >= 0 && expert < kNumExperts;
     table[i] = exists ? static_cast<short>(expert) : -1;
+    if (blockIdx.x == 0) at<short>(p.handle, kLlHandleChoices)[i] = table[i];
     if (exists) atomicAdd(choices + expert, 1);
     if (p.check && (expert < -1 || expert >= kNumExperts)) report_bad_expert(p, i / kNumTopk, expert);
   }
@@ -177,10 +179,11 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
   if (threadIdx.x == 0) shared.item[0] = next;
   __syncthreads();
   if (shared.call.failed) return;
+  const u32 epoch = shared.call.sent;
   if (blockIdx.x == 0) {
     for (int r = threadIdx.x; r < kNumRanks; r += kLlThreads) at<u32>(p.handle, kLlHandleOut)[r] = shared.call.out[r];
+    if (threadIdx.x == 0) *at<u32>(p.handle, kLlHandleEpoch) = epoch;
   }
-  const u32 epoch = shared.call.sent;
   for (int turn = 0;; ++turn) {
     const int item = shared.item[turn % 2] - shared.call.taken_before, token = item - 1;
     if (item > p.num_tokens) break;

@@ -70,8 +70,9 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
   for (int i = 0; i < kPerLane; ++i) {
     const int r = 32 * i + lane_idx();
     if (blockIdx.x == 0 && r < kNumRanks && !(masked[i] | left_out[i])) {
-      // Earlier kernels have ended, and with them their stores of kNotYet: no fence. The peer's next rows are stored after it has branched
-      // on this word, so they come later still.
+      // Earlier kernels have ended, and with them their reads of rows and their stores of kNotYet: no fence. The peer stores its next rows
+      // after it has branched on this word. PTX's memory model gives no order to a relaxed load, a branch and a store; GPUs keep it, since
+      // they never store before a branch is decided. To the letter, this were a release, and an acquire where the peer waits.
       const u64 mine = acks + p.rank * sizeof(u64);
       if (is_far(p, r)) {
         signal(p, r, mine, received - 1);
@@ -93,6 +94,15 @@ __device__ inline void begin(const Params& p, const LlProgress* progress, u64 ac
   failed = __any_sync(~0u, failed);
   if (failed && is_replayed_too_early && blockIdx.x == 0 && lane_idx() == 0) give_up(p, kLlOpenHook, p.rank, sent, received);
   if (lane_idx() == 0) call.sent = sent, call.received = received, call.taken_before = taken_before, call.failed = failed;
+}
+
+// One warp; in lanes where `differs`, a source that gave something else than this rank. What this rank would make of its rows is not what
+// it meant, and they are on their way already: the Buffer is broken. Some other rank differs from each, so all find that out.
+__device__ inline void refuse(const Params& p, u32 phase, u32 epoch, bool differs, int source, u32 theirs, u32 my_serial = 0,
+                              u32 their_serial = 0) {
+  if (lane_idx() != __ffs(__ballot_sync(~0u, differs)) - 1) return;
+  report_difference(p, source, p.alike, theirs, my_serial, their_serial);
+  give_up(p, phase, source, epoch, epoch);
 }
 
 // One thread of each block, after all of the block has read `progress`. The last one has the next kernel's numbers written; `takes`: how

@@ -13,6 +13,12 @@ __device__ __forceinline__ u64 nanoseconds() {
 // After a time-out, here or in an earlier kernel, nothing is sent any more: peers would take it for good.
 __device__ __forceinline__ bool was_aborted(const Params& p) { return ld_relaxed_gpu(&at<State>(p.state, 0)->abort) != 0; }
 
+// After a time-out: results become NaN, in each type that a row or a scale can have, so that no replay of a CUDA graph serves those of an
+// earlier one. `num_bytes`: a multiple of 4. By some of so many threads.
+__device__ inline void poison(u64 results, u64 num_bytes, u64 thread, u64 num_threads) {
+  for (u64 i = thread; i < num_bytes / sizeof(u32); i += num_threads) at<u32>(results, 0)[i] = ~0u;
+}
+
 // Raises State::abort, and reports, unless somebody did before.
 __device__ inline void give_up(const Params& p, u32 phase, int peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(&at<State>(p.state, 0)->abort, 1) != 0) return;
@@ -127,6 +133,13 @@ __device__ inline void report_bad_expert(const Params& p, int token, i64 expert)
   st_relaxed_sys(&report->bad_token, token);
   st_relaxed_sys(&report->bad_expert, expert);
   st_release_sys(&report->bad_flag, 1);
+}
+
+// Tells the host of something that is no reason to give up, by one word: what it says is whole, whichever thread was the last to say it.
+__device__ inline void notice(const Params& p, u64 Report::* word, u64 value) {
+  Report* report = at<Report>(p.page, kPageReport);
+  st_relaxed_sys(&(report->*word), value);
+  st_release_sys(&report->noticed, 1);
 }
 
 // What this rank and another one give, where all have to give the same: in the call, and which routing.

@@ -288,7 +288,7 @@ class Buffer(SharedByCopies):
             handle: Repeat the routing of an earlier dispatch; nothing is counted and the host does not wait.
             num_worst_tokens: Rows of the result whatever arrives, 0 to `num_ranks * num_max_tokens_per_rank`: the host does not wait
                 and nothing is allocated, so the call can be captured in a CUDA graph (keep the result as long as the graph). Rows
-                past it are dropped and count in `num_recv_tokens`.
+                past it are dropped and count in `num_recv_tokens`; the log says so once.
             expert_alignment: Counts for each expert are rounded up to a multiple of this. Not with `handle`, which keeps its counts.
             async_finish: Run on the buffer's own stream; `result.event` tells when it is done.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
@@ -379,7 +379,9 @@ class Buffer(SharedByCopies):
 
         Args:
             x: `[num_tokens, hidden]` bfloat16. (NaNs of all ones may arrive as other NaNs.)
-            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers, a token's all different; -1 skips.
+            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. A token that names an expert more than once gets
+                a row for each choice, and `low_latency_combine` adds each. An expert has room for `num_ranks * num_max_tokens_per_rank`
+                rows; the last ones past that are dropped, which the log says once.
             topk_weights: `[num_tokens, num_topk]` float32, or None. Given here, `low_latency_combine` is a message round shorter.
             use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels. GPUs that cannot (sm_80) warn once, and
                 rows arrive as bfloat16, without scales.
@@ -444,12 +446,14 @@ class Buffer(SharedByCopies):
 
         Args:
             y: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`; in any memory.
-            topk_idx: As given to `low_latency_dispatch`; like `topk_weights`, not to be written to before the call, or its hook, has run.
+            topk_idx: As given to `low_latency_dispatch`, or -1 for choices that are not to be added (with `allow_multiple_reduction`, for
+                all of a token's experts on one rank). Anything else is an EPInputError; GPUs add what the dispatch was given, and report
+                it to a later call or `check`. Like `topk_weights`, not to be written to before the call, or its hook, has run.
             topk_weights: `[num_tokens, num_topk]` float32; the same as in `low_latency_dispatch`, if they were given there.
             handle: The handle of that call.
             allow_multiple_reduction: An expert rank adds up (and rounds to bfloat16) its own experts' rows of a token and sends one.
                 False: it sends one row for each expert, and all are added up at the token's rank; not with masked ranks or
-                `on_timeout="mask"` on GPUs. The same on all ranks, which GPUs do not check: sums would be wrong, or time out.
+                `on_timeout="mask"` on GPUs. The same on all ranks, as the dispatch of `handle`; a difference breaks the buffer.
             zero_copy: `y` is what `get_low_latency_combine_buffer` returned. Rows are read where they lie in any case.
             out: `[num_tokens, hidden]` bfloat16 to write the result to, outside of `y`; default: memory of the buffer.
             async_finish: As in `dispatch`.
@@ -580,6 +584,24 @@ class Buffer(SharedByCopies):
         backend = self._live()
         with self._turns:
             return backend.copy_ceiling(row_bytes, num_rows, iterations)
+
+    def check(self) -> None:
+        """Raise what the next call would raise: that a peer was silent, that ranks differ, or that an input was wrong.
+
+        Reads pinned memory (under a microsecond), waits for nothing and is not collective. It sees what the GPU has come to. A loop that
+        only replays CUDA graphs makes no calls that could raise: check after each replay, or after some. From the replay of a time-out
+        on, floating results are NaN.
+
+        Raises:
+            EPTimeoutError: if a peer did not answer; the buffer is broken.
+            EPInputError: if ranks gave different arguments, or an argument was wrong.
+            EPDestroyedError: after `destroy()`.
+
+        Example:
+            >>> graph.replay()
+            >>> buffer.check()
+        """
+        self._live().check()
 
     def synchronize(self) -> None:
         """Wait on the host for the work of all calls so far; where they were all on one stream, for all that it holds.

@@ -64,10 +64,11 @@ class DeviceBackend:
         with self._all_ranks.part():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # what other Buffers of this process have left there is free
-            free_bytes = driver.free_bytes()
+            free_bytes, self._arch = driver.free_bytes(), jit.current_arch()
             symmetric.load()
         self.turns = Turns(self.context)
-        self._check_memory(free_bytes)
+        all_free_bytes, self._archs = zip(*self._comm.allgather((free_bytes, self._arch)), strict=True)
+        self._check_memory(all_free_bytes)
         self._memory = symmetric.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
         self._held = ExitStack()  # what destroy gives back
         self._held.callback(self._memory.free)
@@ -222,6 +223,10 @@ class DeviceBackend:
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
 
+    def check(self) -> None:
+        """Raise what kernels have reported; see `Buffer.check`."""
+        self._watch.check()
+
     def synchronize(self) -> None:
         self._wait_for_calls(self.turns.check)
 
@@ -279,7 +284,7 @@ class DeviceBackend:
         self._handles = self._slots(self._handle_map.num_bytes, layout.num_handles(config))
         self._counts_map = layout.counts(config)
         self._counts = self._slots(self._counts_map.num_bytes, layout.num_handles(config))
-        self._page = HostPage(config)
+        self._page = HostPage(config, self._comm.Get_rank())
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state, self.turns.check)
         self._order = CallOrder(self.device, self.context, self._watch.check)
@@ -287,7 +292,6 @@ class DeviceBackend:
         self._stream_pool = StreamPool()
         self._held.callback(self._stream_pool.destroy)
         self._results = ResultMemory(base, self._map, config, self._order, self._stream_pool, self._copy_when_full)
-        self._arch = jit.current_arch()
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
         self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
         if self._is_near:
@@ -302,9 +306,9 @@ class DeviceBackend:
         self._held.callback(made.destroy)
         return made
 
-    def _check_memory(self, free: int) -> None:
+    def _check_memory(self, free_bytes: Sequence[int]) -> None:
         need = layout.size_hint(self.config)["total"]
-        short = [(rank, bytes_) for rank, bytes_ in enumerate(self._comm.allgather(free)) if bytes_ < need]
+        short = [(rank, bytes_) for rank, bytes_ in enumerate(free_bytes) if bytes_ < need]
         if short:
             parts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in layout.size_hint(self.config).items())
             raise EPOutOfMemoryError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,21 @@ _log = logging.getLogger("deepep_rt")
 
 _PHASES = {False: LL_SEND | LL_RECEIVE, True: LL_SEND}
 """What a call launches, by whether it has a hook, which launches the rest."""
+
+
+_living: weakref.WeakSet[DeviceLowLatencyBackend] = weakref.WeakSet()
+"""Backends with low-latency calls that were not destroyed."""
+
+
+def _allow_overlap() -> None:
+    """Let a low-latency kernel start while the one before it in its stream ends, if all such kernels are of one Buffer.
+
+    Blocks that start early hold SMs until then. Those of two Buffers can keep each other's kernels from the GPU, on ranks that launch in
+    different orders, for ever.
+    """
+    for backend in _living:
+        for launcher in backend._launchers.values():
+            launcher.allow_overlap(len(_living) == 1)
 
 
 class _Results:
@@ -50,7 +66,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
         # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
         self._ll_results = {kind: _Results(self._slots, config, *kind) for kind in ((False, False), (True, False), (True, True))}
         self._ll_sums = self._slots(config.num_max_tokens_per_rank * config.hidden * 2)
-        self._has_fp8, self._has_told_fp8 = has_fp8(self._arch), False
+        # Rows travel in one form: what one rank's GPU lacks, all go without.
+        self._without_fp8 = [rank for rank, arch in enumerate(self._archs) if not has_fp8(arch)]
+        self._has_told_fp8 = False
         # The same in every call: a rank with few tokens may get many from others.
         self._num_blocks = min(config.low_latency_sms, driver.num_sms(self.device), max(2 * config.num_max_tokens_per_rank, 16))
         self._least_many = math.inf if config.has_network else config.least_many(self._num_blocks)
@@ -62,6 +80,15 @@ class DeviceLowLatencyBackend(DeviceBackend):
             for kernel in TABLE.values():
                 if kernel.low_latency and kernel.fits(config):
                     self._launcher(kernel.name)
+            _living.add(self)
+            _allow_overlap()
+
+    def destroy(self, in_touch: bool, error: BaseException | None) -> None:
+        try:
+            super().destroy(in_touch, error)
+        finally:
+            _living.discard(self)
+            _allow_overlap()
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or let it take part again."""
@@ -87,14 +114,20 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
     def _give_up_fp8(self, inputs: LowLatencyDispatchInputs) -> None:
         """Make it a dispatch of bfloat16 rows, and say so, once."""
+        rank = self._without_fp8[0]
+        arch = self._archs[rank]
         if inputs.into is not None:  # made for FP8
-            raise EPUnavailableError(f"{self._arch} cannot convert to FP8; pass use_fp8=False, rows then travel as bfloat16")
+            raise EPUnavailableError(
+                f"use_fp8=True; rank {rank}'s {arch} cannot convert to FP8. Pass use_fp8=False on all ranks: rows travel as bfloat16"
+            )
         if not self._has_told_fp8:
             self._has_told_fp8 = True
             _log.warning(
-                "rank %d: %s cannot convert to FP8: rows travel and arrive as bfloat16, without scales; use_fp8=False asks for that",
+                "rank %d: rank %d's %s cannot convert to FP8: rows travel and arrive as bfloat16, without scales. Pass use_fp8=False on "
+                "all ranks",
                 self._comm.Get_rank(),
-                self._arch,
+                rank,
+                arch,
             )
         inputs.use_fp8 = inputs.round_scale = inputs.use_ue8m0 = False
 
@@ -109,7 +142,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
     def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
         config, stream = self.config, call.stream
-        if inputs.use_fp8 and not self._has_fp8:
+        if inputs.use_fp8 and self._without_fp8:
             self._give_up_fp8(inputs)
         self._hooks.dispatch.start(with_hook)
         self._order.enter(call)
@@ -193,6 +226,12 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
+            "alike": alike.packed(
+                "low_latency_combine" if inputs.reduce_early else "low_latency_combine with allow_multiple_reduction=False",
+                "bfloat16",
+                None,
+                None,
+            ),
         }
         framework, into = y.framework, inputs.out
 

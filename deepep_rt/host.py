@@ -26,6 +26,7 @@ from .config import Config
 from .errors import EPInputError
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .mail import Mail
+from .overflow import OverflowLog
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
 from .together import meet_to_measure
 from .turns import Turns
@@ -33,14 +34,13 @@ from .turns import Turns
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 
 # A notice begins with what all ranks must say alike. Then comes what each says for itself. The problem is 0 (none), 1 (expert number:
-# token, value), 2 (size: destination, bytes), 3 (low latency only, choices of one expert: expert, choices) or 4 (expert numbers that do
-# not go with the handle). Two more are for the addressee alone: rows that it gets along a known routing, and rows that it is expected to
-# send.
+# token, value), 2 (size: destination, bytes) or 3 (expert numbers that do not go with the handle). Two more are for the addressee alone:
+# rows that it gets along a known routing, and rows that it is expected to send.
 _CAPACITY = alike.NUM_WORDS
 _PROBLEM = slice(_CAPACITY + 1, _CAPACITY + 4)
 _SENDS, _EXPECTS = _CAPACITY + 4, _CAPACITY + 5
 _NOTICE_HEAD = _CAPACITY + 6  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
-_BAD_EXPERT, _TOO_LARGE, _TOO_OFTEN, _OTHER_CHOICES = 1, 2, 3, 4
+_BAD_EXPERT, _TOO_LARGE, _OTHER_CHOICES = 1, 2, 3
 
 _PHASES_OF_PARTS = {
     "low_latency_dispatch": {"kPhaseRoute": "kPhaseLlCounts", "kPhaseDispatchRows": "kPhaseLlRows"},
@@ -90,6 +90,7 @@ class HostBackend:
         self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask", self.turns.check)
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
+        self._overflow = OverflowLog(self._rank)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
         self._calling: str | None = None  # the low-latency call, of `alike.KINDS`, that a dispatch or combine here is a part of
         announce(self._comm, "host backend", comm.carrier, 0)
@@ -104,8 +105,11 @@ class HostBackend:
             return self._dispatch(inputs)
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
-        with self._mail.call():
-            return self._combine(inputs)
+        return self._add_up(inputs, None)
+
+    def check(self) -> None:
+        """Raise what a call would raise; see `Buffer.check`."""
+        self._mail.check()
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceiling`."""
@@ -147,7 +151,12 @@ class HostBackend:
         goes, comes = self._agree_on_rows(notices, "kPhaseDispatchLanding", sizes, routing.num_received)
         return self._send_rows(inputs.handle, routing.only(sent=goes, received=comes), inputs)
 
-    def _combine(self, inputs: CombineInputs) -> CombineResult:
+    def _add_up(self, inputs: CombineInputs, left_out: np.ndarray | None) -> CombineResult:
+        """Combine. `left_out`: `[num_tokens, num_ranks]` bool, rows that come and are not added, or None."""
+        with self._mail.call():
+            return self._combine(inputs, left_out)
+
+    def _combine(self, inputs: CombineInputs, left_out: np.ndarray | None) -> CombineResult:
         handle, x, config = inputs.handle, inputs.x, self._config
         routing: Routing = handle._routing
         notices = self._notices("combine", x, inputs, routing.serial)
@@ -169,7 +178,8 @@ class HostBackend:
                 if peer in lost:
                     continue
                 # Rank order: the same bits every time.
-                total[tokens] += to_float32(parts[0], x.dtype)
+                counts = slice(None) if left_out is None else ~left_out[tokens, peer]
+                total[tokens[counts]] += to_float32(parts[0][counts], x.dtype)
                 if weights is not None:
                     weights.rows.view(np.float32)[tokens] += parts[1].view(np.float32)
             for bias in inputs.biases:
@@ -213,7 +223,10 @@ class HostBackend:
         per_expert = heard[:, self._num_choices_at].sum(0)
         per_expert = -(-per_expert // inputs.expert_alignment) * inputs.expert_alignment
         worst = inputs.num_worst_tokens
-        num_recv_rows = int(num_rows[:, rank].sum()) if worst is None else worst
+        num_recv = int(num_rows[:, rank].sum())
+        num_recv_rows = num_recv if worst is None else worst
+        if num_recv > num_recv_rows:
+            self._overflow.rows(num_recv, num_recv_rows)
         framework = inputs.x.framework
         views = {
             "num_recv": Result.of(num_rows[:, rank].sum(keepdims=True)).view(framework),
@@ -308,10 +321,6 @@ class HostBackend:
         wrong = np.argwhere((idx < -1) | (idx >= self._config.num_experts))
         if len(wrong):
             notices[:, _PROBLEM] = _BAD_EXPERT, wrong[0, 0], idx[tuple(wrong[0])]
-        elif self._calling is not None:
-            counts = np.bincount(idx[idx >= 0], minlength=1)
-            if counts.max() > self._config.num_max_tokens_per_rank:  # tokens chose it twice; it has room for one row of each
-                notices[:, _PROBLEM] = _TOO_OFTEN, counts.argmax(), counts.max()
 
     def _chooses_the_same(self, inputs: DispatchInputs, routing: Routing) -> bool:
         """Whether expert numbers beside a handle choose the ranks of its routing."""
@@ -368,7 +377,4 @@ class HostBackend:
             return (
                 f"{whose}topk_idx chooses other ranks than the routing of the handle; pass what its dispatch was given, or none"
             )
-        if problem == _TOO_OFTEN:
-            room = self._config.num_max_tokens_per_rank
-            return f"{whose}topk_idx: expert {where} is chosen {what} times; it has room for {room} (num_max_tokens_per_rank)"
         return f"{whose}x: {what} bytes go to rank {where}; the host backend sends at most {_MAX_PART_BYTES}; split the batch"

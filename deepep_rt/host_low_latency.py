@@ -36,8 +36,9 @@ class ExpertRouting:
     topk_idx: np.ndarray  # [num_tokens, num_topk] of this rank, int64
     row: np.ndarray  # [entries] the row that arrived, ascending
     choice: np.ndarray  # [entries] which of its token's choices, ascending in a row
-    slot: np.ndarray  # [entries] where it lies in `[experts * capacity, hidden]`
-    counts: np.ndarray  # [num_local_experts] entries of each expert
+    expert: np.ndarray  # [entries] the local expert
+    slot: np.ndarray  # [entries] where it lies in `[experts * capacity, hidden]`, or -1: the expert has no room left
+    counts: np.ndarray  # [num_local_experts] entries of each expert, those without room included
     weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
     own_weights: np.ndarray | None  # [num_tokens, num_topk] of this rank, if it sent them with the rows
     reception: Reception | None = None  # None: no hook
@@ -63,8 +64,8 @@ class ExpertRouting:
         first = np.cumsum(counts) - counts
         position = np.empty_like(expert)
         position[by_expert] = np.arange(len(expert)) - first[expert[by_expert]]
-        slot = expert * config.num_max_recv_tokens + position
-        return ExpertRouting(rows, topk_idx, row, choice, slot, counts, weights, own_weights)
+        slot = np.where(position < config.num_max_recv_tokens, expert * config.num_max_recv_tokens + position, -1)
+        return ExpertRouting(rows, topk_idx, row, choice, expert, slot, counts, weights, own_weights)
 
 
 class HostLowLatencyBackend(HostBackend):
@@ -129,14 +130,20 @@ class HostLowLatencyBackend(HostBackend):
         )
 
         def receive() -> None:
+            fits = routing.slot >= 0
             for name, result in made.items():
                 view = sent._views[name]
                 assert view is not None
-                result.rows.reshape(shape[0] * shape[1], view.row_bytes)[routing.slot] = rows_of(view)[routing.row]
-            num_recv.rows.view(np.int32)[:, 0] = routing.counts
+                rows = result.rows.reshape(shape[0] * shape[1], view.row_bytes)
+                rows[routing.slot[fits]] = rows_of(view)[routing.row[fits]]
+            counts = np.minimum(routing.counts, shape[1]).astype(np.int32)
+            if not fits.all():
+                fullest = int(routing.counts.argmax())
+                self._overflow.expert(fullest, int(routing.counts[fullest]), shape[1])
+            num_recv.rows.view(np.int32)[:, 0] = counts
             if inputs.recv_stats is not None:
                 stats = host_bytes(inputs.recv_stats).view(np.int32)
-                stats += routing.counts.astype(np.int32)
+                stats += counts
             if inputs.wait_stats is not None:
                 # Messages come in one exchange, so each source is charged with all of it.
                 stats = host_bytes(inputs.wait_stats).view(np.int64)
@@ -154,19 +161,13 @@ class HostLowLatencyBackend(HostBackend):
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool) -> LowLatencyCombineResult:
         routing: ExpertRouting = inputs.handle._routing
         check_received(routing.reception)
-        given, home = _values(inputs.topk_idx), routing.topk_idx // self._config.num_local_experts
-        may_be_gone = np.isin(home, self._mail.masked)  # callers who know of lost ranks may have taken their experts out
-        if (
-            given.shape != home.shape
-            or not (np.where(may_be_gone & (given == -1), routing.topk_idx, given) == routing.topk_idx).all()
-        ):
-            raise EPInputError("topk_idx differs from the one that low_latency_dispatch was given; pass the same")
+        left_out = self._left_out(inputs, routing)
         if routing.own_weights is not None and not np.array_equal(
             _values(inputs.topk_weights), routing.own_weights, equal_nan=True
         ):
             raise EPInputError("topk_weights differ from those that low_latency_dispatch was given; pass the same, or none there")
         self._hooks.combine.start(return_recv_hook)
-        total = self._reduce_early(inputs, call) if inputs.reduce_early else self._reduce_at_home(inputs)
+        total = self._reduce_early(inputs, call, left_out) if inputs.reduce_early else self._reduce_at_home(inputs, left_out)
         out = inputs.out
         if out is None:
             out = Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
@@ -179,7 +180,30 @@ class HostLowLatencyBackend(HostBackend):
             receive()
         return LowLatencyCombineResult(event=Event(), hook=hook, _make_views=lambda: {"x": out})
 
-    def _reduce_early(self, inputs: LowLatencyCombineInputs, call: Call) -> np.ndarray:
+    def _left_out(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting) -> np.ndarray:
+        """Find the choices of the dispatch that combine names no more, `[num_tokens, num_topk]` bool; raise if it names others.
+
+        An expert rank that adds rows up sends one row for all of a token's choices there: they count together, or none does.
+        """
+        given, sent = _values(inputs.topk_idx), routing.topk_idx
+        if given.shape != sent.shape:
+            raise EPInputError(f"topk_idx.shape={given.shape}; expected {sent.shape}, as low_latency_dispatch got it")
+        home = np.where(sent >= 0, sent // self._config.num_local_experts, -1)
+        left_out = (given == -1) & (sent >= 0)
+        differs = (given != sent) & ~left_out
+        if inputs.reduce_early:
+            for rank in set(home[left_out].tolist()) - set(self._mail.masked):  # nothing comes from masked ranks
+                here = home == rank
+                differs |= left_out & here & (here & ~left_out).any(axis=1, keepdims=True)
+        if differs.any():
+            token, choice = np.argwhere(differs)[0]
+            raise EPInputError(
+                f"topk_idx[{token}, {choice}]={given[token, choice]}; expected {sent[token, choice]}, as low_latency_dispatch got it, or "
+                f"-1 for all of the token's experts on that rank. Pass the same topk_idx to both calls"
+            )
+        return left_out
+
+    def _reduce_early(self, inputs: LowLatencyCombineInputs, call: Call, left_out: np.ndarray) -> np.ndarray:
         """Add up the rows of a token that are here, send the sum as bfloat16, and add up the sums at home."""
         routing: ExpertRouting = inputs.handle._routing
         with self._part_of("low_latency_combine"):
@@ -190,17 +214,23 @@ class HostLowLatencyBackend(HostBackend):
                 assert arrived is not None
                 weights = _values(arrived)
             sums = Result((routing.rows.num_recv_rows, self._config.hidden), "bfloat16")
-            _weighted_sum(self._expert_rows(inputs)[routing.slot], routing.row, routing.choice, weights, sums.rows)
+            fits = routing.slot >= 0
+            rows = self._expert_rows(inputs)[routing.slot[fits]]
+            _weighted_sum(rows, routing.row[fits], routing.choice[fits], weights, sums.rows)
             given = CombineInputs(sums.view(inputs.y.framework), routing.rows, None, ())
-            total = self.combine(given, call)._views["x"]
+            without = np.zeros((len(left_out), self._num_ranks), bool)
+            token, choice = np.nonzero(left_out)
+            without[token, routing.topk_idx[token, choice] // self._config.num_local_experts] = True
+            total = self._add_up(given, without)._views["x"]
             assert total is not None
             return rows_of(total)
 
-    def _reduce_at_home(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
+    def _reduce_at_home(self, inputs: LowLatencyCombineInputs, left_out: np.ndarray) -> np.ndarray:
         """Send the row of each choice, and add them up at home."""
         routing: ExpertRouting = inputs.handle._routing
         tokens: Routing = routing.rows._routing
         config, y = self._config, self._expert_rows(inputs)
+        zero = np.zeros((1, y.shape[1]), np.uint8)
         spans = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])
         slots = [routing.slot[first:end] for first, end in spans.T]  # entries come in the order of their source ranks
         token, choice = np.nonzero(routing.topk_idx >= 0)
@@ -211,7 +241,8 @@ class HostLowLatencyBackend(HostBackend):
             sends, expects = [len(part) for part in slots], [len(entries) for entries in by_peer]
             self._note_size(notices, max(sends) * y.shape[1], int(np.argmax(sends)))
             goes, comes = self._agree_on_rows(notices, "kPhaseLlCombineRoom", sends, expects)
-            outgoing = [y[part if there else part[:0]] for part, there in zip(slots, goes, strict=True)]
+            slots = [part if there else part[:0] for part, there in zip(slots, goes, strict=True)]
+            outgoing = [np.where(part[:, None] < 0, zero, y[part]) for part in slots]  # a row without room was not computed
             arrived = [
                 np.empty((count if there else 0, y.shape[1]), np.uint8) for count, there in zip(expects, comes, strict=True)
             ]
@@ -224,6 +255,7 @@ class HostLowLatencyBackend(HostBackend):
             if comes[rank] and rank not in lost:
                 rows[entries] = part
                 came[entries] = True
+        came &= ~left_out[token, choice]
         total = np.empty((inputs.handle.num_tokens, y.shape[1]), np.uint8)
         _weighted_sum(rows[came], token[came], choice[came], _values(inputs.topk_weights), total)
         return total

@@ -30,6 +30,7 @@ _LOW_LATENCY_COMBINE = (
     i32 idx_bytes;
     i32 reduce_early;       // one row for each rank, added up there
     i32 has_weights;        // the weights came with the dispatch
+    u32 alike;              // what all ranks must give alike, see alike.py
 """
 )
 

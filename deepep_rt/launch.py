@@ -49,11 +49,16 @@ class Launcher:
         self._config = config = driver.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX, config.sharedMemBytes, config.numAttrs = function.threads, function.shared_bytes, 0
-        if kernel.overlaps and constants["kHasOverlap"]:
+        self._overlaps = kernel.overlaps and bool(constants["kHasOverlap"])
+        if self._overlaps:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
+
+    def allow_overlap(self, allowed: bool) -> None:
+        """Whether later launches may begin while the kernel before them ends, as far as this kernel can do that."""
+        self._config.numAttrs = int(self._overlaps and allowed)
 
     def __call__(self, stream: int, num_blocks: int, values: Mapping[str, int]) -> None:
         """Launch `num_blocks` blocks on `stream`; `values` has every member that is not fixed, in their order."""

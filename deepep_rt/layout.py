@@ -87,6 +87,7 @@ def low_latency(config: Config) -> Map:
             ("combine_acks", ranks * 8),
             ("signs", ranks * 8),  # signs of life
             ("headers", sides * ranks * header),
+            ("combine_headers", sides * ranks * structs.LlCombineHeader.size({})),
             ("weights", sides * ranks * tokens * topk * 8),
             ("message_flags", far * sides * ranks * tokens * 8),
             ("weight_flags", far * sides * ranks * 8),
@@ -125,7 +126,9 @@ def low_latency_handle(config: Config) -> Map:
     return arrange(
         [
             ("num_entries", 4),
+            ("epoch", 4),  # of the dispatch
             ("out", config.num_ranks * 4),  # whether a rank was left out
+            ("choices", config.num_max_tokens_per_rank * config.num_topk * 2),  # [token][choice] int16: the expert, or -1
             ("num_recv_per_expert", config.num_local_experts * 4),
             ("entries", config.num_max_recv_tokens * structs.LlEntry.size(config.constants())),
         ]

@@ -10,6 +10,9 @@ import numpy as np
 from . import alike, driver, layout, structs
 from .config import Config
 from .errors import EPInputError, EPTimeoutError
+from .overflow import OverflowLog
+
+_LOW_HALF = 0xFFFFFFFF
 
 
 class HostPage:
@@ -17,10 +20,11 @@ class HostPage:
 
     Args:
         config: The Buffer's sizes.
+        rank: This rank.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, rank: int) -> None:
+        self._config, self._overflow = config, OverflowLog(rank)
         self._map = layout.host_page(config)
         self.ptr = driver.allocate_pinned(self._map.num_bytes)
         ctypes.memset(self.ptr, 0, self._map.num_bytes)
@@ -32,11 +36,12 @@ class HostPage:
         self._timed_out = self._flag("report", self._report, "flag")
         self._bad_input = self._flag("report", self._report, "bad_flag")
         self._differs = self._flag("report", self._report, "differs")
+        self._noticed = self._flag("report", self._report, "noticed")
         self._counted = self._flag("mailbox", self._mailbox, "flag")
         self._started = self._flag("mailbox", self._mailbox, "started")
 
     def free(self) -> None:
-        self._timed_out = self._bad_input = self._differs = ctypes.c_uint32(0)  # events may be asked later
+        self._timed_out = self._bad_input = self._differs = self._noticed = ctypes.c_uint32(0)  # events may be asked later
         driver.free_pinned(self.ptr)
 
     def expect_counts(self) -> None:
@@ -63,7 +68,9 @@ class HostPage:
             raise self._open_hook() if self._report[0]["phase"] == structs.LL_OPEN_HOOK else self._timeout()
 
     def check_inputs(self) -> None:
-        """Raise EPInputError, once, if a rank gave something else than others, or a token chose an expert that does not exist."""
+        """Raise EPInputError, once, for ranks that gave different arguments, a token that chose an expert that does not exist, or a combine
+        with other choices than its dispatch. Log, once, that rows did not fit.
+        """
         if self._differs.value:
             self.check_peers()
             self._differs.value = 0
@@ -74,6 +81,29 @@ class HostPage:
             raise EPInputError(
                 f"topk_idx[{token}] holds expert {expert}; expected -1 or 0 to {self._config.num_experts - 1}. It was skipped"
             )
+        if self._noticed.value:
+            self._noticed.value = 0
+            if rows := self._taken("no_room"):
+                self._overflow.rows(rows >> 32, rows & _LOW_HALF)
+            if rows := self._taken("full_expert"):
+                self._overflow.expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
+            if choice := self._taken("other_choice"):
+                raise self._other_choice(choice)
+
+    def _taken(self, name: str) -> int:
+        """A word of the report, which is 0 from then on."""
+        word = int(self._report[0][name])
+        self._report[0][name] = 0
+        return word
+
+    def _other_choice(self, word: int) -> EPInputError:
+        token, choice = divmod(word >> 32 & 0x7FFFFFFF, self._config.num_topk)
+        now, then = (word >> 16 & 0xFFFF) - 1, (word & 0xFFFF) - 1
+        given = "an expert that does not exist" if now == self._config.num_experts else now
+        return EPInputError(
+            f"low_latency_combine: topk_idx[{token}, {choice}]={given}; expected {then}, as low_latency_dispatch got it, or -1 for all of "
+            f"the token's experts on that rank. The sum counts what the dispatch got. Pass the same topk_idx to both calls"
+        )
 
     def _is_for_good(self) -> bool:
         return alike.is_low_latency(alike.unpacked(int(self._report[0]["alike"][0])))

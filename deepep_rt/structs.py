@@ -161,6 +161,14 @@ LlEntry = CStruct(
     """,
 )
 
+LlCombineHeader = CStruct(
+    "LlCombineHeader",
+    """
+    u64 alike;            // what all ranks must give alike; the epoch in the lower half, as in LlHeader
+    u64 dispatch_epoch;   // of the dispatch that made the handle
+    """,
+)
+
 Report = CStruct(
     "Report",
     """
@@ -177,6 +185,10 @@ Report = CStruct(
     i32 other;       // which one,
     u64 alike[2];    // and what this one and that one gave
     u32 serial[2];
+    u32 noticed;       // 1: one of the words that follow was written; each is 0, or tells of one call
+    u64 other_choice;  // combine got another choice than its dispatch: 1 << 63, index in topk_idx, now + 1, then + 1 (32, 16, 16 bits)
+    u64 no_room;       // rows past num_worst_tokens: how many arrived, how many fit (32 bits each)
+    u64 full_expert;   // a low-latency dispatch brought an expert more rows than fit: the expert + 1, how many (32 bits each)
     """,
 )
 
@@ -190,13 +202,13 @@ Mailbox = CStruct(
     """,
 )
 
-SHARED = (RouteMessage, RouteBlock, Landing, State, LlProgress, LlHeader, LlMessage, LlEntry, Report, Mailbox)
+SHARED = (RouteMessage, RouteBlock, Landing, State, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox)
 
 LL_SEND, LL_RECEIVE = 1, 2
 """The parts of a low-latency call that a launch does: one of them, or both added up."""
 
 LL_ELSEWHERE, LL_NO_ROOM, LL_UNKNOWN = -1, -2, -3
-"""In LlEntry.row: the expert lives on another rank; it got more rows than there is room for (tokens chose it twice); the time was up."""
+"""In LlEntry.row: the expert lives on another rank; it has no room left (tokens named it repeatedly); the time was up."""
 
 PHASES = {
     "kPhaseRoute": (1, "the token counts of dispatch"),

@@ -68,7 +68,7 @@ def save_low_latency(handle: LowLatencyHandle, config: Config, out: View) -> Non
     parts["counts"][:] = routing.counts
     recv_idx = parts["recv_idx"].reshape(-1, config.num_topk)
     recv_idx[...] = -1
-    recv_idx[routing.row, routing.choice] = routing.slot // config.num_max_recv_tokens
+    recv_idx[routing.row, routing.choice] = routing.expert
     given = {"topk_idx": routing.topk_idx}
     if handle._has_weights:
         given |= {"weights": routing.weights.view("int32"), "own_weights": routing.own_weights.view("int32")}

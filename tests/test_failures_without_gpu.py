@@ -47,7 +47,7 @@ def test_a_buffer_that_does_not_fit_allocates_nothing(
     monkeypatch.setattr(
         _Communicator,
         "allgather",
-        lambda _, mine: [few if r == rank else plenty for r in range(4)] if mine in (few, plenty) else [mine] * 4,
+        lambda _, mine: [(few if r == rank else plenty, *mine[1:]) for r in range(4)],
     )
     monkeypatch.setattr(symmetric, "SymmetricMemory", lambda *_: pytest.fail("symmetric memory was allocated"))
     need = Buffer.size_hint(num_ranks=4, num_max_tokens_per_rank=4096, hidden=7168, num_topk=4, num_experts=32)["total"]

@@ -21,7 +21,7 @@ LATE = [
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("program", ["dispatch", "combine", "rounds", "bad_calls", "buffers", "low_latency"])
+@pytest.mark.parametrize("program", ["dispatch", "combine", "rounds", "bad_calls", "buffers", "low_latency", "choices"])
 def test_program(program: str, num_ranks: int) -> None:
     run_checks(num_ranks, program)
 

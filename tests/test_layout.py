@@ -141,6 +141,7 @@ def test_what_kernels_index_has_room(config: Config) -> None:
         (layout.staging(config, row), "topk_weights", config.num_max_sent_rows * topk, 4),
         (layout.staging(config, row), "x", config.num_max_sent_rows, row),
         (layout.low_latency_handle(config), "out", ranks, 4),
+        (layout.low_latency_handle(config), "choices", config.num_max_tokens_per_rank * config.num_topk, 2),
         (layout.low_latency_handle(config), "entries", received, structs.LlEntry.size(constants)),
     ):
         assert arranged.sizes[name] >= count * num_bytes, name
@@ -152,6 +153,7 @@ def test_what_low_latency_kernels_index_has_room(config: Config) -> None:
     header, message = layout.low_latency_header_stride(config), layout.low_latency_message_stride(config)
     near = {
         "headers": ranks * header,
+        "combine_headers": ranks * structs.LlCombineHeader.size({}),
         "weights": ranks * tokens * topk * 8,
         "messages": ranks * tokens * message,
         "rows": max(ranks, topk) * tokens * row,

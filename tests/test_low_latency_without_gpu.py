@@ -563,6 +563,6 @@ def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch
         call = buffer._backend.begin(x, False, None, None)
         given = low_latency_dispatch_inputs(buffer._site, call.stream, x, idx, None, True, False, False, None, None)
         given.into = LowLatencyMemory(given.x, None, given.x)
-        with pytest.raises(EPUnavailableError, match="sm_80 cannot convert to FP8; pass use_fp8=False"):
+        with pytest.raises(EPUnavailableError, match=r"sm_80 cannot convert to FP8\. Pass use_fp8=False"):
             buffer._backend.low_latency_dispatch(given, call, False)
         assert fake.take() == []

@@ -48,6 +48,7 @@ ORDER = [
     "jit",
     "launch",
     "local_kernels",
+    "overflow",
     "page",
     "users",
     "pool",

@@ -28,6 +28,7 @@ HOST_ONLY = {
     "check_low_latency_bad_expert_number",
     "check_low_latency_arguments_that_are_wrong",  # GPUs cannot look at numbers
     "check_low_latency_ranks_that_disagree",
+    "check_other_choices_are_refused",  # on GPUs: test_low_latency.test_other_choices_are_reported
     "check_late_messages_of_every_kind",  # ranks tell each other in combine which rows of a call with a lost rank there are
 }
 
@@ -36,6 +37,7 @@ def _checks():
     try:
         import bad_calls
         import buffers
+        import choices
         import combine
         import dispatch
         import low_latency
@@ -44,12 +46,12 @@ def _checks():
     except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
         return []
     found = []
-    for module in (dispatch, combine, buffers, rounds, bad_calls, low_latency, masks):
+    for module in (dispatch, combine, buffers, rounds, bad_calls, low_latency, choices, masks):
         checks = [
             f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
         ]
         for check in sorted(checks, key=lambda f: f.__code__.co_firstlineno):
-            for name, settings in transports() if module in (low_latency, masks) else [("nvlink", {})]:
+            for name, settings in transports() if module in (low_latency, choices, masks) else [("nvlink", {})]:
                 found.append(pytest.param(check, settings, id=f"{module.__name__}-{check.__name__}-{name}"))
     return found
 

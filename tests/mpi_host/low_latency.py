@@ -548,11 +548,6 @@ def check_low_latency_bad_expert_number(comm: MPI.Intracomm) -> None:
             for hook in (False, True):
                 with raises(EPInputError, "token 3", f"expert {value}", *([] if rank == guilty else [f"rank {guilty}"])):
                     buffer.low_latency_dispatch(mine.x, idx, return_recv_hook=hook)
-        idx = np.full((MAX_TOKENS, NUM_TOPK), -1, np.int64)
-        idx[:, : 2 if rank == guilty else 1] = 1
-        x = np.zeros((MAX_TOKENS, HIDDEN), mine.x.dtype)
-        with raises(EPInputError, "expert 1 is chosen 32 times", "room for 16"):
-            buffer.low_latency_dispatch(x, idx)
         _check_round(comm, buffer, inputs, 25)
 
 
@@ -618,8 +613,6 @@ def check_low_latency_ranks_that_disagree(comm: MPI.Intracomm) -> None:
                 buffer.low_latency_combine(
                     y, idx, weights, (other if odd else sent).handle, allow_multiple_reduction=reduce_early
                 )
-        with raises(EPInputError, "topk_idx differs", "low_latency_dispatch"):
-            buffer.low_latency_combine(y, np.full_like(idx, -1), weights, sent.handle)
         _check_round(comm, buffer, inputs, 26)
 
 

@@ -1,0 +1,173 @@
+"""What GPUs do when a call goes wrong where no host looks: they report it, and serve no stale results."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU tests make their inputs with PyTorch")
+
+import helpers  # noqa: E402
+from helpers import SHARED_GPUS, TAKE_TURNS, cpu, make, routing, rows, same  # noqa: E402
+from transports import transports  # noqa: E402
+
+from deepep_rt import EPInputError, EPTimeoutError  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, TOKENS = 512, 40
+
+
+@pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
+def transport(request, monkeypatch):
+    monkeypatch.setattr(helpers, "more", request.param)
+
+
+def make_decoder(comm, backend="cuda", **settings):
+    sizes = dict(num_max_tokens_per_rank=64, hidden=HIDDEN, num_experts=8 * comm.Get_size(), low_latency=True)
+    return make(comm, backend, **{**sizes, **settings})
+
+
+def captured(step):
+    """The graph of a step, and what it returns."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+@pytest.mark.parametrize("early_weights", [True, False])
+def test_other_choices_are_reported(comm, early_weights):
+    """A static input of a graph that is overwritten between dispatch and combine: the sum is that of the dispatch, and check() says so."""
+    with make_decoder(comm) as gpu, make_decoder(comm, "host") as host:
+        x, (idx, weights) = rows(comm, 1, TOKENS, HIDDEN), routing(comm, 1, TOKENS, 8, gpu.config.num_experts, skip=0)
+        for i in range(20):
+            sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights if early_weights else None, use_fp8=False)
+            other = idx.clone()
+            if i % 2:
+                other[i, 3] = (idx[i, 3] + 1) % gpu.config.num_experts
+            back = gpu.low_latency_combine(sent.recv_x, other, weights, sent.handle)
+            cx, ci, cw = cpu(x, idx, weights)
+            want = host.low_latency_dispatch(cx, ci, topk_weights=cw if early_weights else None, use_fp8=False)
+            same(back.x, host.low_latency_combine(want.recv_x, ci, cw, want.handle).x)
+            gpu.synchronize()
+            if i % 2:
+                with pytest.raises(EPInputError, match=rf"topk_idx\[{i}, 3\]={int(other[i, 3])}; expected {int(idx[i, 3])}"):
+                    gpu.check()
+            gpu.check()
+
+
+@pytest.mark.parametrize("what", ["kind", "handle"])
+def test_combines_that_differ(comm, what):
+    """Sums would be wrong, or time out: the ranks are named, on all ranks."""
+    if comm.Get_size() == 1:
+        return
+    odd = bool(comm.Get_rank() % 2)
+    gpu = make_decoder(comm, timeout_s=5.0)
+    x, (idx, weights) = rows(comm, 2, TOKENS, HIDDEN), routing(comm, 2, TOKENS, 8, gpu.config.num_experts)
+    sent = [gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False) for _ in range(2)]
+    start = time.monotonic()
+    with pytest.raises(EPInputError, match=rf"the ranks disagree on the {what}.*rank \d: .*rank \d: .*cannot be used"):  # noqa: PT012
+        gpu.low_latency_combine(
+            sent[0].recv_x,
+            idx,
+            weights,
+            sent[odd if what == "handle" else 0].handle,
+            allow_multiple_reduction=not (odd and what == "kind"),
+        )
+        gpu.synchronize()
+    with pytest.raises(EPInputError, match="cannot be used any more"):
+        gpu.check()
+    gpu.destroy()
+    assert time.monotonic() - start < 4
+    comm.Barrier()
+
+
+def test_replays_after_a_time_out(comm):
+    """The last rank stops replaying: from then on the others get NaN, never the rows of a replay before, and check() raises."""
+    if comm.Get_size() == 1:
+        return
+    late = comm.Get_size() - 1
+    gpu = make_decoder(comm, timeout_s=1.0)
+    x, (idx, weights) = rows(comm, 3, TOKENS, HIDDEN), routing(comm, 3, TOKENS, 8, gpu.config.num_experts, skip=0)
+
+    def step():
+        sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+        return sent.recv_x, gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x, sent
+
+    held = step()
+    torch.cuda.synchronize()
+    comm.Barrier()
+    del held
+    graph, (recv_x, out, _) = captured(step)
+    for _ in range(3):
+        graph.replay()
+    gpu.synchronize()
+    gpu.check()
+    assert bool(out.isfinite().all())
+    comm.Barrier()
+    if comm.Get_rank() != late:
+        for _ in range(3):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert bool(out.isnan().all())
+            with pytest.raises(EPTimeoutError) as caught:
+                gpu.check()
+            assert caught.value.peer == late
+        assert bool(recv_x.isnan().all())
+    comm.Barrier()
+    gpu.destroy()
+
+
+def test_throughput_replays_after_a_time_out(comm):
+    """The same for dispatch and combine."""
+    if comm.Get_size() == 1 or helpers.more:
+        return
+    late = comm.Get_size() - 1
+    gpu = make(comm, num_max_tokens_per_rank=64, hidden=HIDDEN, num_experts=8 * comm.Get_size(), timeout_s=1.0)
+    x, (idx, weights) = rows(comm, 4, TOKENS, HIDDEN), routing(comm, 4, TOKENS, 8, gpu.config.num_experts)
+
+    def step():
+        sent = gpu.dispatch(x, idx, weights, num_worst_tokens=64 * comm.Get_size())
+        return sent.recv_x, sent.recv_topk_weights, gpu.combine(sent.recv_x, sent.handle).x, sent
+
+    held = step()
+    torch.cuda.synchronize()
+    comm.Barrier()
+    del held
+    graph, (recv_x, recv_weights, out, _) = captured(step)
+    graph.replay()
+    gpu.synchronize()
+    assert bool(out.isfinite().all())
+    comm.Barrier()
+    if comm.Get_rank() != late:
+        for _ in range(2):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(bool(array.isnan().all()) for array in (recv_x, recv_weights, out))
+            with pytest.raises(EPTimeoutError):
+                gpu.check()
+    comm.Barrier()
+    gpu.destroy()
+
+
+def test_two_buffers_on_two_streams(comm):
+    """Ranks launch the calls of two Buffers in opposite orders; neither keeps the other from the GPU."""
+    rounds = 200 if TAKE_TURNS or SHARED_GPUS else 10_000
+    settings = dict(low_latency_sms=16 if SHARED_GPUS else 64, timeout_s=10.0)
+    with make_decoder(comm, **settings) as first, make_decoder(comm, **settings) as second:
+        x, (idx, weights) = rows(comm, 5, TOKENS, HIDDEN), routing(comm, 5, TOKENS, 8, first.config.num_experts)
+        pairs = [(first, torch.cuda.Stream()), (second, torch.cuda.Stream())]
+        torch.cuda.synchronize()
+        for _ in range(rounds):
+            outs = []
+            for buffer, stream in pairs if comm.Get_rank() % 2 else pairs[::-1]:
+                with torch.cuda.stream(stream):
+                    sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+                    outs.append(buffer.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x)
+        torch.cuda.synchronize()
+        same(*outs)
+        assert np.isfinite(outs[0].float().cpu().numpy()).all()

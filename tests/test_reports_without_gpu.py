@@ -1,0 +1,148 @@
+"""What kernels report to the host of low-latency combines and of rows without room, and `Buffer.check`; on a GPU that computes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import Array, FakeGpu, arguments, fake, make
+
+from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError, alike, structs
+
+__all__ = ["fake", "make"]
+
+
+def _time_out(page: Any) -> None:
+    page._report["rank"], page._report["peer"], page._report["phase"], page._timed_out.value = 0, 2, 12, 1
+
+
+def test_check_raises_what_a_call_would(fake: FakeGpu, make: Any) -> None:
+    """A loop that replays CUDA graphs makes no call that could raise."""
+    buffer = make(low_latency=True)
+    page = buffer._backend._page
+    buffer.check()
+    page._bad_input.value = 1
+    with pytest.raises(EPInputError, match="It was skipped"):
+        buffer.check()
+    buffer.check()
+    _time_out(page)
+    for _ in range(2):
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2: the rows of a low-latency combine"):
+            buffer.check()
+    buffer.destroy()
+    with pytest.raises(EPDestroyedError):
+        buffer.check()
+
+
+def test_check_asks_the_driver_nothing(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        fake.asked.clear()
+        times = []
+        for _ in range(50):
+            start = time.perf_counter()
+            for _ in range(100):
+                buffer.check()
+            times.append((time.perf_counter() - start) / 100)
+        assert fake.asked == []
+        assert min(times) < 5e-6, "1 us on a quiet machine"
+
+
+def test_combines_of_other_choices(fake: FakeGpu, make: Any) -> None:
+    """The word names one choice, as combine and as the dispatch got it; it is raised once."""
+    with make(low_latency=True) as buffer:
+        page, experts = buffer._backend._page, buffer.config.num_experts
+        for now, shown in ((5, "5"), (-1, "-1"), (experts, "an expert that does not exist")):
+            page._report["other_choice"] = 1 << 63 | (7 * 4 + 2) << 32 | (now + 1) << 16 | 4
+            page._noticed.value = 1
+            with pytest.raises(EPInputError, match=rf"low_latency_combine: topk_idx\[7, 2\]={shown}; expected 3, as"):
+                buffer.check()
+            buffer.check()
+
+
+def test_rows_without_room_are_logged_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for word, value, wanted in (
+        ("no_room", 50 << 32 | 40, "rank 0: dispatch received 50 rows; num_worst_tokens=40"),
+        ("full_expert", 4 << 32 | 300, "rank 0: low_latency_dispatch received 300 rows for local expert 3; room for 256"),
+    ):
+        with make(low_latency=True) as buffer:
+            page = buffer._backend._page
+            for _ in range(3):
+                page._report[word], page._noticed.value = value, 1
+                buffer.check()
+        told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+        assert len(told) == 1
+        assert told[0].startswith(wanted)
+        caplog.clear()
+
+
+def test_combines_tell_each_other_what_they_add_up(fake: FakeGpu, make: Any) -> None:
+    """Kernels compare one number; where it differs, the Buffer is broken: rows are on their way."""
+    buffer = make(low_latency=True)
+    x, idx, weights = arguments(fake)
+    sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
+    y = Array(fake, "bfloat16", 8, 256, 256)
+    told = []
+    for reduce_early in (True, False):
+        buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early)
+        told.append(fake.take()[-1].alike)
+    assert told[0] != told[1]
+    assert max(told) < 1 << 32, "it travels as half a word"
+    page = buffer._backend._page
+    report = page._report[0]
+    report["rank"], report["other"], report["serial"], report["alike"] = 0, 1, (7, 8), (told[0], told[0])
+    page._differs.value = 1
+    _time_out(page)
+    for _ in range(2):
+        with pytest.raises(
+            EPInputError, match=r"handle \(number of its dispatch\).*rank 0: 7, rank 1: 8.*cannot be used any more"
+        ):
+            buffer.check()
+    buffer.destroy()
+    assert alike.unpacked(told[1])[0] == alike.KINDS.index("low_latency_combine with allow_multiple_reduction=False")
+    assert structs.PHASES["kPhaseLlCombineRows"][0] == 12
+
+
+def test_ranks_of_different_architectures(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows travel in one form: where one rank's GPU cannot convert to FP8, no rank converts."""
+    archs = [(1 << 50, arch) for arch in ("sm_90", "sm_90", "sm_80", "sm_90")]
+    monkeypatch.setattr(
+        "fake_gpu._Communicator.allgather", lambda self, value: archs if isinstance(value, tuple) else [value] * 4
+    )
+    with make(low_latency=True) as buffer:
+        sent = buffer.low_latency_dispatch(*arguments(fake)[:2])
+        assert (sent.recv_x.dtype, sent.recv_x_scales, fake.take()[0].use_fp8) == ("bfloat16", None, 0)
+    assert any("rank 2's sm_80 cannot convert to FP8" in record.getMessage() for record in caplog.records)
+
+
+def test_kernels_of_two_buffers_do_not_overlap(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that start early hold SMs: those of two Buffers could keep each other's kernels from the GPU."""
+    launched = []
+
+    def cu_launch(config: Any, function: int, *rest: Any) -> tuple:
+        launched.append(config.numAttrs)
+        return fake.launch(config, function, *rest)
+
+    monkeypatch.setattr("deepep_rt.launch.driver.cuLaunchKernelEx", cu_launch)
+
+    def overlaps(buffer: Any) -> bool:
+        launched.clear()
+        buffer.low_latency_dispatch(*arguments(fake)[:2])
+        return launched == [1]
+
+    first = make(low_latency=True)
+    assert overlaps(first)
+    plain = make()
+    assert overlaps(first), "only low-latency kernels do"
+    second = make(low_latency=True)
+    assert not overlaps(first)
+    assert not overlaps(second)
+    first.destroy()
+    assert overlaps(second)
+    for buffer in (plain, second):
+        buffer.destroy()
