@@ -28,6 +28,11 @@ def assert_cached() -> bool:
     return _flag("DEEPEP_RT_ASSERT_CACHED")
 
 
+def trust_cache() -> bool:
+    """`DEEPEP_RT_TRUST_CACHE=1`: run compiled kernels that other users own or may write, with a warning."""
+    return _flag("DEEPEP_RT_TRUST_CACHE")
+
+
 def arch() -> str | None:
     """`DEEPEP_RT_ARCH`: compile for this target (`sm_80`, `compute_80`, ...) instead of the GPU's own."""
     return os.environ.get("DEEPEP_RT_ARCH") or None
@@ -66,6 +71,7 @@ def put_gpu_first(index: int, count: int) -> None:
 _READERS = {
     "DEEPEP_RT_CACHE_DIR": cache_dir,
     "DEEPEP_RT_ASSERT_CACHED": assert_cached,
+    "DEEPEP_RT_TRUST_CACHE": trust_cache,
     "DEEPEP_RT_ARCH": arch,
     "DEEPEP_RT_DEBUG": debug,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,

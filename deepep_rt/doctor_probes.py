@@ -214,7 +214,7 @@ def kernel_cache() -> dict[str, Any]:
     except EPCacheError as error:
         unreadable = str(error)
     corrupt = [entry for entry in entries if isinstance(entry, CorruptEntry)]
-    files = (path.stat().st_size for path in store.folder.glob("*/*"))
+    files = (path.lstat().st_size for path in store.folder.glob("*/*"))
     return {
         "folder": str(store.folder),
         "exists": store.folder.is_dir(),

@@ -93,15 +93,17 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
     store = Store()
     link_arch = _link_arch(arch) if kernel.links_nvshmem(constants) else None
     key = _key(kernel, constants, arch, link_arch, folder)
-    if entry := store.get(arch, key):
+    versions = _versions(link_arch is not None)
+    if entry := store.get(arch, key, kernel.name, versions):
         return _hit(entry)
     if _env.assert_cached():
         raise EPCacheError(
             f"DEEPEP_RT_ASSERT_CACHED=1, but kernel {kernel.name} for {arch} (key {key}) is not in the cache {store.folder}; "
             f"compile it first (python -m deepep_rt compile), or unset the variable"
         )
+    toolchain.check_arch(arch)
     with store.locked(arch, key):
-        if entry := store.get(arch, key):  # another process was faster
+        if entry := store.get(arch, key, kernel.name, versions):  # another process was faster
             return _hit(entry)
         entry = _compile(kernel, constants, arch, link_arch, folder, key)
         store.put(entry)

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from entries import entry
 
 from deepep_rt import EPCacheError, EPConfigError, cache
-from deepep_rt.cache import SUFFIX, CorruptEntry, Entry, Store
+from deepep_rt.cache import SUFFIX, CorruptEntry, Store
 
-ENTRY = Entry("ab" * 32, "sm_90", bytes(range(256)) * 5, {"kernel": "tiny", "registers": 10, "constants": {"kA": 1}})
+ENTRY = entry(code=bytes(range(256)) * 5)
+KEY, OTHER = "ab" * 32, "cd" * 32
 
 
 def _file(folder: Path) -> Path:
@@ -72,7 +74,7 @@ def test_a_failed_write_keeps_the_old_entry(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(EPCacheError, match="No space left"):
-        store.put(Entry(ENTRY.key, ENTRY.arch, b"other", {"kernel": "tiny"}))
+        store.put(entry(code=b"other"))
     assert store.get("sm_90", ENTRY.key) == ENTRY
     assert len(list((tmp_path / "sm_90").iterdir())) == 1
 
@@ -135,34 +137,38 @@ def test_clear_counts_and_removes_everything(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert store.clear() == 0
     store.put(ENTRY)
-    store.put(Entry("cd" * 32, "sm_80", b"code", {"kernel": "other"}))
-    with store.locked("sm_80", "cd" * 32):
+    store.put(entry(OTHER, "sm_80", kernel="other"))
+    with store.locked("sm_80", OTHER):
         pass
-    (tmp_path / "sm_80" / ".left.tmp").write_bytes(b"a process died here")
+    (tmp_path / "sm_80" / f".{OTHER}.0123abcd.tmp").write_bytes(b"")  # a process died here
     assert store.clear() == 2
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert store.entries() == []
 
 
 def test_two_may_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
+    store, real = Store(tmp_path), os.unlink
     store.put(ENTRY)
-    found = [_file(tmp_path)]
-    found[0].unlink()
-    monkeypatch.setattr(store, "_files", lambda: found)
+
+    def late(*arguments: object, **options: object) -> None:
+        real(*arguments, **options)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", late)
     store.clear()
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path)
-    with store.locked("sm_90", "ab") as first:
+    with store.locked("sm_90", KEY) as first:
         assert first
-        with store.locked("sm_90", "cd") as other:
+        with store.locked("sm_90", OTHER) as other:
             assert other, "each key has its own lock"
-        with store.locked("sm_90", "ab", timeout_s=0.05) as second:
+        with store.locked("sm_90", KEY, timeout_s=0.05) as second:
             assert not second, "somebody holds it: do without"
     assert "compiling without waiting" in caplog.text
-    with store.locked("sm_90", "ab", timeout_s=0.05) as again:
+    with store.locked("sm_90", KEY, timeout_s=0.05) as again:
         assert again
 
 
@@ -177,8 +183,8 @@ def test_waiting_outlasts_the_slowest_kernel(tmp_path: Path, monkeypatch: pytest
             holder.close()
 
     monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    assert holder.enter_context(store.locked("sm_100", "ab"))
-    with store.locked("sm_100", "ab") as got:
+    assert holder.enter_context(store.locked("sm_100", KEY))
+    with store.locked("sm_100", KEY) as got:
         assert got
     assert 300 < now < 301
 
@@ -189,17 +195,17 @@ def test_what_cannot_be_locked_does(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(getattr(errno, error), "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with Store(tmp_path).locked("sm_90", "ab", timeout_s=60) as got:
+    with Store(tmp_path).locked("sm_90", KEY, timeout_s=60) as got:
         assert not got
 
 
 def test_a_lock_that_another_user_left_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, real = Store(tmp_path), os.open
 
-    def refuse(path: Path, *arguments: int) -> int:
+    def refuse(path: Path, *arguments: int, **options: int) -> int:
         if str(path).endswith(".lock"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *arguments)
+        return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(EPCacheError, match="Permission denied"), store.locked("sm_90", ENTRY.key):
@@ -211,16 +217,18 @@ def test_a_lock_that_another_user_left_is_done_without(tmp_path: Path, monkeypat
     assert store.get("sm_90", ENTRY.key) == ENTRY
 
 
-@pytest.mark.parametrize("step", ["chmod", "replace"])
+@pytest.mark.parametrize("step", ["fchmod", "replace"])
 def test_an_entry_survives_that_the_cache_is_cleared_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     store, real, cleared = Store(tmp_path), getattr(os, step), []
 
-    def late(*arguments: object) -> None:
+    def late(*arguments: object, **options: object) -> None:
         if not cleared:
             cleared.append(store.clear())
-        real(*arguments)
+            for path in tmp_path.glob("*/.*.tmp"):  # as where there are no locks
+                path.unlink()
+        real(*arguments, **options)
 
     monkeypatch.setattr(os, step, late)
     store.put(ENTRY)

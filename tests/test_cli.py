@@ -15,11 +15,12 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
 
+from entries import entry
 from without import without
 
 import deepep_rt
 from deepep_rt import cli, jit, toolchain
-from deepep_rt.cache import SUFFIX, Entry, Store
+from deepep_rt.cache import SUFFIX, Store
 from deepep_rt.config import Config
 from deepep_rt.errors import EPCompileError
 from deepep_rt.kernels import TABLE
@@ -231,11 +232,11 @@ def test_show_asks_for_one_key(terminal: Terminal) -> None:
 
 def test_show_names_the_first_of_many(terminal: Terminal, cache: Path) -> None:
     for number in range(13):
-        Store(cache).put(Entry(f"ab{number:02}", "sm_90", b"code", {"kernel": "tiny"}))
+        Store(cache).put(entry(f"ab{number:062}"))
     terminal("cache", "show", "ab", status=1)
     first, *keys, more = terminal.err.splitlines()
     assert "13 kernels have keys that begin with 'ab'" in first
-    assert keys == [f"  ab{number:02} tiny sm_90" for number in range(10)]
+    assert keys == [f"  ab{number:062} tiny sm_90" for number in range(10)]
     assert more == "  ... and 3 more"
 
 

@@ -19,11 +19,12 @@ import pytest
 
 pytest.importorskip("typer")
 
+from entries import entry
 from launch import mpirun
 from without import without
 
 from deepep_rt import Buffer, _env, cli, doctor_gpus, doctor_probes, doctor_run
-from deepep_rt.cache import SUFFIX, Entry, Store
+from deepep_rt.cache import SUFFIX, Store
 
 HERE = Path(__file__).resolve().parent
 PAGE = (HERE.parent / "docs/when-it-does-not-work.md").read_text()
@@ -342,7 +343,7 @@ def test_a_cache_that_cannot_be_written(doctor: Doctor, tmp_path: Path) -> None:
 def test_a_cache_with_a_corrupt_entry(doctor: Doctor, tmp_path: Path) -> None:
     store = Store(tmp_path / "cache")
     for key in ("ab" * 32, "cd" * 32):
-        store.put(Entry(key, "sm_90", b"code", {"kernel": "tiny"}))
+        store.put(entry(key))
     path = store.folder / "sm_90" / ("ab" * 32 + SUFFIX)
     path.write_bytes(path.read_bytes()[:-1])
     answer = doctor.json()

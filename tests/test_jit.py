@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -223,6 +224,32 @@ def test_a_truncated_entry_is_compiled_again(sources: Path, cache: Path, caplog:
     assert again.code == first.code
     assert "corrupt" in caplog.text
     assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+
+
+def test_an_entry_of_other_sizes_under_this_key_is_compiled_again(
+    sources: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other = (jit.build(TINY, {**CONSTANTS, "kFactor": factor}, "sm_90", folder=sources) for factor in (7, 8))
+    assert first.code != other.code
+    shutil.copy(cache / "sm_90" / f"{other.key}{SUFFIX}", cache / "sm_90" / f"{first.key}{SUFFIX}")
+    again = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    assert (again.compiled, again.code) == (True, first.code)
+    assert "it is the entry of another kernel" in caplog.text
+
+
+def test_an_entry_of_another_kernel_or_version_is_compiled_again(
+    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the key is right: it names the code only as long as nothing is wrong with how it is made."""
+    jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    (key,) = (path.stem for path in cache.glob(f"*/*{SUFFIX}"))
+    monkeypatch.setattr(jit, "_key", lambda *_: key)
+    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    monkeypatch.setattr(jit, "_versions", lambda nvshmem: {"nvrtc": "99.0"})
+    assert jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    (sources / "other.cu").write_text(SOURCE.replace("tiny(", "other("))
+    assert jit.build(replace(TINY, name="other"), CONSTANTS, "sm_90", folder=sources).compiled
 
 
 def test_an_unwritable_cache_is_explained_before_anything_is_compiled(

@@ -43,6 +43,8 @@ ORDER = [
     "kernels",
     "driver",
     "toolchain",
+    "trusted_files",
+    "cache_entry",
     "cache",
     "sources",
     "jit",

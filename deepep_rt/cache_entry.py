@@ -1,0 +1,109 @@
+"""An entry of the kernel cache as bytes: what is stored with the code, and what has to be true of it before anybody believes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FAMILY = b"deepep_rt kernel "
+"""How the files of every version begin."""
+
+MAGIC = FAMILY + b"2\n"
+DIGEST_BYTES = 32
+ARCH = re.compile(r"(sm|compute)_\d{2,3}[a-z]?", re.ASCII)
+KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled kernel and what is known about it.
+
+    Attributes:
+        key: 64 hexadecimal digits: the name of everything that decides the code.
+        arch: Target, such as "sm_90".
+        code: A cubin, or PTX.
+        info: See `jit.Built.info`; `FIELDS` names what is in it.
+    """
+
+    key: str
+    arch: str
+    code: bytes
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CorruptEntry:
+    """A file that is not what was once written; it is rebuilt when it is asked for. `reason` can be printed anywhere."""
+
+    key: str
+    arch: str
+    reason: str
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isprintable()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_dict_of(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(_is_text(name) and is_value(inner) for name, inner in value.items())
+
+
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or _is_count(value)
+
+
+FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "kernel": lambda value: _is_text(value) and value.isidentifier(),
+    "arch": _is_text,
+    "constants": _is_dict_of(lambda value: type(value) is int and -(2**63) <= value < 2**63),
+    "bytes": _is_count,
+    "registers": _is_count_or_none,
+    "static_shared_bytes": _is_count_or_none,
+    "stack_bytes": _is_count_or_none,
+    "spill_stores": _is_count_or_none,
+    "spill_loads": _is_count_or_none,
+    "dynamic_shared_bytes": _is_count,
+    "nvshmem": lambda value: type(value) is bool,
+    "compile_seconds": lambda value: type(value) in (int, float) and 0 <= value < 1e9,
+    "created": _is_text,
+    "versions": _is_dict_of(_is_text),
+}
+"""What `Entry.info` holds, and what has to be true of it."""
+
+
+def pack(entry: Entry) -> bytes:
+    """Make a file of an entry: magic, checksum, length of the JSON object, the object (`info` and the key), the code."""
+    text = json.dumps({**entry.info, "key": entry.key}, sort_keys=True).encode()
+    body = len(text).to_bytes(8, "little") + text + entry.code
+    return MAGIC + hashlib.sha256(body).digest() + body
+
+
+def unpack(data: bytes, arch: str, key: str) -> Entry | CorruptEntry:
+    """Read the file of an entry, and compare it with the name under which it was found."""
+    start = len(MAGIC) + DIGEST_BYTES
+    if not data.startswith(MAGIC):
+        return CorruptEntry(key, arch, "no entry of this version")
+    if hashlib.sha256(data[start:]).digest() != data[len(MAGIC) : start]:
+        return CorruptEntry(key, arch, "wrong checksum")
+    split = start + 8 + int.from_bytes(data[start : start + 8], "little")
+    try:
+        info = json.loads(data[start + 8 : split])
+    except (ValueError, RecursionError):
+        return CorruptEntry(key, arch, "its description is no JSON")
+    if not isinstance(info, dict) or info.keys() != {*FIELDS, "key"}:
+        return CorruptEntry(key, arch, "its description has other fields")
+    if wrong := [name for name, is_right in FIELDS.items() if not is_right(info[name])]:
+        return CorruptEntry(key, arch, f"its description is wrong in {', '.join(wrong)}")
+    code = data[split:]
+    found, expected = (info.pop("key"), info["arch"], info["bytes"]), (key, arch, len(code))
+    if found != expected:
+        return CorruptEntry(key, arch, "it is the entry of another kernel")
+    return Entry(key, arch, code, info)

@@ -1,0 +1,169 @@
+"""Files in folders that other users may reach: only regular files are read, links are not followed, owners and permissions are checked.
+
+A file is opened inside an open folder, and the open file is checked. So a path that changes meanwhile changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a FIFO must not wait
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An open folder.
+
+    Attributes:
+        number: Its file descriptor.
+        objection: Why its contents must not be trusted; None if they may be.
+        is_enclosed: Whether only their owners may write it and the folders above it. Another user cannot have put anything there.
+    """
+
+    number: int
+    objection: str | None
+    is_enclosed: bool
+
+
+@contextmanager
+def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
+    """Open a folder by its path, in which links are followed.
+
+    Other users may write it (`/tmp`, an empty volume of a container): what they put there is theirs, and refused by that.
+
+    Args:
+        path: The folder.
+        make: Make it, and the folders above it, if it is not there.
+
+    Raises:
+        OSError: if it cannot be opened or made, or is no folder.
+    """
+    if make:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    number = os.open(path, _FOLDER)
+    try:
+        status = status_of(number)
+        is_enclosed = not any(parent.stat().st_mode & _OTHERS_WRITE for parent in _folders_above(path))
+        yield Folder(number, _owner_objection(status, is_enclosed), is_enclosed and not status.st_mode & _OTHERS_WRITE)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def open_inner(name: str, parent: Folder, *, make: bool = False) -> Iterator[Folder]:
+    """Open a folder inside an open one. Arguments and errors are those of `open_folder`; a link is an error too."""
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o755, dir_fd=parent.number)
+    try:
+        number = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent.number)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise NotADirectoryError(errno.ENOTDIR, "it is no folder, or a link to one", name) from None
+        raise
+    try:
+        status = status_of(number)
+        is_enclosed = parent.is_enclosed and not status.st_mode & _OTHERS_WRITE
+        yield Folder(number, objection(status, parent.is_enclosed), is_enclosed)
+    finally:
+        os.close(number)
+
+
+def _folders_above(path: Path) -> Sequence[Path]:
+    return path.resolve().parents
+
+
+def open_file(name: str, folder: Folder, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file inside an open folder, and give its descriptor.
+
+    Raises:
+        OSError: if it cannot be opened, or is a link, a FIFO or anything else that is no regular file.
+    """
+    try:
+        number = os.open(name, flags | _FILE, mode, dir_fd=folder.number)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket, or a FIFO that no process reads
+            raise OSError(errno.EINVAL, "it is no regular file", name) from None
+        raise
+    if not stat.S_ISREG(status_of(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no regular file", name)
+    return number
+
+
+def status_of(number: int) -> os.stat_result:
+    """What the system says about an open file."""
+    return os.fstat(number)
+
+
+def objection(status: os.stat_result, is_enclosed: bool) -> str | None:
+    """Give the reason why an open file or folder must not be trusted, or None.
+
+    Args:
+        status: What `status_of` gave.
+        is_enclosed: `Folder.is_enclosed` of the folder that it is in.
+    """
+    if reason := _owner_objection(status, is_enclosed):
+        return reason
+    if status.st_mode & stat.S_IWOTH:
+        return "every user may write it"
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
+        return f"group {_group_name(status.st_gid)} may write it"
+    return None
+
+
+def _owner_objection(status: os.stat_result, is_enclosed: bool) -> str | None:
+    """Trust this user and root. In folders that only root could fill, root also trusts the owner that root gave a file to.
+
+    A container shows files of the host's users under numbers of their own: a mounted cache of user 1000, or an image of root as 65534.
+    """
+    user = os.geteuid()
+    if status.st_uid in (user, 0) or (is_enclosed and (user == 0 or status.st_uid == _number_of_unmapped_root())):
+        return None
+    return f"user {_user_name(status.st_uid)} owns it"
+
+
+@functools.cache
+def _number_of_unmapped_root() -> int | None:
+    """The number under which a user namespace shows root's files, if root is not mapped into it."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        if any(line.split()[1] == "0" for line in lines):
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether a group is this user's own, as many systems make one for each user."""
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def _user_name(number: int) -> str:
+    try:
+        return f"{number} ({pwd.getpwuid(number).pw_name})"
+    except KeyError:
+        return str(number)
+
+
+def _group_name(number: int) -> str:
+    try:
+        return f"{number} ({grp.getgrgid(number).gr_name})"
+    except KeyError:
+        return str(number)

@@ -1,0 +1,25 @@
+"""Entries of the kernel cache that no compiler made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepep_rt.cache import Entry
+
+
+def entry(key: str = "ab" * 32, arch: str = "sm_90", code: bytes = b"code", **more: Any) -> Entry:
+    """An entry with everything that a compiled one says about itself; `more` replaces some of it."""
+    figures = dict.fromkeys(("registers", "static_shared_bytes", "stack_bytes", "spill_stores", "spill_loads"), 10)
+    info = {
+        "kernel": "tiny",
+        "arch": arch,
+        "constants": {"kA": 1},
+        "bytes": len(code),
+        **figures,
+        "dynamic_shared_bytes": 0,
+        "nvshmem": False,
+        "compile_seconds": 0.5,
+        "created": "2026-11-23T12:00:00+00:00",
+        "versions": {"deepep_rt": "1.0", "nvrtc": "12.9.86"},
+    }
+    return Entry(key, arch, code, {**info, **more})
