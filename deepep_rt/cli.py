@@ -17,6 +17,7 @@ from . import __version__, _env, bench, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
+from .cli_soak import soak
 from .config import COMBINE_DTYPES, Config
 from .errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from .kernels import TABLE, Kernel
@@ -28,6 +29,7 @@ app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=
 cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
 app.command()(doctor)
+app.command()(soak)
 
 ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 """What `--arch all` means, as far as the installed NVRTC knows them."""

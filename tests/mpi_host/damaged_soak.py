@@ -1,0 +1,126 @@
+"""`python -m deepep_rt soak` over a backend that this program damages on the last rank.
+
+`damaged_soak.py FOLDER OPTIONS... -- DAMAGE...` runs once for each damage, then repeats the round that was found by the printed command,
+and leaves DAMAGE.json and DAMAGE_again.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from deepep_rt import cli
+from deepep_rt.arrays import host_bytes
+from deepep_rt.host import HostBackend
+from deepep_rt.host_low_latency import HostLowLatencyBackend
+
+COMM = MPI.COMM_WORLD
+IS_LAST = COMM.Get_rank() == COMM.Get_size() - 1
+calls = []  # results, or one entry for each call
+
+
+def flip(view, byte=-1):
+    """Flip a bit of a byte of an array."""
+    if view is not None and view.nbytes and IS_LAST:
+        host_bytes(view).reshape(-1)[byte] ^= 0x10
+
+
+def change(name, byte=-1):
+    return lambda result: flip(result._views[name], byte)
+
+
+def skip_writing(result):
+    """Leave in a sum what its memory held before."""
+    if IS_LAST:
+        host_bytes(result._views["x"])[...] = 0xA5
+
+
+def overwrite_later(result):
+    """Write into a result three dispatches after it was returned."""
+    calls.append(result)
+    if len(calls) > 3:
+        flip(calls.pop(0)._views["x"])
+
+
+def swap_rows(result):
+    rows = result._views["x"].owner
+    if IS_LAST and len(rows) > 1:
+        rows[[0, -1]] = rows[[-1, 0]]
+
+
+def count_one_more(result):
+    if IS_LAST:
+        host_bytes(result._views["num_recv_per_expert"]).view(np.int32).reshape(-1)[0] += 1
+
+
+def fifth(action):
+    def act(result):
+        calls.append(None)
+        if IS_LAST and len(calls) == 5:
+            action()
+
+    return act
+
+
+def fail():
+    raise RuntimeError("the experts of this rank caught fire")
+
+
+DAMAGES = {
+    "dispatch": (HostBackend, "dispatch", change("x")),
+    "scales": (HostBackend, "dispatch", change("scales")),
+    "experts": (HostBackend, "dispatch", change("topk_idx")),
+    "swapped": (HostBackend, "dispatch", swap_rows),
+    "later": (HostBackend, "dispatch", overwrite_later),
+    "combine": (HostBackend, "combine", change("x")),
+    "weights": (HostBackend, "combine", change("topk_weights")),
+    "unwritten": (HostBackend, "combine", skip_writing),
+    "counts": (HostLowLatencyBackend, "low_latency_dispatch", count_one_more),
+    "rows": (HostLowLatencyBackend, "low_latency_dispatch", change("x", 0)),
+    "sums": (HostLowLatencyBackend, "low_latency_combine", change("x")),
+    "sleep": (HostBackend, "combine", fifth(lambda: time.sleep(1000))),
+    "raise": (HostBackend, "combine", fifth(fail)),
+}
+
+
+def run(damage, options):
+    """Run the command with a damage; gives the exit status."""
+    kind, method, act = DAMAGES[damage]
+    original = getattr(kind, method)
+
+    def damaged(self, *arguments):
+        result = original(self, *arguments)
+        if damage in ("sleep", "raise") or kind is HostLowLatencyBackend or self._calling is None:
+            act(result)  # not on the parts of which low-latency calls are made
+        return result
+
+    calls.clear()
+    setattr(kind, method, damaged)
+    try:
+        cli.run(["soak", *options])
+    except SystemExit as end:
+        return end.code
+    finally:
+        setattr(kind, method, original)
+
+
+def main():
+    folder, words = Path(sys.argv[1]), sys.argv[2:]
+    at = words.index("--")
+    for damage in words[at + 1 :]:
+        report = folder / f"{damage}.json"
+        run(damage, [*words[:at], "--json", str(report)])
+        found = COMM.bcast(report.exists() and json.loads(report.read_text()))
+        if found and found["mismatches"]:
+            again = shlex.split(found["mismatches"][0]["command"])
+            run(damage, [*again[again.index("soak") + 1 :], "--json", str(folder / f"{damage}_again.json")])
+
+
+if __name__ == "__main__":
+    main()
