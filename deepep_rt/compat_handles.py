@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,11 +27,33 @@ class _Fields(Sequence[Any]):
         return tuple(getattr(self, name) for name in chosen) if isinstance(index, slice) else getattr(self, chosen)
 
 
+_T = torch.Tensor
+_ATTRIBUTES = (
+    "shape dtype device layout ndim itemsize nbytes names requires_grad is_leaf grad grad_fn _version is_cpu is_cuda is_meta is_mkldnn "
+    "is_nested is_quantized is_sparse is_sparse_csr is_xpu"
+)
+_METHODS = (
+    "size dim numel nelement stride storage_offset element_size get_device data_ptr untyped_storage is_contiguous is_pinned "
+    "is_floating_point is_complex is_shared new_empty"
+)
+_READS = frozenset(
+    [getattr(_T, name).__get__ for name in _ATTRIBUTES.split() if hasattr(_T, name)]  # PyTorch has a few more or less from time to time
+    + [getattr(_T, name) for name in _METHODS.split()]
+    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.empty_like]
+)
+"""What may be asked of an entry that is not here: all that needs no elements."""
+_COPIES = frozenset(
+    [_T.detach, _T.detach_, _T.clone, _T.contiguous, _T.to, _T.cpu, _T.cuda, _T.pin_memory, _T.requires_grad_, _T.view_as]
+    + [_T.data.__get__, torch.clone, torch.detach]
+)
+"""What gives another entry of the same handle."""
+
+
 class Absent(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
-    """Stands in a handle for a table that this library does not have; using it says so.
+    """Stands in a handle for a table that this library does not have; reading its elements raises EPUnavailableError.
 
     It is a tensor because callers keep the entries of a handle for a backward pass (`ctx.save_for_backward(*handle)`), and give them back
-    as a tuple: it still knows whose entry it is.
+    as a tuple. Each entry knows its handle, and so does each copy: checkpointing and hooks that save tensors elsewhere detach and copy.
     """
 
     handle: NormalHandle
@@ -39,21 +61,39 @@ class Absent(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
 
     @staticmethod
     def of(handle: NormalHandle, name: str) -> Absent:
-        made = torch.Tensor._make_subclass(Absent, torch.empty(0, dtype=torch.int32))
-        made.handle, made.entry = handle, name
-        return made
+        return torch.empty(0, dtype=torch.int32, device="cpu").as_subclass(Absent)._belong(handle, name)
 
-    def _refuse(self) -> NoReturn:
-        raise EPUnavailableError(
-            f"{self.entry} of a dispatch handle: this library sends without channels, and has no such table. Of a handle there are "
-            f"rank_prefix_matrix [0], recv_src_idx [3] and is_token_in_rank [4]"
-        )
+    def _belong(self, handle: NormalHandle, entry: str) -> Absent:
+        self.handle, self.entry = handle, entry
+        return self
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        values = [*args, *(kwargs or {}).values()]
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        values = [*args, *kwargs.values()]
         given = [entry for value in values for entry in (value if isinstance(value, (list, tuple)) else (value,))]
-        next(entry for entry in given if isinstance(entry, Absent))._refuse()
+        one = next(entry for entry in given if isinstance(entry, Absent))
+        if function not in _READS and function not in _COPIES and function is not _T.copy_:
+            raise EPUnavailableError(
+                f"{one.entry} of a dispatch handle: this library sends without channels, and has no such table. Of a handle there are "
+                f"rank_prefix_matrix [0], recv_src_idx [3] and is_token_in_rank [4]"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+            if function in _READS:
+                return result
+            if function is _T.copy_:
+                result.__class__ = Absent  # the caller's memory for the copy, which has no elements either
+            return (result if isinstance(result, Absent) else result.as_subclass(Absent))._belong(one.handle, one.entry)
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing to do: an entry has no memory."""
+
+    def __copy__(self) -> Absent:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self
 
     def __repr__(self) -> str:
         return f"<{self.entry}: not in this library>"

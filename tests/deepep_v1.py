@@ -6,11 +6,13 @@ whether Buffers are made from a process group of `torch.distributed` or from a c
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from expect import raises
 from process_group import in_reverse
+from torch.utils.checkpoint import checkpoint
 
 import deepep_rt.compat as deep_ep
 from deepep_rt import EPDestroyedError, EPInputError, EPUnavailableError
@@ -612,22 +615,67 @@ class _ThereAndBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        rows, *_ = ctx.buffer.dispatch(grads[0].contiguous(), handle=ctx.saved_tensors)
-        return ctx.buffer.combine(rows, list(ctx.saved_tensors))[0], None, None, None
+        entries = ctx.saved_tensors  # asked for once, as checkpoints want it
+        rows, *_ = ctx.buffer.dispatch(grads[0].contiguous(), handle=entries)
+        return ctx.buffer.combine(rows, list(entries))[0], None, None, None
+
+
+def _moved_by_hand(saved: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(saved, device="cpu").copy_(saved)
+
+
+def _moved_back(moved: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty(moved.shape, dtype=moved.dtype, device=device).copy_(moved)
 
 
 def run_handles_taken_apart(world: World) -> None:
+    """Also where hooks take saved tensors elsewhere, or the forward pass is repeated for the backward pass."""
     with world.buffer(int(1e7)) as buffer:
         num_experts = 4 * world.num_ranks
-        x = torch.randn((6, HIDDEN), device=world.device, generator=world.generator(5)).to(torch.bfloat16).requires_grad_()
+        rows = torch.randn((6, HIDDEN), device=world.device, generator=world.generator(5)).to(torch.bfloat16)
         topk_idx = routing(world, 5, 6, 2, num_experts)
         per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
-        out = _ThereAndBack.apply(x, buffer, layout, topk_idx)
         copies = goes.sum(1, keepdim=True)
-        assert torch.equal(out, x * copies)
-        out.sum().backward()
-        assert torch.equal(x.grad, copies.expand_as(x).to(x.dtype))
+
+        def there_and_back(x: torch.Tensor) -> torch.Tensor:
+            return _ThereAndBack.apply(x, buffer, layout, topk_idx)
+
+        def repeated(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(there_and_back, x, use_reentrant=False)
+
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        for run, saving in (
+            (there_and_back, nullcontext()),
+            (repeated, nullcontext()),
+            (there_and_back, torch.autograd.graph.save_on_cpu()),
+            (there_and_back, torch.autograd.graph.save_on_cpu(pin_memory=True)),
+            (there_and_back, hooks(_moved_by_hand, partial(_moved_back, device=world.device))),
+            (there_and_back, hooks(torch.Tensor.detach, torch.clone)),
+            (repeated, torch.autograd.graph.save_on_cpu()),
+        ):
+            x = rows.clone().requires_grad_()
+            with saving:
+                out = run(x)
+            assert torch.equal(out, rows * copies)
+            gc.collect()
+            out.sum().backward()
+            assert torch.equal(x.grad, copies.expand_as(x).to(x.dtype))
+        _check_entries_that_are_not_here(buffer.dispatch(rows, topk_idx=topk_idx, **layout)[4])
+
+
+def _check_entries_that_are_not_here(handle: Any) -> None:
+    """They can be looked at and copied, and say what they are when they are used."""
+    for entry, name in ((handle[1], "channel_prefix_matrix"), (handle[2], "recv_channel_prefix_matrix"), (handle[5], "send_head")):
+        assert (entry.shape, entry.size(), entry.dim(), entry.numel(), entry.nbytes) == ((0,), (0,), 1, 0, 0)
+        assert (entry.dtype, entry.device.type, entry.layout, entry.is_contiguous()) == (torch.int32, "cpu", torch.strided, True)
+        assert (entry.requires_grad, entry.is_leaf, entry.grad_fn, entry.is_sparse) == (False, True, None, False)
+        for copied in (entry.detach(), entry.clone(), entry.cpu(), entry.to("cpu", copy=True), entry.contiguous(), entry.data):
+            for again in (copied, copy.copy(copied), copy.deepcopy(copied), copied.requires_grad_(False)):
+                assert (again.handle, again.entry) == (handle, name)
+        for use in (lambda a: a[0], len, torch.sum, lambda a: a + 1, lambda a: torch.cat(tensors=[a, a]), lambda a: a.tolist()):
+            with raises(EPUnavailableError, name):
+                use(entry)
 
 
 def run_copied_results(world: World) -> None:
@@ -727,9 +775,8 @@ def run_refusals(world: World) -> None:
             (recv_channels, "recv_channel_prefix_matrix"),
             (head, "send_head"),
         ):
-            for use in (lambda a: a.shape, lambda a: a[0], len, torch.sum, lambda a: torch.cat(tensors=[a, a])):
-                with raises(EPUnavailableError, name):
-                    use(absent)
+            with raises(EPUnavailableError, name):
+                torch.sum(absent)
         with raises(EPInputError, "num_worst_tokens"):
             buffer.dispatch(x.repeat(40, 1), **layout, topk_idx=topk_idx.repeat(40, 1), num_worst_tokens=world.num_ranks)
         for name in ("internode_dispatch", "internode_combine"):
