@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from . import __version__, _env, bench, jit, toolchain
+from . import __version__, _env, bench, compat_shim, jit, toolchain
 from .cache import CorruptEntry, Entry, Store
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
@@ -60,6 +60,12 @@ def run(args: Sequence[str] | None = None) -> None:
     except EPError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
+
+
+@app.command("shim-path")
+def shim_path() -> None:
+    """Print the folder to put in front of PYTHONPATH for programs that import `deep_ep` by themselves."""
+    print(compat_shim.shim_path())
 
 
 # --- compile -----------------------------------------------------------------------------------------------------------------------

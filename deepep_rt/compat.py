@@ -21,6 +21,7 @@ from .compat_low_latency import LowLatencyCalls
 from .compat_memory import LowLatencyBuffers, NormalBuffers
 from .compat_normal import NormalCalls
 from .compat_runtime import Runtime
+from .compat_shim import foreign, shim_path
 from .config import is_whole
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
@@ -30,7 +31,7 @@ from .torch_group import communicator
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "check_nvlink_connections", "install", "shim_path", "topk_idx_t"]
 
 topk_idx_t = torch.int64
 """What expert numbers are in DeepEP; int32 is welcome too."""
@@ -39,13 +40,13 @@ topk_idx_t = torch.int64
 __version__ = "1.2.1"  # of DeepEP, whose interface this is
 
 _MOST_SMS = 1024
-_MODULES = ("deep_ep", "deep_ep.buffer", "deep_ep.utils", "deep_ep_cpp")
 
 
 def install() -> None:
-    """Let `import deep_ep`, with `deep_ep.buffer`, `deep_ep.utils` and `deep_ep_cpp`, give this module, in this process.
+    """Let `import deep_ep` give this library: in this process, and in those that multiprocessing starts from it.
 
     For programs that import DeepEP by themselves. Call it before they do: many take an ImportError for "DeepEP is not installed".
+    Other processes (`vllm serve`, Ray's workers) find `deep_ep` where `python -m deepep_rt shim-path` is in front of PYTHONPATH.
 
     Raises:
         EPUnavailableError: if DeepEP itself was imported before.
@@ -55,25 +56,25 @@ def install() -> None:
         >>> deepep_rt.compat.install()
         >>> from deep_ep.utils import EventOverlap
     """
-    here = sys.modules[__name__]
-    if theirs := [name for name in _MODULES if sys.modules.get(name, here) is not here]:
-        raise EPUnavailableError(f"{theirs[0]} was imported before, and is not this library; call install() first of all")
-    sys.modules.update(dict.fromkeys(_MODULES, here))
-    vars(here).update(buffer=here, utils=here)  # for `import deep_ep.utils as utils`
+    if theirs := foreign():
+        raise EPUnavailableError(f"{theirs} was imported before, and is not this library; call install() first of all")
+    if shim_path() not in sys.path:
+        sys.path.insert(0, shim_path())
 
 
-_INSTEAD = {
-    "check_nvlink_connections": " (a Buffer finds out which GPUs reach each other; `python -m deepep_rt doctor` shows it)",
-    **dict.fromkeys(("buffer", "utils"), " before install() is called"),
-}
+def check_nvlink_connections(group: Any) -> None:
+    """Nothing to check here: making a Buffer raises an error where GPUs do not reach each other.
+
+    Args:
+        group: Not looked at.
+    """
+
 
 if not TYPE_CHECKING:  # type checkers shall go on to find names that are not there
 
     def __getattr__(name: str) -> NoReturn:
         """Say of any other name that it is not here."""
-        raise NoAttributeError(
-            f"{name} is not a part of this library{_INSTEAD.get(name, '')}; docs/coming-from-deepep.md lists what it has of DeepEP"
-        )
+        raise NoAttributeError(f"{name} is not a part of this library; docs/coming-from-deepep.md lists what it has of DeepEP")
 
 
 class Buffer(NormalCalls, LowLatencyCalls):

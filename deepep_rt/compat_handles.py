@@ -37,14 +37,18 @@ _METHODS = (
     "is_floating_point is_complex is_shared new_empty"
 )
 _READS = frozenset(
-    [getattr(_T, name).__get__ for name in _ATTRIBUTES.split() if hasattr(_T, name)]  # PyTorch has a few more or less from time to time
+    [
+        getattr(_T, name).__get__ for name in _ATTRIBUTES.split() if hasattr(_T, name)
+    ]  # PyTorch has a few more or less from time to time
     + [getattr(_T, name) for name in _METHODS.split()]
     + [torch.numel, torch.is_floating_point, torch.is_complex, torch.empty_like]
 )
 """What may be asked of an entry that is not here: all that needs no elements."""
 _COPIES = frozenset(
-    [_T.detach, _T.detach_, _T.clone, _T.contiguous, _T.to, _T.cpu, _T.cuda, _T.pin_memory, _T.requires_grad_, _T.view_as]
-    + [_T.data.__get__, torch.clone, torch.detach]
+    (
+        *(_T.detach, _T.detach_, _T.clone, _T.contiguous, _T.to, _T.cpu, _T.cuda, _T.pin_memory, _T.requires_grad_, _T.view_as),
+        *(_T.data.__get__, torch.clone, torch.detach),
+    )
 )
 """What gives another entry of the same handle."""
 

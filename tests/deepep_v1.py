@@ -666,7 +666,11 @@ def run_handles_taken_apart(world: World) -> None:
 
 def _check_entries_that_are_not_here(handle: Any) -> None:
     """They can be looked at and copied, and say what they are when they are used."""
-    for entry, name in ((handle[1], "channel_prefix_matrix"), (handle[2], "recv_channel_prefix_matrix"), (handle[5], "send_head")):
+    for entry, name in (
+        (handle[1], "channel_prefix_matrix"),
+        (handle[2], "recv_channel_prefix_matrix"),
+        (handle[5], "send_head"),
+    ):
         assert (entry.shape, entry.size(), entry.dim(), entry.numel(), entry.nbytes) == ((0,), (0,), 1, 0, 0)
         assert (entry.dtype, entry.device.type, entry.layout, entry.is_contiguous()) == (torch.int32, "cpu", torch.strided, True)
         assert (entry.requires_grad, entry.is_leaf, entry.grad_fn, entry.is_sparse) == (False, True, None, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,8 @@ def test_signature(name: str) -> None:
 def test_every_public_name_is_in_the_table() -> None:
     from deepep_rt import compat
 
-    assert set(compat.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"}
+    names = {"Buffer", "Config", "EventHandle", "EventOverlap", "check_nvlink_connections", "install", "shim_path", "topk_idx_t"}
+    assert set(compat.__all__) == names
     public = {
         name for name in dir(compat.Buffer) if not name.startswith("_") and name not in ("num_sms", "num_slots", "copies_results")
     }
@@ -155,28 +157,45 @@ def test_every_public_name_is_in_the_table() -> None:
     }
 
 
+IMPORTS = """
+import importlib.metadata
+import importlib.util
+import deep_ep, deep_ep_cpp
+from deep_ep import Buffer
+from deep_ep.buffer import Buffer as Same
+from deep_ep.buffers.legacy import Buffer as Legacy
+from deep_ep.utils import EventHandle, EventOverlap
+from deep_ep.utils.envs import check_nvlink_connections
+from deep_ep.utils.event import EventOverlap as SameOverlap
+from deep_ep_cpp import get_low_latency_rdma_size_hint, is_sm90_compiled
+from deep_ep import utils
+import deep_ep.buffer as buffer
+import deep_ep.utils
+from deepep_rt import EPUnavailableError, compat
+assert buffer.Buffer is Buffer and deep_ep.utils.EventOverlap is utils.EventOverlap is EventOverlap is SameOverlap
+assert deep_ep.Buffer is Buffer is Same is Legacy is compat.Buffer and deep_ep_cpp.Config is compat.Config
+assert is_sm90_compiled() == Buffer.is_sm90_compiled() and get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 0
+assert utils.check_nvlink_connections is check_nvlink_connections and check_nvlink_connections(None) is None
+assert importlib.util.find_spec("deep_ep").origin == deep_ep.__file__
+for module, name in ((deep_ep, "ElasticBuffer"), (deep_ep_cpp, "HybridEPBuffer"), (utils, "init_dist"), (buffer, "FuseMode")):
+    try:
+        getattr(module, name)
+    except EPUnavailableError as error:
+        assert name in str(error) and not hasattr(module, name)
+try:
+    from deep_ep import HybridEPBuffer
+except ImportError:
+    print(deep_ep.__version__, importlib.metadata.version("deep_ep"))
+"""
+
+
 def test_programs_that_import_deepep_by_themselves() -> None:
     code = """
 from deepep_rt import compat
 compat.install()
 compat.install()
-import deep_ep, deep_ep_cpp
-from deep_ep import Buffer
-from deep_ep.buffer import Buffer as Same
-from deep_ep.utils import EventHandle, EventOverlap
-from deep_ep_cpp import get_low_latency_rdma_size_hint, is_sm90_compiled
-from deep_ep import utils
-import deep_ep.buffer as buffer
-import deep_ep.utils
-assert buffer.Buffer is Buffer and deep_ep.utils.EventOverlap is utils.EventOverlap is EventOverlap
-assert deep_ep.Buffer is Buffer is Same is compat.Buffer and deep_ep_cpp.Config is compat.Config
-assert is_sm90_compiled() == Buffer.is_sm90_compiled() and get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 0
-try:
-    from deep_ep import HybridEPBuffer
-except ImportError:
-    print(deep_ep.__version__)
 """
-    assert _python(code) == "1.2.1"
+    assert _python(code + IMPORTS) == "1.2.1 1.2.1"
     refused = """
 import sys, types
 sys.modules["deep_ep"] = types.ModuleType("deep_ep")
@@ -189,7 +208,40 @@ except EPUnavailableError as error:
     assert _python(refused) == "deep_ep was imported before, and is not this library; call install() first of all"
 
 
-@pytest.mark.parametrize("name", ["check_nvlink_connections", "ElasticBuffer", "HybridEPBuffer", "utils"])
+def test_processes_that_programs_start(tmp_path: Path) -> None:
+    """Those of multiprocessing look where their parent does; others, such as `vllm serve` or Ray's workers, at PYTHONPATH."""
+    pytest.importorskip("typer", reason="comes with deepep_rt[cli]")
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    (tmp_path / "parent.py").write_text("""
+import multiprocessing
+import runpy
+if __name__ == "__main__":
+    from deepep_rt import compat
+    compat.install()
+    child = multiprocessing.get_context("spawn").Process(target=runpy.run_path, args=("imports.py",))
+    child.start()
+    child.join()
+    raise SystemExit(child.exitcode)
+""")
+    folder = _python("import sys; from deepep_rt.cli import run; run(['shim-path'])")
+    paths = {
+        name: os.pathsep.join([*more, os.environ.get("PYTHONPATH", "")]) for name, more in (("parent", []), ("imports", [folder]))
+    }
+    for program, path in paths.items():
+        words, environment = [sys.executable, f"{program}.py"], {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.stdout, done.returncode) == ("1.2.1 1.2.1\n", 0), done.stderr
+
+
+def test_deepep_itself_stays_what_it_is(tmp_path: Path) -> None:
+    """Unless somebody asks for this library."""
+    (tmp_path / "deep_ep.py").write_text("__version__ = 'theirs'")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import deepep_rt.compat; {}import deep_ep; print(deep_ep.__version__)"
+    for asked, version in (("", "theirs"), ("deepep_rt.compat.install(); ", "1.2.1")):
+        assert _python(code.format(asked), str(tmp_path)) == version
+
+
+@pytest.mark.parametrize("name", ["ElasticBuffer", "HybridEPBuffer", "utils"])
 def test_names_that_are_not_here_say_so(name: str) -> None:
     from deepep_rt import EPUnavailableError, compat
 
@@ -202,17 +254,8 @@ def test_names_that_are_not_here_say_so(name: str) -> None:
     assert name in page
 
 
-def test_what_to_look_at_instead_of_a_name_that_is_not_here() -> None:
-    from deepep_rt import compat
-
-    with pytest.raises(AttributeError, match="deepep_rt doctor"):
-        compat.check_nvlink_connections  # noqa: B018
-    with pytest.raises(AttributeError, match=r"before install\(\)"):
-        compat.buffer  # noqa: B018
-
-
-def _python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+def _python(code: str, *arguments: str) -> str:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_every_name_is_in_the_page_for_people_from_deepep() -> None:

@@ -97,6 +97,7 @@ ORDER = [
     "compat_normal",
     "compat_low_latency",
     "compat_runtime",
+    "compat_shim",
     "compat",
     "screen",
     "doctor_gpus",
@@ -271,8 +272,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_travels_with_the_wheel(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl"), "nothing is built before a kernel is needed"
     with zipfile.ZipFile(wheel) as file:
-        names = {name for name in file.namelist() if ".dist-info/" not in name}
+        names = {name for name in file.namelist() if ".dist-info" not in name.partition("/")[0]}
     package = {f"deepep_rt/{path.name}" for path in PACKAGE.iterdir() if path.is_file()}
+    package |= {
+        f"deepep_rt/{path.relative_to(PACKAGE)}"
+        for path in (PACKAGE / "shim").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
     assert names == package | {f"deepep_rt/cuda_src/{path.name}" for path in source_dir().iterdir()}
 
 

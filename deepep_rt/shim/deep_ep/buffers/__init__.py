@@ -1,0 +1,1 @@
+"""Where later versions of DeepEP have their Buffers."""
