@@ -53,7 +53,7 @@ DTYPES = {
 _BY_CODE = {(d.code, d.bits): d for d in DTYPES.values()}
 
 
-@dataclass(slots=True)  # not frozen: several are made in each call, and that would triple the time
+@dataclass(slots=True, repr=False)  # not frozen: several are made in each call, and that would triple the time
 class View:
     """A row-major array: address, shape, dtype name, device (GPU ordinal or `HOST`), and whatever keeps the memory alive."""
 
@@ -64,6 +64,10 @@ class View:
     owner: Any
     framework: Framework
     work: Work | None = field(default=None, compare=False)  # what produces it, where the consumer has to be told
+
+    def __repr__(self) -> str:
+        where = "host memory" if self.device == HOST else f"GPU {self.device}"
+        return f"View({self.dtype} {list(self.shape)} in {where})"
 
     @property
     def itemsize(self) -> int:

@@ -6,19 +6,18 @@ and the results are Views that turn into arrays of the caller's framework when t
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
-import sys
 import warnings
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import layout
-from .calls import Site
-from .config import ROW_ALIGNMENT, Config, is_whole
+from . import handles, layout
+from .calls import Call, Site
+from .checks import choice, flag, refusal, whole_number
+from .config import MAX_SMS, ROW_ALIGNMENT, Config
 from .errors import EPConfigError, EPInputError
 from .inputs import (
     check_low_latency_handle,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from .device_low_latency import DeviceLowLatencyBackend
     from .host_low_latency import HostLowLatencyBackend
 
+_MOST_COUNTED = (1 << 31) - 1  # rows and iterations of a measurement; kernels count them in 32 bits
 _log = logging.getLogger("deepep_rt")
 _serials = itertools.count(1)
 _alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
@@ -148,12 +148,10 @@ class Buffer(SharedByCopies):
         ranks = communicator_of(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
         try:
-            if backend not in ("auto", "cuda", "host"):
-                raise EPConfigError(f"backend is {backend!r}; expected 'auto', 'cuda' or 'host'")
-            if on_exhausted not in ("copy", "error"):
-                raise EPConfigError(f"on_exhausted is {on_exhausted!r}; expected 'copy' or 'error'")
+            backend = choice(backend, "backend", ("auto", "cuda", "host"), error=EPConfigError)
+            on_exhausted = choice(on_exhausted, "on_exhausted", ("copy", "error"), error=EPConfigError)
             if network is not None and not isinstance(network, NetworkOptions):
-                raise EPConfigError(f"network is {network!r}; expected NetworkOptions, or None")
+                raise refusal(network, "network", "NetworkOptions, or None", "Pass one of them.", EPConfigError)
             self.config = Config(
                 num_ranks=ranks.Get_size(),
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
@@ -258,9 +256,7 @@ class Buffer(SharedByCopies):
 
     @num_sms.setter
     def num_sms(self, num_sms: int) -> None:
-        backend = self._live()
-        if num_sms != backend.num_sms:
-            backend.num_sms = dataclasses.replace(self.config, num_sms=num_sms).num_sms
+        self._live().num_sms = whole_number(num_sms, "num_sms", 1, MAX_SMS, error=EPConfigError)
 
     def dispatch(
         self,
@@ -311,7 +307,7 @@ class Buffer(SharedByCopies):
         """
         backend = self._live()
         with self._turns:
-            call = backend.begin(x, async_finish, previous_event, stream)
+            call = self._begin(x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
                 self._site, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
             )
@@ -354,7 +350,7 @@ class Buffer(SharedByCopies):
         """
         backend = self._live()
         with self._turns:
-            call = backend.begin(x, async_finish, previous_event, stream)
+            call = self._begin(x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
             return backend.combine(inputs, call)
 
@@ -409,9 +405,9 @@ class Buffer(SharedByCopies):
             >>> y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
-        backend = self._low_latency()
+        backend, return_recv_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
         with self._turns:
-            call = backend.begin(x, async_finish, None, stream)
+            call = self._begin(x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
                 self._site,
                 call.stream,
@@ -470,13 +466,13 @@ class Buffer(SharedByCopies):
         Example:
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
-        backend = self._low_latency()
+        backend, return_recv_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
         with self._turns:
-            call = backend.begin(y, async_finish, None, stream)
+            call = self._begin(y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
                 self._site, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out
             )
-            if zero_copy and inputs.y.ptr != backend.low_latency_combine_view(handle._framework).ptr:
+            if flag(zero_copy, "zero_copy") and inputs.y.ptr != backend.low_latency_combine_view(handle._framework).ptr:
                 raise EPInputError("zero_copy=True, but y is not what get_low_latency_combine_buffer returned")
             return backend.low_latency_combine(inputs, call, return_recv_hook)
 
@@ -574,13 +570,11 @@ class Buffer(SharedByCopies):
         Example:
             >>> print(f"{buffer.copy_ceiling() / 1e9:.0f} GB/s")
         """
-        row_bytes = self.config.row_bytes if row_bytes is None else row_bytes
-        limits = (row_bytes, self.config.row_bytes), (num_rows, sys.maxsize), (iterations, sys.maxsize)
-        if not all(is_whole(number, 1, most) for number, most in limits) or row_bytes % ROW_ALIGNMENT:
-            raise EPInputError(
-                f"copy_ceiling: row_bytes={row_bytes!r}, num_rows={num_rows!r}, iterations={iterations!r}; expected positive whole "
-                f"numbers, and row_bytes a multiple of {ROW_ALIGNMENT} up to {self.config.row_bytes}"
-            )
+        most = self.config.row_bytes
+        row_bytes = most if row_bytes is None else row_bytes
+        row_bytes = whole_number(row_bytes, "row_bytes", ROW_ALIGNMENT, most, multiple_of=ROW_ALIGNMENT)
+        num_rows = whole_number(num_rows, "num_rows", 1, _MOST_COUNTED)
+        iterations = whole_number(iterations, "iterations", 1, _MOST_COUNTED)
         backend = self._live()
         with self._turns:
             return backend.copy_ceiling(row_bytes, num_rows, iterations)
@@ -635,7 +629,7 @@ class Buffer(SharedByCopies):
         Example:
             >>> buffer.destroy()  # the end of a with block does the same
         """
-        self._destroy(in_touch)
+        self._destroy(flag(in_touch, "in_touch"))
 
     def _destroy(self, in_touch: bool, error: BaseException | None = None) -> None:
         self._turns.refuse("this Buffer was destroyed; make a new one")
@@ -647,6 +641,15 @@ class Buffer(SharedByCopies):
             backend.destroy(in_touch and thrown is None, error or thrown)
 
         self._turns.end(finish)
+
+    def _begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
+        """Check how a call is to run, also where a backend has no streams, and begin it."""
+        async_finish = flag(async_finish, "async_finish")
+        if previous_event is not None:
+            handles.of_event(previous_event)
+        if stream is not None:
+            handles.of_stream(stream)
+        return self._live().begin(x, async_finish, previous_event, stream)
 
     def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
         self._turns.check()
@@ -660,10 +663,12 @@ class Buffer(SharedByCopies):
 
     def _set_mask(self, rank: int, masked: bool) -> None:
         backend, mine = self._low_latency(), self._rank
-        if not is_whole(rank, 0, self.config.num_ranks - 1) or rank == mine:
-            raise EPInputError(f"rank is {rank!r}; expected one of 0 to {self.config.num_ranks - 1} other than this one ({mine})")
+        remedy = f"Pass the rank to leave out, other than this one ({mine})."
+        rank = whole_number(rank, "rank", 0, self.config.num_ranks - 1, remedy=remedy)
+        if rank == mine:
+            raise refusal(rank, "rank", f"0 to {self.config.num_ranks - 1}, other than this one ({mine})", "Pass another rank.")
         with self._turns:
-            backend.set_mask(int(rank), masked)
+            backend.set_mask(rank, masked)
 
     def __enter__(self) -> Buffer:
         return self

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from . import buffer as _core
+from .checks import flag, whole_number
 from .communicator import communicator_of
 from .compat_calls import NoAttributeError
-from .compat_config import Config
+from .compat_config import MOST_BYTES, Config
 from .compat_events import EventHandle, EventOverlap
 from .compat_low_latency import LowLatencyCalls
 from .compat_memory import LowLatencyBuffers, NormalBuffers
 from .compat_normal import NormalCalls
 from .compat_runtime import Runtime
 from .compat_shim import foreign, shim_path
-from .config import is_whole
+from .config import MAX_SMS
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
 from .placement import ranks_per_host
@@ -38,8 +39,6 @@ topk_idx_t = torch.int64
 
 
 __version__ = "1.2.1"  # of DeepEP, whose interface this is
-
-_MOST_SMS = 1024
 
 
 def install() -> None:
@@ -131,12 +130,17 @@ class Buffer(NormalCalls, LowLatencyCalls):
             raise EPConfigError(
                 "neither group nor comm was given; pass a torch.distributed group, or an mpi4py communicator as comm="
             )
+        num_nvl_bytes = whole_number(num_nvl_bytes, "num_nvl_bytes", 0, MOST_BYTES, error=EPConfigError)
+        num_rdma_bytes = whole_number(num_rdma_bytes, "num_rdma_bytes", 0, MOST_BYTES, error=EPConfigError)
+        num_qps_per_rank = whole_number(num_qps_per_rank, "num_qps_per_rank", 0, MOST_BYTES, error=EPConfigError)
+        low_latency_mode = flag(low_latency_mode, "low_latency_mode", error=EPConfigError)
+        enable_shrink = flag(enable_shrink, "enable_shrink", error=EPConfigError)
         ranks = communicator_of(comm if group is None else communicator(group))
         self.rank, self.group_size = ranks.Get_rank(), ranks.Get_size()
         self.group = comm if group is None else group
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self.explicitly_destroy = explicitly_destroy
+        self.explicitly_destroy = flag(explicitly_destroy, "explicitly_destroy", error=EPConfigError)
         self._ranks_per_host = ranks_per_host(ranks)
         is_one_host = self._ranks_per_host == self.group_size
         if num_nvl_bytes and not is_one_host and not low_latency_mode:
@@ -146,10 +150,10 @@ class Buffer(NormalCalls, LowLatencyCalls):
             )
         self._normal = NormalBuffers(ranks, num_nvl_bytes, self.num_slots) if num_nvl_bytes and is_one_host else None
         settings: dict[str, Any] = {"on_timeout": "mask" if enable_shrink else "raise"}
-        if not allow_nvlink_for_low_latency_mode:
+        if not flag(allow_nvlink_for_low_latency_mode, "allow_nvlink_for_low_latency_mode", error=EPConfigError):
             settings["ranks_per_node"] = 1
         if not is_one_host:
-            settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=int(num_qps_per_rank))
+            settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
         self._low_latency = LowLatencyBuffers(ranks, **settings) if low_latency_mode else None
         ranks_hinted, sizes = Buffer._hinted
         if self._low_latency is not None and enable_shrink and ranks_hinted == self.group_size:
@@ -181,18 +185,18 @@ class Buffer(NormalCalls, LowLatencyCalls):
         Raises:
             EPInputError: unless it is an even number from 2 to 1024.
         """
-        if not is_whole(new_num_sms, 2, _MOST_SMS) or new_num_sms % 2:
-            raise EPInputError(f"new_num_sms is {new_num_sms!r}; expected an even number from 2 to {_MOST_SMS}")
-        Buffer.num_sms = int(new_num_sms)
+        Buffer.num_sms = whole_number(new_num_sms, "new_num_sms", 2, MAX_SMS, multiple_of=2)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """The configuration that `dispatch` takes without one: `num_sms`, whatever the number of ranks."""
+        whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """The configuration that `combine` takes without one: `num_sms`, whatever the number of ranks."""
+        whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
         return Config(Buffer.num_sms)
 
     @staticmethod
@@ -200,16 +204,14 @@ class Buffer(NormalCalls, LowLatencyCalls):
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that the low-latency mode takes on each rank with such calls (of up to 8 experts a token)."""
-        num_topk = min(8, num_experts)
-        Buffer._hinted = num_ranks, (num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts)
-        return _core.Buffer.size_hint(
-            num_ranks,
-            num_max_tokens_per_rank=num_max_dispatch_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            low_latency=True,
-        )["total"]
+        given = {"hidden": hidden, "num_ranks": num_ranks, "num_experts": num_experts}
+        given["num_max_dispatch_tokens_per_rank"] = num_max_dispatch_tokens_per_rank
+        sizes = {name: whole_number(value, name, 1, MOST_BYTES, error=EPConfigError) for name, value in given.items()}
+        num_ranks, tokens = sizes.pop("num_ranks"), sizes.pop("num_max_dispatch_tokens_per_rank")
+        sizes["num_topk"] = min(8, sizes["num_experts"])
+        num_bytes = _core.Buffer.size_hint(num_ranks, num_max_tokens_per_rank=tokens, low_latency=True, **sizes)["total"]
+        Buffer._hinted = num_ranks, (tokens, sizes["hidden"], sizes["num_topk"], sizes["num_experts"])
+        return num_bytes
 
     @staticmethod
     def capture() -> EventOverlap:

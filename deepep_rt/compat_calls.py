@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from .checks import instance
 from .errors import EPDestroyedError, EPInputError, EPUnavailableError
 from .frameworks import not_dense
 from .results import MAKE_ANOTHER, SharedByCopies
@@ -57,10 +58,7 @@ def without_gradient(x: Any) -> Any:
 
 def check_tensor(x: Any, name: str) -> None:
     """Raise EPInputError unless it is one of PyTorch's, and dense."""
-    if not isinstance(x, torch.Tensor):
-        raise EPInputError(
-            f"{name} is a {type(x).__name__}; expected a torch.Tensor (torch.from_numpy makes one of a NumPy array)"
-        )
+    instance(x, name, torch.Tensor, "torch.from_numpy makes one of a NumPy array.")
     if x.layout is not torch.strided or x.is_nested:
         raise not_dense(x, name)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from .buffer import Buffer
+from .checks import whole_number
 from .config import MAX_RANKS_PER_NODE
 from .errors import EPConfigError
 
+MOST_BYTES = 1 << 62
+"""The largest number that is taken for bytes, or for a setting without effect here."""
 _USUAL_TOPK = 8  # a size hint is asked for before anybody knows the routing; these tables are small
 
 
@@ -43,8 +46,7 @@ class Config:
         self.num_max_rdma_chunked_send_tokens = num_max_rdma_chunked_send_tokens
         self.num_max_rdma_chunked_recv_tokens = num_max_rdma_chunked_recv_tokens
         for name, value in vars(self).items():
-            if not isinstance(value, int) or value < 1:
-                raise EPConfigError(f"{name} is {value!r}; expected a positive whole number")
+            setattr(self, name, whole_number(value, name, 1, MOST_BYTES, error=EPConfigError))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for `Buffer(num_nvl_bytes=)` that let each rank dispatch `num_sms // 2 * num_max_nvl_chunked_recv_tokens` tokens.
@@ -55,7 +57,8 @@ class Config:
             hidden_bytes: Bytes of a row, at least those of bfloat16.
             num_ranks: Ranks of the group. More than 8 count as 8, the most that a host holds.
         """
-        num_ranks = min(num_ranks, MAX_RANKS_PER_NODE)
+        hidden_bytes = whole_number(hidden_bytes, "hidden_bytes", 1, MOST_BYTES)
+        num_ranks = min(whole_number(num_ranks, "num_ranks", 1, MOST_BYTES), MAX_RANKS_PER_NODE)
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         return nvl_bytes(num_ranks, tokens, hidden_bytes // 2, _USUAL_TOPK, _USUAL_TOPK * num_ranks, "bfloat16")
 
@@ -66,6 +69,8 @@ class Config:
             hidden_bytes: Bytes of a row.
             num_ranks: Ranks of the group.
         """
+        whole_number(hidden_bytes, "hidden_bytes", 1, MOST_BYTES)
+        whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
         return 0
 
     def __repr__(self) -> str:

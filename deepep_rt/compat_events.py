@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .checks import flag, instance
 from .errors import EPInputError
 
 
@@ -83,15 +84,17 @@ class Placement:
     def __init__(
         self, like: torch.Tensor, comm_stream: Callable[[], Any], previous: EventOverlap | None = None, async_finish: bool = False
     ) -> None:
-        self._async, self._stream = async_finish, None
+        self._async, self._stream = flag(async_finish, "async_finish"), None
         self.event: Any = None
         """What `deepep_rt.Buffer` is to take as its `previous_event`; None where the call runs on the caller's stream."""
+        if previous is not None:
+            instance(previous, "previous_event", EventOverlap, "Pass what capture() or an earlier call returned, or None.")
         if not like.is_cuda:
             return
         self._caller = torch.cuda.current_stream()
         self._stream = self._caller
         event = getattr(getattr(previous, "event", None), "event", None)
-        if async_finish:
+        if self._async:
             self._stream = comm_stream()
             self.event = event = event or self._caller.record_event()
         if event is not None:

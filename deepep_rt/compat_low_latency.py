@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .checks import flag, whole_number
 from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor, without_gradient
+from .compat_config import MOST_BYTES
 from .compat_events import EventOverlap, Placement
 from .compat_handles import ExpertHandle
 from .compat_memory import LowLatencyBuffers
@@ -31,8 +33,11 @@ class LowLatencyCalls(Calls):
             EPInputError: without `low_latency_mode`.
         """
         buffers = self._need_low_latency()
+        tokens = whole_number(num_max_dispatch_tokens_per_rank, "num_max_dispatch_tokens_per_rank", 1, MOST_BYTES)
+        hidden = whole_number(hidden, "hidden", 1, MOST_BYTES)
+        num_experts = whole_number(num_experts, "num_experts", 1, MOST_BYTES)
         if self.enable_shrink:
-            buffers.find_silent_ranks(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+            buffers.find_silent_ranks(tokens, hidden, num_experts)
 
     def low_latency_dispatch(
         self,
@@ -81,7 +86,10 @@ class LowLatencyCalls(Calls):
         check_rows(x)
         check_tensor(topk_idx, "topk_idx")
         x = without_gradient(x)
-        num_tokens, (hidden, num_topk) = num_max_dispatch_tokens_per_rank, (x.shape[1], topk_idx.shape[-1])
+        hidden, num_topk = x.shape[1], topk_idx.shape[-1] if topk_idx.dim() else 0
+        num_tokens = whole_number(num_max_dispatch_tokens_per_rank, "num_max_dispatch_tokens_per_rank", 1, MOST_BYTES)
+        num_experts = whole_number(num_experts, "num_experts", 1, MOST_BYTES)
+        use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
         if use_ue8m0 and hidden % 512:
             raise EPInputError(f"use_ue8m0 packs four scales of 128 channels; hidden is {hidden}, no multiple of 512")
         buffer = buffers.take(num_tokens, hidden, num_topk, num_experts, backend_of(x))
@@ -173,7 +181,8 @@ class LowLatencyCalls(Calls):
         self._need_low_latency()
         check_handle(handle, ExpertHandle, "low_latency_dispatch")
         _check_hook(async_finish, return_recv_hook)
-        if use_logfmt:
+        zero_copy = flag(zero_copy, "zero_copy")
+        if flag(use_logfmt, "use_logfmt"):
             raise EPUnavailableError("use_logfmt=True: this library sends combine's rows as bfloat16 only; leave it out")
         if combine_wait_recv_cost_stats is not None:
             raise EPUnavailableError(
@@ -228,6 +237,7 @@ class LowLatencyCalls(Calls):
             EPInputError: if the Buffer was made without `enable_shrink`, or the shape is another one.
         """
         buffers = self._need_shrink("low_latency_query_mask_buffer")
+        check_tensor(mask_status, "mask_status")
         if mask_status.is_cuda:
             torch.cuda.current_stream().synchronize()  # a call that is under way may mask a rank
         masked = buffers.masked_ranks()
@@ -272,5 +282,5 @@ def _widened(choices: torch.Tensor, num_topk: int, buffer: Buffer, none: int) ->
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
-    if async_finish and return_recv_hook:
+    if flag(async_finish, "async_finish") and flag(return_recv_hook, "return_recv_hook"):
         raise EPInputError("async_finish and return_recv_hook exclude each other: a hook receives on the stream of its call")

@@ -24,6 +24,7 @@ import torch
 
 from . import _env
 from .buffer import Buffer
+from .checks import flag, refusal, whole_number
 from .communicator import Communicator
 from .compat_config import nvl_bytes
 from .errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
@@ -255,8 +256,10 @@ class LowLatencyBuffers:
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls, or let it take part again."""
-        if not 0 <= rank < self._comm.Get_size() or rank == self._comm.Get_rank():
-            raise EPInputError(f"rank_to_mask is {rank}; expected a rank of the group other than this one")
+        rank = whole_number(rank, "rank_to_mask", 0, self._comm.Get_size() - 1)
+        if rank == self._comm.Get_rank():
+            raise refusal(rank, "rank_to_mask", "a rank of the group other than this one", "Pass another rank.")
+        masked = flag(masked, "mask")
         (self._masked.add if masked else self._masked.discard)(rank)
         for buffer in self._buffers.values():
             if masked != (rank in buffer.query_masked_ranks()):

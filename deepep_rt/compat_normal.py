@@ -9,12 +9,15 @@ import torch
 from . import compat_routing, torch_kernels
 from .arrays import DTYPES
 from .buffer import Buffer
+from .checks import instance, refusal, whole_number
 from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor, without_gradient
-from .compat_config import Config
+from .compat_config import MOST_BYTES, Config
 from .compat_events import EventOverlap, Placement
 from .compat_handles import NormalHandle, whole
 from .compat_memory import NormalBuffers, Shape
+from .config import MAX_EXPERTS
 from .errors import EPInputError, EPUnavailableError
+from .inputs import MOST_ALIGNMENT
 from .results import DispatchResult
 
 if TYPE_CHECKING:
@@ -53,11 +56,12 @@ class NormalCalls(Calls):
             >>> per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 256)
         """
         check_tensor(topk_idx, "topk_idx")
-        if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64) or num_experts % self.group_size:
+        if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
             raise EPInputError(
-                f"topk_idx has shape {list(topk_idx.shape)} and dtype {topk_idx.dtype}, and num_experts is {num_experts}; expected "
-                f"[num_tokens, num_topk] int64 or int32, and a multiple of the {self.group_size} ranks"
+                f"topk_idx has shape {list(topk_idx.shape)} and dtype {topk_idx.dtype}; expected [num_tokens, num_topk] int64 or int32. "
+                f"Convert it."
             )
+        num_experts = whole_number(num_experts, "num_experts", 1, MAX_EXPERTS, multiple_of=self.group_size)
         place = Placement(topk_idx, self.get_comm_stream, previous_event, async_finish)
         with place.here():
             per_rank, per_expert, goes = torch_kernels.count_choices(topk_idx, num_experts, self.group_size)
@@ -115,10 +119,9 @@ class NormalCalls(Calls):
             ...     x, topk_idx=topk_idx, topk_weights=topk_weights, num_tokens_per_rank=per_rank,
             ...     is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
         """
-        normal, num_sms = self._need_normal(), self.num_sms if config is None else config.num_sms
-        rows, scales = map(without_gradient, x if isinstance(x, tuple) else (x, None))
+        normal, num_sms = self._need_normal(), self._sms(config)
+        rows, scales = map(without_gradient, _rows_and_scales(x))
         topk_weights = without_gradient(topk_weights)
-        check_rows(rows)
         place = Placement(rows, self.get_comm_stream, previous_event, async_finish)
         if scales is not None and not scales.is_contiguous():  # DeepEP takes column-major ones too
             with place.here():
@@ -137,11 +140,15 @@ class NormalCalls(Calls):
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle; get_dispatch_layout "
                 "returns them"
             )
-        num_tokens, num_experts, dtype, backend = rows.shape[0], num_tokens_per_expert.shape[0], _width(rows), backend_of(rows)
+        num_tokens, dtype, backend = rows.shape[0], _width(rows), backend_of(rows)
+        _check_layout(is_token_in_rank, num_tokens_per_expert, topk_idx, num_tokens, self.group_size)
+        num_experts = num_tokens_per_expert.shape[0]
+        expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
+        num_worst_tokens = 0 if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, MOST_BYTES)
         counts: list[int] = []
         if topk_idx is not None:
             check_tensor(topk_idx, "topk_idx")
-            shape = Shape(rows.shape[1], topk_idx.shape[-1], num_experts, dtype, backend)
+            shape = Shape(rows.shape[1], topk_idx.shape[-1] if topk_idx.dim() else 0, num_experts, dtype, backend)
             chosen = topk_idx
         else:
             if topk_weights is not None:
@@ -226,7 +233,7 @@ class NormalCalls(Calls):
         x, topk_weights = without_gradient(x), without_gradient(topk_weights)
         bias = tuple(map(without_gradient, bias)) if isinstance(bias, (tuple, list)) else without_gradient(bias)
         place = Placement(x, self.get_comm_stream, previous_event, async_finish)
-        handle.buffer.num_sms = self.num_sms if config is None else config.num_sms
+        handle.buffer.num_sms = self._sms(config)
         back = handle.buffer.combine(
             x, handle.own, topk_weights=topk_weights, bias=bias, previous_event=place.event, **place.options
         )
@@ -262,6 +269,12 @@ class NormalCalls(Calls):
         place.share(*(copy for copy in copies if copy is not None))
         return copies
 
+    def _sms(self, config: Config | None) -> int:
+        """The SMs of a call."""
+        if config is None:
+            return self.num_sms
+        return instance(config, "config", Config, "Make one, or leave it out.").num_sms
+
     def _need_normal(self) -> NormalBuffers:
         self._check_live()
         if self._ranks_per_host != self.group_size:
@@ -272,6 +285,32 @@ class NormalCalls(Calls):
         if self._normal is None:
             raise EPInputError("this Buffer has no memory for dispatch and combine; make it with num_nvl_bytes, such as int(1e9)")
         return self._normal
+
+
+def _rows_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The two parts of FP8 rows; of other rows, these and None."""
+    if not isinstance(x, tuple):
+        check_rows(x)
+        return x, None
+    if len(x) != 2:
+        raise refusal(x, "x", "a tensor, or a pair of rows and scales", "Pass one of them.")
+    rows, scales = x
+    check_rows(rows)
+    check_tensor(scales, "x[1]")
+    return rows, scales
+
+
+def _check_layout(goes: Any, num_tokens_per_expert: Any, topk_idx: Any, num_tokens: int, num_ranks: int) -> None:
+    """Check what `get_dispatch_layout` returns; of `is_token_in_rank` (`goes`) the shape only where it decides where tokens go."""
+    from_layout = "Pass what get_dispatch_layout returned."
+    instance(goes, "is_token_in_rank", torch.Tensor, from_layout)
+    instance(num_tokens_per_expert, "num_tokens_per_expert", torch.Tensor, from_layout)
+    shape, wanted = list(goes.shape), [num_tokens, num_ranks]
+    if topk_idx is None and (shape != wanted or goes.dtype is not torch.bool):
+        raise EPInputError(f"is_token_in_rank has shape {shape} and dtype {goes.dtype}; expected {wanted} bool. {from_layout}")
+    if num_tokens_per_expert.dim() != 1:
+        shape = list(num_tokens_per_expert.shape)
+        raise EPInputError(f"num_tokens_per_expert has shape {shape}; expected [num_experts]. {from_layout}")
 
 
 def _width(x: torch.Tensor) -> str:

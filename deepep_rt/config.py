@@ -6,16 +6,18 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from . import _env
 from .arrays import DTYPES
+from .checks import choice, flag, refusal, seconds, shown, whole_number
 from .errors import EPConfigError
 
 MAX_TOPK = 32
+MAX_EXPERTS = 1 << 13
+MAX_SMS = 1 << 10
 MAX_RANKS_PER_NODE = 8
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
 """Element types that combine can add up."""
@@ -44,13 +46,6 @@ MAX_ROUTE_BLOCKS = 16
 """Blocks that share the counting of a new routing; one token a thread up to 4096 tokens."""
 
 
-def is_whole(value: Any, least: int, most: int) -> bool:
-    """Whether it is a whole number (of Python or of NumPy) in this range; True and False are none."""
-    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the second takes its time
-        return False
-    return least <= int(value) <= most
-
-
 @functools.lru_cache
 def rows_per_copy(row_bytes: int) -> int:
     """Rows that travel together: a power of two up to 32, as many as fit a stage, at least one."""
@@ -62,13 +57,13 @@ def rows_per_copy(row_bytes: int) -> int:
 
 def _name_of(dtype: Any) -> Any:
     """The name of an element type: of `torch.bfloat16`, `np.float32` and `jnp.dtype("float32")` alike. What is none stays as it is."""
-    if dtype is None or isinstance(dtype, str):
+    if dtype is None or isinstance(dtype, str) or hasattr(dtype, "__dlpack__"):  # an array has a dtype, and is none
         return dtype
-    if str(dtype).startswith("torch."):
-        return str(dtype).removeprefix("torch.")
     try:
+        if type(dtype).__module__ == "torch":
+            return str(dtype).removeprefix("torch.")
         return np.dtype(dtype).name
-    except (TypeError, ValueError):
+    except Exception:  # NumPy asks the object, which may raise anything
         return dtype
 
 
@@ -115,66 +110,71 @@ class Config:
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
 
     def __post_init__(self) -> None:
+        self._check_each()
+        if self.num_experts % self.num_ranks:
+            raise EPConfigError(
+                f"num_experts={self.num_experts}; expected a multiple of the {self.num_ranks} ranks, which share them equally. "
+                f"Add experts that no token chooses."
+            )
+        if self.num_topk > self.num_experts:
+            raise EPConfigError(
+                f"num_topk={self.num_topk}; expected at most num_experts ({self.num_experts}). Lower it, or add experts."
+            )
+        if self.row_bytes % ROW_ALIGNMENT or self.row_bytes > MAX_ROW_BYTES:
+            raise EPConfigError(
+                f"hidden={self.hidden} of {self.dtype} has {self.row_bytes} bytes a row; expected a multiple of {ROW_ALIGNMENT}, "
+                f"and at most {MAX_ROW_BYTES}. Change hidden, or dtype."
+            )
+        if self.low_latency:
+            self._check_low_latency()
+
+    def _check_each(self) -> None:
+        """Check each setting alone, and keep it as Python's own type."""
         self._set("dtype", _name_of(self.dtype))
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise EPConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+            raise refusal(self.dtype, "dtype", f"one of {', '.join(DTYPES)}", "Pass a name, or a library's dtype.", EPConfigError)
         for name, least, most in (
             ("num_ranks", 1, 1 << 16),
             ("num_max_tokens_per_rank", 1, 1 << 20),
             ("hidden", 1, 1 << 20),
             ("num_topk", 1, MAX_TOPK),
-            ("num_experts", 1, 1 << 13),
+            ("num_experts", 1, MAX_EXPERTS),
             ("num_slots", 1, 1 << 10),
-            ("num_sms", 1, 1 << 10),
-            ("low_latency_sms", 1, 1 << 10),
+            ("num_sms", 1, MAX_SMS),
+            ("low_latency_sms", 1, MAX_SMS),
         ):
-            value = getattr(self, name)
-            if not is_whole(value, least, most):
-                raise EPConfigError(f"{name} is {value!r}; expected a whole number from {least} to {most}")
-            self._set(name, int(value))
-        node = self.ranks_per_node
-        if node is not None:
-            if not is_whole(node, 1, self.num_ranks) or self.num_ranks % node:
-                raise EPConfigError(f"ranks_per_node is {node!r}; expected a divisor of the number of ranks ({self.num_ranks})")
-            self._set("ranks_per_node", int(node))
+            self._set(name, whole_number(getattr(self, name), name, least, most, error=EPConfigError))
+        if self.ranks_per_node is not None:
+            self._set("ranks_per_node", self._checked_node())
         for name in ("low_latency", "check_inputs"):
-            value = getattr(self, name)
-            if not isinstance(value, (bool, np.bool_)):
-                raise EPConfigError(f"{name} is {value!r}; expected True or False")
-            self._set(name, bool(value))
-        if self.on_timeout not in ("raise", "mask"):
-            raise EPConfigError(f"on_timeout is {self.on_timeout!r}; expected 'raise' or 'mask'")
-        if self.num_experts % self.num_ranks:
+            self._set(name, flag(getattr(self, name), name, error=EPConfigError))
+        self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
+        self._set("timeout_s", seconds(self.timeout_s, "timeout_s", MAX_TIMEOUT_S, error=EPConfigError))
+
+    def _checked_node(self) -> int:
+        try:
+            node = whole_number(self.ranks_per_node, "ranks_per_node", 1, self.num_ranks, error=EPConfigError)
+        except EPConfigError:
+            node = 0
+        if not node or self.num_ranks % node:
             raise EPConfigError(
-                f"num_experts is {self.num_experts}, which {self.num_ranks} ranks cannot share equally; "
-                f"use a multiple of {self.num_ranks} (add experts that no token chooses)"
+                f"ranks_per_node={shown(self.ranks_per_node)}; expected a divisor of the number of ranks ({self.num_ranks}). "
+                f"Pass the ranks of a host, or leave it out."
             )
-        if self.num_topk > self.num_experts:
-            raise EPConfigError(f"num_topk is {self.num_topk}, more than num_experts ({self.num_experts})")
-        if self.row_bytes % ROW_ALIGNMENT:
+        return node
+
+    def _check_low_latency(self) -> None:
+        if 2 * self.hidden % ROW_ALIGNMENT:
             raise EPConfigError(
-                f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; expected a multiple of {ROW_ALIGNMENT}"
+                f"hidden={self.hidden} has {2 * self.hidden} bytes a row of bfloat16; expected a multiple of {ROW_ALIGNMENT} for "
+                f"low-latency calls, which carry rows of bfloat16. Change hidden, or leave low_latency out."
             )
-        if self.row_bytes > MAX_ROW_BYTES:
+        if not self.fits_low_latency:
             raise EPConfigError(
-                f"a row of hidden={self.hidden} {self.dtype} has {self.row_bytes} bytes; at most {MAX_ROW_BYTES} fit"
+                f"num_max_tokens_per_rank={self.num_max_tokens_per_rank}; expected at most {self.most_low_latency_tokens} for "
+                f"low-latency calls with num_topk={self.num_topk} and num_experts={self.num_experts} on {self.num_ranks} ranks. "
+                f"Make a Buffer of its own for them, with fewer tokens."
             )
-        if self.low_latency and 2 * self.hidden % ROW_ALIGNMENT:
-            raise EPConfigError(
-                f"low-latency calls carry rows of bfloat16, and one of hidden={self.hidden} has {2 * self.hidden} bytes; expected a "
-                f"multiple of {ROW_ALIGNMENT}"
-            )
-        if self.low_latency and not self.fits_low_latency:
-            raise EPConfigError(
-                f"low-latency calls take up to {self.most_low_latency_tokens} tokens with num_topk={self.num_topk} and "
-                f"num_experts={self.num_experts} on {self.num_ranks} ranks, got {self.num_max_tokens_per_rank}; "
-                f"make a Buffer of its own for them, with fewer tokens"
-            )
-        if not isinstance(self.timeout_s, Real) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise EPConfigError(
-                f"timeout_s is {self.timeout_s!r}; expected a positive number of seconds, {MAX_TIMEOUT_S:g} (30 years) at most"
-            )
-        self._set("timeout_s", float(self.timeout_s))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # it is frozen

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .arrays import DTYPES, HOST, Framework, View, not_contiguous
+from .checks import refusal
 from .errors import EPError, EPInputError
 from .handles import StreamHandle
 
@@ -143,6 +144,8 @@ _MAKERS: dict[str, Callable[[], Framework]] = {
     "jax": _Jax,
     "jaxlib": _Jax,
 }
+_MASKED = ("MaskedArray", "MaskedTensor")  # of NumPy and of PyTorch
+_MOST_SAID = 200  # characters of another library's message
 _frameworks: dict[type, Framework] = {View: _Seen()}  # array class -> its framework
 _singletons: dict[type[Framework], Framework] = {}
 
@@ -157,17 +160,28 @@ def framework_of(array: Any, what: str) -> Framework:
     if found := _frameworks.get(kind):
         return found
     if isinstance(array, type):  # it has all the names that its arrays have
-        raise EPInputError(f"{what}: expected an array, got the class {array.__name__}; pass an array of it")
+        raise refusal(array, what, "an array", "Pass an array of this class.")
+    if any(base.__name__ in _MASKED for base in kind.__mro__):
+        raise refusal(
+            array, what, "an array without a mask, which would be lost", "Pass its data, with masked entries filled in."
+        )
     for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
         if maker := _MAKERS.get(base.__module__.partition(".")[0]):
             break
     else:
         maker = Framework
     if maker is not _Jax and not hasattr(array, "__dlpack__"):  # JAX's own are traced, or else arrays
-        raise EPInputError(f"{what}: expected a NumPy, CuPy, PyTorch, JAX or DLPack array, got {kind.__name__}")
+        raise refusal(array, what, "a NumPy, CuPy, PyTorch, JAX or DLPack array", "Pass one of them.")
     made = maker()
     _frameworks[kind] = framework = _singletons.setdefault(type(made), made)
     return framework
+
+
+def not_shown(array: Any, what: str, error: Exception) -> EPError:
+    """What to raise about an array that its library does not show: deleted, on several devices, read-only, of a strange type."""
+    said = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_MOST_SAID]
+    expected = f"an array whose memory its library shows ({said})"
+    return refusal(array, what, expected, "Pass a copy of it, in one piece, on one device, of a usual dtype.")
 
 
 def not_dense(tensor: Any, what: str) -> EPInputError:

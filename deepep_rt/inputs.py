@@ -8,9 +8,13 @@ from typing import Any
 from . import frameworks
 from .arrays import HOST, View
 from .calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
-from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT, is_whole
-from .errors import EPInputError
+from .checks import flag, whole_number
+from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT
+from .errors import EPError, EPInputError
 from .results import DispatchHandle, LowLatencyHandle
+
+MOST_ALIGNMENT = 1 << 20
+"""The largest `expert_alignment`."""
 
 
 def dispatch_inputs(
@@ -34,10 +38,10 @@ def dispatch_inputs(
     num_tokens = rows.shape[0]
     if handle is None and topk_idx is None:
         raise EPInputError("dispatch needs topk_idx, or the handle of an earlier dispatch; got neither")
-    if num_worst_tokens is not None and not is_whole(num_worst_tokens, 0, config.num_max_recv_tokens):
-        raise EPInputError(
-            f"num_worst_tokens is {num_worst_tokens}; expected 0 to {config.num_max_recv_tokens} (num_ranks * num_max_tokens_per_rank)"
-        )
+    if num_worst_tokens is not None:
+        remedy = "The largest is num_ranks * num_max_tokens_per_rank; None leaves the number to what arrives."
+        num_worst_tokens = whole_number(num_worst_tokens, "num_worst_tokens", 0, config.num_max_recv_tokens, remedy=remedy)
+    expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
     if handle is not None:
         _check_handle(site, handle)
         if num_tokens != handle.num_tokens:
@@ -62,8 +66,6 @@ def dispatch_inputs(
                 f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {config.scale_bytes} "
                 f"(hidden // 128 float32, or packed UE8M0)"
             )
-    if not is_whole(expert_alignment, 1, 1 << 20):
-        raise EPInputError(f"expert_alignment is {expert_alignment!r}; expected a positive whole number")
     if handle is not None and expert_alignment != 1:
         raise EPInputError(
             f"expert_alignment is {expert_alignment} beside a handle, which keeps the counts of its routing; give it to the first dispatch"
@@ -104,6 +106,8 @@ def low_latency_dispatch_inputs(
 ) -> LowLatencyDispatchInputs:
     """Check the arguments of `Buffer.low_latency_dispatch`, whose docstring names the rules."""
     config = site.config
+    use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
+    round_scale = flag(round_scale, "round_scale") or use_ue8m0
     rows = _look(site, x, "x", stream)
     if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
         raise EPInputError(f"x is {rows.dtype} {list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]")
@@ -124,8 +128,7 @@ def low_latency_dispatch_inputs(
     if wait_stats is not None:
         waits = _look(site, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), ("int64",))
         _check_writable(site, waits, wait_stats, "wait_recv_cost_stats")
-    kind = bool(use_fp8), bool(round_scale or use_ue8m0), bool(use_ue8m0)
-    return LowLatencyDispatchInputs(rows, idx, weights, *kind, recv, waits)
+    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits)
 
 
 def low_latency_combine_inputs(
@@ -140,6 +143,7 @@ def low_latency_combine_inputs(
 ) -> LowLatencyCombineInputs:
     """Check the arguments of `Buffer.low_latency_combine`, whose docstring names the rules."""
     config = site.config
+    reduce_early = flag(allow_multiple_reduction, "allow_multiple_reduction")
     check_low_latency_handle(site, handle)
     rows = _look(site, y, "y", stream, (config.num_local_experts, config.num_max_recv_tokens, config.hidden), ("bfloat16",))
     _check_start(rows, "y")
@@ -152,7 +156,7 @@ def low_latency_combine_inputs(
         _check_start(into, "out")
         if into.ptr < rows.ptr + rows.nbytes and rows.ptr < into.ptr + into.nbytes:
             raise EPInputError("out lies in the memory of y, which is still read while sums are written; pass another array")
-    return LowLatencyCombineInputs(rows, idx, weights, handle, allow_multiple_reduction, into)
+    return LowLatencyCombineInputs(rows, idx, weights, handle, reduce_early, into)
 
 
 def check_low_latency_handle(site: Site, handle: Any) -> None:
@@ -167,7 +171,12 @@ def _look(
     site: Site, array: Any, what: str, stream: int | None, shape: tuple[int, ...] | None = None, dtypes: Sequence[str] = ()
 ) -> View:
     """An argument as a View; where a shape is given, it and the dtype are checked."""
-    view = frameworks.framework_of(array, what).view(array, what, stream)
+    try:
+        view = frameworks.framework_of(array, what).view(array, what, stream)
+    except EPError:
+        raise
+    except Exception as error:  # what the array's library raises: of DLPack producers, it may be anything
+        raise frameworks.not_shown(array, what, error) from error
     if view.device != site.device and view.device != HOST:
         here = "host memory (the host backend has no GPU)" if site.device == HOST else f"GPU {site.device}"
         raise EPInputError(f"{what} is on GPU {view.device}, but this buffer works in {here}; move the array first")

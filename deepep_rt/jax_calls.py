@@ -99,7 +99,7 @@ def _callback(
         with _one_at_a_time:
             try:
                 buffer._live()
-                with buffer._turns:
+                with buffer._turns.context:  # the calls below are entered one by one
                     if not checked:
                         check_device(buffer, out[0])
                         checked = True

@@ -193,9 +193,10 @@ def _run_dispatch(
     recv_x, table, *scales = results
     backend = buffer._low_latency()
     given = x, idx, weights[0] if weights else None
-    inputs = low_latency_dispatch_inputs(buffer._site, stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
-    inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
-    sent = backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
+    with buffer._turns:
+        inputs = low_latency_dispatch_inputs(buffer._site, stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
+        inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
+        sent = backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
     if stream is None:  # the host backend has memory of its own
         tables.copy(sent.recv_x.ptr, recv_x, None)
         for out in scales:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .config import is_whole
+from .checks import choice, flag, refusal, whole_number
 from .errors import EPConfigError
 
 TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
@@ -55,22 +55,27 @@ class NetworkOptions:
     bootstrap_interface: str | None = None
 
     def __post_init__(self) -> None:
-        if self.transport not in (None, *TRANSPORTS):
-            raise EPConfigError(f"transport is {self.transport!r}; expected one of {', '.join(TRANSPORTS)}, or None")
-        if self.ibgda not in (None, True, False):
-            raise EPConfigError(f"ibgda is {self.ibgda!r}; expected True, False or None")
+        if self.transport is not None:
+            choice(self.transport, "transport", TRANSPORTS, error=EPConfigError)
+        if self.ibgda is not None:
+            self._set("ibgda", flag(self.ibgda, "ibgda", error=EPConfigError))
         for name, least, most in (
             ("service_level", 0, 15),  # four bits of a packet's header
             ("connections_per_peer", 0, 1 << 10),  # NVSHMEM sets no limit; each one takes memory of the GPU and of the NIC
             ("queue_depth", 128, 1 << 15),  # NVSHMEMI_IBGDA_MIN_QP_DEPTH, NVSHMEMI_IBGDA_MAX_QP_DEPTH
         ):
-            value = getattr(self, name)
-            if value is not None and not is_whole(value, least, most):
-                raise EPConfigError(f"{name} is {value!r}; expected a whole number from {least} to {most}, or None")
-        if self.nics is not None and (isinstance(self.nics, str) or not self.nics or not all(map(_is_port, self.nics))):
-            raise EPConfigError(f"nics is {self.nics!r}; expected names with a port, such as ['mlx5_0:1', 'mlx5_1:1'], or None")
-        if self.bootstrap_interface is not None and not (isinstance(self.bootstrap_interface, str) and self.bootstrap_interface):
-            raise EPConfigError(f"bootstrap_interface is {self.bootstrap_interface!r}; expected a name such as 'eth0', or None")
+            if (value := getattr(self, name)) is not None:
+                self._set(name, whole_number(value, name, least, most, error=EPConfigError))
+        is_list = isinstance(self.nics, Sequence) and not isinstance(self.nics, str)
+        if self.nics is not None and not (is_list and self.nics and all(map(_is_port, self.nics))):
+            expected = "names with a port, such as ['mlx5_0:1', 'mlx5_1:1']"
+            raise refusal(self.nics, "nics", expected, "Pass a list of them, or None.", EPConfigError)
+        interface = self.bootstrap_interface
+        if interface is not None and not (isinstance(interface, str) and interface):
+            raise refusal(interface, "bootstrap_interface", "a name such as 'eth0'", "Pass one, or None.", EPConfigError)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # it is frozen
 
     def environment(self) -> dict[str, str]:
         """The options that are set, as the variables that NVSHMEM reads.

@@ -22,7 +22,8 @@ import numpy as np
 from . import soak_graph, soak_low_latency, soak_throughput
 from .bench_ranks import make_room, together
 from .buffer import Buffer
-from .config import MAX_TIMEOUT_S, Config, is_whole
+from .checks import is_whole
+from .config import MAX_TIMEOUT_S, Config
 from .errors import EPConfigError, EPError, EPUnavailableError
 from .soak_arrays import Arrays
 from .soak_buffers import Options, buffer_of

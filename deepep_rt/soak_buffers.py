@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .config import is_whole
+from .checks import is_whole
 from .errors import EPConfigError
 
 BUFFERS, ROUNDS, POOLS, CHOICES = range(4)

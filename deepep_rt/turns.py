@@ -19,7 +19,7 @@ class Turns:
     """
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
-        self._lock, self._context = threading.RLock(), context
+        self._lock, self.context = threading.RLock(), context
         # Looked up once: this is a part of what each call costs.
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._enter, self._leave = context.__enter__, context.__exit__
@@ -63,7 +63,7 @@ class Turns:
         self._in_call = False
         try:
             if finish is not None:
-                with self._context:
+                with self.context:
                     finish(error)
         finally:
             self._release()
@@ -89,5 +89,5 @@ class Turns:
             if self._in_call:
                 self._finish = finish
                 return
-            with self._context:
+            with self.context:
                 finish(self._cut_short)

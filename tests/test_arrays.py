@@ -80,8 +80,8 @@ def test_gaps_are_refused(array: np.ndarray) -> None:
 
 
 def test_strange_objects_and_types_are_refused() -> None:
-    for given, words in (([1, 2], "got list"), (None, "got NoneType"), (3, "got int"), ("x", "got str")):
-        with pytest.raises(EPInputError, match=f"x: expected a NumPy, CuPy, PyTorch, JAX or DLPack array, {words}"):
+    for given, words in (([{}], "<list>"), (None, "None"), (3, "3"), ("x", "'x'")):
+        with pytest.raises(EPInputError, match=f"x={words}; expected a NumPy, CuPy, PyTorch, JAX or DLPack array"):
             _view(given, "x")
     with pytest.raises(EPInputError, match="x: dtype complex128 is not supported; expected one of bfloat16"):
         _view(np.zeros(3, complex), "x")
@@ -323,10 +323,10 @@ def test_torch_tensors_of_a_fake_mode() -> None:
 def test_classes_and_other_names_of_array_libraries_are_no_arrays() -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     for kind in (np.ndarray, np.float32, Producer, torch.Tensor, jax.Array):
-        with pytest.raises(EPInputError, match=f"x: expected an array, got the class {kind.__name__}"):
+        with pytest.raises(EPInputError, match=f"x=<class {kind.__name__}>; expected an array. Pass"):
             _view(kind, "x")
     for other in (np.float32(1), np.dtype("float32"), torch.float32, torch.Size([2]), torch.nn.Identity()):
-        with pytest.raises(EPInputError, match=f"x: expected a NumPy.* array, got {type(other).__name__}"):
+        with pytest.raises(EPInputError, match=r"x=\S.*; expected a NumPy.* array"):
             _view(other, "x")
 
 

@@ -155,7 +155,7 @@ def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
         (["--from", "missing.json"], "missing.json cannot be read"),
         (["--from", str(PEERS)], "is no result of"),
         (["--out", "pyproject.toml"], "choose another folder with --out"),
-        (["--experts", "7"], "num_experts is 7"),
+        (["--experts", "7"], "num_experts=7"),
     ],
 )
 def test_errors_are_explained_once(options, message, tmp_path):

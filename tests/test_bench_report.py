@@ -46,7 +46,7 @@ def launch(program, *options, status=0):
         (["--json", "."], ". cannot be written: it is a folder; choose another file with --json"),
         (["--json", "pyproject.toml/result.json"], "choose another file with --json"),
         (["--compare", "missing.json"], "missing.json cannot be read"),
-        (["--experts", "7"], "num_experts is 7"),
+        (["--experts", "7"], "num_experts=7"),
     ],
 )
 def test_errors_are_explained_once_and_before_anything_is_measured(program, options, message):

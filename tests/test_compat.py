@@ -318,7 +318,9 @@ def test_settings() -> None:
         compat.Buffer.set_num_sms(np.int64(16))
         assert vars(compat.Buffer.get_dispatch_config(8))["num_sms"] == 16
         for wrong in (15, 0, -2, 1026, "a", 2.0, True, None):
-            with pytest.raises(EPInputError, match=f"new_num_sms is {wrong!r}; expected an even number from 2 to 1024"):
+            with pytest.raises(
+                EPInputError, match=f"new_num_sms={wrong!r}; expected a whole number from 2 to 1024, a multiple of 2"
+            ):
                 compat.Buffer.set_num_sms(wrong)
         assert compat.Buffer.num_sms == 16
     finally:

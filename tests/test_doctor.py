@@ -115,7 +115,7 @@ def test_sizes_are_options(doctor: Doctor) -> None:
     )
     assert doctor.json(*options)["size_hint"] == Buffer.size_hint(4, **sizes)
     answer = doctor.json("--ranks", "4", "--experts", "15", status=1)
-    assert "num_experts is 15" in what(answer, "wrong-sizes")
+    assert "num_experts=15" in what(answer, "wrong-sizes")
     assert answer["size_hint"] is None
     assert doctor.run(_program("--backend", "gpu")).returncode == 1
 

@@ -218,7 +218,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
      "on host0, GPU 60000000 has 1.00 GB free and is to hold 1.56 GB"),
     ("not-enough-memory", "error", NO_SHARING, _nvml(free_bytes=2 * 10**9), "has 2.00 GB free and is to hold 2 times 1.56 GB"),
     ("not-enough-memory", "error", ONE_PROCESS, _nvml(6, free_bytes=10**9), "GPU 60000000"),
-    ("wrong-sizes", "error", dict(ranks=1, num_ranks=3, sizes={**SIZES, "num_experts": 256}), _all(), "num_experts is 256"),
+    ("wrong-sizes", "error", dict(ranks=1, num_ranks=3, sizes={**SIZES, "num_experts": 256}), _all(), "num_experts=256"),
     ("no-cuda-packages", "error", ONE_PROCESS, _drop("nvrtc"), "NVRTC: RuntimeError"),
     ("no-cuda-packages", "error", ONE_PROCESS, _drop("nvjitlink"), "nvJitLink: RuntimeError"),
     ("no-cuda-packages", "error", ONE_PROCESS, _set("bindings", module="cuda.core", error="ImportError: x"), "cuda.core: ImportError"),

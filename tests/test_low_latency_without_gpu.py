@@ -38,7 +38,7 @@ __all__ = ["fake", "make"]
         ({"use_ue8m0": True}, "float8_e4m3fn", ("uint8", (8, 256, 2))),
         ({"use_fp8": False}, "bfloat16", None),
         ({"use_fp8": np.True_, "use_ue8m0": 0}, "float8_e4m3fn", ("float32", (8, 256, 2))),
-        ({"use_fp8": "yes"}, "float8_e4m3fn", ("float32", (8, 256, 2))),
+        ({"use_fp8": 1, "use_ue8m0": np.False_}, "float8_e4m3fn", ("float32", (8, 256, 2))),
     ],
 )
 def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales: tuple | None) -> None:

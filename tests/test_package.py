@@ -30,6 +30,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 ORDER = [
     "errors",
     "_env",
+    "checks",
     "dlpack",
     "handles",
     "arrays",

@@ -1,0 +1,105 @@
+"""Check single arguments: whole numbers, seconds, flags, choices and objects. Every public function checks its own here.
+
+What these functions return is Python's: a NumPy integer computes in its own width, and `numpy.uint16(32768) * 2` is 0.
+Arrays are checked by `inputs`, streams and events by `handles`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from .errors import EPError, EPInputError
+
+_MOST_SHOWN, _MOST_LISTED = 80, 4  # characters of a value in a message, and parts of a list
+_SHOWN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+
+
+def whole_number(
+    value: Any, name: str, least: int, most: int, *, error: type[EPError] = EPInputError, remedy: str = "", multiple_of: int = 1
+) -> int:
+    """Return a whole number of Python or NumPy as Python's; refuse True, False, floats and arrays.
+
+    Args:
+        value: What the caller gave.
+        name: The argument's name.
+        least: The least number that is allowed.
+        most: The largest one.
+        error: What to raise.
+        remedy: What the caller can do, as a sentence. Default: pass such a number.
+        multiple_of: The number has to be a multiple of this.
+    """
+    number = _as_int(value)
+    if number is None or not least <= number <= most or number % multiple_of:
+        multiple = f", a multiple of {multiple_of}" if multiple_of > 1 else ""
+        raise refusal(value, name, f"a whole number from {least} to {most}{multiple}", remedy or "Pass such a number.", error)
+    return number
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Return whether it is a whole number of Python or NumPy in this range."""
+    number = _as_int(value)
+    return number is not None and least <= number <= most
+
+
+def flag(value: Any, name: str, *, error: type[EPError] = EPInputError) -> bool:
+    """Return True or False (also NumPy's, and 1 or 0) as Python's; refuse strings, arrays and None."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_) or _as_int(value) in (0, 1):
+        return bool(value)
+    raise refusal(value, name, "True or False", "Pass one of them.", error)
+
+
+def choice(value: Any, name: str, allowed: Sequence[str], *, error: type[EPError] = EPInputError) -> str:
+    """Return one of some words; refuse everything else, also what cannot be compared with a word."""
+    if isinstance(value, str) and value in allowed:
+        return str(value)
+    raise refusal(value, name, " or ".join(map(repr, allowed)), "Pass one of them.", error)
+
+
+def seconds(value: Any, name: str, most: float, *, error: type[EPError] = EPInputError) -> float:
+    """Return a positive number of seconds as Python's float; refuse True, NaN and arrays."""
+    if isinstance(value, Real) and not isinstance(value, bool) and bool(0 < value <= most):  # type: ignore[operator]
+        return float(value)
+    raise refusal(value, name, f"a positive number of seconds, {most:g} (30 years) at most", "Pass such a number.", error)
+
+
+def instance(value: Any, name: str, kind: type, remedy: str, *, error: type[EPError] = EPInputError) -> Any:
+    """Return an object of a class; refuse everything else."""
+    if isinstance(value, kind):
+        return value
+    raise refusal(value, name, f"a {kind.__module__.partition('.')[0]}.{kind.__name__}", remedy, error)
+
+
+def refusal(value: Any, name: str, expected: str, remedy: str, error: type[EPError] = EPInputError) -> EPError:
+    """Make the exception about a wrong argument: `name=value; expected X. Do Y.`"""
+    return error(f"{name}={shown(value)}; expected {expected}. {remedy}")
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it: numbers and words as they are, of everything else the class. Arrays print too much."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print larger ones
+        return f"<int of {value.bit_length()} bits>"
+    if type(value) in _SHOWN_TYPES or isinstance(value, np.generic):
+        text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, (str, bytes)) else value)
+        return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    if type(value) in (list, tuple) and len(value) <= _MOST_LISTED and all(type(part) in _SHOWN_TYPES for part in value):
+        return f"[{', '.join(map(shown, value))}]"
+    return f"<class {value.__name__}>" if isinstance(value, type) else f"<{type(value).__name__}>"
+
+
+def _as_int(value: Any) -> int | None:
+    """A whole number as Python's; None for anything else, booleans included."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):  # NumPy's booleans are not Integral
+        return None
+    try:
+        return operator.index(value)
+    except Exception:  # a class may claim to be Integral without being one
+        return None
