@@ -223,6 +223,7 @@ class _Run:
         session.doing = plan.kind
         _PLAYERS[plan.kind](session, plan)
         session.check_held(number)
+        session.buffer.check()
         self.num_rounds += 1
 
     def _meet(self) -> bool:

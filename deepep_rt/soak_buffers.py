@@ -11,7 +11,7 @@ import numpy as np
 from .checks import is_whole
 from .errors import EPConfigError
 
-BUFFERS, ROUNDS, POOLS, CHOICES = range(4)
+BUFFERS, ROUNDS, POOLS, CHOICES, LEFT_OUT = range(5)
 """What keeps the draws of one seed apart."""
 
 

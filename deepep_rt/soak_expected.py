@@ -92,13 +92,59 @@ class Routing:
         before = sum(int(goes[:, peer].sum()) for goes in self._goes[: self.rank])
         return tokens[: max(self._worst[peer] - before, 0)]
 
+
+class Entries(NamedTuple):
+    """Rows of one local expert in a low-latency dispatch: source rank, source token and choice of each, `[n]` int64."""
+
+    source: np.ndarray
+    token: np.ndarray
+    choice: np.ndarray
+
+
+class ExpertRouting:
+    """The routing of one low-latency dispatch, as one rank sees it. A token may name an expert more than once.
+
+    Args:
+        choices: For each rank `[tokens, topk]`, experts or -1.
+        rank: This one.
+        num_experts: Experts over all ranks.
+        capacity: Rows that an expert has room for; later ones are dropped.
+    """
+
+    def __init__(self, choices: Sequence[np.ndarray], rank: int, num_experts: int, capacity: int) -> None:
+        self.choices, self.rank, self.num_ranks, self.capacity = choices, rank, len(choices), capacity
+        self.local, self._num_experts = num_experts // len(choices), num_experts
+
+    @property
+    def mine(self) -> np.ndarray:
+        """Choices of this rank's tokens."""
+        return self.choices[self.rank]
+
     @cached_property
-    def entries(self) -> list[Rows]:
-        """For each local expert the rows of a low-latency dispatch."""
+    def entries(self) -> list[Entries]:
+        """For each local expert the rows that fit, in the order of the result."""
         found = []
         for expert in range(self.rank * self.local, (self.rank + 1) * self.local):
-            tokens = [np.nonzero(idx == expert)[0] for idx in self.choices]
-            found.append(Rows(np.repeat(np.arange(self.num_ranks), [len(t) for t in tokens]), np.concatenate(tokens)))
+            at = [np.nonzero(idx == expert) for idx in self.choices]
+            source = np.repeat(np.arange(self.num_ranks), [len(token) for token, _ in at])
+            token, choice = (np.concatenate(parts) for parts in zip(*at, strict=True))
+            found.append(Entries(*(part[: self.capacity] for part in (source, token, choice))))
+        return found
+
+    @cached_property
+    def num_per_expert(self) -> np.ndarray:
+        """Rows of each local expert."""
+        return np.array([len(entries.token) for entries in self.entries])
+
+    @cached_property
+    def fits(self) -> np.ndarray:
+        """Which choices of this rank's tokens have a row, `[tokens, topk]` bool."""
+        before = sum(np.bincount(idx[idx >= 0], minlength=self._num_experts) for idx in self.choices[: self.rank])
+        found = np.zeros(self.mine.shape, bool)
+        for expert in np.unique(self.mine[self.mine >= 0]):
+            token, choice = np.nonzero(self.mine == expert)
+            room = self.capacity - (before[expert] if self.rank else 0)  # type: ignore[index]
+            found[token[: max(room, 0)], choice[: max(room, 0)]] = True
         return found
 
 
@@ -126,32 +172,38 @@ def summed(
 
 
 def weighted(
-    arrays: Arrays, routing: Routing, width: int, weights: Any, row: Callable[[np.ndarray], Any], *, reduce_early: bool
+    arrays: Arrays,
+    homes: np.ndarray,
+    width: int,
+    weights: Any,
+    row: Callable[[int], Any],
+    *,
+    num_ranks: int,
+    reduce_early: bool,
 ) -> Any:
     """The sums of a low-latency combine as bfloat16, in unsigned integers.
 
     Args:
         arrays: Where to compute.
-        routing: Of the dispatch; a token names an expert once.
+        homes: `[tokens, topk]`, the rank that returns a row for a choice, or -1 where none is added.
         width: Elements of a row.
         weights: `[tokens, topk]` float32 of this rank.
-        row: Gives the outputs of the experts `[tokens]` (-1: of no interest) for all tokens of this rank, as unsigned integers.
+        row: Gives the rows that a choice brings, for all tokens, as unsigned integers.
+        num_ranks: Of the Buffer.
         reduce_early: Expert ranks add up their rows of a token and round the sum.
     """
-    xp, idx = arrays.xp, routing.mine
-    shape = len(idx), width
-    sums: dict[int, Any] = {peer: xp.zeros(shape, np.float32) for peer in (range(routing.num_ranks) if reduce_early else [0])}
-    for choice in range(idx.shape[1]):
-        term = weights[:, choice, None] * arrays.to_float32(row(idx[:, choice]), "bfloat16")
-        home = np.where(idx[:, choice] >= 0, idx[:, choice] // routing.local, -1)
+    xp, shape = arrays.xp, (len(homes), width)
+    sums: dict[int, Any] = {peer: xp.zeros(shape, np.float32) for peer in (range(num_ranks) if reduce_early else [0])}
+    for choice in range(homes.shape[1]):
+        term = weights[:, choice, None] * arrays.to_float32(row(choice), "bfloat16")
         for peer, partial in sums.items():
-            chosen = home == peer if reduce_early else home >= 0
+            chosen = homes[:, choice] == peer if reduce_early else homes[:, choice] >= 0
             if chosen.any():
                 partial += xp.where(arrays.put(chosen)[:, None], term, xp.float32(0))
     if not reduce_early:
         return arrays.from_float32(sums[0], "bfloat16")
     total = xp.zeros(shape, np.float32)
-    for peer in range(routing.num_ranks):
+    for peer in range(num_ranks):
         total += arrays.to_float32(arrays.from_float32(sums[peer], "bfloat16"), "bfloat16")
     return arrays.from_float32(total, "bfloat16")
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .soak_arrays import row_keys
-from .soak_expected import Routing, summed, weighted
+from .soak_expected import ExpertRouting, Routing, summed, weighted
 from .soak_plan import RoundPlan, experts_of
 from .soak_run import Session
 
@@ -81,12 +81,16 @@ class _Graph:
             session.check.rows(plan.number, f"replayed {call}", name, got, shape, "bfloat16", keys, make)
 
         by_expert, call = arrays.rows(sent.recv_x, 2), "replayed low_latency_dispatch"
-        for expert, rows in enumerate(routing.entries):
-            session.check.raw_rows(plan.number, call, "recv_x", by_expert[expert], row_keys(x_key, *rows), sent_rows)
+        experts = ExpertRouting(routing.choices, session.rank, session.plan.num_experts, self.worst)
+        for expert, rows in enumerate(experts.entries):
+            keys = row_keys(x_key, rows.source, rows.token)
+            session.check.raw_rows(plan.number, call, "recv_x", by_expert[expert], keys, sent_rows)
         compare("dispatch", "recv_x", routed.recv_x, row_keys(x_key, *routing.kept), sent_rows)
         session.check.array(plan.number, "replayed dispatch", "recv_topk_idx", routed.recv_topk_idx, routing.local_choices)
         # Experts return what they got, so a row of the sum is the sum of a token's own rows.
-        wanted = weighted(arrays, routing, hidden, self.weights, lambda experts: own_rows(tokens), reduce_early=True)
+        homes, ranks = np.where(experts.fits, routing.mine // routing.local, -1), routing.num_ranks
+        own = own_rows(tokens)
+        wanted = weighted(arrays, homes, hidden, self.weights, lambda choice: own, num_ranks=ranks, reduce_early=True)
         compare("low_latency_combine", "x", decoded.x, tokens, lambda part: wanted[part[0] : part[-1] + 1])
         total = summed(arrays, routing, hidden, "bfloat16", lambda peer, at: own_rows(at))
         compare("combine", "x", summed_up.x, tokens, lambda part: total[part[0] : part[-1] + 1])

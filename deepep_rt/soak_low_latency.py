@@ -9,8 +9,8 @@ import numpy as np
 from .config import FP8_GROUP
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult
 from .soak_arrays import row_keys
-from .soak_expected import Routing, Rows, to_fp8, weighted
-from .soak_plan import RoundPlan, Step, experts_of
+from .soak_expected import Entries, ExpertRouting, to_fp8, weighted
+from .soak_plan import RoundPlan, Step, experts_of, left_out_of
 from .soak_run import Session
 
 _STATS_START = 7
@@ -35,9 +35,10 @@ class _Batch:
         self.session, self.plan, self.step, self.number = session, plan, step, number
         self.arrays, self.check, self.rank = session.arrays, session.check, session.rank
         choices = [experts_of(session.options, plan, number, rank) for rank in range(session.options.num_ranks)]
-        self.routing = Routing(choices, self.rank, session.plan.num_experts)
         self.hidden, self.topk = session.plan.shape.hidden, session.plan.shape.topk
         self.capacity = session.options.num_ranks * session.plan.shape.tokens
+        self.routing = ExpertRouting(choices, self.rank, session.plan.num_experts, self.capacity)
+        self.left_out = left_out_of(session.options, plan, number, self.rank, choices[self.rank])
         self.tokens = np.arange(plan.tokens[self.rank])
         self.keys = {what: session.key(plan, number, what) for what in ("x", "weights", "y")}
         self.idx = self.arrays.put(self.routing.mine.astype(plan.idx_dtype))
@@ -109,10 +110,10 @@ class _Batch:
         by_expert = self.arrays.rows(got, 2)
         for expert, rows in enumerate(self.routing.entries):
 
-            def note(row: int, expert: int = expert, rows: Rows = rows) -> str:
+            def note(row: int, expert: int = expert, rows: Entries = rows) -> str:
                 return f"of local expert {expert}, which is token {rows.token[row]} of rank {rows.source[row]}"
 
-            keys, call = row_keys(self.keys["x"], *rows), self._call("dispatch")
+            keys, call = row_keys(self.keys["x"], rows.source, rows.token), self._call("dispatch")
             self.check.raw_rows(self.plan.number, call, name, by_expert[expert], keys, lambda k: self._sent_rows(k)[part], note)
 
     def _sent_rows(self, keys: np.ndarray) -> tuple[Any, Any]:
@@ -127,6 +128,10 @@ class _Batch:
     def combine(self) -> None:
         """Write the experts' outputs and send them; without a hook, receive too."""
         step, buffer = self.step, self.session.buffer
+        idx = self.idx
+        if self.left_out.any():
+            idx = self.arrays.put(np.where(self.left_out, -1, self.routing.mine).astype(self.plan.idx_dtype))
+        self.combine_idx = idx  # read until the call, or its hook, has run
         shape = self.routing.local, self.capacity, self.hidden
         if step.zero_copy:
             y = buffer.get_low_latency_combine_buffer(self.sent.handle)
@@ -145,7 +150,7 @@ class _Batch:
             step.combine_way,
             lambda way: buffer.low_latency_combine(
                 y,
-                self.idx,
+                idx,
                 self.weights,
                 self.sent.handle,
                 allow_multiple_reduction=step.reduce_early,
@@ -170,11 +175,15 @@ class _Batch:
         self.session.let_go(self.plan, self.back, self._check_sums, ("x",))
 
     def _check_sums(self) -> None:
-        def row(experts: np.ndarray) -> Any:
-            keys = row_keys(self.keys["y"], experts, np.full(len(self.tokens), self.rank), self.tokens)
-            return self.arrays.numbers(keys, self.hidden, "bfloat16")
+        mine = self.routing.mine
 
-        wanted = weighted(self.arrays, self.routing, self.hidden, self.weights, row, reduce_early=self.step.reduce_early)
+        def row(choice: int) -> Any:
+            where = np.full(len(self.tokens), self.rank), self.tokens, np.full(len(self.tokens), choice)
+            return self.arrays.numbers(row_keys(self.keys["y"], mine[:, choice], *where), self.hidden, "bfloat16")
+
+        homes = np.where(self.routing.fits & ~self.left_out, mine // self.routing.local, -1)
+        num_ranks, early = self.session.options.num_ranks, self.step.reduce_early
+        wanted = weighted(self.arrays, homes, self.hidden, self.weights, row, num_ranks=num_ranks, reduce_early=early)
         self.check.rows(
             self.plan.number,
             self._call("combine"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from .arrays import DTYPES
 from .config import COMBINE_DTYPES, FP8_GROUP, MAX_ROW_BYTES, ROW_ALIGNMENT
-from .soak_buffers import CHOICES, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of
+from .soak_buffers import CHOICES, LEFT_OUT, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of
 
 _PAYLOADS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8")
 _LONGEST_DELAY_S = 0.02
@@ -50,6 +50,7 @@ class Step:
     reduce_early: bool
     zero_copy: bool
     out: bool
+    leaves_out: bool  # the combine names some choices no more
     way: str
     combine_way: str
 
@@ -80,7 +81,7 @@ def round_of(options: Options, number: int) -> RoundPlan:
     kind = "throughput"
     if buffer.shape.low_latency and draw.chance(0.6):
         kind = "graph" if buffer.has_graph and draw.chance(0.2) else "low_latency"
-    pool_size, pool_rank = _pool(draw, options, buffer, kind)
+    pool_size, pool_rank = _pool(draw, options, buffer)
     common = dict(
         number=number,
         kind=kind,
@@ -133,20 +134,32 @@ def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.nd
     return np.where(rng.random(idx.shape) < plan.skip, -1, idx)
 
 
+def left_out_of(options: Options, plan: RoundPlan, step: int, rank: int, idx: np.ndarray) -> np.ndarray:
+    """Choices that a low-latency combine names no more, `[tokens, topk]` bool; of a rank that adds up early all of a token or none."""
+    if not plan.steps[step].leaves_out:
+        return np.zeros(idx.shape, bool)
+    rng = np.random.default_rng((options.seed, LEFT_OUT, plan.number, step, rank))
+    if not plan.steps[step].reduce_early:
+        return (idx >= 0) & (rng.random(idx.shape) < 0.3)
+    local = buffer_of(options, plan.number // options.rounds_per_buffer).shape.local_experts
+    ranks = rng.random((len(idx), options.num_ranks)) < 0.3
+    return (idx >= 0) & np.take_along_axis(ranks, np.maximum(idx, 0) // local, axis=1)
+
+
 @functools.lru_cache
 def _strides(size: int) -> list[int]:
     """Steps through a ring of so many experts that meet each of them before the first one again."""
     return [step for step in range(1, size + 1) if gcd(step, size) == 1]
 
 
-def _pool(draw: Draw, options: Options, buffer: BufferPlan, kind: str) -> tuple[int, int]:
+def _pool(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[int, int]:
     """How skewed the routing is."""
     shape = buffer.shape
     how = draw.one_of("all", "all", "few", "one rank")
-    if how == "one rank" and (kind == "throughput" or shape.local_experts >= shape.topk):
+    if how == "one rank":
         return shape.local_experts, draw.number(0, options.num_ranks - 1)
-    if how == "few":
-        return min(buffer.num_experts, shape.topk + draw.number(0, 2)), -1
+    if how == "few":  # with fewer than a token chooses, it names some of them again
+        return min(buffer.num_experts, max(shape.topk + draw.number(-2, 2), 1)), -1
     return buffer.num_experts, -1
 
 
@@ -228,6 +241,7 @@ def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]
                 reduce_early=not (may_reduce_late and draw.chance(0.4)),
                 zero_copy=zero_copy,
                 out=draw.chance(0.3),
+                leaves_out=draw.chance(0.3),
                 way=draw.one_of("plain", "plain", "async", "stream"),
                 combine_way=draw.one_of("plain", "plain", "async", "stream"),
             )

@@ -172,6 +172,7 @@ def test_every_option_has_its_turn():
         ("reduce_early", {True, False}),
         ("early_weights", {True, False}),
         ("stats", {True, False}),
+        ("leaves_out", {True, False}),
     ):
         assert {getattr(step, name) for step in steps} == wanted, name
     assert any(len(plan.steps) > 1 for plan in rounds if plan.kind == "low_latency")
