@@ -159,6 +159,21 @@ class Buffer(NormalCalls, LowLatencyCalls):
         if self._low_latency is not None and enable_shrink and ranks_hinted == self.group_size:
             self._low_latency.take(*sizes, "cuda" if torch.cuda.is_available() else "host")
 
+    def check(self) -> None:
+        """Raise what the next call would raise: for loops that only replay CUDA graphs. DeepEP has no such call.
+
+        Raises:
+            EPTimeoutError: if a peer did not answer.
+            EPInputError: if ranks gave different arguments, or an argument was wrong.
+
+        Example:
+            >>> graph.replay()
+            >>> buffer.check()
+        """
+        for buffers in (self._low_latency, self._normal):
+            if buffers is not None:
+                buffers.check()
+
     def destroy(self) -> None:
         """Give the memory back. Collective; results that are still held must not be used afterwards."""
         if self._destroyed:

@@ -185,6 +185,11 @@ class NormalBuffers:
             return self._make(shape, max(*tokens, least, self._tokens_ahead(shape)))
         return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least)
 
+    def check(self) -> None:
+        """Raise what the next call would raise."""
+        for buffer in [*self._outgrown, *self._current.values()]:
+            buffer.check()
+
     def destroy(self, in_touch: bool) -> None:
         """Collective. `in_touch`: whether all ranks are known to be there."""
         with ExitStack() as rest:
@@ -268,6 +273,11 @@ class LowLatencyBuffers:
     def masked_ranks(self) -> list[int]:
         """The ranks that calls leave out."""
         return sorted(self._masked.union(*(buffer.query_masked_ranks() for buffer in self._buffers.values())))
+
+    def check(self) -> None:
+        """Raise what the next call would raise."""
+        for buffer in self._buffers.values():
+            buffer.check()
 
     def destroy(self) -> None:
         """Collective."""

@@ -497,3 +497,22 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_program(num_ranks: int) -> None:
     run_checks(num_ranks, "compat")
+
+
+def test_check_asks_every_buffer() -> None:
+    """A loop that replays CUDA graphs makes no call that could raise."""
+    from deepep_rt import compat
+
+    asked = []
+
+    class Buffers:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def check(self) -> None:
+            asked.append(self._name)
+
+    buffer = object.__new__(compat.Buffer)
+    buffer._low_latency, buffer._normal, buffer._destroyed = Buffers("low latency"), Buffers("normal"), True
+    buffer.check()
+    assert asked == ["low latency", "normal"]
