@@ -1,8 +1,16 @@
-"""The CUDA kernels, compiled for the CPU, against the oracles: every rank of a Buffer in this process, threads in random order."""
+"""The CUDA kernels, compiled for the CPU, against the oracles: every rank of a Buffer in this process, threads in random order.
+
+Each test tries a few orders. More of them: `KERNELS_ON_CPU_SEEDS=500 python -m pytest tests/test_kernels_on_cpu.py`. A failure's name ends
+with its seed; `KERNELS_ON_CPU_SEEDS=17:18` tries that one alone.
+"""
 
 from __future__ import annotations
 
-import ml_dtypes  # noqa: F401  (dtypes for NumPy)
+import os
+import re
+import shutil
+
+import ml_dtypes  # noqa: F401  (element types for NumPy)
 import numpy as np
 import pytest
 from kernels_on_cpu import compiler
@@ -10,49 +18,213 @@ from kernels_on_cpu.machine import Machine
 from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
 from oracle import make_inputs
 
+from deepep_rt import EPTimeoutError, sources
+
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
-SMALL = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
+LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
+FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
+
+
+def seeds(count):
+    """The seeds of a test: `count` of them, unless the environment asks for others."""
+    first, _, last = os.environ.get("KERNELS_ON_CPU_SEEDS", str(count)).rpartition(":")
+    return range(int(first or 0), int(last))
 
 
 def inputs_of(config, seed):
     """What each rank gives: a random number of tokens, of whose choices some are none."""
-    return [
-        make_inputs(
-            seed, rank, int(np.random.default_rng([seed, rank]).integers(0, config.num_max_tokens_per_rank + 1)),
-            config.hidden, config.num_topk, config.num_experts, skip_probability=0.1, dtype="bfloat16",
-        )
-        for rank in range(config.num_ranks)
-    ]  # fmt: skip
+    made = []
+    for rank in range(config.num_ranks):
+        rng = np.random.default_rng([seed, rank])
+        sizes = int(rng.integers(0, config.num_max_tokens_per_rank + 1)), config.hidden, config.num_topk, config.num_experts
+        kinds = dict(dtype="bfloat16", idx_dtype=("int32", "int64")[seed % 2])
+        made.append(make_inputs(seed, rank, *sizes, skip_probability=0.1, **kinds))
+    return made
 
 
 def same(got, want):
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
     assert (got.view(np.uint8) == want.view(np.uint8)).all(), np.argwhere(got != want)[:4]
 
 
-def low_latency_round(machine, buffers, seed):
-    config = buffers[0].config
-    inputs = inputs_of(config, seed)
-    ranks, put = range(config.num_ranks), machine.put
-    shape = config.num_local_experts, config.num_max_recv_tokens, config.hidden
-    y = [outputs(seed, rank, shape) for rank in ranks]
-    idx = [put(r, inputs[r].topk_idx) for r in ranks]
-    weights = [put(r, inputs[r].topk_weights) for r in ranks]
-    sent = [
-        b.low_latency_dispatch(put(r, inputs[r].x), idx[r], topk_weights=weights[r], use_fp8=False) for r, b in enumerate(buffers)
-    ]
-    back = [b.low_latency_combine(put(r, y[r]), idx[r], weights[r], sent[r].handle) for r, b in enumerate(buffers)]
+class LowLatencyRound:
+    """A dispatch and a combine of all ranks. `dispatch`, `receive`, `combine` and `finish` queue them, `check` compares what came of them.
+
+    Args:
+        seed: Decides inputs and options.
+        calling: The ranks that make the calls; None: all.
+        options: Options that the seed shall not decide: `format`, `early` (weights travel with the dispatch), `reduce`, `hooks`.
+    """
+
+    def __init__(self, machine, buffers, seed, calling=None, **options):
+        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
+        rng = np.random.default_rng([seed, 3])
+        drawn = dict(
+            format=FORMATS[rng.integers(4)], early=rng.random() < 0.5, reduce=rng.random() < 0.7, hooks=rng.random() < 0.3
+        )
+        self.options = {**drawn, **options}
+        self.calling = range(self.config.num_ranks) if calling is None else calling
+        self.inputs = inputs_of(self.config, seed)
+        shape = self.config.num_local_experts, self.config.num_max_recv_tokens, self.config.hidden
+        self.y = [outputs(seed, rank, shape, special=seed % 3 == 0) for rank in range(self.config.num_ranks)]
+        self.idx = {r: machine.put(r, self.inputs[r].topk_idx) for r in self.calling}
+        self.weights = {r: machine.put(r, self.inputs[r].topk_weights) for r in self.calling}
+
+    def dispatch(self):
+        self.sent = {}
+        for r in self.calling:
+            early = self.weights[r] if self.options["early"] else None
+            how = dict(topk_weights=early, return_recv_hook=self.options["hooks"], **self.options["format"])
+            self.sent[r] = self.buffers[r].low_latency_dispatch(self.machine.put(r, self.inputs[r].x), self.idx[r], **how)
+
+    def receive(self):
+        self._call_hooks(self.sent)
+
+    def combine(self):
+        self.back = {}
+        for r in self.calling:
+            how = dict(allow_multiple_reduction=self.options["reduce"], return_recv_hook=self.options["hooks"])
+            y = self.machine.put(r, self.y[r])
+            self.back[r] = self.buffers[r].low_latency_combine(y, self.idx[r], self.weights[r], self.sent[r].handle, **how)
+
+    def finish(self):
+        self._call_hooks(self.back)
+
+    def all(self):
+        for step in (self.dispatch, self.receive, self.combine, self.finish):
+            step()
+        return self
+
+    def _call_hooks(self, results):
+        for result in results.values() if self.options["hooks"] else ():
+            result.hook()
+
+    def check(self, live=None, answering=None):
+        """`live` and `answering` as in the oracle."""
+        options, experts = self.options, self.config.num_experts
+        kind = dict(options["format"])
+        fp8 = dict(fp8=kind.pop("use_fp8", True), round_scale=kind.get("round_scale", False), ue8m0=kind.get("use_ue8m0", False))
+        for r in self.calling:
+            check_dispatch(self.sent[r], expected_dispatch(r, self.inputs, experts, live=live, **fp8))
+            shares = dict(reduce_early=options["reduce"], live=live, answering=answering)
+            same(self.back[r].x, expected_combine(r, self.inputs, self.y, experts, **shares))
+
+
+def low_latency_rounds(machine, buffers, seed, count, **options):
+    """Rounds that are queued one after the other before any of them runs."""
+    rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, **options).all() for i in range(count)]
     machine.run()
-    for rank in ranks:
-        check_dispatch(sent[rank], expected_dispatch(rank, inputs, config.num_experts))
-        same(back[rank].x, expected_combine(rank, inputs, y, config.num_experts, reduce_early=True))
+    for made in rounds:
+        made.check()
 
 
-@pytest.mark.parametrize("seed", range(2))
+def overlapped_rounds(machine, buffers, seed, count):
+    """Rounds whose halves lie apart, with as many hooks open as there may be."""
+    rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, hooks=True) for i in range(count)]
+    apart = buffers[0].config.num_slots - 1
+    for i in range(count + 2 * apart):
+        for step, made in ((0, "dispatch"), (apart, "receive"), (apart, "combine"), (2 * apart, "finish")):
+            if 0 <= i - step < count:
+                getattr(rounds[i - step], made)()
+    machine.run()
+    for made in rounds:
+        made.check()
+
+
+@pytest.mark.parametrize("seed", seeds(6))
 def test_low_latency(seed):
+    with Machine(2, seed, num_sms=(None, 1, 2)[seed % 3]) as machine:
+        low_latency_rounds(machine, machine.buffers(**LOW_LATENCY), seed, 6)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_open_hooks(seed):
     with Machine(2, seed) as machine:
-        buffers = machine.buffers(**SMALL)
-        for call in range(3):
-            low_latency_round(machine, buffers, 10 * seed + call)
+        overlapped_rounds(machine, machine.buffers(**LOW_LATENCY, num_slots=2 + seed % 2), seed, 8)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_many_tokens(seed):
+    """Which another kernel combines."""
+    with Machine(4, seed) as machine:
+        sizes = dict(num_max_tokens_per_rank=12, num_topk=4, num_experts=8, low_latency_sms=1)
+        low_latency_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 3, reduce=True)
+        assert "ll_combine_many" in machine.launched
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_mask_mode(seed):
+    with Machine(2, seed) as machine:
+        low_latency_rounds(machine, machine.buffers(**LOW_LATENCY, on_timeout="mask"), seed, 3, reduce=True)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_a_silent_rank_is_masked(seed):
+    """The others go on without it, in this call and in the next ones."""
+    with Machine(3, seed) as machine:
+        buffers = machine.buffers(**{**LOW_LATENCY, "num_experts": 6}, on_timeout="mask")
+        LowLatencyRound(machine, buffers, seed, reduce=True).all()
+        machine.run()
+        rounds = [LowLatencyRound(machine, buffers, seed + i, calling=[0, 2], reduce=True).all() for i in (1, 2)]
+        machine.run()
+        for made in rounds:
+            made.check(live=[0, 2])
+        assert [buffers[r].query_masked_ranks() for r in (0, 2)] == [[1], [1]]
+
+
+def test_a_silent_rank_is_named():
+    with Machine(2, 0) as machine:
+        buffers = machine.buffers(**LOW_LATENCY)
+        LowLatencyRound(machine, buffers, 1, calling=[0], hooks=False).all()
+        machine.run()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1"):
+            LowLatencyRound(machine, buffers, 2, calling=[0]).all()
+
+
+# --- the tests notice -----------------------------------------------------------------------------------------------------------------
+
+
+def broken(tmp_path, file, pattern, replacement):
+    """A copy of the kernels in which a piece of one is replaced."""
+    folder = shutil.copytree(sources.source_dir(), tmp_path / "cuda_src")
+    text = (folder / file).read_text()
+    assert len(re.findall(pattern, text)) == 1, f"{file} has changed; find the piece that {pattern!r} was"
+    (folder / file).write_text(re.sub(pattern, replacement, text))
+    return folder
+
+
+def notices(folder, play, num_ranks=2, most_seeds=20):
+    """Whether one of some seeds shows that the kernels in `folder` are wrong."""
+    for seed in range(most_seeds):
+        with Machine(num_ranks, seed, cuda_src=folder) as machine:
+            try:
+                play(machine, seed)
+            except (AssertionError, EPTimeoutError):
+                print(f"seed {seed} notices")
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("play", "file", "pattern", "replacement"),
+    [
+        pytest.param(
+            overlapped_rounds, "low_latency.cuh", r"if \(!has_room && ", "if (false && ", id="no-wait-for-acknowledgements"
+        ),
+        pytest.param(low_latency_rounds, "ll_combine.cuh", r"st_vec\(from\[j\], not_yet\(\)\);", "", id="rows-are-not-reset"),
+        pytest.param(
+            low_latency_rounds,
+            "ll_combine.cuh",
+            r"!has_come\(held\[j\]\) \? 1u : 0\) << j;",
+            "false ? 1u : 0) << j;",
+            id="rows-are-not-awaited",
+        ),
+        pytest.param(
+            low_latency_rounds, "ll_dispatch_send.cuh", r"next;\n    __syncthreads\(\);", "next;", id="a-block-does-not-meet"
+        ),
+    ],
+)
+def test_a_broken_low_latency_kernel_is_noticed(tmp_path, play, file, pattern, replacement):
+    folder = broken(tmp_path, file, pattern, replacement)
+    assert notices(folder, lambda machine, seed: play(machine, machine.buffers(**LOW_LATENCY), seed, 8))

@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +25,10 @@ import pytest
 from cuda.bindings import driver as cuda
 from fake_gpu import _Communicator as OneRank
 
-from deepep_rt import Buffer, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
+from deepep_rt import Buffer, EPError, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
 from deepep_rt.arrays import Framework, View
-from deepep_rt.layout import align_up
 
 from . import compiler
-
-_GARBAGE = 0xA5  # what memory holds that nothing has written
 
 
 class Stuck(AssertionError):
@@ -45,24 +42,29 @@ class Wrong(AssertionError):
 class DeviceArray:
     """An argument of a call: an array in the memory of a rank's GPU."""
 
-    def __init__(self, rank: int, values: np.ndarray) -> None:
-        self.rank, self.values = rank, np.array(values, order="C")
+    def __init__(self, rank: int, ptr: int, shape: tuple[int, ...], dtype: str) -> None:
+        self.rank, self.ptr, self.shape, self.dtype = rank, ptr, shape, dtype
 
 
 class _Library(Framework):
     name = "arrays of GPUs on the CPU"
 
     def view(self, array: DeviceArray, what: str, stream: int | None) -> View:
-        values = array.values
-        return View(values.ctypes.data, values.shape, values.dtype.name, array.rank, array, self)
+        return View(array.ptr, array.shape, array.dtype, array.rank, array, self)
 
     def wrap(self, view: View) -> np.ndarray:
-        memory: Any = (ctypes.c_char * max(view.nbytes, 1)).from_address(view.ptr)
-        memory.owner = view.owner
-        return np.frombuffer(memory, np.uint8, view.nbytes).view(np.dtype(view.dtype)).reshape(view.shape)
+        return _look(view.ptr, view.shape, view.dtype, view.owner)
 
     def current_stream(self, device: int) -> int:
         return _callers_stream(device)
+
+
+def _look(ptr: int, shape: tuple[int, ...], dtype: str, owner: Any = None) -> np.ndarray:
+    """An array of memory of a GPU, without a copy; it keeps `owner`."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory: Any = (ctypes.c_char * max(num_bytes, 1)).from_address(ptr)
+    memory.owner = owner
+    return np.frombuffer(memory, np.uint8, num_bytes).view(np.dtype(dtype)).reshape(shape)
 
 
 def _callers_stream(rank: int) -> int:
@@ -115,13 +117,14 @@ class Machine(AbstractContextManager):
         self.launched: list[str] = []  # names of kernels that have been started
         self._lib = compiler.runtime()
         self._lib.gpu_error.restype = self._lib.gpu_describe.restype = ctypes.c_char_p
+        self._lib.gpu_allocate.restype = ctypes.c_void_p
         self.seed(seed)
         for gpu in range(num_ranks) if num_sms is not None else ():
             self._lib.gpu_set_sms(gpu, num_sms)
         self.time_step_ns = 1e9  # how far the clock goes on when all wait for time
         self._making = 0  # the rank whose Buffer is made or called
-        self._arguments: list[DeviceArray] = []
-        self._memory: dict[int, np.ndarray] = {}
+        self._buffers: list[Buffer] = []
+        self._memory: set[int] = set()
         self._streams: dict[int, _Stream] = {_callers_stream(rank): _Stream(rank) for rank in range(num_ranks)}
         self._events: dict[int, tuple[_Stream, int]] = {}
         self._functions: list[Any] = [None]
@@ -133,9 +136,14 @@ class Machine(AbstractContextManager):
         self._replace_driver()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, *_: object) -> None:
+        for buffer in self._buffers if kind is None else ():
+            with suppress(EPError):  # where a call has failed
+                buffer.destroy()
         self._patches.undo()
         self._lib.gpu_reset(ctypes.c_uint64(0), 0)
+        for ptr in list(self._memory):
+            self._free(ptr)
 
     def seed(self, seed: int) -> None:
         """Begin another order. Nothing may be running."""
@@ -149,14 +157,16 @@ class Machine(AbstractContextManager):
             self._making = rank
             made.append(Buffer(_Rank(self.num_ranks, rank), **{"timeout_s": 1.0, "check_inputs": False, **sizes}))
             self.time_step_ns = made[-1].config.timeout_s * 1e9 / 8
+        self._buffers += made
         return made
 
     def put(self, rank: int, values: np.ndarray | None) -> Any:
         """An array in the memory of a rank's GPU."""
         if values is None:
             return None
-        self._arguments.append(DeviceArray(rank, values))  # kept, as a stream-ordered allocator keeps memory until work is done
-        return self._arguments[-1]
+        ptr = self.allocate(values.nbytes)  # kept, as a stream-ordered allocator keeps memory until work is done
+        _look(ptr, values.shape, values.dtype.name)[...] = values
+        return DeviceArray(rank, ptr, values.shape, values.dtype.name)
 
     # --- running -----------------------------------------------------------------------------------------------------------------
 
@@ -217,13 +227,15 @@ class Machine(AbstractContextManager):
     # --- the driver --------------------------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> int:
-        memory = np.full(align_up(max(num_bytes, 1)) + 256, _GARBAGE, np.uint8)
-        ptr = align_up(memory.ctypes.data)
-        self._memory[ptr] = memory
+        """Memory of a GPU, aligned to 256 bytes and full of garbage. What lies around it cannot be used."""
+        ptr = self._lib.gpu_allocate(ctypes.c_size_t(max(num_bytes, 1)))
+        self._memory.add(ptr)
         return ptr
 
     def _free(self, ptr: int) -> None:
-        self._memory.pop(ptr, None)
+        if ptr in self._memory:
+            self._memory.remove(ptr)
+            self._lib.gpu_free(ctypes.c_void_p(ptr))
 
     def _take_stream(self) -> int:
         number = next(self._numbers)

@@ -6,6 +6,7 @@
 #include "runtime.h"
 
 #include <setjmp.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -22,7 +23,8 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024 + 320;  // neighbours' stacks begin in different cache lines
 constexpr size_t kStaticSharedBytes = 256 * 1024;
-constexpr int kPatience = 256;  // steps without effect that each lane gets before all are taken to wait for time
+constexpr unsigned char kGarbage = 0xa5;  // what memory holds that nothing has written
+constexpr int kPatience = 256;            // steps without effect that each lane gets before all are taken to wait for time
 
 struct Grid;
 struct Block;
@@ -171,7 +173,7 @@ void start_block(Grid& grid) {
   block->warps = std::vector<Warp>(grid.num_threads / 32);
   block->threads_left = grid.num_threads;
   block->static_end = (grid.dynamic_bytes + 127) / 128 * 128;
-  block->shared.assign(block->static_end + kStaticSharedBytes, static_cast<char>(0xa5));
+  block->shared.assign(block->static_end + kStaticSharedBytes, static_cast<char>(kGarbage));
   auto& stacks = free_stacks[grid.num_threads];
   if (stacks.empty()) {
     void* memory =
@@ -227,9 +229,10 @@ void give_turn(Warp& w) {
 
 bool is_frozen(const Warp& w) { return std::max({w.frozen_until, w.block->frozen_until, gpus[w.block->grid->gpu].frozen_until}) > turn; }
 
+// For some turns, or until nothing else goes on: the longer, the further others may get meanwhile.
 void freeze_something() {
   Warp& w = *runnable[rng.below(runnable.size())];
-  const uint64_t until = turn + rng.below(1u << (4 + rng.below(10)));
+  const uint64_t until = rng.below(4) ? turn + rng.below(1u << (4 + rng.below(10))) : ~uint64_t(0);
   switch (rng.below(3)) {
     case 0:
       w.frozen_until = until;
@@ -242,14 +245,24 @@ void freeze_something() {
   }
 }
 
+// False: nothing was frozen.
+bool thaw() {
+  bool was_frozen = false;
+  for (Warp* w : runnable) {
+    was_frozen |= is_frozen(*w);
+    w->frozen_until = w->block->frozen_until = gpus[w->block->grid->gpu].frozen_until = 0;
+  }
+  return was_frozen;
+}
+
 Warp& choose() {
   if (freeze_chance && rng.below(freeze_chance) == 0) freeze_something();
-  Warp* w = nullptr;
-  for (int attempt = 0; attempt < 4; ++attempt) {
-    w = runnable[rng.below(runnable.size())];
-    if (!is_frozen(*w)) break;
+  for (int attempt = 0; attempt < 64; ++attempt) {
+    Warp& w = *runnable[rng.below(runnable.size())];
+    if (!is_frozen(w)) return w;
   }
-  return *w;
+  thaw();
+  return *runnable[rng.below(runnable.size())];
 }
 
 // Gives each lane that can run many steps. True: none of them had an effect, so all wait for time.
@@ -318,6 +331,42 @@ std::string describe() {
 void stop(const std::string& text) {
   if (error.empty()) error = text + "\n" + describe();
 }
+
+// --- memory of the GPUs: a thread that leaves it fails, instead of writing to other memory of the process --------------------------------
+
+constexpr size_t kPage = 4096, kAlignment = 256;
+std::map<void*, std::pair<void*, size_t>> allocations;  // what mmap gave, and how much of it
+
+void* allocate(size_t num_bytes) {
+  const size_t aligned = (num_bytes + kAlignment - 1) / kAlignment * kAlignment, inner = (aligned + kPage - 1) / kPage * kPage;
+  char* memory = static_cast<char*>(mmap(nullptr, inner + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  mprotect(memory + kPage, inner, PROT_READ | PROT_WRITE);
+  char* first = memory + kPage + inner - aligned;  // its end is the end of a page
+  memset(first, kGarbage, aligned);
+  allocations[first] = {memory, inner + 2 * kPage};
+  return first;
+}
+
+void on_bad_address(int, siginfo_t* info, void*) {
+  char text[80];
+  snprintf(text, sizeof text, "a thread used address %p, where no memory of a GPU is", info->si_addr);
+  if (current) fail(text);
+  signal(SIGSEGV, SIG_DFL);
+}
+
+// While it lives, a bad address ends the run instead of the process.
+struct CatchBadAddresses {
+  struct sigaction mine = {}, before;
+  CatchBadAddresses() {
+    static char stack[64 * 1024];
+    const stack_t alternative = {stack, 0, sizeof stack};
+    sigaltstack(&alternative, nullptr);
+    mine.sa_sigaction = on_bad_address;
+    mine.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    sigaction(SIGSEGV, &mine, &before);
+  }
+  ~CatchBadAddresses() { sigaction(SIGSEGV, &before, nullptr); }
+};
 
 }  // namespace
 
@@ -438,6 +487,14 @@ void gpu_reset(uint64_t seed, int num_gpus) {
   freeze_chance = rng.below(4) ? 1 << (2 + rng.below(8)) : 0;
 }
 
+void* gpu_allocate(size_t num_bytes) { return allocate(num_bytes); }
+
+void gpu_free(void* memory) {
+  auto found = allocations.find(memory);
+  munmap(found->second.first, found->second.second);
+  allocations.erase(found);
+}
+
 void gpu_set_sms(int gpu, int num_sms) { gpus[gpu].num_sms = num_sms; }
 
 int gpu_start(int gpu, const char* name, void (*kernel)(const void*), const void* params, size_t num_bytes, unsigned num_blocks,
@@ -453,6 +510,7 @@ int gpu_start(int gpu, const char* name, void (*kernel)(const void*), const void
 // Runs for some turns. 0: they are used up; 1: a grid has ended (gpu_finished); 2: all that runs waits for time; 3: gpu_error says what is
 // wrong; 4: there is no grid.
 int gpu_advance(long num_turns) {
+  const CatchBadAddresses guard;
   for (; num_turns > 0; --num_turns, ++turn) {
     if (!error.empty()) return 3;
     if (!finished.empty()) return 1;
@@ -464,7 +522,12 @@ int gpu_advance(long num_turns) {
       stop("no thread can run");
       return 3;
     }
-    if (pending.empty() && idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size() && all_wait()) return 2;
+    if (pending.empty() && idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size()) {
+      if (thaw())
+        idle_steps = 0;
+      else if (all_wait())
+        return 2;
+    }
     give_turn(choose());
   }
   return !error.empty() ? 3 : !finished.empty() ? 1 : 0;

@@ -22,11 +22,12 @@ def write_sources(kernel: Kernel, constants: Mapping[str, int], folder: Path, cu
     for name, text in sources.sources_of(kernel, cuda_src).items():
         if not name.endswith(".cu"):
             (folder / name).write_text(translated(text, numbers))
-    prelude, *rest = sources.unit(kernel, constants, cuda_src).partition("#line 1 ")
+    own = sources.sources_of(kernel, cuda_src)[f"{kernel.name}.cu"]
+    prelude = sources.prelude(kernel, constants, cuda_src)
     prelude = prelude.replace(sources._NVSHMEM_PRELUDE, '#include "nvshmem.h"\n')
     start = f'\nextern "C" void start(const void* params) {{ {kernel.name}(*static_cast<const Params*>(params)); }}\n'
     made = folder / f"{kernel.name}.cpp"
-    made.write_text(f'#include "ptx.h"\n{prelude}{translated("".join(rest), numbers)}{start}')
+    made.write_text(f'#include "ptx.h"\n{prelude}#line 1 "{kernel.name}.cu"\n{translated(own, numbers)}{start}')
     return made
 
 
