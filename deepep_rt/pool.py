@@ -30,7 +30,7 @@ class Block(Piece):
         return self._pool.base + self.offset
 
     def trim(self, num_bytes: int) -> None:
-        """Give the tail back: nothing was, or will be, written there."""
+        """Give the tail back: no row lies there."""
         num_bytes = align_up(num_bytes)
         if num_bytes < self.num_bytes:
             self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, self._past, self._streams[:1])
