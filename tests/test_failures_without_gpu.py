@@ -432,12 +432,11 @@ def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatc
 
 def test_a_gpu_that_is_stuck(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepep_rt.watch._GRACE_S", 0.1)
-    with (
-        pytest.raises(EPTimeoutError, match=r"routing kernel has run for 0\.2 s, and reports neither"),
-        make(timeout_s=0.1) as buffer,
-    ):
-        fake.on_launch = lambda call: setattr(buffer._backend._page._started, "value", 1)
+    buffer = make(timeout_s=0.1)
+    fake.on_launch = lambda call: setattr(buffer._backend._page._started, "value", 1)
+    with pytest.raises(EPTimeoutError, match=r"routing kernel has run for 0\.2 s, and reports neither"):
         buffer.dispatch(*arguments(fake))
+    buffer.destroy()
 
 
 def test_a_gpu_that_has_failed(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
