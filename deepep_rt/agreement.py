@@ -17,6 +17,8 @@ from .together import meet, own
 
 _log = logging.getLogger("deepep_rt")
 
+_MAKING = "the making of a Buffer", "all ranks of its communicator to make it at the same time"
+_MAKING_S = 300.0
 _PATIENCE_S = 30.0  # of a rank whose own time limit is what is wrong
 
 
@@ -72,10 +74,19 @@ def refuse(comm: Communicator, error: EPConfigError, timeout_s: float | None) ->
 
 def _exchanged(comm: Communicator, timeout_s: float, mine: Any) -> list[Any]:
     """What all ranks say who make a Buffer now."""
-    when = timeout_s, "the making of a Buffer", "all ranks of its communicator have to make it at the same time"
-    comm = own(comm, *when)
-    meet(comm, 0, *when)
+    comm = private(comm, timeout_s)
+    meet(comm, (), timeout_s, *_MAKING)
     return comm.allgather(mine)
+
+
+def private(comm: Communicator, timeout_s: float) -> Communicator:
+    """A communicator of the library's own over the ranks of a Buffer that is made, whose collectives end in time."""
+    return own(comm, timeout_s, *_MAKING)
+
+
+def making_limit_s(timeout_s: float) -> float:
+    """After how many seconds a silent rank is given up while a Buffer is made: ranks load libraries and start GPUs at different speeds."""
+    return max(timeout_s, _MAKING_S)
 
 
 def announce(comm: Communicator, backend: str, transport: str, num_bytes: int) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .device_low_latency import DeviceLowLatencyBackend
     from .host_low_latency import HostLowLatencyBackend
 
-_MOST_COUNTED = (1 << 31) - 1  # rows and iterations of a measurement; kernels count them in 32 bits
+_MOST_ROWS, _MOST_ITERATIONS = (1 << 31) - 1, 10**6  # of a measurement; kernels count rows in 32 bits
 _log = logging.getLogger("deepep_rt")
 _serials = itertools.count(1)
 _alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
@@ -142,7 +142,7 @@ class Buffer(SharedByCopies):
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:
-        from .agreement import agree, refuse
+        from .agreement import agree, making_limit_s, private, refuse
         from .communicator import communicator_of
 
         ranks = communicator_of(comm)
@@ -173,6 +173,7 @@ class Buffer(SharedByCopies):
         self._rank = ranks.Get_rank()
         self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
         backend = agree(ranks, self.config, backend, on_exhausted, network)
+        ranks = private(ranks, making_limit_s(self.config.timeout_s))
         serial = next(_serials)
         if backend == "host":
             from .host_low_latency import HostLowLatencyBackend
@@ -557,14 +558,15 @@ class Buffer(SharedByCopies):
 
         Args:
             row_bytes: Bytes of a row, a multiple of 16; default: the widest row of this buffer.
-            num_rows: Rows for each peer (fewer if they do not fit this buffer's memory).
-            iterations: Pushes that one timing covers.
+            num_rows: Rows for each peer (fewer if they do not fit this buffer's memory, or 64 MiB a rank on the host backend).
+            iterations: Pushes that one timing covers, up to 1,000,000. All three are the same on all ranks.
 
         Returns:
             Bytes a second that a rank sends to the others (on one rank: to itself), on the slowest rank.
 
         Raises:
-            EPInputError: if a number is out of range.
+            EPInputError: if a number is out of range, or on every rank, if the ranks give different ones.
+            EPOutOfMemoryError: on every rank, if one has no memory for the rows (host backend).
             EPTimeoutError: if a peer did not answer.
 
         Example:
@@ -573,8 +575,8 @@ class Buffer(SharedByCopies):
         most = self.config.row_bytes
         row_bytes = most if row_bytes is None else row_bytes
         row_bytes = whole_number(row_bytes, "row_bytes", ROW_ALIGNMENT, most, multiple_of=ROW_ALIGNMENT)
-        num_rows = whole_number(num_rows, "num_rows", 1, _MOST_COUNTED)
-        iterations = whole_number(iterations, "iterations", 1, _MOST_COUNTED)
+        num_rows = whole_number(num_rows, "num_rows", 1, _MOST_ROWS)
+        iterations = whole_number(iterations, "iterations", 1, _MOST_ITERATIONS)
         backend = self._live()
         with self._turns:
             return backend.copy_ceiling(row_bytes, num_rows, iterations)
@@ -616,14 +618,19 @@ class Buffer(SharedByCopies):
 
         On GPUs, giving it back takes all ranks. A rank whose call timed out, that an error threw out of the `with` block, or that has
         masked others, says so and waits for nobody; the memory of all ranks then stays until the processes end, and a new Buffer may be
-        made. For a rank that says nothing, this waits without a limit, and warns every 30 seconds; with
-        `on_timeout="mask"` it waits for `2 * timeout_s`.
+        made. A rank that says nothing is waited for, in two rounds of `timeout_s` (or 30 s, where that is more), with a warning every
+        30 seconds. Then the memory stays, too, and this raises EPTimeoutError with the names of such ranks. With `on_timeout="mask"` a
+        round takes `timeout_s`, and this warns instead.
+
+        In the middle of a call - from a signal handler, or from another thread - the call raises EPDestroyedError, and the other ranks hear
+        of it.
 
         Args:
             in_touch: False: the program knows that a rank is lost; this one waits for nobody.
 
         Raises:
-            EPTimeoutError: if a peer did not answer in a call before, and the host has not been told. The Buffer is destroyed all the same.
+            EPTimeoutError: if a rank did not come, or a peer did not answer in a call before, and the host has not been told. The Buffer is
+                destroyed all the same.
             EPInputError: as `synchronize`. The Buffer is destroyed, but the memory of all ranks stays until the processes end.
 
         Example:

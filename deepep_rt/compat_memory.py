@@ -126,7 +126,7 @@ class NormalBuffers:
     def __init__(self, comm: Communicator, num_bytes: int, num_slots: int) -> None:
         self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
         self._board = Board(comm, self._timeout_s)
-        self._meetings = own(comm, self._timeout_s, "the making of a Buffer", "all ranks have to make it at the same time")
+        self._meetings = own(comm, self._timeout_s, "the making of a Buffer", "all ranks to make it at the same time")
         self._current: dict[Shape, Buffer] = {}
         self._outgrown: list[Buffer] = []  # handles and results of theirs may be held
 
@@ -180,9 +180,9 @@ class NormalBuffers:
         """The Buffer of a shape, for at least `least` tokens a rank, a number that all ranks know. A new one takes `num_tokens` too."""
         buffer = self._current.get(shape)
         if buffer is None:
-            hint = "all ranks have to call dispatch, with the same hidden, number of experts and top-k"
-            tokens = meet(self._meetings, num_tokens, self._timeout_s, "the first dispatch of its kind", hint)
-            return self._make(shape, max(*tokens, least, self._tokens_ahead(shape)))
+            hint = "all ranks to call dispatch, with the same hidden, number of experts and top-k"
+            tokens = meet(self._meetings, (num_tokens,), self._timeout_s, "the first dispatch of its kind", hint)
+            return self._make(shape, max(*(most for (most,) in tokens), least, self._tokens_ahead(shape)))
         return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least)
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -25,11 +26,12 @@ from .results import CombineResult, DispatchHandle, DispatchResult, Views
 from .sources import kernel_constants
 from .stream_memory import StreamPool
 from .streams import CallOrder
-from .together import AllOrNone, meet_to_measure
+from .together import AllOrNone, agree_to_measure, start_measuring
 from .transfer import to_device, to_host
 from .turns import Turns
 from .watch import Watch
 
+_PARTING_S = 30.0  # at least: ranks may end their work at different times
 _EMPTY = 256  # stands for the address of an array without elements, and is never followed
 
 
@@ -79,6 +81,7 @@ class DeviceBackend:
             if self._all_part(not self._memory.is_of_several_buffers, config.timeout_s):
                 self._free()
             raise
+        self._comm.timeout_s = config.timeout_s
         between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
         transport = f"NVLink or PCIe peer access{between}"
         announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
@@ -202,6 +205,7 @@ class DeviceBackend:
         self._check_near()
         config, stream = self.config, self._order.own_stream
         ranks = config.num_ranks
+        agree_to_measure(self._comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
         room = min(self._map.sizes["landing"], self._map.sizes["pool"]) // (ranks * row_bytes)
         num_rows = max(1, min(num_rows, room))
         values = {
@@ -214,12 +218,12 @@ class DeviceBackend:
         times = []
         for _ in range(3):
             self.synchronize()
-            meet_to_measure(self._comm, config.timeout_s)
+            start_measuring(self._comm, config.timeout_s)
             begin = driver.CudaEvent(stream, timing=True)
             for _ in range(iterations):
                 launch(stream, self.num_sms, values)
             times.append(driver.elapsed_ms(begin, driver.CudaEvent(stream, timing=True)) / iterations)
-        meet_to_measure(self._comm, config.timeout_s)
+        start_measuring(self._comm, config.timeout_s)
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
 
@@ -250,13 +254,20 @@ class DeviceBackend:
                 self._wait_for_calls()
                 sound = self._is_sound()
         finally:
-            together = self._all_part(sound, self.config.timeout_s if self.config.on_timeout == "mask" else None)
+            limit_s = self.config.timeout_s
+            together = self._all_part(sound, limit_s if self.config.on_timeout == "mask" else max(limit_s, _PARTING_S))
         if together:
             self._order.forget_arguments()
             self._free()
-        # Otherwise peers may still write to this memory, or never come to free theirs.
+            return
+        # Peers may still write to this memory, or never come to free theirs.
+        for ranks in (self._all_ranks, self._memory.all_ranks):
+            if ranks is not None and ranks.silent:
+                if self.config.on_timeout == "raise":
+                    raise ranks.too_late()
+                warnings.warn(f"{ranks.too_late()}. The memory of this Buffer stays taken", stacklevel=2)
 
-    def _all_part(self, sound: bool, limit_s: float | None) -> bool:
+    def _all_part(self, sound: bool, limit_s: float) -> bool:
         return self._memory.all_free(self._all_ranks.holds(sound, "destroy their Buffer", limit_s), limit_s)
 
     def _is_sound(self) -> bool:

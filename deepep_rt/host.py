@@ -28,10 +28,11 @@ from .host_arrays import Result, from_float32, rows_of, to_float32
 from .mail import Mail
 from .overflow import OverflowLog
 from .results import CombineResult, DispatchHandle, DispatchResult, Event
-from .together import meet_to_measure
+from .together import agree_to_measure, start_measuring
 from .turns import Turns
 
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
+_MOST_MEASURED_BYTES = 1 << 26  # that a rank sends at once to measure its speed
 
 # A notice begins with what all ranks must say alike. Then comes what each says for itself. The problem is 0 (none), 1 (expert number:
 # token, value), 2 (size: destination, bytes) or 3 (expert numbers that do not go with the handle). Two more are for the addressee alone:
@@ -82,6 +83,7 @@ class HostBackend:
 
     def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
         self._comm: Communicator | None = comm.Dup()  # our messages never meet the caller's
+        self._comm.timeout_s = config.timeout_s
         self._config, self._serial = config, serial
         self.context = contextlib.nullcontext()  # there is no device to make current
         self.turns = Turns(self.context)
@@ -114,9 +116,15 @@ class HostBackend:
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceiling`."""
         assert self._comm is not None
-        outgoing = np.ones((self._num_ranks, num_rows * row_bytes), np.uint8)
-        incoming = np.zeros_like(outgoing)
-        meet_to_measure(self._comm, self._config.timeout_s)
+        given = dict(row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+        num_rows = max(1, min(num_rows, _MOST_MEASURED_BYTES // (self._num_ranks * row_bytes)))
+        outgoing = incoming = None
+        with contextlib.suppress(MemoryError):
+            outgoing, incoming = (np.ones((self._num_ranks, num_rows * row_bytes), np.uint8) for _ in range(2))
+        agree_to_measure(self._comm, self._config.timeout_s, has_memory=incoming is not None, **given)
+        assert outgoing is not None
+        assert incoming is not None
+        start_measuring(self._comm, self._config.timeout_s)
         self._comm.Alltoall(outgoing, incoming)
         start = time.perf_counter()
         for _ in range(iterations):

@@ -31,7 +31,7 @@ from .structs import PHASES
 from .together import LAST_WORDS_TAG, LastWords
 
 _NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, LAST_WORDS_TAG + 1
-_NUM_ROWS_TAGS = 32768 - _FIRST_ROWS_TAG  # every MPI has so many
+_NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has so many, and one more, which `mpi_comm` uses
 _SIGNS_PER_TIMEOUT = 8
 _THROUGHPUT = 0  # what a notice carries instead of the number of a low-latency call; those count from 1
 _logger = logging.getLogger("deepep_rt")

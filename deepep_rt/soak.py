@@ -230,10 +230,10 @@ class _Run:
         """Meet all ranks; whether the run ends: time is up on rank 0, or some rank has found a difference."""
         is_late = self.rank == 0 and self.limit_s is not None and time.monotonic() - self.start >= self.limit_s
         ends = bool(is_late or self.check.mismatches)
-        hint = "the ranks of a soak run meet every few rounds"
-        values = meet(self.ranks, int(ends), self.asked.timeout_s, "a meeting of all ranks", hint)
+        hint = "all ranks of a soak run to meet every few rounds"
+        said = meet(self.ranks, (ends,), self.asked.timeout_s, "a meeting of all ranks", hint)
         self._say(f"round {self.first + self.num_rounds - 1}")
-        return any(values)
+        return any(theirs for (theirs,) in said)
 
     # --- what is told ------------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .errors import EPUnavailableError
+from .timed_collectives import TimedCollectives
 
 _LONGEST_PAUSE_S = 2e-3
 _PARTING_S = 10.0
@@ -25,7 +26,7 @@ _MOST_BYTES = 4 << 20  # of a value: a TCPStore drops clients that send more tha
 _ALLTOALL_TAG = 0
 
 
-class StoreCommunicator:
+class StoreCommunicator(TimedCollectives):
     """The ranks of a group. All of them make one at the same time, and make the same calls.
 
     Args:
@@ -62,7 +63,7 @@ class StoreCommunicator:
     def _duplicate(self, kept: Any) -> StoreCommunicator:
         self._num_duplicates += 1
         made = StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size, kept)
-        made._left_after = self._left
+        made._left_after, made.timeout_s = self._left, self.timeout_s
         return made
 
     def begin_own(self) -> tuple[StoreCommunicator, Request]:
@@ -99,7 +100,7 @@ class StoreCommunicator:
     def allgather(self, value: Any) -> list[Any]:
         """What each rank gives, in the order of ranks."""
         request = self._start_allgather(value)
-        request.wait()
+        self._step(request, "gathering what each rank says")
         return request.result
 
     def bcast(self, value: Any, root: int = 0) -> Any:
@@ -118,7 +119,13 @@ class StoreCommunicator:
             self.Isend(outgoing[peer], peer, _ALLTOALL_TAG)
             requests.append(self.Irecv(incoming[peer], peer, _ALLTOALL_TAG))
         for request in requests:
-            request.wait()
+            self._step(request, "an exchange of rows")
+
+    def _step(self, request: Request, phase: str) -> None:
+        self.finish(request, None, phase, "all ranks to make their part of it")
+
+    def _absent(self, request: Request) -> list[int]:
+        return request.missing()
 
     def Iallgather(self, mine: np.ndarray, all_: np.ndarray) -> Request:
         """Start to fill the rows of `all_` with the array of each rank."""
@@ -145,7 +152,7 @@ class StoreCommunicator:
             then(values)
             return True, values
 
-        return Request(look)
+        return Request(look, lambda: [rank for rank, key in enumerate(keys) if not self._ask("check", [key])])
 
     # --- messages ----------------------------------------------------------------------------------------------------------------
 
@@ -173,7 +180,7 @@ class StoreCommunicator:
                 start += part.nbytes
             return True, None
 
-        return Request(look)
+        return Request(look, lambda: [source])
 
     def isend(self, value: Any, dest: int, tag: int) -> Request:
         """Send an object. It is over when it was received."""
@@ -224,10 +231,11 @@ class Request:
 
     Args:
         look: Whether it is done by now, and its result.
+        missing: The ranks of which it lacks something.
     """
 
-    def __init__(self, look: Callable[[], tuple[bool, Any]]) -> None:
-        self._look, self._is_over = look, False
+    def __init__(self, look: Callable[[], tuple[bool, Any]], missing: Callable[[], list[int]] = list) -> None:
+        self._look, self._is_over, self.missing = look, False, missing
         self.result: Any = None
 
     def __bool__(self) -> bool:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-from collections.abc import Mapping, Sequence
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import _env
 from .communicator import Communicator
-from .errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
+from .errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .network import NetworkOptions
 from .together import AllOrNone, meet
 
@@ -29,6 +33,10 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+_lost_start = ""  # why NVSHMEM cannot be started any more
+
+_STARTING = "the start of NVSHMEM"
+_START_S, _ROLL_CALL_S, _REMINDER_S = 300.0, 10.0, 30.0
 
 
 def has_started() -> bool:
@@ -40,8 +48,10 @@ def load() -> Any:
     """NVSHMEM's Python bindings, with its host library.
 
     Raises:
-        EPUnavailableError: if either is missing.
+        EPUnavailableError: if either is missing, or NVSHMEM's start did not end in time before.
     """
+    if _lost_start:
+        raise EPUnavailableError(_lost_start)
     try:
         import nvshmem.bindings as nvshmem
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -103,8 +113,6 @@ def _without_proxy() -> dict[str, str]:
 
 
 def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
-    import numpy as np
-
     rank, size = comm.Get_rank(), comm.Get_size()
     # One host: no network transport is looked for, whatever the host has. What was asked for wins, and the user's own setting over that.
     default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(comm.ranks_here()) == size else {}
@@ -115,8 +123,56 @@ def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> 
         comm.Bcast(uid._data.view(np.int8), root=0)
         attributes = nvshmem.InitAttr()
         nvshmem.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
-        nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+        _in_time(comm, lambda: nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr))
     return Runtime(comm.lasting(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
+
+
+def _in_time(comm: Communicator, start: Callable[[], None]) -> None:
+    """Run NVSHMEM's start, which waits for all ranks without a limit, in a thread that can be left behind.
+
+    Raises:
+        EPTimeoutError: if it does not end in time; it names the ranks that do not wait for it any more.
+        EPUnavailableError: if it fails.
+    """
+    from . import driver  # ranks that work in host memory need no CUDA
+
+    global _lost_start
+    context, failed, begin = driver.CurrentContext(), [], time.monotonic()
+
+    def run() -> None:
+        try:
+            with context:
+                start()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="NVSHMEM's start")
+    _lost_start = (
+        "NVSHMEM's start did not end in time in an earlier attempt; expected a process without one. Start the program again"
+    )
+    thread.start()
+    while thread.is_alive() and (waited_s := time.monotonic() - begin) < _START_S:
+        thread.join(min(_REMINDER_S, _START_S - waited_s))
+        if thread.is_alive():
+            warnings.warn(
+                f"rank {comm.Get_rank()} waits for NVSHMEM's start, {time.monotonic() - begin:.0f} s by now", stacklevel=2
+            )
+    if thread.is_alive():
+        hint = "all ranks to start it. NVSHMEM_DEBUG=INFO lets it tell more"
+        present = np.zeros((comm.Get_size(), 1))
+        comm.finish(comm.Iallgather(np.ones(1), present), present, _STARTING, hint, _ROLL_CALL_S, waited_s=_START_S)
+        raise EPTimeoutError(
+            f"rank {comm.Get_rank()}: {_STARTING} did not end within {_START_S:g} s, and all ranks wait in it; expected a network between "
+            f"them. See its messages (NVSHMEM_DEBUG=INFO), and NetworkOptions.bootstrap_interface",
+            rank=comm.Get_rank(),
+            peer=-1,
+            phase=_STARTING,
+        )
+    _lost_start = ""
+    if failed:
+        raise EPUnavailableError(f"NVSHMEM did not start ({failed[0]}); expected it to. Its messages above say why") from failed[
+            0
+        ]
 
 
 class SymmetricMemory:
@@ -150,11 +206,11 @@ class SymmetricMemory:
     ) -> None:
         nvshmem = self._nvshmem = load()
         self._runtime = runtime(comm, network.environment() if network else None)
-        self._all: AllOrNone | None = None  # the ranks of the runtime, where they are more than those of the Buffer
+        self.all_ranks: AllOrNone | None = None  # of the runtime, where they are more than those of the Buffer
         if self._runtime.comm is not None:
             _check_same_size(self._runtime.comm, num_bytes, timeout_s)
             if comm.Get_size() < self._runtime.num_pes:
-                self._all = AllOrNone(self._runtime.comm)
+                self.all_ranks = AllOrNone(self._runtime.comm)
         self.ptr = nvshmem.malloc(num_bytes)
         if not all(comm.allgather(bool(self.ptr))):
             raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank; see Buffer.size_hint")
@@ -174,25 +230,23 @@ class SymmetricMemory:
     @property
     def is_of_several_buffers(self) -> bool:
         """Whether ranks outside of `comm` have made one of theirs with it."""
-        return self._all is not None
+        return self.all_ranks is not None
 
-    def all_free(self, sound: bool, timeout_s: float | None) -> bool:
+    def all_free(self, sound: bool, timeout_s: float) -> bool:
         """Whether all ranks free it now: those of the Buffer, as they agreed, and those outside. NVSHMEM would wait for all of them."""
-        if self._all is None:
-            return sound
-        return self._all.holds(sound, "destroy the Buffers of their groups", math.inf if timeout_s is None else timeout_s)
+        return sound if self.all_ranks is None else self.all_ranks.holds(sound, "destroy the Buffers of their groups", timeout_s)
 
     def free(self) -> None:
         """Collective, like the allocation."""
         self._nvshmem.free(self.ptr)
-        if self._all is not None:
-            self._all.free()
+        if self.all_ranks is not None:
+            self.all_ranks.free()
 
 
 def _check_same_size(comm: Communicator, num_bytes: int, timeout_s: float) -> None:
     """NVSHMEM would wait without a limit for ranks that do not come."""
-    hint = "ranks outside of this Buffer's communicator have to make one of the same size at the same time"
-    sizes = set(meet(comm, num_bytes, timeout_s, "the allocation of symmetric memory", hint))
+    hint = "ranks outside of this Buffer's communicator to make one of the same size at the same time"
+    sizes = {size for (size,) in meet(comm, (num_bytes,), timeout_s, "the allocation of symmetric memory", hint)}
     if len(sizes) != 1:
         raise EPConfigError(
             f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)} bytes; let all groups of ranks "

@@ -2,70 +2,72 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import numpy as np
 
 from .communicator import Communicator
-from .errors import EPTimeoutError, EPUnavailableError
+from .config import MAX_TIMEOUT_S
+from .errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from .timed_collectives import are_done, named
 
 _ARRIVING, _ARRIVED = 1, 2
+_NUM_WORDS = 8  # always: what one rank says in a meeting that it gave up may be met by what another one says in the next
 
 
-def meet(comm: Communicator, value: int, timeout_s: float, phase: str, hint: str) -> list[int]:
-    """Gather a number from all ranks, but do not wait longer than `timeout_s` for one that does not come.
+def meet(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:
+    """Gather some numbers of each rank, but do not wait longer than `timeout_s` for a rank that does not come.
 
     A rank that comes too late finds the words of those who have given up, and must not go on alone. So all say again that they have heard
     all, until all say so at once.
 
+    Returns:
+        The numbers of each rank, as many as this one gives: up to 7.
+
     Raises:
-        EPTimeoutError: if not all came.
+        EPTimeoutError: if not all came; it names those that did not.
     """
-    said, values = _ARRIVING, np.zeros((comm.Get_size(), 2), np.int64)
+    said, heard = _ARRIVING, np.zeros((comm.Get_size(), _NUM_WORDS), np.int64)
     while True:
-        request = comm.Iallgather(np.array([said, value], np.int64), values)
-        _await(comm, [request], values, timeout_s, phase, hint)
-        if (values[:, 0] == _ARRIVED).all():
-            return values[:, 1].tolist()
+        mine = np.zeros(_NUM_WORDS, np.int64)
+        mine[: 1 + len(values)] = said, *values
+        comm.finish(comm.Iallgather(mine, heard), (mine, heard), phase, hint, timeout_s)
+        if (heard[:, 0] == _ARRIVED).all():
+            return heard[:, 1 : 1 + len(values)].tolist()
         said = _ARRIVED
 
 
-def meet_to_measure(comm: Communicator, timeout_s: float) -> None:
-    """`meet`, for a measurement that all ranks begin at the same time."""
-    meet(comm, 0, timeout_s, "copy_ceiling", "all ranks have to call it")
-    comm.Barrier()  # all are here, so it is short; and more exact
+_MEASURE = "copy_ceiling", "all ranks to call it"
 
 
-def _await(comm: Communicator, requests: Sequence[Any], held: Any, timeout_s: float, phase: str, hint: str) -> None:
-    """Wait for requests, which use what is `held`, or raise EPTimeoutError."""
-    if not _are_done(requests, timeout_s):
-        comm.keep(requests, held)
-        raise EPTimeoutError(
-            f"rank {comm.Get_rank()} waited {timeout_s:g} s in {phase}, and not all {comm.Get_size()} ranks came: {hint}. "
-            f"Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if they are only slow",
-            rank=comm.Get_rank(),
-            peer=-1,
-            phase=phase,
+def agree_to_measure(comm: Communicator, timeout_s: float, *, has_memory: bool = True, **given: int) -> None:
+    """Compare the arguments of a measurement that all ranks begin.
+
+    Raises:
+        EPInputError: on every rank, if they differ.
+        EPOutOfMemoryError: on every rank, if one has no memory for it.
+        EPTimeoutError: if a rank does not come.
+    """
+    said = meet(comm, (has_memory, *given.values()), timeout_s, *_MEASURE)
+    if any(theirs[1:] != said[0][1:] for theirs in said):
+        rows = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(given, theirs[1:], strict=True))
+            for rank, theirs in enumerate(said)
+        )
+        raise EPInputError(f"copy_ceiling: {rows}; expected the same on all ranks. Call it with the same arguments everywhere")
+    if without := [rank for rank, theirs in enumerate(said) if not theirs[0]]:
+        raise EPOutOfMemoryError(
+            f"copy_ceiling: no memory for the rows on {named(without)}; expected room. Give a smaller num_rows"
         )
 
 
-def _are_done(requests: Sequence[Any], timeout_s: float) -> bool:
-    """Whether requests are done, now or soon."""
-    deadline, pause = time.monotonic() + timeout_s, 1e-4
-    while not all(request.Test() for request in requests):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(1.2 * pause, 2e-3)
-    return True
-
-
-_REMINDER_S = 30.0  # who waits without a limit says so this often
+def start_measuring(comm: Communicator, timeout_s: float) -> None:
+    """Wait until all ranks begin, as exactly as messages can tell."""
+    meet(comm, (), timeout_s, *_MEASURE)
+    comm.Barrier()
 
 
 def own(comm: Communicator, timeout_s: float, phase: str, hint: str) -> Communicator:
@@ -73,8 +75,16 @@ def own(comm: Communicator, timeout_s: float, phase: str, hint: str) -> Communic
     be taken for one of the caller's.
     """
     own, request = comm.begin_own()
-    _await(comm, [request], own, timeout_s, phase, hint)
+    comm.finish(request, own, phase, hint, timeout_s)
+    own.timeout_s = timeout_s
     return own
+
+
+_REMINDER_S = 30.0  # a rank that waits longer says so this often
+
+
+_COMPILING_S = 900.0  # for a part of making a Buffer: one rank may compile all kernels
+_MAKE = "make their part of a Buffer"
 
 
 class AllOrNone:
@@ -90,21 +100,27 @@ class AllOrNone:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm.Dup()  # of its own: who goes early says so in the middle of anything
         self._round = 0
+        self.silent: list[int] = []
+        """The ranks from which the last `holds` heard nothing in time."""
 
-    def holds(self, sound: bool, what: str, timeout_s: float | None = None) -> bool:
+    def holds(self, sound: bool, what: str, timeout_s: float) -> bool:
         """Whether all ranks are here and sound, as this one is or is not.
 
         Args:
             sound: Whether this one is.
             what: What they are here to do, for the warning where one keeps the others waiting.
-            timeout_s: After how long a silent rank is taken for lost, where that is so; otherwise it is waited for.
+            timeout_s: After how long a silent rank is taken for lost.
         """
-        # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
-        times = 1 if timeout_s is None else 2
-        try:
-            return all(self._hear_all(sound, what, timeout_s or math.inf) for _ in range(times))
+        self._waited_for, self.silent = (what, timeout_s), []
+        try:  # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
+            return all(self._hear_all(sound, what, timeout_s) for _ in range(2))
         except EPUnavailableError:  # the process that held the store has ended
             return False
+
+    def too_late(self) -> EPTimeoutError:
+        """The error for the ranks that were silent in the last `holds`."""
+        what, timeout_s = self._waited_for
+        return self._comm.too_late(self.silent, f"waiting for all ranks to {what}", f"all ranks to {what}", timeout_s)
 
     def _hear_all(self, sound: bool, what: str, timeout_s: float) -> bool:
         """Tell every rank, and hear of all whether they are sound too. Who is not hears nobody.
@@ -120,16 +136,18 @@ class AllOrNone:
             return False
         requests += [self._comm.Irecv(words[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
         start = time.monotonic()
-        while not _are_done(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
+        while not are_done(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
             waited_s = time.monotonic() - start
+            self.silent = sorted({peer for peer, request in zip(2 * peers, requests, strict=True) if not request.Test()})
             if waited_s > timeout_s:
                 self._comm.keep(requests, word, words)
                 return False
-            silent = [peer for peer, request in zip(peers, requests[len(peers) :], strict=True) if not request.Test()]
             warnings.warn(  # no log line, which nobody might see: this may be why the program stands still
-                f"rank {self._comm.Get_rank()} waits for ranks {silent} to {what}, {waited_s:.0f} s by now. Did they come here, or die?",
+                f"rank {self._comm.Get_rank()} has waited {waited_s:.0f} of {timeout_s:g} s for {named(self.silent)} to {what}. Check that "
+                f"they are alive, and come to this call",
                 stacklevel=2,
             )
+        self.silent = []
         return bool(words.all())
 
     @contextmanager
@@ -138,13 +156,17 @@ class AllOrNone:
 
         Raises:
             EPUnavailableError: where another rank failed.
+            EPTimeoutError: where another rank is silent.
         """
         made = False
         try:
             yield
             made = True
         finally:
-            all_made = self.holds(made, "make their part of a Buffer")
+            limit_s = min(max(self._comm.timeout_s, _COMPILING_S), MAX_TIMEOUT_S)
+            all_made = self.holds(made, _MAKE, limit_s)
+        if self.silent:
+            raise self.too_late()
         if not all_made:
             raise EPUnavailableError("another rank could not make its part of this Buffer; what it raised tells why")
 
@@ -183,7 +205,7 @@ class LastWords:
         text = f"{type(error).__name__}: {_text_of(error)}"[:500]
         with suppress(EPUnavailableError):  # without the store there is no telling
             requests = [self._comm.isend(text, peer, LAST_WORDS_TAG) for peer in self._peers]
-            if not _are_done(requests, _LAST_WORDS_S):
+            if not are_done(requests, _LAST_WORDS_S):
                 self._comm.keep(requests, text)
 
     def start_listening(self) -> None:

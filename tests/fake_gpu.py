@@ -14,6 +14,7 @@ from cuda.bindings import driver as cuda
 
 from deepep_rt import Buffer, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
 from deepep_rt.arrays import DTYPES, Framework, View
+from deepep_rt.timed_collectives import TimedCollectives
 
 BASE = 1 << 40  # of symmetric memory
 OWN_STREAM, CALLERS_STREAM = 3, 11
@@ -92,7 +93,7 @@ class FakeGpu:
         return taken
 
 
-class _Communicator:
+class _Communicator(TimedCollectives):
     """The ranks of a Buffer, all like this one."""
 
     said, last_words = "", ""  # what this rank has told the others as it left, and what rank 2 tells this one
@@ -105,6 +106,9 @@ class _Communicator:
 
     def Get_size(self) -> int:
         return self._num_ranks
+
+    def begin_own(self) -> tuple[_Communicator, Any]:
+        return self, SimpleNamespace(Test=lambda: True)
 
     def Dup(self) -> _Communicator:
         return self
@@ -216,10 +220,10 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         ptr, pes = BASE, range(4)
         peers = tuple(BASE + (rank << 36) for rank in range(4))
 
-        is_of_several_buffers = False
+        is_of_several_buffers, all_ranks = False, None
 
         def __init__(self, *_: object) -> None: ...
-        def all_free(self, sound: bool, timeout_s: float | None) -> bool:
+        def all_free(self, sound: bool, timeout_s: float) -> bool:
             return sound
 
         def free(self) -> None:

@@ -245,8 +245,10 @@ def test_memory_is_cleared_before_others_may_write_to_it(fake: FakeGpu, make: An
     assert "synchronize" in made[len(made) - made[::-1].index("fill") :]
 
 
-@pytest.mark.parametrize(("on_timeout", "limit_s"), [("raise", None), ("mask", 1.0)])
-def test_how_long_destroy_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str, limit_s: Any) -> None:
+@pytest.mark.parametrize(("on_timeout", "limit_s"), [("raise", 30.0), ("mask", 1.0)])
+def test_how_long_destroy_waits(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str, limit_s: float
+) -> None:
     buffer, limits = make(on_timeout=on_timeout), []
     monkeypatch.setattr(together.AllOrNone, "holds", lambda self, sound, what, timeout_s=None: limits.append(timeout_s) or sound)
     x, idx, _ = arguments(fake)
@@ -262,6 +264,28 @@ def test_how_long_destroy_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.Mo
     assert limits == [limit_s]
     assert seen() is None, "nothing reads the arguments any more"
     del order
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_a_rank_that_does_not_destroy_its_buffer(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str
+) -> None:
+    """It is named; the memory stays, as nobody can give it back alone."""
+    buffer, start = make(on_timeout=on_timeout, timeout_s=0.2), time.monotonic()
+    monkeypatch.setattr(_Communicator, "Irecv", lambda self, word, peer, tag: SimpleNamespace(Test=lambda: peer != 2))
+    monkeypatch.setattr("deepep_rt.device._PARTING_S", 0.0)
+    if on_timeout == "raise":
+        with pytest.raises(
+            EPTimeoutError, match=r"for rank 2, which did not come; expected all ranks to destroy their B"
+        ) as caught:
+            buffer.destroy()
+        assert caught.value.peer == 2
+    else:
+        with pytest.warns(UserWarning, match=r"for rank 2, which did not come.*The memory of this Buffer stays taken"):
+            buffer.destroy()
+    assert time.monotonic() - start < 3
+    assert BASE not in fake.freed
+    buffer.destroy()
 
 
 def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:

@@ -126,6 +126,7 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
         monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
         monkeypatch.setattr(symmetric, "_runtime", None)
+        monkeypatch.setattr(symmetric, "_in_time", lambda comm, start: start())  # in which context: no driver is needed here
         return fake
 
     return put
@@ -357,7 +358,7 @@ def test_near_ranks_do(install, prompt):
 def test_symmetric_memory_has_one_size(install, monkeypatch):
     """NVSHMEM would not say so, and addresses of other ranks would be wrong."""
     install()
-    monkeypatch.setattr(symmetric, "meet", lambda *arguments: [64, 64, 128, 64])
+    monkeypatch.setattr(symmetric, "meet", lambda *arguments: [[size] for size in [64, 64, 128, 64]])
     with pytest.raises(EPConfigError, match=r"one size on all ranks.*\[64, 128\] bytes"):
         symmetric.SymmetricMemory(Ranks(gather=_pes), 64, 1.0)
 

@@ -57,6 +57,7 @@ ORDER = [
     "pool",
     "stream_memory",
     "network",
+    "timed_collectives",
     "store_comm",
     "mpi_comm",
     "communicator",

@@ -29,6 +29,7 @@ from deepep_rt import (
     EPConfigError,
     EPDestroyedError,
     EPInputError,
+    EPOutOfMemoryError,
     EPTimeoutError,
     EPUnavailableError,
     symmetric,
@@ -221,9 +222,9 @@ def check_who_comes_late_does_not_go_on_alone(comm: MPI.Intracomm) -> None:
         return
     time.sleep(0.8 if rank == size - 1 else 0)
     with raises(EPTimeoutError, "a meeting"):
-        together.meet(ranks, rank, 0.4, "a meeting", "all have to come")
+        together.meet(ranks, (rank,), 0.4, "a meeting", "all to come")
     comm.Barrier()
-    assert together.meet(ranks, rank, TIMEOUT_S, "a meeting", "all have to come") == list(range(size))
+    assert together.meet(ranks, (rank, 7), TIMEOUT_S, "a meeting", "all to come") == [[other, 7] for other in range(size)]
 
 
 def check_what_is_no_communicator(comm: MPI.Intracomm) -> None:
@@ -427,6 +428,29 @@ def check_the_ceiling_counts_what_goes_to_others(comm: MPI.Intracomm) -> None:
         assert buffer._backend.copy_ceiling(row_bytes=8, num_rows=3, iterations=4) == 3 * 8 * max(comm.Get_size() - 1, 1) / 0.5
 
 
+def check_measurements_that_differ(comm: MPI.Intracomm) -> None:
+    """All ranks hear of it, and nobody waits for a transfer that another rank does not make."""
+    rank, start = comm.Get_rank(), time.monotonic()
+    if comm.Get_size() == 1:
+        return
+    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
+        for name, values in (("row_bytes", (16, 32)), ("num_rows", (4, 5)), ("iterations", (1, 2))):
+            words = [f"rank {r}: " for r in range(2)] + [f"{name}={value}" for value in values]
+            with raises(EPInputError, "copy_ceiling", *words, "same on all ranks"):
+                buffer.copy_ceiling(**{"row_bytes": 16, "num_rows": 4, "iterations": 1, name: values[rank % 2]})
+        for name in ("num_rows", "iterations"):
+            with raises(EPInputError, name, str(2**62)):
+                buffer.copy_ceiling(**{name: 2**62})
+        with unittest.mock.patch("deepep_rt.host._MOST_MEASURED_BYTES", 1 << 16):
+            assert buffer.copy_ceiling(num_rows=2**31 - 1, iterations=1) > 0
+        if spmd.backend == "host":
+            full = unittest.mock.patch("deepep_rt.host.np.ones", side_effect=MemoryError)
+            with full if rank == 1 else contextlib.nullcontext(), raises(EPOutOfMemoryError, "no memory for the rows on rank 1"):
+                buffer.copy_ceiling(num_rows=1)
+        _check_round(comm, buffer, 1)
+    assert time.monotonic() - start < TIMEOUT_S
+
+
 def check_messages_that_nobody_took(comm: MPI.Intracomm) -> None:
     """MPI may still read them: they outlive the Buffer."""
     if spmd.backend != "host":
@@ -443,18 +467,22 @@ def check_messages_that_nobody_took(comm: MPI.Intracomm) -> None:
 def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
-    for timeout_s in (None, 20.0):
-        assert AllOrNone(communicator_of(comm)).holds(True, "be here", timeout_s)
-        start = time.monotonic()
-        assert not AllOrNone(communicator_of(comm)).holds(rank != odd, "be here", timeout_s)
-        assert time.monotonic() - start < 10
+    assert AllOrNone(communicator_of(comm)).holds(True, "be here", 20.0)
+    start, parting = time.monotonic(), AllOrNone(communicator_of(comm))
+    assert not parting.holds(rank != odd, "be here", 20.0)
+    assert not parting.silent, "it has said that it does not come"
+    assert time.monotonic() - start < 10
     if odd == 0:
         return
     parting = AllOrNone(communicator_of(comm))
-    assert parting.holds(True, "be here")
+    assert parting.holds(True, "be here", 20.0)
     if rank == odd:
-        time.sleep(1)
+        time.sleep(1.5)
     assert not parting.holds(True, "be here", 0.5)
+    assert parting.silent == ([odd] if rank != odd else list(range(odd)))
+    error = parting.too_late()
+    assert (error.peer, error.rank) == (parting.silent[0], rank)
+    assert f"for rank{'s' * (len(parting.silent) > 1)} {parting.silent[0]}" in str(error)
 
 
 def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
@@ -468,7 +496,7 @@ def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
         for odd in (None, 0, size - 1):
             memory = symmetric.SymmetricMemory(communicator_of(MPI.COMM_SELF), 64, 5.0)
             assert memory.is_of_several_buffers
-            if memory.all_free(rank != odd, None if rank else 5.0):  # Buffers that mask have a limit
+            if memory.all_free(rank != odd, 5.0):
                 memory.free()
             assert len(freed) == (odd is None)
             freed.clear()
@@ -509,13 +537,13 @@ def check_who_waits_without_a_limit_says_so(comm: MPI.Intracomm) -> None:
         warnings.simplefilter("always")
         if comm.Get_rank() == late:
             time.sleep(1.2)
-        assert all_ranks.holds(True, "be here")
+        assert all_ranks.holds(True, "be here", 20.0)
     said = [str(warning.message) for warning in caught]
     if comm.Get_rank() == late:
         assert not said
     else:
         assert len(said) >= 2, said
-        assert any(f"waits for ranks [{late}] to be here, " in text for text in said), said
+        assert any(f"of 20 s for rank {late} to be here" in text for text in said), said
 
 
 def check_dropping_without_destroy_warns(comm: MPI.Intracomm) -> None:

@@ -129,8 +129,10 @@ def never_made(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() == comm.Get_size() - 1:
         return
     start = time.monotonic()
-    with raises(EPTimeoutError, "the making of a Buffer", "0.6 s", "timeout_s"):
+    culprit = comm.Get_size() - 1
+    with raises(EPTimeoutError, "the making of a Buffer", "timeout_s=0.6", f"for rank {culprit}, which did not come") as caught:
         make_buffer(comm, num_experts=4 * comm.Get_size(), timeout_s=TIMEOUT_S)
+    assert caught.error.peer == culprit
     assert time.monotonic() - start < TIMEOUT_S + 5
 
 
@@ -139,8 +141,10 @@ def never_measures(comm: MPI.Intracomm) -> None:
     buffer, *_ = _scene(comm)
     if comm.Get_rank() != comm.Get_size() - 1:
         start = time.monotonic()
-        with raises(EPTimeoutError, "copy_ceiling", "all ranks have to call it", "0.6 s"):
+        culprit = comm.Get_size() - 1
+        with raises(EPTimeoutError, "copy_ceiling", "all ranks to call it", "timeout_s=0.6", f"rank {culprit}, ") as caught:
             buffer.copy_ceiling(num_rows=1)
+        assert caught.error.peer == culprit
         assert time.monotonic() - start < TIMEOUT_S + 5
     comm.Barrier()
     assert buffer.copy_ceiling(num_rows=1) > 0
