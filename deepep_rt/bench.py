@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 PROGRAMS = {"throughput": "bench_throughput", "low-latency": "bench_low_latency"}
+_ALONE = {"jitter": "bench_jitter"}  # not among all: it takes long, and makes one table instead of a page
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun", "hydra", "srun", "slurmstepd")
 """Processes that pass on what their ranks print."""
 
@@ -43,7 +44,7 @@ def measure(
     """Run benchmarks on all ranks of the current mpirun, and write results, pictures and a page. Rank 0 talks.
 
     Args:
-        what: "throughput", "low-latency" or "all".
+        what: "throughput", "low-latency", "all" (these two), or "jitter" (a table only; nothing is compared).
         out: Folder for what is written, made if need be; default: `bench-` and the time, in the current one.
         compare: Results or references to draw and to list beside.
         quick: A few calls of each kind.
@@ -58,10 +59,13 @@ def measure(
     from mpi4py import MPI
 
     with together(MPI.COMM_WORLD) as comm:
-        if what not in (*PROGRAMS, "all"):
-            raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all'))}")
+        if what not in (*PROGRAMS, "all", *_ALONE):
+            raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all', *_ALONE))}")
         if backend not in ("auto", "cuda", "host"):
             raise EPConfigError(f"--backend is {backend!r}; expected auto, cuda or host")
+        if what == "jitter":
+            _measure_jitter(comm, out, quick, backend, sizes, commit)
+            return
         _need("matplotlib", "jinja2", "ml_dtypes")
         references, folder = [reference for file in compare for reference in load(file)], _folder(comm, out)
         results = []
@@ -73,6 +77,20 @@ def measure(
                 results.append(result)
         if results:
             _draw(results, references, folder)
+
+
+def _measure_jitter(comm: Intracomm, out: Path | None, quick: bool, backend: str, sizes: AskedSizes, commit: str | None) -> None:
+    """Measure, print the table and write it as Markdown and JSON."""
+    _need("ml_dtypes")
+    folder = _folder(comm, out)
+    result = _run(comm, "jitter", quick, backend, sizes, commit)
+    if result is not None:
+        write(folder / "jitter.json", result)
+        from .bench_jitter import markdown
+
+        text = markdown(result)
+        (folder / "jitter.md").write_text(text)
+        print(text, end="")
 
 
 def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> None:
@@ -131,14 +149,20 @@ def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: AskedSize
     from .agreement import agree
     from .communicator import communicator_of
 
-    program = importlib.import_module(f".{PROGRAMS[name]}", __package__)
+    program = importlib.import_module(f".{(PROGRAMS | _ALONE)[name]}", __package__)
     experts = sizes.experts or -(-256 // comm.size) * comm.size
     config = Config(comm.size, 128, sizes.hidden or 7168, sizes.topk or 8, experts)
     on_gpu = agree(communicator_of(comm), config, backend, "copy") == "cuda"
-    words = ["--backend", "cuda" if on_gpu else "host", "--topk", str(sizes.topk or 8), "--experts", str(experts)]
+    words = ["--backend", "cuda" if on_gpu else "host", "--topk", str(sizes.topk or 8)]
+    if name == "jitter":
+        words += ["--ranks", str(comm.size)] + (["--experts", str(sizes.experts)] if sizes.experts else [])
+    else:
+        words += ["--experts", str(experts)]
     words += ["--hidden", str(sizes.hidden or (7168 if on_gpu else 512))]
     words += ["--quick"] * quick + (["--commit", commit] if commit else [])
-    if not on_gpu:  # SMs mean nothing there, and time is dear
+    if name == "jitter":
+        words += [] if on_gpu else ["--replays", "200"]
+    elif not on_gpu:  # SMs mean nothing there, and time is dear
         words += ["--tokens", "64,256", "--sms", "24", "--calls", "5"] if name == "throughput" else ["--tokens", "1,4,16,64"]
     elif quick:
         words += ["--tokens", "1024", "--sms", "16,24"] if name == "throughput" else ["--tokens", "1,128"]

@@ -113,6 +113,11 @@ class Bench:
 
         return float(np.median(self.times(run, self.args.loops)))
 
+    def step_times(self) -> np.ndarray:
+        """Microseconds of each step on the slowest rank."""
+        self.meet()
+        return self.times(lambda: 1e6 * timing.host_seconds(self.both), self.args.replays)
+
     def row(self, num_tokens: int, clock: timing.CudaClock | timing.WallClock) -> Row:
         return Row(num_tokens, self.one_by_one(clock), self.host(self.dispatch), self.host(self.combine))
 
@@ -154,8 +159,11 @@ class GraphBench(Bench):
         results.clear()  # not before the last replay has ended
         return found
 
-    def steps(self) -> list[float]:
-        """p50 and p99 of a replayed step. The GPU has so many queued that it does not wait for the host, whose launches take as long."""
+    def step_times(self) -> np.ndarray:
+        """Microseconds of each replayed step on the slowest rank.
+
+        The GPU has so many queued that it does not wait for the host, whose launches take as long.
+        """
         import cupy
 
         graph, results = self.capture(self.both, 1)
@@ -172,8 +180,7 @@ class GraphBench(Bench):
             spent += [1e3 * cupy.cuda.get_elapsed_time(*pair) for pair in itertools.pairwise(events)]
         self.meet()
         results.clear()  # not before the last replay has ended
-        found = self.times(iter(spent).__next__, len(spent))
-        return [float(np.percentile(found, share)) for share in (50, 99)]
+        return self.times(iter(spent).__next__, len(spent))
 
     def parts(self, call: Callable[..., Any]) -> list[float]:
         """Sending and receiving apart; the host waits in between until all ranks have sent."""
@@ -195,7 +202,7 @@ class GraphBench(Bench):
         return [float(us) for us in np.median(self.times(run, self.args.repeats), axis=0)]
 
     def row(self, num_tokens: int, clock: timing.CudaClock | timing.WallClock) -> Row:
-        p50, p99 = self.steps()
+        p50, p99 = np.percentile(self.step_times(), (50, 99)).tolist()
         return Row(
             num_tokens,
             self.one_by_one(clock),

@@ -92,6 +92,15 @@ def row_bytes(work: str, hidden: int) -> int:
 # --- files -------------------------------------------------------------------------------------------------------------------------
 
 
+def about(commit: str | None = None) -> dict[str, Any]:
+    """When and with which code a result was measured."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": {"id": commit} if commit else _git(),
+        "versions": _versions(),
+    }
+
+
 def document(
     rows: Sequence[Row | LowLatencyRow],
     ceilings_gb_s: Mapping[int, float],
@@ -100,9 +109,7 @@ def document(
 ) -> dict[str, Any]:
     """The result file: everything that somebody else needs to repeat or to doubt the figures."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": {"id": commit} if commit else _git(),
-        "versions": _versions(),
+        **about(commit),
         "byte_formula": BYTE_FORMULA,
         **settings,
         "copy_ceiling_gb_s": {"by_sms": dict(ceilings_gb_s), "used": max(ceilings_gb_s.values())},

@@ -271,7 +271,7 @@ def _described(entry: Entry | CorruptEntry) -> dict[str, Any]:
 
 @app.command("bench")
 def bench_(
-    what: Annotated[str, typer.Argument(help="throughput, low-latency or all.")] = "all",
+    what: Annotated[str, typer.Argument(help="throughput, low-latency, all, or jitter.")] = "all",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: bench-DATE-TIME.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few calls of each kind: does it run at all?")] = False,
     compare: Annotated[

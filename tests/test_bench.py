@@ -149,7 +149,7 @@ def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nonsense"], "expected one of throughput, low-latency, all"),
+        (["nonsense"], "expected one of throughput, low-latency, all, jitter"),
         (["--backend", "gpu"], "expected auto, cuda or host"),
         (["--compare", "missing.json"], "missing.json cannot be read"),
         (["--from", "missing.json"], "missing.json cannot be read"),

@@ -121,6 +121,7 @@ ORDER = [
     "bench_timing",
     "bench_throughput",
     "bench_low_latency",
+    "bench_jitter",
     "bench_figures",
     "bench_page",
     "bench",

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
 pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
 
-from deepep_rt import bench, bench_figures, bench_low_latency, bench_page, bench_throughput
+from deepep_rt import bench, bench_figures, bench_jitter, bench_low_latency, bench_page, bench_throughput
 from deepep_rt import bench_report as report
 from deepep_rt.bench_results import Sizes, low_latency_rows, on_gpu, read, throughput_rows
 
@@ -102,6 +102,17 @@ def test_steps_are_even(comm):
     for rows in zip(*(low_latency_rows(result) for result in tries), strict=True):
         ratios = [row.step_p99_us / row.step_p50_us for row in rows]
         assert min(ratios) <= 1.1, (rows[0].tokens, ratios)
+
+
+def test_jitter(comm):
+    words = ["--backend", "cuda", "--quick", "--hidden", "2048", "--topk", "4", "--ranks", str(comm.size)]
+    args = bench_jitter.parse_args([*words, "--experts", str(8 * comm.size)])
+    result = on_rank_0(comm, bench_jitter.run(comm, args))
+    if result is None:
+        return
+    assert [(row["tokens"], row["steps"]) for row in result["rows"]] == [(8, 20), (32, 20), (128, 20)]
+    assert all(0 < row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in result["rows"])
+    assert "CUDA events" in bench_jitter.markdown(result)
 
 
 def test_the_command_on_gpus(comm, tmp_path_factory, capsys):
