@@ -58,7 +58,7 @@ def without_gradient(x: Any) -> Any:
 
 def check_tensor(x: Any, name: str) -> None:
     """Raise EPInputError unless it is one of PyTorch's, and dense."""
-    instance(x, name, torch.Tensor, "torch.from_numpy makes one of a NumPy array.")
+    instance(x, name, torch.Tensor, "Make one of a NumPy array with torch.from_numpy.")
     if x.layout is not torch.strided or x.is_nested:
         raise not_dense(x, name)
 

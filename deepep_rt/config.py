@@ -57,9 +57,11 @@ def rows_per_copy(row_bytes: int) -> int:
 
 def _name_of(dtype: Any) -> Any:
     """The name of an element type: of `torch.bfloat16`, `np.float32` and `jnp.dtype("float32")` alike. What is none stays as it is."""
-    if dtype is None or isinstance(dtype, str) or hasattr(dtype, "__dlpack__"):  # an array has a dtype, and is none
+    if dtype is None or isinstance(dtype, str):
         return dtype
     try:
+        if hasattr(dtype, "__dlpack__"):  # an array has a dtype, and is none
+            return dtype
         if type(dtype).__module__ == "torch":
             return str(dtype).removeprefix("torch.")
         return np.dtype(dtype).name

@@ -119,6 +119,8 @@ class _Jax(Framework):
     def view(self, array: Any, what: str, stream: int | None) -> View:
         if not hasattr(array, "__dlpack_device__"):
             raise EPInputError(f"{what} is traced by JAX: in compiled functions, use deepep_rt.jax.dispatch and combine")
+        if array.is_deleted():
+            raise refusal(array, what, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
         return super().view(array, what, stream)
 
     def is_writable(self, array: Any) -> bool:
@@ -161,20 +163,30 @@ def framework_of(array: Any, what: str) -> Framework:
         return found
     if isinstance(array, type):  # it has all the names that its arrays have
         raise refusal(array, what, "an array", "Pass an array of this class.")
-    if any(base.__name__ in _MASKED for base in kind.__mro__):
-        raise refusal(
-            array, what, "an array without a mask, which would be lost", "Pass its data, with masked entries filled in."
-        )
+    check_unmasked(array, what)
     for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
         if maker := _MAKERS.get(base.__module__.partition(".")[0]):
             break
     else:
         maker = Framework
-    if maker is not _Jax and not hasattr(array, "__dlpack__"):  # JAX's own are traced, or else arrays
+    if maker is not _Jax and not _has_dlpack(array):  # JAX's own are traced, or else arrays
         raise refusal(array, what, "a NumPy, CuPy, PyTorch, JAX or DLPack array", "Pass one of them.")
     made = maker()
     _frameworks[kind] = framework = _singletons.setdefault(type(made), made)
     return framework
+
+
+def _has_dlpack(array: Any) -> bool:
+    try:
+        return hasattr(array, "__dlpack__")
+    except Exception:  # of a class that answers every question with an error
+        return False
+
+
+def check_unmasked(array: Any, what: str) -> None:
+    """Raise EPInputError about an array with a mask: calls would not see it."""
+    if any(base.__name__ in _MASKED for base in type(array).__mro__):
+        raise refusal(array, what, "an array without a mask", "Pass its data, with masked entries filled in.")
 
 
 def not_shown(array: Any, what: str, error: Exception) -> EPError:

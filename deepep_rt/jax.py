@@ -25,11 +25,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import tables
+from .checks import whole_number
 from .config import COMBINE_DTYPES
 from .errors import EPInputError
 from .inputs import combine_inputs, dispatch_inputs
-from .jax_calls import Combined, call, errors, run_combine, run_dispatch, run_known_dispatch, token_of, tokens_and_indices, traced
-from .jax_device import check_threads, use_gpu_of_rank
+from .jax_calls import (
+    Combined,
+    as_array,
+    call,
+    errors,
+    run_combine,
+    run_dispatch,
+    run_known_dispatch,
+    token_of,
+    tokens_and_indices,
+    traced,
+)
+from .jax_device import check_buffer, check_threads, use_gpu_of_rank
 from .jax_low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
 from .results import DispatchHandle
 
@@ -125,9 +137,10 @@ def dispatch(
     """
     check_threads(buffer)
     config = buffer.config
-    rows = config.num_max_recv_tokens if num_worst_tokens is None else num_worst_tokens
+    most = config.num_max_recv_tokens
+    rows = most if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, most)
     x, topk_idx = tokens_and_indices(x, topk_idx)
-    weights = None if topk_weights is None else jnp.asarray(topk_weights)
+    weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
     rows_, idx_, weights_ = (None if array is None else traced(buffer, array) for array in (x, topk_idx, weights))
     dispatch_inputs(buffer._site, None, rows_, idx_, weights_, None, None, rows, 1)
     return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
@@ -153,7 +166,8 @@ def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | 
     Example:
         >>> out = combine(buffer, y, sent.handle).x
     """
-    x = jnp.asarray(x)
+    check_buffer(buffer)
+    x = as_array(x, "x")
     if not isinstance(handle, Handle):
         raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.dispatch")
     return _combine(buffer, x, handle, token_of(handle.token if after is None else after))

@@ -13,7 +13,9 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from . import arrays, dlpack, tables
 from .arrays import HOST, Framework, View
+from .checks import refusal, shown
 from .errors import EPError, EPInputError
+from .frameworks import check_unmasked, not_shown
 from .jax_device import check_device
 
 if TYPE_CHECKING:
@@ -119,8 +121,10 @@ def token_of(after: Any) -> jax.Array:
     """What a call comes after: the token that was given, or nothing."""
     if after is None:
         return jnp.zeros(1, jnp.float32)
-    if getattr(after, "shape", None) != (1,) or after.dtype != jnp.float32:
-        raise EPInputError(f"after is {getattr(after, 'aval', after)!s}; expected the token of an earlier call, or of its handle")
+    if not isinstance(after, jax.Array) or after.shape != (1,) or after.dtype != jnp.float32:
+        raise EPInputError(
+            f"after is {getattr(after, 'aval', None) or shown(after)!s}; expected the token of an earlier call, or of its handle"
+        )
     return after
 
 
@@ -141,7 +145,7 @@ def tokens_and_indices(x: Any, topk_idx: Any) -> tuple[jax.Array, jax.Array]:
     """What a dispatch is given, as JAX's arrays; indices as int32."""
     if topk_idx is None:
         raise EPInputError("topk_idx is None; pass [num_tokens, num_topk] int32")
-    x = jnp.asarray(x)
+    x = as_array(x, "x")
     if x.ndim and not x.shape[0]:
         raise EPInputError(
             "x has no rows: XLA leaves out a call that is given nothing, and the others would wait for it; pass a row with topk_idx -1"
@@ -149,9 +153,27 @@ def tokens_and_indices(x: Any, topk_idx: Any) -> tuple[jax.Array, jax.Array]:
     return x, as_int32(topk_idx)
 
 
+def as_array(value: Any, name: str) -> jax.Array:
+    """An argument as an array of JAX's, whose memory is there and lies on one device."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise refusal(value, name, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
+        if len(value.sharding.device_set) > 1:
+            where = f"an array on one device (it is on {len(value.sharding.device_set)})"
+            raise refusal(value, name, where, "Pass the part of this rank.")
+        return value
+    check_unmasked(value, name)
+    try:
+        return jnp.asarray(value)
+    except Exception as error:  # JAX asks the object, which may raise anything
+        raise not_shown(value, name, error) from error
+
+
 def as_int32(topk_idx: Any) -> jax.Array:
     """Indices that may be int64; what else they must not be is for those to say who check all arguments."""
-    topk_idx = jnp.asarray(topk_idx)
+    topk_idx = as_array(topk_idx, "topk_idx")
     return topk_idx.astype(jnp.int32) if topk_idx.dtype == jnp.int64 else topk_idx
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from . import _env, dlpack
+from .buffer import Buffer
+from .checks import instance
 from .communicator import communicator_of
 from .errors import EPInputError, EPUnavailableError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-    from .buffer import Buffer
 
 
 def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
@@ -85,7 +85,14 @@ def check_device(buffer: Buffer, array: Any) -> None:
             )
 
 
+def check_buffer(buffer: Any) -> None:
+    """Raise EPInputError unless it is a Buffer."""
+    instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
+
+
 def check_threads(buffer: Buffer) -> None:
+    """Raise unless it is a Buffer, and XLA's threads may call what carries it."""
+    check_buffer(buffer)
     mpi = sys.modules.get("mpi4py.MPI")  # not loaded where a Buffer speaks over a store
     if buffer.backend == "host" and mpi and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise EPUnavailableError(

@@ -20,8 +20,8 @@ from .calls import LowLatencyMemory
 from .config import FP8_GROUP
 from .errors import EPInputError
 from .inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
-from .jax_calls import Combined, as_int32, call, token_of, tokens_and_indices, traced
-from .jax_device import check_threads
+from .jax_calls import Combined, as_array, as_int32, call, token_of, tokens_and_indices, traced
+from .jax_device import check_buffer, check_threads
 from .results import LowLatencyHandle as _Handle
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def low_latency_dispatch(
     check_threads(buffer)
     buffer._low_latency()
     x, topk_idx = tokens_and_indices(x, topk_idx)
-    weights = [] if topk_weights is None else [jnp.asarray(topk_weights)]
+    weights = [] if topk_weights is None else [as_array(topk_weights, "topk_weights")]
     seen = [traced(buffer, array) for array in (x, topk_idx, *weights)]
     inputs = low_latency_dispatch_inputs(
         buffer._site, None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
@@ -140,9 +140,10 @@ def low_latency_combine(
     Example:
         >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle).x
     """
+    check_buffer(buffer)
     if not isinstance(handle, LowLatencyHandle):
         raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.low_latency_dispatch")
-    given = [jnp.asarray(x), as_int32(topk_idx), jnp.asarray(topk_weights)]
+    given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
     known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, Framework())
     y, idx, weights = (traced(buffer, array) for array in given)
     low_latency_combine_inputs(buffer._site, None, y, idx, weights, known, allow_multiple_reduction, None)

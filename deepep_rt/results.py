@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from .arrays import Framework, View
+from .handles import of_stream
 
 
 class Event:
@@ -41,6 +42,8 @@ class Event:
         Example:
             >>> result.event.wait()
         """
+        if stream is not None:
+            of_stream(stream)  # without streams too, a program hears what it would hear on GPUs
 
     def synchronize(self) -> None:
         """Make the host wait for this event.

@@ -10,20 +10,19 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from .buffer import Buffer
+from .checks import flag, instance
 from .config import COMBINE_DTYPES, FP8_GROUP
 from .errors import EPInputError
 from .frameworks import not_dense
 from .results import DispatchHandle, DispatchResult
 from .torch_group import communicator
 from .torch_kernels import FLOATS, aligned, from_fp8, to_fp8, zero_padding
-
-if TYPE_CHECKING:
-    from .buffer import Buffer
 
 __all__ = ["dispatch", "combine", "Dispatched", "Handle", "communicator"]
 
@@ -143,12 +142,13 @@ def dispatch(
         >>> y = experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights)
         >>> combine(buffer, y, sent.handle).sum().backward()
     """
+    _check_buffer(buffer)
     for what, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         _check_tensor(tensor, what, needed=what == "x")
+    fp8 = _check_fp8(buffer, fp8, "fp8")
     if (fp8 or x.requires_grad) and x.dtype not in FLOATS:
         why = "fp8=True converts" if fp8 else "gradients come back as"
         raise EPInputError(f"x has dtype {x.dtype}; {why} {', '.join(COMBINE_DTYPES)}. Convert x, or detach() it")
-    _check_fp8(buffer, fp8)
     options = (_plain(handle), num_worst_tokens, expert_alignment, fp8)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, plain, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
@@ -186,8 +186,9 @@ def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None,
     Example:
         >>> out = combine(buffer, y, sent.handle, bias=shared_expert_output)
     """
+    _check_buffer(buffer)
     _check_tensor(x, "x", needed=True)
-    _check_fp8(buffer, fp8_grad)
+    fp8_grad = _check_fp8(buffer, fp8_grad, "fp8_grad")
     link = handle._link.of_this_graph() if isinstance(handle, Handle) else None
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     return _Combine.apply(x, link, buffer, _plain(handle), fp8_grad, *biases)
@@ -286,6 +287,12 @@ def _check_tensor(value: Any, what: str, needed: bool) -> None:
         raise not_dense(value, what)
 
 
-def _check_fp8(buffer: Buffer, fp8: bool) -> None:
+def _check_buffer(buffer: Any) -> None:
+    instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
+
+
+def _check_fp8(buffer: Buffer, fp8: bool, name: str) -> bool:
+    fp8 = flag(fp8, name)
     if fp8 and buffer.config.hidden % FP8_GROUP:
         raise EPInputError(f"hidden is {buffer.config.hidden}, no multiple of {FP8_GROUP}, the channels of an FP8 scale")
+    return fp8

@@ -81,6 +81,11 @@ def check_settings_that_are_wrong_on_one_rank(comm: MPI.Intracomm) -> None:
         ("num_experts", 4 * ranks + 1, "num_experts"),
         ("backend", "gpu", "'auto' or 'cuda' or 'host'"),
         ("network", "ib", "NetworkOptions"),
+        *(
+            (name, np.array(["host", "raise"]), f"{name}=<ndarray>")
+            for name in ("backend", "on_timeout", "on_exhausted", "dtype")
+        ),
+        *((name, np.ones(3), f"{name}=<ndarray>") for name in ("hidden", "timeout_s", "low_latency")),
     ):
         settings = dict(num_max_tokens_per_rank=8, hidden=32, num_topk=4, num_experts=4 * ranks, backend="host", timeout_s=60)
         with raises(EPConfigError, why, *([] if guilty else [f"rank {ranks - 1} asks for a Buffer that there cannot be"])):
