@@ -10,13 +10,13 @@ import os
 import re
 import shutil
 
-import ml_dtypes  # noqa: F401  (element types for NumPy)
+import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from kernels_on_cpu import compiler
 from kernels_on_cpu.machine import Machine
 from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
-from oracle import make_inputs
 
 from deepep_rt import EPTimeoutError, sources
 
@@ -39,7 +39,7 @@ def inputs_of(config, seed):
         rng = np.random.default_rng([seed, rank])
         sizes = int(rng.integers(0, config.num_max_tokens_per_rank + 1)), config.hidden, config.num_topk, config.num_experts
         kinds = dict(dtype="bfloat16", idx_dtype=("int32", "int64")[seed % 2])
-        made.append(make_inputs(seed, rank, *sizes, skip_probability=0.1, **kinds))
+        made.append(oracle.make_inputs(seed, rank, *sizes, skip_probability=0.1, **kinds))
     return made
 
 
@@ -182,6 +182,65 @@ def test_a_silent_rank_is_named():
             LowLatencyRound(machine, buffers, 2, calling=[0]).all()
 
 
+# --- throughput -----------------------------------------------------------------------------------------------------------------------
+
+THROUGHPUT = dict(num_max_tokens_per_rank=40, hidden=64, num_topk=2, num_experts=6, num_sms=2)
+
+
+def throughput_rounds(machine, buffers, seed, count):
+    """Rounds of all ranks, one after the other; the host waits for the counts of some, and makes some again with the same routing."""
+    rounds = [ThroughputRound(machine, buffers, 100 * seed + i) for i in range(count)]
+    machine.each_rank(lambda rank: [made.play(rank) for made in rounds])
+    for made in rounds:
+        made.check()
+
+
+class ThroughputRound:
+    """A dispatch and a combine of all ranks."""
+
+    def __init__(self, machine, buffers, seed):
+        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
+        rng = np.random.default_rng([seed, 4])
+        ranks, experts = range(self.config.num_ranks), self.config.num_experts
+        self.inputs = inputs_of(self.config, seed)
+        most = self.config.num_max_recv_tokens
+        self.worst = [None, most, int(rng.integers(1, most))][rng.integers(3)]
+        self.alignment = int(rng.integers(1, 5))
+        how = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
+        self.expected = [oracle.expected_dispatch(r, self.inputs, experts, **how) for r in ranks]
+        draw = np.random.default_rng([seed, 5])
+        self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
+        self.weights = [draw.random((len(e.x), self.config.num_topk), np.float32) for e in self.expected]
+        self.sent, self.again, self.back = {}, {}, {}
+
+    def play(self, rank):
+        put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
+        x, idx, weights = put(rank, mine.x), put(rank, mine.topk_idx), put(rank, mine.topk_weights)
+        how = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
+        sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **how)
+        if self.alignment == 1:
+            self.again[rank] = buffer.dispatch(x, handle=sent.handle)
+        self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, topk_weights=put(rank, self.weights[rank]))
+
+    def check(self):
+        for rank, expected in enumerate(self.expected):
+            oracle.check_dispatch(self.sent[rank], expected, told=self.worst is None)
+            if rank in self.again:
+                same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
+            how = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights)
+            total, size, weights = oracle.expected_combine(rank, self.inputs, self.y, self.config.num_experts, **how)
+            allowed = oracle.combine_tolerance("bfloat16", size, self.config.num_ranks)
+            assert (np.abs(self.back[rank].x.astype(np.float64) - total) <= allowed).all()
+            assert np.allclose(self.back[rank].topk_weights, weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_throughput(arch, seed):
+    with Machine(3, seed, arch, num_sms=(None, 1)[seed % 2]) as machine:
+        throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
+
+
 # --- the tests notice -----------------------------------------------------------------------------------------------------------------
 
 
@@ -206,25 +265,20 @@ def notices(folder, play, num_ranks=2, most_seeds=20):
     return False
 
 
-@pytest.mark.parametrize(
-    ("play", "file", "pattern", "replacement"),
-    [
-        pytest.param(
-            overlapped_rounds, "low_latency.cuh", r"if \(!has_room && ", "if (false && ", id="no-wait-for-acknowledgements"
-        ),
-        pytest.param(low_latency_rounds, "ll_combine.cuh", r"st_vec\(from\[j\], not_yet\(\)\);", "", id="rows-are-not-reset"),
-        pytest.param(
-            low_latency_rounds,
-            "ll_combine.cuh",
-            r"!has_come\(held\[j\]\) \? 1u : 0\) << j;",
-            "false ? 1u : 0) << j;",
-            id="rows-are-not-awaited",
-        ),
-        pytest.param(
-            low_latency_rounds, "ll_dispatch_send.cuh", r"next;\n    __syncthreads\(\);", "next;", id="a-block-does-not-meet"
-        ),
-    ],
-)
-def test_a_broken_low_latency_kernel_is_noticed(tmp_path, play, file, pattern, replacement):
-    folder = broken(tmp_path, file, pattern, replacement)
-    assert notices(folder, lambda machine, seed: play(machine, machine.buffers(**LOW_LATENCY), seed, 8))
+BROKEN = [
+    pytest.param(overlapped_rounds, "low_latency.cuh", r"if \(!has_room && ", "if (false && ", id="no-wait-for-acknowledgements"),
+    pytest.param(low_latency_rounds, "ll_combine.cuh", r"st_vec\(from\[j\], not_yet\(\)\);", "", id="rows-are-not-reset"),
+    pytest.param(
+        low_latency_rounds, "ll_dispatch_send.cuh", r"next;\n    __syncthreads\(\);", "next;", id="a-block-does-not-meet"
+    ),
+    pytest.param(
+        throughput_rounds, "work.cuh", r"num_blocks, 1\) == gridDim.x - 1", "num_blocks, 1) == 0", id="flag-of-the-first-block"
+    ),
+    pytest.param(throughput_rounds, "combine.cu", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
+]
+
+
+@pytest.mark.parametrize(("play", "file", "pattern", "replacement"), BROKEN)
+def test_a_broken_kernel_is_noticed(tmp_path, play, file, pattern, replacement):
+    folder, sizes = broken(tmp_path, file, pattern, replacement), THROUGHPUT if play is throughput_rounds else LOW_LATENCY
+    assert notices(folder, lambda machine, seed: play(machine, machine.buffers(**sizes), seed, 8))

@@ -14,6 +14,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import random
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -25,7 +28,20 @@ import pytest
 from cuda.bindings import driver as cuda
 from fake_gpu import _Communicator as OneRank
 
-from deepep_rt import Buffer, EPError, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
+from deepep_rt import (
+    Buffer,
+    EPError,
+    agreement,
+    communicator,
+    device,
+    driver,
+    frameworks,
+    jit,
+    launch,
+    placement,
+    symmetric,
+    watch,
+)
 from deepep_rt.arrays import Framework, View
 
 from . import compiler
@@ -88,6 +104,41 @@ class _Launch:
         self.blocks, self.threads, self.shared_bytes, self.grid = blocks, threads, shared_bytes, 0
 
 
+class _Program(threading.Thread):
+    """What one rank does. Of all programs one runs at a time, and only within `go_on`: so a seed repeats what happened."""
+
+    def __init__(self, machine: Machine, rank: int, program: Callable[[int], Any]) -> None:
+        super().__init__(daemon=True)
+        self._machine, self._rank, self._program = machine, rank, program
+        self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        self._may_run.acquire()
+        try:
+            self._answer = self._program(self._rank)
+        except BaseException as error:
+            self._error = error
+        self._has_stopped.release()
+
+    def go_on(self) -> None:
+        """Until it pauses, or ends."""
+        if self.is_alive():
+            self._machine._making = self._rank
+            self._may_run.release()
+            self._has_stopped.acquire()
+
+    def pause(self) -> None:
+        self._has_stopped.release()
+        self._may_run.acquire()
+
+    def answer(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
 class _Rank(OneRank):
     """One rank's view of ranks that all say the same."""
 
@@ -121,6 +172,7 @@ class Machine(AbstractContextManager):
         self.seed(seed)
         for gpu in range(num_ranks) if num_sms is not None else ():
             self._lib.gpu_set_sms(gpu, num_sms)
+        self._num_waits = self._num_idle_pauses = 0  # since a kernel has ended; and since one was queued
         self.time_step_ns = 1e9  # how far the clock goes on when all wait for time
         self._making = 0  # the rank whose Buffer is made or called
         self._buffers: list[Buffer] = []
@@ -148,6 +200,7 @@ class Machine(AbstractContextManager):
     def seed(self, seed: int) -> None:
         """Begin another order. Nothing may be running."""
         self._lib.gpu_reset(ctypes.c_uint64(seed), self.num_ranks)
+        self._random = random.Random(seed)
 
     def buffers(self, **sizes: Any) -> list[Buffer]:
         """A Buffer for each rank."""
@@ -177,24 +230,54 @@ class Machine(AbstractContextManager):
             Stuck: if kernels wait for ever.
             Wrong: if a kernel broke a rule of CUDA.
         """
-        num_waits = 0
-        while True:
-            self._start_what_can_start()
-            if done() or not any(stream.queue for stream in self._streams.values()):
-                return
-            state = self._lib.gpu_advance(ctypes.c_long(1 << 20))
-            if state == 1:
-                self._finish(self._lib.gpu_finished())
-                num_waits = 0
-            elif state == 2:
-                num_waits += 1
-                if num_waits > 200:
-                    raise Stuck(f"kernels wait for ever\n{self._lib.gpu_describe().decode()}")
-                self._lib.gpu_pass_time(ctypes.c_uint64(int(self.time_step_ns)))
-            elif state == 3:
-                raise Wrong(self._lib.gpu_error().decode())
-            elif state == 4:
-                raise Stuck("streams wait for each other")
+        while not done() and self._advance(1 << 20):
+            pass
+
+    def each_rank(self, program: Callable[[int], Any]) -> list[Any]:
+        """Run `program(rank)` for all ranks. Where one waits on the host for its GPU, the others go on, and the GPUs."""
+        programs = [_Program(self, rank, program) for rank in range(self.num_ranks)]
+        while any(made.is_alive() for made in programs):
+            for made in programs:
+                made.go_on()
+            self._advance(2 ** self._random.randrange(12))
+        self.run()
+        return [made.answer() for made in programs]
+
+    def pause(self) -> None:
+        """Let others go on, where a host waits."""
+        current = threading.current_thread()
+        if isinstance(current, _Program):
+            current.pause()
+        elif self._advance(256):
+            self._num_idle_pauses = 0
+        else:
+            self._num_idle_pauses += 1
+            if self._num_idle_pauses > 100:
+                raise Stuck(
+                    "the host waits, and nothing is queued; make calls in each_rank if they wait for those of other ranks"
+                )
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.pause()
+
+    def _advance(self, num_turns: int) -> bool:
+        """Run the GPUs for a while. False: nothing is queued."""
+        self._start_what_can_start()
+        if not any(stream.queue for stream in self._streams.values()):
+            return False
+        state = self._lib.gpu_advance(ctypes.c_long(num_turns))
+        if state == 1:
+            self._finish(self._lib.gpu_finished())
+            self._num_waits = 0
+        elif state == 2:
+            self._num_waits += 1
+            if self._num_waits > 200:
+                raise Stuck(f"kernels wait for ever\n{self._lib.gpu_describe().decode()}")
+            self._lib.gpu_pass_time(ctypes.c_uint64(int(self.time_step_ns)))
+        elif state == 3:
+            raise Wrong(self._lib.gpu_error().decode())
+        return True
 
     def _start_what_can_start(self) -> None:
         again = True
@@ -258,9 +341,7 @@ class Machine(AbstractContextManager):
 
     def _synchronize(self, number: int) -> None:
         stream = self._stream(number)
-        self.run(lambda: not stream.queue)
-        if stream.queue:
-            raise Stuck("the host waits for work that waits for calls of other ranks")
+        self._wait(lambda: not stream.queue)
 
     def _load(self, kernel: Any, constants: Any, arch: str) -> jit.Function:
         shared_bytes = constants[kernel.shared] if kernel.shared else 0
@@ -292,7 +373,7 @@ class Machine(AbstractContextManager):
                 return stream.num_done >= position
 
             def synchronize(self) -> None:
-                machine.run(self.done)
+                machine._wait(self.done)
 
         class Context:
             def __init__(self) -> None:
@@ -345,6 +426,8 @@ class Machine(AbstractContextManager):
         for name, answer in replaced.items():
             patch(driver, name, answer)
         patch(launch, "driver", launcher)
+        patch(watch, "os", SimpleNamespace(sched_yield=self.pause))
+        patch(device, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
         patch(jit, "load", self._load)
         patch(jit, "current_arch", lambda: self.arch)
         patch(device, "choose_device", lambda comm, _: comm.Get_rank())
