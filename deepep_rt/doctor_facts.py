@@ -139,6 +139,23 @@ def access_between(reports: Iterable[Mapping[str, Any]], a: str, b: str) -> bool
     return None
 
 
+def nvml_access_between(reports: Iterable[Mapping[str, Any]], a: str, b: str) -> bool | None:
+    """Whether the ranks of two GPUs find in NVML that these reach each other; None if NVML does not say."""
+    answers: list[bool | None] = []
+    for report in reports:
+        if (own := gpu_of(report)) is None or own["uuid"] not in (a, b):
+            continue
+        at = {gpu["uuid"]: index for index, gpu in enumerate(fact(report, "nvml", "gpus") or [])}
+        access = fact(report, "nvml", "access")
+        if not at:
+            answers.append(None)
+        elif not {a, b} <= set(at):
+            answers.append(False)
+        else:
+            answers.append(access[at[a]][at[b]] if access else None)
+    return False if False in answers else None if None in answers else True
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Numbers as "0 to 3, 5"."""
     runs: list[list[int]] = []

@@ -12,7 +12,7 @@ from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 _CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ..._MINOR
-_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
+_READ, _WRITE, _NVLINK = 0, 1, 2  # NVML_P2P_CAPS_INDEX_...
 _MAX_NVLINKS = 64  # more than any GPU has; the driver refuses the first number that there is not
 _PATHS = {0: "board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t, as nvidia-smi calls them
 
@@ -104,17 +104,18 @@ def nvml() -> dict[str, Any]:
     Returns:
         `library`, `driver` (version of the kernel driver), `error`, `gpus` (`uuid`, `name`, `mig`, `free_bytes`, `total_bytes`,
         `nvlinks`: active links), `lost` (GPUs that do not answer), `paths` (`[i][j]`: "NV" and the links of a GPU if NVLink connects
-        them, else how far apart they are on PCIe).
+        them, else how far apart they are on PCIe), `access` (`[i][j]`: whether GPU i reads and writes memory of GPU j; None where NVML
+        does not say). NVSHMEM asks NVML for this access where CUDA_VISIBLE_DEVICES hides a GPU.
     """
     try:
         lib = _Library("libnvidia-ml.so.1", _nvml_error)
     except OSError as error:
-        return {"library": None, "error": str(error), "gpus": [], "paths": []}
+        return {"library": None, "error": str(error), "gpus": [], "paths": [], "access": []}
     found: dict[str, Any] = {"library": loaded("libnvidia-ml.so")}
     try:
         lib("nvmlInit_v2")
     except CallFailed as error:
-        return {**found, "error": str(error), "gpus": [], "paths": []}
+        return {**found, "error": str(error), "gpus": [], "paths": [], "access": []}
     number = lib.number("nvmlDeviceGetCount_v2", kind=c_uint)
     handles, lost = [], []
     for index in range(number):
@@ -127,7 +128,9 @@ def nvml() -> dict[str, Any]:
                 lost.append(f"GPU {index}: {error}")
     gpus = [_nvml_gpu(lib, handle) for handle in handles]
     paths = [[_path(lib, a, b, gpus[i]["nvlinks"]) for b in handles] for i, a in enumerate(handles)]
-    return {**found, "driver": _maybe(lambda: lib.text("nvmlSystemGetDriverVersion")), "gpus": gpus, "lost": lost, "paths": paths}
+    version = _maybe(lambda: lib.text("nvmlSystemGetDriverVersion"))
+    access = [[_reaches(lib, a, b) for b in handles] for a in handles]
+    return {**found, "driver": version, "gpus": gpus, "lost": lost, "paths": paths, "access": access}
 
 
 def _nvml_gpu(lib: _Library, handle: c_void_p) -> dict[str, Any]:
@@ -162,18 +165,30 @@ def _active_links(lib: _Library, handle: c_void_p) -> Iterable[int]:
         yield active.value
 
 
-def _path(lib: _Library, a: c_void_p, b: c_void_p, nvlinks: int) -> str:
-    if a.value == b.value:
-        return "-"
+def _of_two(lib: _Library, function: str, a: c_void_p, b: c_void_p, *more: Any) -> int | None:
+    """What NVML says of two GPUs."""
 
-    def ask(function: str, *more: Any) -> int:
+    def ask() -> int:
         answer = c_uint()
         lib(function, a, b, *more, byref(answer))
         return answer.value
 
-    if nvlinks and _maybe(lambda: ask("nvmlDeviceGetP2PStatus", c_int(_NVLINK))) == 0:
+    return _maybe(ask)
+
+
+def _reaches(lib: _Library, a: c_void_p, b: c_void_p) -> bool | None:
+    if a.value == b.value:
+        return True
+    states = [_of_two(lib, "nvmlDeviceGetP2PStatus", a, b, c_int(index)) for index in (_READ, _WRITE)]
+    return None if None in states else not any(states)
+
+
+def _path(lib: _Library, a: c_void_p, b: c_void_p, nvlinks: int) -> str:
+    if a.value == b.value:
+        return "-"
+    if nvlinks and _of_two(lib, "nvmlDeviceGetP2PStatus", a, b, c_int(_NVLINK)) == 0:
         return f"NV{nvlinks}"
-    level = _maybe(lambda: ask("nvmlDeviceGetTopologyCommonAncestor"))
+    level = _of_two(lib, "nvmlDeviceGetTopologyCommonAncestor", a, b)
     return "unknown" if level is None else _PATHS.get(level, "PCIe")
 
 

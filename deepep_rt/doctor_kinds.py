@@ -81,10 +81,12 @@ _ALL = (
     ),
     Kind(
         "neighbours-hidden",
-        "A rank sees only its own GPU, or not those of all its neighbours. NVSHMEM maps the memory of GPUs that it sees: "
-        "ranks may find no direct path to each other, and making a Buffer then raises EPUnavailableError.",
+        "A rank sees only its own GPU, or not those of all its neighbours. NVSHMEM then asks NVML which GPUs reach each "
+        "other, and maps their memory where NVML says so. Where NVML does not see them either, as in containers that hold "
+        "one GPU each, making a Buffer raises EPUnavailableError.",
         "Give all ranks of a host the same CUDA_VISIBLE_DEVICES, or none (under Slurm no --gpus-per-task and no "
-        "--gpu-bind): each takes the GPU with its own number on the host.",
+        "--gpu-bind, under Ray RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1): each takes the GPU with its own number on "
+        "the host, unless the program chooses another one.",
     ),
     Kind(
         "driver-fails",

@@ -20,6 +20,7 @@ from .doctor_facts import (
     free_bytes,
     gpu_of,
     gpus,
+    nvml_access_between,
     path_between,
     ranges,
     some,
@@ -159,19 +160,21 @@ def _peers(s: Situation) -> Iterator[Finding]:
         report, together = reports[0], len(reports) > 1
         pairs = _neighbours(s, reports)
         used = {uuid for pair in pairs for uuid in pair}
-        apart, slow, unseen = [], [], []
+        apart, slow = [], []
+        unseen: dict[bool | None, list[tuple[str, str]]] = {}  # by what NVML says of them
         for a, b in pairs:
             path, access = path_between(report, a, b), access_between(reports, a, b)
             if access is False:
                 apart.append((a, b))
             elif access is None:
-                unseen.append((a, b))
+                unseen.setdefault(nvml_access_between(reports, a, b), []).append((a, b))
             if access is not False and path is not None and not path.startswith("NV"):
                 slow.append((a, b, path))
         if apart:
             yield Finding.of("no-peer-access", "error" if together else "warning", f"on {host} between GPUs {_pairs(apart)}")
-        if unseen and s.backend != "host":
-            yield Finding.of("neighbours-hidden", "warning", f"on {host}, no rank sees both of GPUs {_pairs(unseen)}")
+        for reached, hidden in unseen.items() if s.backend != "host" else ():
+            level, said = _SAID_OF_HIDDEN[reached]
+            yield Finding.of("neighbours-hidden", level, f"on {host}, no rank sees both of GPUs {_pairs(hidden)}; {said}")
         if slow:
             yield Finding.of("no-nvlink", "warning", f"on {host} between GPUs {_pairs(slow)}")
         links = [gpu for gpu in fact(report, "nvml", "gpus") or [] if gpu["uuid"] in used]
@@ -183,6 +186,14 @@ def _peers(s: Situation) -> Iterator[Finding]:
                 most = max(numbers.values())
                 fewer = ", ".join(f"{uuid} has {number}" for uuid, number in numbers.items() if number < most)
                 yield Finding.of("nvlink-uneven", "warning", f"on {host}, of {name}: {fewer} active NVLinks of {most}")
+
+
+_SAID_OF_HIDDEN = {
+    True: ("note", "NVML says that they reach each other"),
+    None: ("warning", "whether they reach each other is not known"),
+    False: ("error", "to one of their ranks NVML does not show both, or it says that they do not reach each other"),
+}
+"""By what NVML says of two GPUs: how bad it is that ranks do not see each other's GPU."""
 
 
 def _neighbours(s: Situation, reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -39,7 +39,7 @@ def use_device(local_rank: int) -> int:
     ok(driver.cuInit(0))
     if int(ok(driver.cuCtxGetCurrent())):
         return current_device()
-    ordinal = local_rank % ok(driver.cuDeviceGetCount())
+    ordinal = local_rank % num_devices()
     make_current(ordinal)
     return ordinal
 
@@ -79,6 +79,11 @@ class CurrentContext:
         caller = self._callers.contexts.pop()
         if caller != self._own:
             ok(driver.cuCtxSetCurrent(caller))
+
+
+def num_devices() -> int:
+    """The GPUs that this process sees."""
+    return int(ok(driver.cuDeviceGetCount()))
 
 
 def device_uuid(ordinal: int) -> str:

@@ -113,9 +113,9 @@ def _without_proxy() -> dict[str, str]:
 
 
 def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
-    rank, size = comm.Get_rank(), comm.Get_size()
+    rank, size, num_here = comm.Get_rank(), comm.Get_size(), len(comm.ranks_here())
     # One host: no network transport is looked for, whatever the host has. What was asked for wins, and the user's own setting over that.
-    default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(comm.ranks_here()) == size else {}
+    default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if num_here == size else {}
     with _env.overridden({**default, **environment}), _env.overridden(_without_proxy()):
         uid = nvshmem.uniqueid()
         if rank == 0:
@@ -123,7 +123,10 @@ def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> 
         comm.Bcast(uid._data.view(np.int8), root=0)
         attributes = nvshmem.InitAttr()
         nvshmem.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
-        _in_time(comm, lambda: nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr))
+        try:
+            _in_time(comm, lambda: nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr))
+        except EPUnavailableError as error:
+            raise EPUnavailableError(f"{error}{_about_hidden_gpus(rank, _num_gpus(), num_here)}") from error.__cause__
     return Runtime(comm.lasting(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
 
 
@@ -175,6 +178,22 @@ def _in_time(comm: Communicator, start: Callable[[], None]) -> None:
         ]
 
 
+def _num_gpus() -> int:
+    from . import driver  # who works in host memory needs no CUDA
+
+    return driver.num_devices()
+
+
+def _about_hidden_gpus(rank: int, num_gpus: int, num_here: int) -> str:
+    """More of an error, on a rank that sees fewer GPUs than its host has ranks."""
+    if num_gpus >= num_here or _env.share_gpus():
+        return ""
+    return (
+        f". Rank {rank} sees {num_gpus} GPUs, and its host holds {num_here} ranks; expected at least {num_here}. Give all ranks of a host "
+        f"the same CUDA_VISIBLE_DEVICES; neighbours-hidden in docs/when-it-does-not-work.md tells how"
+    )
+
+
 class SymmetricMemory:
     """A piece of symmetric memory and its address in each rank of a Buffer, as seen from this rank's GPU.
 
@@ -223,8 +242,10 @@ class SymmetricMemory:
         if failed:
             at, peers = next(iter(failed.items()))
             where = "between all GPUs of a Buffer" if node == comm.Get_size() else f"in each group of ranks_per_node={node}"
+            hidden = comm.allgather(_about_hidden_gpus(rank, _num_gpus(), len(comm.ranks_here())))[at]
             raise EPUnavailableError(
                 f"no direct path from the GPU of rank {at} to those of ranks {peers}; peer access (NVLink or PCIe) is needed {where}"
+                f"{hidden}"
             )
 
     @property

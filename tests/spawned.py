@@ -1,4 +1,7 @@
-"""A program that mpirun does not start: python spawned.py cuda|host N spawns its processes; without N, torchrun has started them."""
+"""A program that mpirun does not start: python spawned.py cuda|host N spawns its processes; without N, torchrun has started them.
+
+With `one-gpu` behind N, each process sees one GPU.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,10 @@ def check_all(backend: str) -> None:
     dist.destroy_process_group()
 
 
-def _spawned(rank: int, size: int, backend: str, ports: tuple[int, int]) -> None:
+def _spawned(rank: int, size: int, backend: str, ports: tuple[int, int], one_gpu: bool) -> None:
+    if one_gpu:  # CUDA has not started yet
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(size)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
     place = dict(init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=size)
     store = dist.TCPStore("127.0.0.1", ports[1], is_master=rank == 0, wait_for_workers=False)
     if backend == "host":
@@ -133,7 +139,7 @@ def main() -> None:
     backend = sys.argv[1]
     if len(sys.argv) > 2:
         size = int(sys.argv[2])
-        torch.multiprocessing.spawn(_spawned, (size, backend, (free_port(), free_port())), nprocs=size)
+        torch.multiprocessing.spawn(_spawned, (size, backend, (free_port(), free_port()), "one-gpu" in sys.argv), nprocs=size)
     else:
         dist.init_process_group(os.environ.get("BACKEND", "gloo"))
         check_all(backend)

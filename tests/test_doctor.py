@@ -188,6 +188,7 @@ def test_eight_gpus(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
     assert [gpu["free_bytes"] for gpu in facts["nvml"]["gpus"]] == [*(150000000000 + i for i in range(7)), None]
     assert [gpu["mig"] for gpu in facts["nvml"]["gpus"]] == [False] * 7 + [None]
     assert facts["nvml"]["paths"] == [["-" if a == b else "NV18" for b in range(8)] for a in range(8)]
+    assert facts["nvml"]["access"] == [[True] * 8] * 8
     assert not set(kinds(answer)) & {"no-gpu", "gpu-hidden", "no-nvlink", "no-peer-access", "mig", "not-enough-memory"}
     text = doctor.text("--backend", "cuda", **gpu_machine)
     assert all(gpu["uuid"] in text for gpu in facts["driver"]["gpus"])

@@ -437,6 +437,26 @@ def test_gpus_that_only_one_rank_sees() -> None:
     assert set(found(situation)) == {"neighbours-hidden", "no-nvlink"}
 
 
+@pytest.mark.parametrize(("access", "level"), [(True, "note"), (None, "warning"), (False, "error")])
+def test_gpus_that_nvml_sees_and_cuda_does_not(access: bool | None, level: str) -> None:
+    """NVSHMEM asks NVML about them."""
+    situation = machine(2)
+    _each_its_own(situation)
+    situation.reports[1]["facts"]["nvml"]["access"] = [[True] * 8] * 8
+    situation.reports[0]["facts"]["nvml"]["access"] = [[True, access] + [True] * 6, [access] + [True] * 7]
+    assert found(situation) == {"neighbours-hidden": level}
+
+
+def test_gpus_that_nvml_does_not_see_either() -> None:
+    """Containers that hold a GPU each."""
+    situation = machine(2)
+    _each_its_own(situation)
+    for rank, one in enumerate(situation.reports):
+        nvml = one["facts"]["nvml"]
+        nvml.update(gpus=nvml["gpus"][rank : rank + 1], paths=[["-"]], access=[[True]])
+    assert found(situation)["neighbours-hidden"] == "error"
+
+
 def test_groups_that_speak_through_nvshmem_need_no_path() -> None:
     situation = machine(8, sizes={**SIZES, "ranks_per_node": 4})
     _access(3, 4)(situation)

@@ -347,12 +347,35 @@ def test_far_ranks_need_no_direct_path(install, prompt):
     assert sys.modules["nvshmem.bindings"].seen == {"NVSHMEM_IB_SL": "1"}
 
 
-def test_near_ranks_do(install, prompt):
+def test_near_ranks_do(install, prompt, monkeypatch):
+    monkeypatch.setattr(symmetric, "_num_gpus", lambda: 4)
     install(my_pe=1, addresses={0: 0, 2: 0})
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0\]; .* in each group of ranks_per_node=2"):
         symmetric.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0, 2\]; .* between all GPUs of a Buffer"):
         symmetric.SymmetricMemory(Ranks(rank=1, gather=_pes), 64, 1.0)
+
+
+@pytest.mark.parametrize(("num_gpus", "is_told"), [(1, True), (3, True), (4, False)])
+def test_gpus_that_a_rank_does_not_see_are_named(install, prompt, monkeypatch, num_gpus, is_told):
+    """Ray shows each worker one GPU."""
+    hint = f"Rank 1 sees {num_gpus} GPUs, and its host holds 4 ranks; expected at least 4. Give all ranks of a host the same CUDA_VISIBLE"
+    monkeypatch.setattr(symmetric, "_num_gpus", lambda: num_gpus)
+    fake = install(my_pe=1, addresses={0: 0, 2: 0})
+    with pytest.raises(EPUnavailableError, match=r"no direct path from the GPU of rank 1 to those of ranks \[0, 2\]") as caught:
+        symmetric.SymmetricMemory(
+            Ranks(rank=1, gather=lambda mine: [[], mine, [], []] if isinstance(mine, list) else _pes(mine)), 64, 1.0
+        )
+    assert (hint in str(caught.value)) == is_told
+
+    def refuse(flags, attributes):
+        raise EPUnavailableError("NVSHMEM did not start (Status code 7)")  # as the thread of its start would say
+
+    fake = install()
+    fake.hostlib_init_attr = refuse
+    with pytest.raises(EPUnavailableError, match=r"NVSHMEM did not start \(Status code 7\)") as caught:
+        symmetric.runtime(Ranks(rank=1, gather=_pes))
+    assert (hint in str(caught.value)) == is_told
 
 
 def test_symmetric_memory_has_one_size(install, monkeypatch):

@@ -1,5 +1,5 @@
 // NVML for the same GPUs, and for as many others as FAKE_HIDDEN_GPUS says: as much of libnvidia-ml.so.1 as doctor asks. The last GPU knows
-// neither MIG nor its memory. FAKE_LOST: a GPU that does not answer; FAKE_NVLINKS: active links of GPU 1; the others have 18.
+// neither MIG nor its memory. FAKE_NO_ACCESS: GPUs 0 and 1 cannot reach each other. FAKE_LOST: a GPU that does not answer; FAKE_NVLINKS: active links of GPU 1; the others have 18.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -49,7 +49,8 @@ int nvmlDeviceGetNvLinkState(Device d, unsigned link, unsigned* active) {
   return link < 18 ? 0 : 2;
 }
 int nvmlDeviceGetP2PStatus(Device a, Device b, int index, unsigned* status) {
-  *status = index == 2 && !getenv("FAKE_PCIE") ? 0 : 4;
+  int is_apart = getenv("FAKE_NO_ACCESS") && a - gpus + (b - gpus) == 1;
+  *status = index == 2 ? (getenv("FAKE_PCIE") ? 4 : 0) : is_apart ? 3 : 0;
   return 0;
 }
 int nvmlDeviceGetTopologyCommonAncestor(Device a, Device b, unsigned* level) {

@@ -1,0 +1,39 @@
+"""Processes of which each sees one GPU, as Ray's workers do: rank 0 starts them, and the others wait.
+
+What comes of it is printed: `mpirun -n 2 python -m pytest -m gpu -s tests/gpu/test_hidden_gpus.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_store_comm import environment
+
+pytestmark = pytest.mark.gpu
+
+SPAWNED = Path(__file__).parents[1] / "spawned.py"
+LIMIT_S = 200
+
+
+@pytest.mark.parametrize("memory", ["virtual", "CUDA IPC"])
+def test_buffers_work_or_say_what_is_hidden(comm, memory):
+    """NVSHMEM asks NVML about GPUs that CUDA does not show. Where that is not enough, the error names what to do."""
+    import torch
+
+    if comm.size > torch.cuda.device_count() or comm.size == 1:
+        pytest.skip("needs a GPU for each of two ranks or more")
+    if not comm.rank:
+        debug = {"NVSHMEM_DEBUG": "INFO", "NVSHMEM_DEBUG_SUBSYS": "INIT,TOPO,TRANSPORT,MEM"}
+        more = {**debug, **({} if memory == "virtual" else {"NVSHMEM_DISABLE_CUDA_VMM": "1"})}
+        words = [sys.executable, str(SPAWNED), "cuda", str(comm.size), "one-gpu"]
+        done = subprocess.run(words, env=environment(**more), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        output = done.stdout + done.stderr
+        works = done.returncode == 0 and "all passed" in output
+        print(f"\nhidden GPUs, {memory} memory: {'works' if works else 'refused'}")
+        print("\n".join(re.findall(r".*(?:reach \d|Handle Type|NVML|VISIBLE_DEVICES|not accessible).*", output)))
+        assert works or "Rank 0 sees 1 GPUs, and its host holds" in output, output
+    comm.Barrier()
