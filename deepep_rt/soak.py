@@ -175,6 +175,7 @@ class _Run:
                 self.num_buffers += 1
                 number, ended = self._rounds(session, number, last)
                 self.session = None
+            self.arrays.release()
 
     def _rounds(self, session: Session, first: int, last: int) -> tuple[int, bool]:
         """The rounds of one Buffer. Gives the next round, and whether the run has ended."""

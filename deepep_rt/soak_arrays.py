@@ -120,6 +120,18 @@ class Arrays:
         num_rows = int(np.prod(leading))
         return self.raw(array).reshape(*leading, array.nbytes // num_rows if num_rows else 0)
 
+    def gather(self, array: Any, at: np.ndarray) -> Any:
+        """Rows of a matrix of bytes, in a copy."""
+        return self._wide(array)[self.put(at)].view(np.uint8)
+
+    def scatter(self, array: Any, at: np.ndarray, contents: Any) -> None:
+        """Write rows of a matrix of bytes."""
+        self._wide(array)[self.put(at)] = self._wide(contents.view(np.uint8))
+
+    def _wide(self, array: Any) -> Any:
+        """A matrix of bytes as larger elements, if they fit: fewer to copy."""
+        return array.view(np.uint32) if array.shape[1] % 4 == 0 else array
+
     def not_numbers(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array of NaN."""
         num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -203,6 +215,11 @@ class Arrays:
         event = self.xp.cuda.Event()
         event.record()
         return event
+
+    def release(self) -> None:
+        """Give back GPU memory that is free: a new Buffer may need it."""
+        if self.on_gpu:
+            self.xp.get_default_memory_pool().free_all_blocks()
 
     def seconds(self, start: Any, end: Any) -> float:
         """The time between two points, which have both passed."""

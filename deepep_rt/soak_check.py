@@ -42,7 +42,8 @@ class _Pending:
     """A comparison that the GPU may still have to make."""
 
     place: tuple[int, str, str, int]  # round, call, array, round of the check
-    offset: int
+    rows: np.ndarray  # of the array, that were compared
+    first: int  # number of the first of them among the rows that are defined
     num_bytes: int
     row_bytes: int
     note: Callable[[int], str] | None
@@ -77,8 +78,8 @@ class Checker:
         self.value(made_in, call, f"{name}.shape", tuple(got.shape), want.shape)
         self.value(made_in, call, f"{name}.dtype", np.dtype(got.dtype).name, want.dtype.name)
         if tuple(got.shape) == want.shape and got.dtype == want.dtype:
-            row_bytes = want.nbytes // max(len(want), 1)
-            self._compare(made_in, call, name, got, self.arrays.put(np.ascontiguousarray(want)), 0, row_bytes, None)
+            row_bytes, rows = want.nbytes // max(len(want), 1), (np.arange(len(want)), 0)
+            self._compare(made_in, call, name, got, self.arrays.put(np.ascontiguousarray(want)), rows, row_bytes, None)
 
     def rows(
         self,
@@ -122,12 +123,14 @@ class Checker:
         keys: np.ndarray,
         make: Callable[[np.ndarray], Any],
         note: Callable[[int], str] | None = None,
+        at: np.ndarray | None = None,
     ) -> None:
-        """As `rows`, for `[rows, bytes]` uint8."""
+        """As `rows`, for `[rows, bytes]` uint8. `at`: the rows of `got` that are defined; None: the first ones."""
         row_bytes = got.shape[1]
         for part in self.arrays.chunks(len(keys), row_bytes):
-            want = make(keys[part])
-            self._compare(made_in, call, name, got[part], want, part.start * row_bytes, row_bytes, note)
+            found = got[part] if at is None else self.arrays.gather(got, at[part])
+            rows = np.arange(part.start, part.stop) if at is None else at[part]
+            self._compare(made_in, call, name, found, make(keys[part]), (rows, part.start), row_bytes, note)
 
     def settle(self) -> None:
         """Look at the outcome of all comparisons; a GPU is waited for."""
@@ -138,8 +141,10 @@ class Checker:
                 continue
             (count, first, start), shown = numbers[:3].tolist(), numbers[3:].astype(np.uint8)
             made_in, call, name, seen = one.place
-            row, byte = divmod(one.offset + first, max(one.row_bytes, 1))
-            where = f"row {row}, byte {byte}" + (f", {one.note(row)}" if one.note else "")
+            number, byte = divmod(first, max(one.row_bytes, 1))
+            row = int(one.rows[number])
+            where = f"row {row}, byte {byte}" + (f", {one.note(one.first + number)}" if one.note else "")
+            at = row * one.row_bytes + byte
             half = len(shown) // 2
             end = max(0, min(half, one.num_bytes - start))
             self._report(
@@ -152,20 +157,30 @@ class Checker:
                     found=shown[half:][:end].tobytes().hex(),
                     bytes=one.num_bytes,
                     differing_bytes=count,
-                    first_byte=one.offset + first,
-                    shown_from=one.offset + start,
+                    first_byte=at,
+                    shown_from=at - (first - start),
                     row=where,
                     seen_in_round=seen,
                 )
             )
 
-    def _compare(self, made_in: int, call: str, name: str, got: Any, want: Any, offset: int, row_bytes: int, note: Any) -> None:
+    def _compare(
+        self,
+        made_in: int,
+        call: str,
+        name: str,
+        got: Any,
+        want: Any,
+        rows: tuple[np.ndarray, int],
+        row_bytes: int,
+        note: Callable[[int], str] | None,
+    ) -> None:
         got, want = self.arrays.raw(got), self.arrays.raw(want)
         self.num_bytes += len(got)
         outcome = self.arrays.difference(got, want)
         if outcome is not None:
             place = made_in, call, name, self.now
-            self._pending.append(_Pending(place, offset, len(got), row_bytes, note, outcome))
+            self._pending.append(_Pending(place, *rows, len(got), row_bytes, note, outcome))
             if len(self._pending) >= _MOST_PENDING:
                 self.settle()
 

@@ -94,8 +94,10 @@ class Routing:
 
 
 class Entries(NamedTuple):
-    """Rows of one local expert in a low-latency dispatch: source rank, source token and choice of each, `[n]` int64."""
+    """Rows of a low-latency dispatch, expert by expert, `[n]` int64 each: where they lie and where they come from."""
 
+    expert: np.ndarray  # local
+    row: np.ndarray  # of the expert
     source: np.ndarray
     token: np.ndarray
     choice: np.ndarray
@@ -121,20 +123,23 @@ class ExpertRouting:
         return self.choices[self.rank]
 
     @cached_property
-    def entries(self) -> list[Entries]:
-        """For each local expert the rows that fit, in the order of the result."""
-        found = []
-        for expert in range(self.rank * self.local, (self.rank + 1) * self.local):
-            at = [np.nonzero(idx == expert) for idx in self.choices]
-            source = np.repeat(np.arange(self.num_ranks), [len(token) for token, _ in at])
-            token, choice = (np.concatenate(parts) for parts in zip(*at, strict=True))
-            found.append(Entries(*(part[: self.capacity] for part in (source, token, choice))))
-        return found
+    def entries(self) -> Entries:
+        """The rows that fit, in the order of the result."""
+        first = self.rank * self.local
+        at = [np.nonzero((idx >= first) & (idx < first + self.local)) for idx in self.choices]
+        source = np.repeat(np.arange(self.num_ranks), [len(token) for token, _ in at])
+        token, choice = (np.concatenate(parts) for parts in zip(*at, strict=True))
+        expert = np.concatenate([idx[where] for idx, where in zip(self.choices, at, strict=True)]) - first
+        order = np.argsort(expert, kind="stable")
+        expert = expert[order]
+        row = np.arange(len(expert)) - np.searchsorted(expert, expert)
+        fits = row < self.capacity
+        return Entries(expert[fits], row[fits], source[order][fits], token[order][fits], choice[order][fits])
 
     @cached_property
     def num_per_expert(self) -> np.ndarray:
         """Rows of each local expert."""
-        return np.array([len(entries.token) for entries in self.entries])
+        return np.bincount(self.entries.expert, minlength=self.local)
 
     @cached_property
     def fits(self) -> np.ndarray:
@@ -231,9 +236,10 @@ def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tupl
         factors = xp.float32(1) / scales
     scaled = xp.minimum(abs(groups) * factors[:, :, None], _LARGEST)
     middles = arrays.put(_middles())
-    below, upto = (xp.searchsorted(middles, scaled.reshape(-1), side=side) for side in ("left", "right"))
-    codes = xp.where(below % 2 == 0, below, upto).astype(np.uint8)  # they differ where it is a tie
-    codes = codes.reshape(rows.shape) | (rows >> np.uint16(8) & np.uint16(0x80)).astype(np.uint8)
+    codes = xp.searchsorted(middles, scaled.reshape(-1))
+    is_tie = middles[xp.minimum(codes, len(middles) - 1)] == scaled.reshape(-1)
+    codes += is_tie & (codes % 2 == 1)
+    codes = codes.astype(np.uint8).reshape(rows.shape) | (rows >> np.uint16(8) & np.uint16(0x80)).astype(np.uint8)
     if ue8m0:
         return codes, (scales.view(np.uint32) >> xp.uint32(23)).astype(np.uint8)
     return codes, scales

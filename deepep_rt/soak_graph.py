@@ -80,11 +80,11 @@ class _Graph:
             shape = tuple(got.shape)
             session.check.rows(plan.number, f"replayed {call}", name, got, shape, "bfloat16", keys, make)
 
-        by_expert, call = arrays.rows(sent.recv_x, 2), "replayed low_latency_dispatch"
         experts = ExpertRouting(routing.choices, session.rank, session.plan.num_experts, self.worst)
-        for expert, rows in enumerate(experts.entries):
-            keys = row_keys(x_key, rows.source, rows.token)
-            session.check.raw_rows(plan.number, call, "recv_x", by_expert[expert], keys, sent_rows)
+        entries, call = experts.entries, "replayed low_latency_dispatch"
+        flat = arrays.rows(sent.recv_x, 2).reshape(experts.local * self.worst, -1)
+        keys, at = row_keys(x_key, entries.source, entries.token), entries.expert * self.worst + entries.row
+        session.check.raw_rows(plan.number, call, "recv_x", flat, keys, sent_rows, at=at)
         compare("dispatch", "recv_x", routed.recv_x, row_keys(x_key, *routing.kept), sent_rows)
         session.check.array(plan.number, "replayed dispatch", "recv_topk_idx", routed.recv_topk_idx, routing.local_choices)
         # Experts return what they got, so a row of the sum is the sum of a token's own rows.

@@ -9,7 +9,7 @@ import numpy as np
 from .config import FP8_GROUP
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult
 from .soak_arrays import row_keys
-from .soak_expected import Entries, ExpertRouting, to_fp8, weighted
+from .soak_expected import ExpertRouting, to_fp8, weighted
 from .soak_plan import RoundPlan, Step, experts_of, left_out_of
 from .soak_run import Session
 
@@ -107,14 +107,19 @@ class _Batch:
         self._value(f"{name}.shape and dtype", found, (shape, dtype))
         if found != (shape, dtype):
             return
-        by_expert = self.arrays.rows(got, 2)
-        for expert, rows in enumerate(self.routing.entries):
+        entries, call = self.routing.entries, self._call("dispatch")
 
-            def note(row: int, expert: int = expert, rows: Entries = rows) -> str:
-                return f"of local expert {expert}, which is token {rows.token[row]} of rank {rows.source[row]}"
+        def note(number: int) -> str:
+            expert, row, source, token, choice = (int(values[number]) for values in entries)
+            return f"row {row} of local expert {expert}, which is choice {choice} of token {token} of rank {source}"
 
-            keys, call = row_keys(self.keys["x"], rows.source, rows.token), self._call("dispatch")
-            self.check.raw_rows(self.plan.number, call, name, by_expert[expert], keys, lambda k: self._sent_rows(k)[part], note)
+        keys = row_keys(self.keys["x"], entries.source, entries.token)
+        rows, at = self._flat(got), entries.expert * self.capacity + entries.row
+        self.check.raw_rows(self.plan.number, call, name, rows, keys, lambda k: self._sent_rows(k)[part], note, at)
+
+    def _flat(self, array: Any) -> Any:
+        """`[local experts * capacity, row bytes]` of `[local experts, capacity, ...]`."""
+        return self.arrays.rows(array, 2).reshape(self.routing.local * self.capacity, -1)
 
     def _sent_rows(self, keys: np.ndarray) -> tuple[Any, Any]:
         """Rows as they arrive, and their scales."""
@@ -138,11 +143,10 @@ class _Batch:
             self.arrays.fill_not_numbers(y)
         else:
             y = self.arrays.not_numbers(shape, "bfloat16")  # rows past the counts stay NaN: nothing may read them
-        for expert, rows in enumerate(self.routing.entries):
-            here = np.full(len(rows.token), self.rank * self.routing.local + expert)
-            self.arrays.write(
-                self.arrays.rows(y)[expert], self.arrays.numbers(row_keys(self.keys["y"], here, *rows), self.hidden, "bfloat16")
-            )
+        entries = self.routing.entries
+        where = entries.expert + self.rank * self.routing.local, entries.source, entries.token, entries.choice
+        made = self.arrays.numbers(row_keys(self.keys["y"], *where), self.hidden, "bfloat16")
+        self.arrays.scatter(self._flat(y), entries.expert * self.capacity + entries.row, made)
         self.out = self.arrays.not_numbers((len(self.tokens), self.hidden), "bfloat16") if step.out else None
         self.y = y
         self.back: LowLatencyCombineResult = self.session.timed(
