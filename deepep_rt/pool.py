@@ -32,9 +32,8 @@ class Block(Piece):
     def trim(self, num_bytes: int) -> None:
         """Give the tail back: no row lies there."""
         num_bytes = align_up(num_bytes)
-        if num_bytes < self.num_bytes:
-            self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, self._past, self._streams[:1])
-            self.num_bytes = num_bytes
+        self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, self._past, self._streams[:1])
+        self.num_bytes = num_bytes
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():  # what is still held when Python ends meets modules that are half gone
@@ -116,7 +115,7 @@ class Pool:
         places = self._places(num_bytes, foreign)
         if len(places) < 2 or not foreign or driver.is_capturing(stream):
             return places[0] if places else None
-        self._used = [(extent, unfinished(past, stream)) for extent, past in self._used]
+        self._used = [(extent, unfinished(past)) for extent, past in self._used]
         busy = [(age, extent) for age, (extent, past) in enumerate(self._used) if not is_own(past, stream)]
 
         def last_use(place: int) -> int:
@@ -154,9 +153,7 @@ class Pool:
 def _without(extent: Extent, taken: Extent) -> list[Extent]:
     """What is left of one without another."""
     (begin, end), (other_begin, other_end) = extent, taken
-    if other_begin >= end or begin >= other_end:
-        return [extent]
-    return [part for part in ((begin, other_begin), (other_end, end)) if part[0] < part[1]]
+    return [part for part in ((begin, min(end, other_begin)), (max(begin, other_end), end)) if part[0] < part[1]]
 
 
 class Slots:

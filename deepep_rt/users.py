@@ -78,11 +78,12 @@ class Users:
             in_a_row = _IN_A_ROW if len(streams) == 1 and not self._last else 0
             self._last = streams[-1:]
         self._in_a_row = in_a_row  # which another thread may change before it is read again
+        # A new mark stands for what its stream held before, too.
+        older = past and tuple(mark for mark in past if mark[0] not in streams)
         if in_a_row >= _IN_A_ROW:
-            mark = (streams[0], None)
-            return (mark,) if not past else past if mark in past else (*past, mark)
+            return (*older, (streams[0], None))
         with self.context:
-            return tuple(dict.fromkeys((*past, *(mark for stream in streams for mark in _mark(stream)))))
+            return (*older, *(mark for stream in streams for mark in _mark(stream)))
 
     def let_finish(self, past: Past, stream: int) -> Past:
         """Order later work on `stream` after it; returns what has to be left to the next user.
@@ -111,9 +112,9 @@ def is_own(past: Past, stream: int) -> bool:
     return True
 
 
-def unfinished(past: Past, stream: int) -> Past:
-    """The same without other streams' work that has ended. Not for captures, in which nobody may ask that."""
-    return tuple((other, event) for other, event in past if other == stream or event is None or not event.done())
+def unfinished(past: Past) -> Past:
+    """The same without work that has ended. Not for captures, in which nobody may ask that."""
+    return tuple((stream, event) for stream, event in past if event is None or not event.done())
 
 
 def _mark(stream: int) -> Past:

@@ -114,6 +114,98 @@ def test_equal_blocks_in_a_row_take_turns_at_their_places(fake: FakeDriver) -> N
     assert pool.allocate(512, 1).offset == 0, "another size"
 
 
+@pytest.mark.parametrize(("cell", "blocks"), [(0, 1), (4 * 256, 3)])
+def test_equal_blocks_in_a_row_are_found_without_a_search(fake: FakeDriver, cell: int, blocks: int) -> None:
+    """At any place; a large one at a cell alone."""
+    pool = Pool(0, 8 * 256, cell)
+    first = pool.allocate(blocks * 256, 7)
+    held = pool.allocate(blocks * 256, 7)
+    place = held.offset
+    pool._merge = pool._find = lambda *_: pytest.fail("it searched")
+    for _ in range(3):
+        del held
+        held = pool.allocate(blocks * 256, 7)
+        assert held.offset == place != 0
+    del first
+
+
+def test_the_reader_of_a_block_that_is_found_without_a_search(fake: FakeDriver) -> None:
+    pool = Pool(0, 1024)
+    held = pool.allocate(1024, 9)
+    del held
+    held = pool.allocate(1024, 9, 1)
+    fake.work(1)
+    del held
+    assert pool.allocate(1024, 9)
+    assert fake.waits == [(9, 1, 1)]
+
+
+def test_a_block_over_several_others_waits_for_all_their_streams(fake: FakeDriver) -> None:
+    pool = Pool(0, 1024)
+    held = [pool.allocate(256, stream) for stream in (1, 2, 3, 4)]
+    while held:
+        del held[0]
+    both = pool.allocate(512, 9)
+    assert {wait[:2] for wait in fake.waits} == {(9, 1), (9, 2)}
+    fake.waits.clear()
+    rest = pool.allocate(512, 9)
+    assert {wait[:2] for wait in fake.waits} == {(9, 3), (9, 4)}
+    del both, rest
+
+
+def test_a_part_that_is_left_keeps_its_past(fake: FakeDriver) -> None:
+    pool = Pool(0, 1024)
+    held = [pool.allocate(512, stream) for stream in (1, 2)]
+    held.clear()
+    held = [pool.allocate(768, 9)]
+    fake.waits.clear()
+    held.append(pool.allocate(256, 9))
+    assert {wait[:2] for wait in fake.waits} == {(9, 2)}
+
+
+def test_a_full_pool_that_other_streams_have_used(fake: FakeDriver) -> None:
+    pool = Pool(0, 1024)
+    held = [pool.allocate(512, 1), pool.allocate(512, 2)]
+    del held[0]
+    assert pool.allocate(1024, 9) is None
+    assert pool.allocate(512, 9) is not None
+
+
+def test_one_stream_asks_the_driver_nothing(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("is_capturing", "capture_id", "CudaEvent"):
+        monkeypatch.setattr(driver, name, lambda *_: pytest.fail("the driver was asked"))
+    pool, held = Pool(0, 4096, cell=2048), []
+    for size in (256, 2048, 512, 256, 1024, 2048):
+        held = [pool.allocate(size, 7), *held[:1]]
+    assert all(held)
+
+
+@pytest.mark.parametrize(("size", "offset"), [(512, 256), (513, 1024)])
+def test_which_blocks_are_large(fake: FakeDriver, size: int, offset: int) -> None:
+    """More than half of a cell."""
+    pool = Pool(0, 2048, cell=1024)
+    small = pool.allocate(256, 7)
+    assert (small.offset, pool.allocate(size, 7).offset) == (0, offset)
+
+
+def test_the_place_right_before_a_busy_one(fake: FakeDriver) -> None:
+    pool = Pool(0, 2048)
+    first, second = pool.allocate(512, 9), pool.allocate(512, 9, 1)
+    del second
+    del first
+    assert (pool.allocate(512, 9).offset, fake.waits) == (0, [])
+
+
+def test_places_of_streams_that_may_still_add_work(fake: FakeDriver) -> None:
+    """There is no event to ask: they count as busy, the one that was left first least."""
+    pool = Pool(0, 512)
+    held = [pool.allocate(256, 7), pool.allocate(256, 7)]
+    del held[1]
+    del held[0]
+    held = [pool.allocate(256, 9), pool.allocate(256, 9)]
+    assert [block.offset for block in held] == [256, 0]
+
+
 def test_a_large_block_goes_back_to_a_cell(fake: FakeDriver) -> None:
     pool = Pool(0, 8 * 256, cell=4 * 256)
     small, first, second = (pool.allocate(blocks * 256, 1) for blocks in (1, 3, 3))
@@ -160,6 +252,49 @@ def test_what_is_queued_after_the_death_is_not_waited_for(fake: FakeDriver) -> N
     fake.work(1)  # long, and unrelated
     pool.allocate(1024, 9, 1)
     assert fake.waits == [(9, 1, 1)]
+
+
+def test_nor_where_each_piece_has_one_stream(fake: FakeDriver) -> None:
+    slots = Slots(64, 2)
+    held = [slots.take(1), slots.take(2)]
+    for stream in (1, 2):
+        fake.work(stream)
+        del held[0]
+    for stream in (1, 2):
+        fake.work(stream)
+    held = [slots.take(3), slots.take(3)]
+    assert sorted(fake.waits) == [(3, 1, 2), (3, 2, 1)], "the first stream was alone when its piece came back"
+
+
+def test_pieces_of_the_same_two_streams_in_a_row(fake: FakeDriver) -> None:
+    """However many there are, none of the two stands for the other."""
+    slots = Slots(64, 1)
+    for _ in range(100):
+        held = slots.take(7, 9)
+        fake.waits.clear()
+        fake.work(9)
+        fake.work(7)
+        del held
+    fake.work(9)
+    slots.take(8)
+    assert fake.waits == [(8, 7, 100), (8, 9, 100)]
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_a_piece_with_a_past_of_a_stream_that_is_alone(fake: FakeDriver, count: int) -> None:
+    """Both are left to the next user; and each once, however often the piece is taken within captures."""
+    slots = Slots(64, 1)
+    held = slots.take(9)
+    del held
+    fake.work(1)
+    for _ in range(count):
+        fake.capturing.add(1)
+        held = slots.take(1)
+        fake.capturing.clear()
+        del held
+    assert [stream for stream, _ in slots._free[0][1]] == [9, 1]
+    slots.take(3)
+    assert sorted(fake.waits) == [(3, 1, 1), (3, 9, 0)]
 
 
 def test_events_are_for_as_long_as_there_are_several_streams(fake: FakeDriver) -> None:
@@ -209,6 +344,9 @@ def test_readers_that_dlpack_told_of(fake: FakeDriver) -> None:
     assert (9, 4, 1) in fake.waits
 
 
+DEVICE = 3
+
+
 class Library(Framework):
     """An array library; each thread has its own current stream."""
 
@@ -217,6 +355,7 @@ class Library(Framework):
         self.asked = 0
 
     def current_stream(self, device: int) -> int:
+        assert device == DEVICE
         self.asked += 1
         return self.streams.get(threading.get_ident(), 0)
 
@@ -239,7 +378,7 @@ def take(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 def array_of(piece: Any, library: Framework) -> Any:
     """An array of the library, which holds the piece alone."""
-    return View(4096, (1,), "int32", 0, piece, library).to_framework()
+    return View(4096, (1,), "int32", DEVICE, piece, library).to_framework()
 
 
 def test_the_next_user_waits_for_the_stream_that_is_current_when_the_last_array_is_dropped(fake: FakeDriver, take: Take) -> None:
@@ -307,13 +446,14 @@ def test_nothing_is_asked_about_a_piece_without_arrays_or_of_a_library_that_tell
 
 def test_memory_is_not_lost_with_a_library_that_raises(fake: FakeDriver) -> None:
     slots, library = Slots(64, 1), Library()
+    library.work_on(7)
     held = array_of(slots.take(7, 3), library)
     library.current_stream = lambda device: 1 // 0
     fake.work(3)
     del held
     slots.take(7)
     assert len(slots._memory) == 1
-    assert (7, 3, 1) in fake.waits
+    assert fake.waits == [(7, 3, 1)]
 
 
 def test_an_array_that_is_dropped_while_its_reader_is_captured(fake: FakeDriver) -> None:
@@ -458,18 +598,23 @@ def test_a_trimmed_tail_has_the_past_of_its_block(fake: FakeDriver) -> None:
     assert tail.offset == 256
 
 
-def test_a_stream_that_is_captured_is_waited_for_later(fake: FakeDriver) -> None:
+@pytest.mark.parametrize("kind", ["pool", "slots"])
+def test_a_stream_that_is_captured_is_waited_for_later(fake: FakeDriver, kind: str) -> None:
     """Its past cannot be waited for now: who is handed the memory next has to."""
-    slots = Slots(64, 1)
-    held = slots.take(1)
+    pool, slots = Pool(0, 1024), Slots(64, 1)
+
+    def take(stream: int):
+        return pool.allocate(1024, stream) if kind == "pool" else slots.take(stream)
+
+    held = take(1)
     fake.work(1)
     fake.capturing.add(1)
     del held
-    held = slots.take(2)
+    held = take(2)
     assert fake.waits == []
     fake.capturing.clear()
     del held
-    slots.take(3)
+    take(3)
     assert {wait[:2] for wait in fake.waits} == {(3, 1), (3, 2)}
 
 
@@ -605,6 +750,18 @@ def test_the_default_stream_while_one_that_waits_for_it_is_captured(monkeypatch:
         driver.is_capturing(0)
 
 
+def test_all_slots_are_freed_in_the_end(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are taken, too; and all are of the size that was asked for."""
+    sizes: list[int] = []
+    monkeypatch.setattr(driver, "allocate", lambda num_bytes: sizes.append(num_bytes) or len(sizes))
+    monkeypatch.setattr(driver, "free", fake.freed.append)
+    slots = Slots(64, 2)
+    held = [slots.take(1) for _ in range(3)]
+    del held[0]
+    slots.destroy()
+    assert (fake.freed, sizes) == ([1, 2, 3], [64, 64, 64])
+
+
 def test_slots_grow_and_come_back(fake: FakeDriver) -> None:
     slots = Slots(64, 1)
     held = [slots.take(1) for _ in range(3)]
@@ -641,6 +798,9 @@ def test_blocks_never_overlap(fake: FakeDriver, cell: int) -> None:
             if draw.random() < 0.5:
                 block.trim(draw.randrange(1, block.num_bytes + 1))
             held.append(block)
+        assert all(begin < end for begin, end in [*pool._free, *(extent for extent, _ in pool._used)]), (
+            "nothing is kept of nothing"
+        )
         taken = sorted((block.offset, block.offset + block.num_bytes) for block in held)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
         assert sum(end - start for start, end in taken) + pool.free_bytes == 40 * 256

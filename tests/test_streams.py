@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from deepep_rt import EPInputError, driver, frameworks
 from deepep_rt.streams import CallOrder
 
-OWN, CALLERS, OTHER = 3, 11, 12
+OWN, CALLERS, OTHER, DEVICE = 3, 11, 12, 4
 
 
 class Driver:
@@ -74,13 +74,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
 @pytest.fixture
 def callers() -> SimpleNamespace:
     """The caller's library."""
-    return SimpleNamespace(current_stream=lambda device: CALLERS)
+
+    def current_stream(device: int) -> int:
+        assert device == DEVICE
+        return CALLERS
+
+    return SimpleNamespace(current_stream=current_stream)
 
 
 @pytest.fixture
 def order(fake: Driver, callers: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> CallOrder:
-    monkeypatch.setattr(frameworks, "framework_of", lambda x, what: callers)
-    return CallOrder(0, nullcontext(), lambda: fake.waits.append("check"))
+    monkeypatch.setattr(frameworks, "framework_of", lambda x, what: {"x": callers}[what])
+    return CallOrder(DEVICE, nullcontext(), lambda: fake.waits.append("check"))
 
 
 def call(order: CallOrder, arguments: Any = (), own: Any = (), **how: Any) -> Any:
@@ -182,7 +187,9 @@ def test_an_event_stands_for_the_callers_stream(order: CallOrder, fake: Driver, 
 @pytest.mark.parametrize("beside", [False, True])
 def test_an_event_of_another_buffer(order: CallOrder, fake: Driver, beside: bool) -> None:
     """It is waited for, also where no CUDA event was recorded."""
-    event = CallOrder(0, nullcontext(), lambda: None).event(call(order, async_finish=beside, stream=None if beside else OTHER))
+    event = CallOrder(DEVICE, nullcontext(), lambda: None).event(
+        call(order, async_finish=beside, stream=None if beside else OTHER)
+    )
     call(order, async_finish=True)
     fake.waits.clear()
     call(order, async_finish=True, previous_event=event)
@@ -253,6 +260,12 @@ def test_what_a_capture_holds(order: CallOrder, fake: Driver, end: Any) -> None:
     assert [ref() is None for ref in seen] == [False, False]
     end(order)
     assert [ref() is None for ref in seen] == [True, True]
+    fake.waits.clear()
+    call(order, stream=OTHER)
+    fake.captures[OTHER] = 5
+    fake.waits.clear()
+    call(order, stream=OTHER)
+    assert fake.waits == [], "the capture is forgotten"
 
 
 def test_a_call_beside_captured_work_is_captured(order: CallOrder, fake: Driver) -> None:
@@ -358,3 +371,11 @@ def test_a_stream_that_each_thread_has_for_itself(order: CallOrder, fake: Driver
         thread.start()
         thread.join()
     assert refused == [None, 7]
+
+
+def test_streams_that_threads_share(order: CallOrder, fake: Driver) -> None:
+    call(order)
+    thread = threading.Thread(target=call, args=(order,), kwargs={"stream": OTHER})
+    thread.start()
+    thread.join()
+    assert (1, OTHER) in fake.records
