@@ -42,6 +42,29 @@ def test_the_difference_in_words() -> None:
     assert "handle (number of its dispatch)" in str(alike.difference({0: same, 1: (*same[:-1], 4)}))
 
 
+def test_the_whole_sentence() -> None:
+    def call(kind: str, x: str, scales: str | None) -> tuple[int, ...]:
+        return (*alike.words(kind, x, "int64", None, scales, 8 if scales else 0), 0)
+
+    plain = {2: call("dispatch", "bfloat16", None), 5: call("dispatch", "float16", None)}
+    assert alike.difference(plain) == (
+        "the ranks disagree on the x of this call; all must give the same. rank 2: bfloat16, rank 5: float16"
+    )
+    travel = ", as use_fp8 and use_ue8m0 make it travel; all must give the same. "
+    scaled = {0: call("low_latency_dispatch", "bfloat16", None), 1: call("low_latency_dispatch", "bfloat16", "uint8")}
+    assert alike.difference(scaled) == f"the ranks disagree on the x_scales of this call{travel}rank 0: None, rank 1: uint8"
+    numbers = {0: (*call("dispatch", "uint8", "uint8"),), 1: (*call("dispatch", "uint8", "uint8")[:5], 12, 0)}
+    assert alike.difference(numbers) == (
+        "the ranks disagree on the bytes of a row of x_scales of this call; all must give the same. rank 0: 8, rank 1: 12"
+    )
+
+
+def test_kinds_of_low_latency() -> None:
+    """Told from the first word alone."""
+    for number, kind in enumerate(alike.KINDS):
+        assert alike.is_low_latency((number, 0)) is alike.is_low_latency((number, 3)) is kind.startswith("low_latency")
+
+
 @pytest.mark.parametrize("which", ["x", "topk_idx", "topk_weights", "x_scales"])
 def test_every_dtype_has_a_number_of_its_own(which: str) -> None:
     call = dict(kind="dispatch", x="bfloat16", topk_idx=None, topk_weights=None, x_scales=None)

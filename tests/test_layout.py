@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import strategies as st
 from test_config import configs
 
 from deepep_rt import Buffer, EPConfigError, layout, structs
-from deepep_rt.config import Config
+from deepep_rt.config import MAX_ROUTE_BLOCKS, Config
+from deepep_rt.sources import source_dir
+
+WORDS = {word for path in source_dir().glob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
+"""What the kernels' sources are made of."""
 
 
 def _check(arranged: layout.Map) -> None:
@@ -120,37 +125,103 @@ def test_constants(config: Config) -> None:
 
 
 @given(configs())
-def test_what_kernels_index_has_room(config: Config) -> None:
+def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     """As the .cu files count: how many there are of each, and how many bytes one has. What lies past the end is somebody else's."""
     constants = config.constants()
     ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, config.row_bytes
-    received, chunks = ranks * tokens, layout.constants(config)["kMaxCombineChunks"]
-    for arranged, name, count, num_bytes in (
-        (layout.control(config), "route_inbox", 2 * ranks, layout.route_stride(config)),
-        (layout.control(config), "dispatch_landing", 2 * ranks, structs.Landing.size(constants)),
-        (layout.control(config), "combine_landing", 2 * ranks, structs.Landing.size(constants)),
-        (layout.control(config), "dispatch_flags", ranks, 4),
-        (layout.control(config), "combine_flags", ranks * chunks, 4),
-        (layout.local(config), "masked", ranks, 4),
-        (layout.local(config), "verdicts", ranks, 4),
-        (layout.local(config), "waits", 2 * ranks, 8),
-        (layout.handle(config), "num_rows", ranks * ranks, 4),
-        (layout.handle(config), "num_recv_per_expert", config.num_local_experts, 4),
-        (layout.handle(config), "send_pos", tokens * ranks, 4),
-        (layout.handle(config), "send_list", ranks * tokens, 4),
-        (layout.staging(config, row), "topk_weights", config.num_max_sent_rows * topk, 4),
-        (layout.staging(config, row), "x", config.num_max_sent_rows, row),
-        (layout.low_latency_handle(config), "out", ranks, 4),
-        (layout.low_latency_handle(config), "choices", config.num_max_tokens_per_rank * config.num_topk, 2),
-        (layout.low_latency_handle(config), "entries", received, structs.LlEntry.size(constants)),
-    ):
-        assert arranged.sizes[name] >= count * num_bytes, name
+    chunks, landing = layout.constants(config)["kMaxCombineChunks"], structs.Landing.size(constants)
+    counts = {"num_recv": 4, "num_recv_per_expert": config.num_local_experts * 4}
+    assert layout.control(config).sizes == {
+        "route_inbox": 2 * ranks * layout.route_stride(config),
+        "dispatch_landing": 2 * ranks * landing,
+        "combine_landing": 2 * ranks * landing,
+        "dispatch_flags": ranks * 4,
+        "combine_flags": ranks * chunks * 4,
+    }
+    assert layout.local(config).sizes == {
+        "state": structs.State.size({}),
+        "route_blocks": MAX_ROUTE_BLOCKS * structs.RouteBlock.size(constants),
+        "ll_dispatch": structs.LlProgress.size({}),
+        "ll_combine": structs.LlProgress.size({}),
+        "masked": ranks * 4,
+        "verdicts": ranks * 4,
+        "signed": 8,
+        "waits": 2 * ranks * 8,
+    }
+    assert layout.counts(config).sizes == counts
+    assert layout.handle(config).sizes == {
+        "num_rows": ranks * ranks * 4,
+        "serial": 4,
+        **counts,
+        "send_pos": tokens * ranks * 4,
+        "send_list": ranks * tokens * 4,
+        "counts": layout.counts(config).num_bytes,
+    }
+    assert layout.host_page(config).sizes == {
+        "report": structs.Report.size(constants),
+        "mailbox": structs.Mailbox.size(constants),
+        "masked": ranks * 4,
+    }
+    assert layout.staging(config, row).sizes == {
+        "topk_weights": config.num_max_sent_rows * topk * 4,
+        "x": config.num_max_sent_rows * row,
+    }
+    assert layout.low_latency_handle(config).sizes == {
+        "num_entries": 4,
+        "epoch": 4,
+        "out": ranks * 4,
+        "choices": tokens * topk * 2,
+        "num_recv_per_expert": config.num_local_experts * 4,
+        "entries": ranks * tokens * structs.LlEntry.size(constants),
+    }
+    for with_weights in (True, False):
+        sizes = {"topk_weights": 7 * topk * 4 * with_weights, "x": 7 * row}
+        assert layout.combined(config, 7, row, with_weights).sizes == sizes
+    for with_topk in (True, False):
+        assert layout.result(config, 7, row, 12, 8, with_topk).sizes == {
+            "topk_idx": 7 * topk * 8 * with_topk,
+            "topk_weights": 7 * topk * 4 * with_topk,
+            "src_idx": 7 * 8,
+            "scales": 7 * 12,
+            "x": 7 * row,
+        }
 
 
 @given(configs())
-def test_what_low_latency_kernels_index_has_room(config: Config) -> None:
+def test_what_a_buffer_takes(config: Config) -> None:
+    row, tokens = config.row_bytes, config.num_max_tokens_per_rank
+    worst = layout.result(config, config.num_max_recv_tokens, row, config.scale_bytes, 8, True).num_bytes
+    assert layout.worst_result_bytes(config) == worst
+    assert layout.symmetric(config).sizes == {
+        "control": layout.control(config).num_bytes,
+        "landing": max(worst, layout.staging(config, row).num_bytes),
+        "pool": config.num_slots * worst,
+        "sums": config.num_slots * layout.combined(config, tokens, row, True).num_bytes,
+        "low_latency": 0,
+    }
+    handle = layout.handle(config).num_bytes + layout.counts(config).num_bytes
+    assert layout.size_hint(config)["handles"] == (2 * config.num_slots + 2) * handle
+
+
+def test_what_low_latency_takes_more() -> None:
+    plain = Config(4, num_max_tokens_per_rank=16, hidden=256, num_topk=4, num_experts=32, num_slots=3)
+    config = dataclasses.replace(plain, low_latency=True)
+    hint, less = layout.size_hint(config), layout.size_hint(plain)
+    assert hint["low_latency"] == layout.low_latency(config).num_bytes
+    assert hint["handles"] - less["handles"] == 8 * layout.low_latency_handle(config).num_bytes
+    assert hint["low_latency_results"] == layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
+    assert hint["total"] == sum(size for name, size in hint.items() if name != "total")
+
+
+@given(configs())
+def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) -> None:
     ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, 2 * config.hidden
     header, message = layout.low_latency_header_stride(config), layout.low_latency_message_stride(config)
+    assert header == layout.align_up(structs.LlHeader.size(config.constants()), 128)
+    head = layout.align_up(structs.LlMessage.size(config.constants()), 128)
+    assert layout.low_latency_head_bytes(config) == head
+    assert message == layout.align_up(head + max(row, config.hidden + config.scale_bytes), 128)
+    assert layout.route_stride(config) == layout.align_up(structs.RouteMessage.size(config.constants()), 128)
     near = {
         "headers": ranks * header,
         "combine_headers": ranks * structs.LlCombineHeader.size({}),
@@ -169,16 +240,37 @@ def test_what_low_latency_kernels_index_has_room(config: Config) -> None:
     }
     for ranks_per_node in (None, 1):
         config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
-        arranged, constants = layout.low_latency(config), layout.constants(config)
-        for name, num_bytes in {**near, **(far if config.has_network else {})}.items():
-            assert arranged.sizes[name] >= config.low_latency_sides * num_bytes, name
-        inboxes = layout.symmetric(config).offsets["low_latency"]
-        assert constants["kLlHeaders"] == inboxes + arranged.offsets["headers"]
+        sides, arranged = config.low_latency_sides, layout.low_latency(config)
+        assert arranged.sizes == {
+            **dict.fromkeys(("dispatch_acks", "combine_acks", "signs"), ranks * 8),
+            **{name: sides * num_bytes for name, num_bytes in near.items()},
+            **{name: sides * num_bytes * config.has_network for name, num_bytes in far.items()},
+        }
+        assert list(arranged.offsets)[-2:] == ["messages", "rows"], "all that is after `messages` is filled with kNotYet"
     experts, capacity = config.num_local_experts, config.num_max_recv_tokens
-    for use_ue8m0, num_bytes in ((False, 4), (True, 1)):
-        result = layout.low_latency_result(config, use_fp8=True, use_ue8m0=use_ue8m0)
-        assert result.sizes["x"] == experts * capacity * config.hidden
-        assert result.sizes["scales"] == experts * capacity * (config.hidden // 128) * num_bytes
+    for use_fp8, use_ue8m0, width, num_bytes in ((False, False, 2, 0), (True, False, 1, 4), (True, True, 1, 1)):
+        result = layout.low_latency_result(config, use_fp8=use_fp8, use_ue8m0=use_ue8m0)
+        scales = experts * capacity * (config.hidden // 128) * num_bytes
+        assert result.sizes == {"x": experts * capacity * config.hidden * width, "scales": scales}
+
+
+@given(configs())
+def test_the_offsets_that_kernels_use(config: Config) -> None:
+    constants, inboxes = layout.constants(config), layout.symmetric(config).offsets["low_latency"]
+    expected = {}
+    for prefix, arranged, start in (
+        ("Control", layout.control(config), 0),
+        ("Local", layout.local(config), 0),
+        ("Handle", layout.handle(config), 0),
+        ("Page", layout.host_page(config), 0),
+        ("Ll", layout.low_latency(config), inboxes),
+        ("LlHandle", layout.low_latency_handle(config), 0),
+    ):
+        for name, offset in arranged.offsets.items():
+            expected[f"k{prefix}" + name.title().replace("_", "")] = start + offset
+    assert {name: constants[name] for name in expected} == expected
+    unused = {"kHandleCounts", "kLocalState"}  # the host's, and a region that begins at 0
+    assert set(constants) - unused <= WORDS, "no kernel uses it"
 
 
 def test_the_docstring_of_size_hint_is_true() -> None:

@@ -1,0 +1,307 @@
+"""The checks of arguments that lie on a GPU: where they start, what they overlap, and who is told of which stream. No GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pytest
+
+from deepep_rt import EPInputError, frameworks, inputs
+from deepep_rt.arrays import DTYPES, HOST, Framework, View
+from deepep_rt.calls import Site
+from deepep_rt.config import Config
+from deepep_rt.results import DispatchHandle, LowLatencyHandle
+
+TOKENS, HIDDEN, TOPK, EXPERTS, RANKS, STREAM = 6, 256, 4, 8, 2, 77
+CONFIG = Config(RANKS, num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK, num_experts=EXPERTS, dtype="float32")
+SITE = Site(5, CONFIG, 0)
+PLACE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array, and where it lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    ptr: int = PLACE
+    device: int = 0
+    writable: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class Library(Framework):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int | None]] = []
+
+    def view(self, array: Array, what: str, stream: int | None) -> View:
+        self.seen.append((what, stream))
+        return View(array.ptr, array.shape, array.dtype, array.device, array, self)
+
+    def is_writable(self, array: Array) -> bool:
+        return array.writable
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setitem(frameworks._frameworks, Array, made)
+    return made
+
+
+ARGUMENTS: dict[str, dict[str, Array]] = {
+    "dispatch": dict(
+        x=Array("bfloat16", (TOKENS, HIDDEN)),
+        topk_idx=Array("int64", (TOKENS, TOPK)),
+        topk_weights=Array("float32", (TOKENS, TOPK)),
+        x_scales=Array("float32", (TOKENS, 2)),
+    ),
+    "combine": {
+        "x": Array("bfloat16", (20, HIDDEN)),
+        "topk_weights": Array("float32", (20, TOPK)),
+        "bias[0]": Array("bfloat16", (TOKENS, HIDDEN)),
+        "bias[1]": Array("bfloat16", (TOKENS, HIDDEN)),
+    },
+    "low_latency_dispatch": dict(
+        x=Array("bfloat16", (TOKENS, HIDDEN)),
+        topk_idx=Array("int64", (TOKENS, TOPK)),
+        topk_weights=Array("float32", (TOKENS, TOPK)),
+        cumulative_local_expert_recv_stats=Array("int32", (EXPERTS // RANKS,)),
+        wait_recv_cost_stats=Array("int64", (RANKS,)),
+    ),
+    "low_latency_combine": dict(
+        y=Array("bfloat16", (EXPERTS // RANKS, 8 * RANKS, HIDDEN)),
+        topk_idx=Array("int64", (TOKENS, TOPK)),
+        topk_weights=Array("float32", (TOKENS, TOPK)),
+        out=Array("bfloat16", (TOKENS, HIDDEN), PLACE << 4),
+    ),
+}
+EACH = [(call, name) for call, given in ARGUMENTS.items() for name in given]
+ROWS = [(call, name) for call, name in EACH if name in ("x", "bias[0]", "bias[1]", "y", "out")]
+
+
+def check(call: str, site: Site = SITE, **changed: Any) -> Any:
+    """Check the arguments of a call."""
+    given = {**ARGUMENTS[call], **changed}
+    handle = DispatchHandle(TOKENS, 20, None, site.serial, None, {})
+    if call == "dispatch":
+        return inputs.dispatch_inputs(site, STREAM, *given.values(), None, None, 1)
+    if call == "combine":
+        x, weights, *biases = given.values()
+        return inputs.combine_inputs(site, STREAM, x, handle, weights, biases)
+    if call == "low_latency_dispatch":
+        x, idx, weights, *stats = given.values()
+        return inputs.low_latency_dispatch_inputs(site, STREAM, x, idx, weights, False, False, False, *stats)
+    y, idx, weights, out = given.values()
+    own = LowLatencyHandle(TOKENS, site.serial, None, True, Framework())
+    return inputs.low_latency_combine_inputs(site, STREAM, y, idx, weights, own, True, out)
+
+
+def moved(array: Array, **changed: Any) -> Array:
+    return Array(**{**vars(array), **changed})
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+def test_each_library_is_told_the_stream_that_reads_its_array(library: Library, call: str) -> None:
+    """As JAX and others have to know; and each array is looked at once."""
+    assert check(call)
+    assert sorted(library.seen) == sorted((name, STREAM) for name in ARGUMENTS[call])
+
+
+@pytest.mark.parametrize(("call", "name"), ROWS)
+@pytest.mark.parametrize("offset", [2, 8])
+def test_rows_start_at_multiples_of_16_bytes(call: str, name: str, offset: int) -> None:
+    array = ARGUMENTS[call][name]
+    pattern = (
+        rf"^{name.replace('[', '.').replace(']', '.')} starts at an address that is not a multiple of 16 bytes; pass a copy$"
+    )
+    with pytest.raises(EPInputError, match=pattern):
+        check(call, **{name: moved(array, ptr=array.ptr + offset)})
+    assert check(call, **{name: moved(array, ptr=array.ptr + 16)})
+
+
+@pytest.mark.parametrize(("call", "name"), [each for each in EACH if each not in ROWS and each != ("dispatch", "x_scales")])
+def test_numbers_start_at_multiples_of_their_size(call: str, name: str) -> None:
+    array = ARGUMENTS[call][name]
+    itemsize = DTYPES[array.dtype].itemsize
+    with pytest.raises(
+        EPInputError, match=f"^{name} starts at an address that is not a multiple of {itemsize} bytes, its element"
+    ):
+        check(call, **{name: moved(array, ptr=PLACE + itemsize // 2)})
+    assert check(call, **{name: moved(array, ptr=PLACE + itemsize)})
+
+
+def test_scales_start_at_multiples_of_4_bytes() -> None:
+    for dtype, width in (("uint8", 8), ("float32", 2)):
+        scales = Array(dtype, (TOKENS, width), PLACE + 4)
+        assert check("dispatch", x_scales=scales).scales.ptr == scales.ptr
+        with pytest.raises(EPInputError, match="x_scales starts at an address that is not a multiple of 4 bytes"):
+            check("dispatch", x_scales=moved(scales, ptr=PLACE + 6))
+
+
+@pytest.mark.parametrize(("call", "name"), [each for each in EACH if each[1] not in ("out",) and "stats" not in each[1]])
+def test_host_memory_may_start_anywhere(call: str, name: str) -> None:
+    assert check(call, **{name: moved(ARGUMENTS[call][name], ptr=PLACE + 1, device=HOST)})
+
+
+@pytest.mark.parametrize(("call", "name"), EACH)
+def test_arrays_are_on_the_gpu_of_the_buffer_or_in_host_memory(call: str, name: str) -> None:
+    there = moved(ARGUMENTS[call][name], device=1)
+    with pytest.raises(EPInputError) as caught:
+        check(call, **{name: there})
+    assert str(caught.value).startswith(f"{name} is on GPU 1, but this buffer works in GPU 0")
+    with pytest.raises(EPInputError) as caught:
+        check(call, Site(5, CONFIG, HOST), **{name: there})
+    assert "GPU 1" in str(caught.value) or "GPU 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(("call", "name"), [each for each in EACH if each[1] == "out" or "stats" in each[1]])
+def test_what_is_written_to(call: str, name: str) -> None:
+    array = ARGUMENTS[call][name]
+    with pytest.raises(EPInputError, match=f"^{name} is read-only"):
+        check(call, **{name: moved(array, writable=False)})
+    with pytest.raises(EPInputError, match=f"^{name} is in host memory, but this buffer works on GPU 0 and writes to it"):
+        check(call, **{name: moved(array, device=HOST)})
+
+
+Y, OUT = ARGUMENTS["low_latency_combine"]["y"], ARGUMENTS["low_latency_combine"]["out"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Y.ptr, Y.ptr + 512, Y.ptr - OUT.nbytes + 16, Y.ptr + Y.nbytes - 16],
+    ids=["where y starts", "within y", "its end in y", "its start in y"],
+)
+def test_out_does_not_overlap_y(place: int) -> None:
+    with pytest.raises(EPInputError, match=r"^out lies in the memory of y, which is still read while sums are written"):
+        check("low_latency_combine", out=moved(OUT, ptr=place))
+
+
+@pytest.mark.parametrize("place", [Y.ptr - OUT.nbytes, Y.ptr + Y.nbytes], ids=["before", "after"])
+def test_out_may_lie_beside_y(place: int) -> None:
+    assert check("low_latency_combine", out=moved(OUT, ptr=place)).out.ptr == place
+
+
+ANY_BYTES = [("dispatch", "x"), ("dispatch", "x_scales")]
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "what"),
+    [(*each, what) for each in EACH for what in ("shape", "dtype") if what == "shape" or each not in ANY_BYTES],
+)
+def test_shapes_and_dtypes(call: str, name: str, what: str) -> None:
+    array = ARGUMENTS[call][name]
+    wrong = moved(array, shape=(*array.shape[:-1], 3)) if what == "shape" else moved(array, dtype="int8", shape=array.shape)
+    with pytest.raises(EPInputError) as caught:
+        check(call, **{name: wrong})
+    assert str(caught.value).startswith(f"{name} "), str(caught.value)
+
+
+def test_both_widths_of_expert_numbers() -> None:
+    for call in ("dispatch", "low_latency_dispatch", "low_latency_combine"):
+        assert check(call, topk_idx=Array("int32", (TOKENS, TOPK), PLACE + 4))
+
+
+@pytest.mark.parametrize("call", ["dispatch", "low_latency_dispatch"])
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_as_many_tokens_as_fit(call: str, tokens: int) -> None:
+    given = {
+        name: moved(array, shape=(tokens, *array.shape[1:])) for name, array in ARGUMENTS[call].items() if "stats" not in name
+    }
+    if tokens == 8:
+        assert check(call, **given).x.shape == (8, HIDDEN)
+    else:
+        with pytest.raises(EPInputError, match=r"^x has 9 tokens, more than num_max_tokens_per_rank=8"):
+            check(call, **given)
+
+
+def test_rows_as_wide_as_the_buffer() -> None:
+    assert check("dispatch", x=Array("float32", (TOKENS, HIDDEN))).x.row_bytes == CONFIG.row_bytes
+    with pytest.raises(EPInputError, match=r"^x has dtype float64, wider than this buffer's float32"):
+        check("dispatch", x=Array("float64", (TOKENS, HIDDEN)))
+
+
+def test_as_many_scales_as_fit() -> None:
+    most = CONFIG.scale_bytes
+    assert check("dispatch", x_scales=Array("uint8", (TOKENS, most))).scales.row_bytes == most
+    with pytest.raises(EPInputError, match=f"^x_scales has {most + 4} bytes a row"):
+        check("dispatch", x_scales=Array("uint8", (TOKENS, most + 4)))
+
+
+@pytest.mark.parametrize("call", ["combine", "low_latency_combine"])
+def test_what_may_be_left_out(call: str) -> None:
+    if call == "combine":
+        handle = DispatchHandle(TOKENS, 20, None, SITE.serial, None, {})
+        for bias, count in ((None, 0), (ARGUMENTS[call]["bias[0]"], 1), ([ARGUMENTS[call]["bias[0]"]], 1)):
+            made = inputs.combine_inputs(SITE, STREAM, ARGUMENTS[call]["x"], handle, None, bias)
+            assert (made.topk_weights, len(made.biases), made.handle) == (None, count, handle)
+    else:
+        assert check(call, out=None).out is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ((False, False, False), (False, False, False)),
+        ((True, False, False), (True, False, False)),
+        ((True, True, False), (True, True, False)),
+        ((True, False, True), (True, True, True)),
+    ],
+)
+def test_formats_of_low_latency(flags: tuple[bool, bool, bool], kept: tuple[bool, bool, bool]) -> None:
+    """Exponents as scales stand for powers of two."""
+    given = ARGUMENTS["low_latency_dispatch"]
+    made = inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
+    assert (made.use_fp8, made.round_scale, made.use_ue8m0) == kept
+    assert (made.topk_weights, made.recv_stats, made.wait_stats) == (None, None, None)
+
+
+def test_formats_that_do_not_go_together() -> None:
+    given = ARGUMENTS["low_latency_dispatch"]
+    with pytest.raises(EPInputError, match="use_ue8m0 is a format of FP8 scales; pass use_fp8=True"):
+        inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, False, False, True, None, None)
+    odd = Site(5, Config(RANKS, num_max_tokens_per_rank=8, hidden=64, num_topk=TOPK, num_experts=EXPERTS), 0)
+    x = Array("bfloat16", (TOKENS, 64))
+    with pytest.raises(EPInputError, match="hidden is 64, no multiple of 128, the channels of a scale; pass use_fp8=False"):
+        inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, True, False, False, None, None)
+    assert inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, False, False, False, None, None)
+
+
+@pytest.mark.parametrize("multiple", [True, False])
+def test_checked_arguments_are_handed_on(multiple: bool) -> None:
+    """Each under its name."""
+    arrays = {name: moved(array, ptr=PLACE + 4096 * i) for i, (name, array) in enumerate(ARGUMENTS["dispatch"].items())}
+    made = check("dispatch", **arrays)
+    assert [view.owner for view in (made.x, made.topk_idx, made.topk_weights, made.scales)] == list(arrays.values())
+    arrays = {name: moved(array, ptr=PLACE + 4096 * i) for i, (name, array) in enumerate(ARGUMENTS["combine"].items())}
+    combined = check("combine", **arrays)
+    assert [view.owner for view in (combined.x, combined.topk_weights, *combined.biases)] == list(arrays.values())
+    given = ARGUMENTS["low_latency_dispatch"]
+    quick = check("low_latency_dispatch")
+    found = quick.x, quick.topk_idx, quick.topk_weights, quick.recv_stats, quick.wait_stats
+    assert [view.owner for view in found] == list(given.values())
+    own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework())
+    y, idx, weights, out = ARGUMENTS["low_latency_combine"].values()
+    back = inputs.low_latency_combine_inputs(SITE, STREAM, y, idx, weights, own, multiple, out)
+    assert [view.owner for view in (back.y, back.topk_idx, back.topk_weights, back.out)] == [y, idx, weights, out]  # type: ignore[union-attr]
+    assert (back.handle, back.reduce_early) == (own, multiple)
+
+
+def test_handles_are_of_the_right_kind_and_buffer() -> None:
+    check_any: Callable[..., Any] = inputs.combine_inputs
+    x, plain = ARGUMENTS["combine"]["x"], DispatchHandle(TOKENS, 20, None, SITE.serial + 1, None, {})
+    quick = LowLatencyHandle(TOKENS, SITE.serial + 1, None, True, Framework())
+    with pytest.raises(EPInputError, match=r"handle is a LowLatencyHandle; expected the \.handle of a DispatchResult"):
+        check_any(SITE, STREAM, x, quick, None, None)
+    with pytest.raises(EPInputError, match="handle comes from another Buffer; use the one whose dispatch returned it"):
+        check_any(SITE, STREAM, x, plain, None, None)
+    with pytest.raises(EPInputError, match=r"handle is a DispatchHandle; expected the \.handle of a LowLatencyDispatchResult"):
+        inputs.check_low_latency_handle(SITE, plain)
+    with pytest.raises(EPInputError, match="handle comes from another Buffer; use the one whose low_latency_dispatch"):
+        inputs.check_low_latency_handle(SITE, quick)

@@ -1,0 +1,138 @@
+"""`result_memory`: where results go while there is room, and where when there is none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from deepep_rt import EPOutOfMemoryError, driver
+from deepep_rt.calls import Call
+from deepep_rt.layout import arrange
+from deepep_rt.pool import Block
+from deepep_rt.result_memory import Place, ResultMemory
+
+BASE, STREAM, CALLERS = 1 << 30, 9, 1
+REGIONS = arrange([("control", 256), ("landing", 4096), ("pool", 4096), ("sums", 2048)])
+POOL, SUMS, LANDING = (REGIONS.offsets[name] for name in ("pool", "sums", "landing"))
+
+
+class Outside:
+    """Memory outside of the pools. It notes what was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int | None]] = []
+        self.is_empty = False
+
+    def allocate(self, num_bytes: int, stream: int, reader: int | None) -> Any:
+        if self.is_empty:
+            raise EPOutOfMemoryError("the CUDA driver reports CUDA_ERROR_OUT_OF_MEMORY")
+        self.asked.append((num_bytes, stream, reader))
+        return SimpleNamespace(ptr=77)
+
+
+class Gpu:
+    def __init__(self) -> None:
+        self.capturing: int | None = None
+        self.copies: list[tuple[int, ...]] = []
+        self.extended: list[Call] = []
+        self.outside = Outside()
+
+    def extend(self, call: Call) -> None:
+        self.extended.append(call)
+
+    def memory(self, copy_when_full: bool = True) -> ResultMemory:
+        config: Any = SimpleNamespace(num_slots=2)
+        order: Any = SimpleNamespace(extend=self.extend)
+        outside: Any = self.outside
+        return ResultMemory(BASE, REGIONS, config, order, outside, copy_when_full)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+
+    class Nothing:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(driver, "CurrentContext", Nothing)
+    monkeypatch.setattr(driver, "CudaEvent", Nothing)
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: stream == gpu.capturing)
+    monkeypatch.setattr(driver, "copy_async", lambda *how: gpu.copies.append(how))
+    return gpu
+
+
+def call(capture: int | None = None) -> Call:
+    return Call(STREAM, CALLERS, False, None, None, capture)
+
+
+def in_turn(block: Any) -> tuple[int, tuple[int, ...]]:
+    """A block's place, and the streams that use it."""
+    return block.ptr - BASE, block._streams
+
+
+def test_results_go_to_cells_of_the_pool(gpu: Gpu) -> None:
+    memory = gpu.memory()
+    places = [memory.place(2000, call()) for _ in range(2)]
+    assert [place.offset for place in places] == [POOL, POOL + 2048]
+    assert [in_turn(place.block) for place in places] == [(POOL, (STREAM, CALLERS)), (POOL + 2048, (STREAM, CALLERS))]
+    owner, ptr = memory.keep(places[1], 300, call())
+    assert (owner, ptr, owner.num_bytes) == (places[1].block, BASE + POOL + 2048, 512)
+    assert (gpu.copies, gpu.extended, gpu.outside.asked) == ([], [], [])
+
+
+def test_a_full_pool_raises_or_copies(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    refusing = gpu.memory(copy_when_full=False)
+    held = refusing.place(4096, call())
+    with pytest.raises(
+        EPOutOfMemoryError, match=r"no room for a result of 2 MB \(0 MB of the pool are free\); drop earlier results"
+    ):
+        refusing.place(2_000_000, call())
+    memory, caplog.handler.level = gpu.memory(), 0
+    held = memory.place(4096, call())
+    with caplog.at_level("INFO", "deepep_rt"):
+        for _ in range(2):
+            assert memory.place(2000, made := call()) == Place(LANDING, None)
+    assert [record.message for record in caplog.records] == [
+        "a pool is full: results of dispatch are copied, until others are dropped; num_slots says how many fit"
+    ], "once"
+    assert memory.keep(Place(LANDING, None), 300, made)[1] == 77
+    assert gpu.outside.asked == [(300, STREAM, CALLERS)]
+    assert gpu.copies == [(77, BASE + LANDING, 300, STREAM)]
+    assert gpu.extended == [made], "the next call's rows land there"
+    del held
+
+
+def test_no_memory_for_a_copy(gpu: Gpu) -> None:
+    """The rows have come: the other ranks know nothing of this."""
+    gpu.outside.is_empty = True
+    with pytest.raises(EPOutOfMemoryError) as caught:
+        gpu.memory().keep(Place(LANDING, None), 300, call())
+    assert caught.value.call_made is True
+    assert (gpu.copies, gpu.extended) == ([], [])
+
+
+def test_sums_go_to_their_own_pool_and_then_outside(gpu: Gpu) -> None:
+    memory = gpu.memory()
+    held = [memory.for_sums(1024, call()) for _ in range(2)]
+    assert [in_turn(block) for block in held] == [(SUMS, (STREAM, CALLERS)), (SUMS + 1024, (STREAM, CALLERS))]
+    held.append(memory.for_sums(1000, call()))
+    assert (held[2].ptr, gpu.outside.asked) == (77, [(1000, STREAM, CALLERS)])
+
+
+def test_sums_of_a_capture_take_room_from_results(gpu: Gpu) -> None:
+    """Nothing can be allocated there."""
+    memory, gpu.capturing = gpu.memory(), STREAM
+    held: list[Any] = [memory.for_sums(2048, call(5)) for _ in range(3)]
+    assert [in_turn(block) for block in held] == [(place, (STREAM, CALLERS)) for place in (SUMS, POOL, POOL + 2048)]
+    full = r"the pool is full \(0 MB free\) and nothing can be allocated while a CUDA graph is captured; drop earlier results"
+    for ask in (lambda: memory.for_sums(1024, call(5)), lambda: memory.place(1024, call(5))):
+        with pytest.raises(EPOutOfMemoryError, match=full):
+            ask()
+    assert all(isinstance(block, Block) for block in held)
+    assert gpu.outside.asked == []
