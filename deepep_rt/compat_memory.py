@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from .errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
 from .results import DispatchResult
 from .together import meet, own
 
+_PREFIX = "deepep_rt-"  # of the file that a board lies in
 _LEAST_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little
 _MOST_TOKENS_AHEAD = 8192  # that room is made for before a call needs it
 _MOST_WORDS = 1 + (1 << 13)  # of a rank on the board: its number of tokens, and a count for each expert
@@ -59,10 +60,10 @@ class Board:
             file = _shared_file(num_bytes) if self._rank == 0 else None
         except OSError as error:
             problem = f"rank {self._rank}: {error}"
-        path = comm.bcast(file)
+        path = comm.bcast(None if file is None else str(file))
         try:
             if path is not None:
-                with path.open("r+b") as opened:
+                with _opened(path, num_bytes) as opened:
                     memory = mmap.mmap(opened.fileno(), num_bytes)
         except OSError as error:
             problem = f"rank {self._rank}: {error}"
@@ -97,10 +98,18 @@ class Board:
 
 def _shared_file(num_bytes: int) -> Path:
     """A new file, in memory if there is a folder for that."""
-    number, path = tempfile.mkstemp(prefix="deepep_rt-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    number, path = tempfile.mkstemp(prefix=_PREFIX, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     os.ftruncate(number, num_bytes)
     os.close(number)
     return Path(path)
+
+
+def _opened(path: str, num_bytes: int) -> BinaryIO:
+    """Open the file that another rank made, and no other one: its name came over a store that others may write to."""
+    file = Path(path)
+    if not file.name.startswith(_PREFIX) or file.is_symlink() or file.stat().st_size != num_bytes:
+        raise OSError(f"{path!r} is no memory of ours")
+    return file.open("r+b")
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,23 @@
 """Ranks without MPI: a communicator over the key-value store of torch.distributed, for processes that mpirun did not start.
 
-It has the methods of mpi4py's Intracomm that Buffers use. A message is a key that its receiver deletes; a collective leaves a key of each
-rank, which goes when a later one shows that all have read it. Nobody waits inside of the store, where waits have limits of their own.
+It has the methods of mpi4py's Intracomm that Buffers use. Values travel as data, not as pickles (`store_values`). A message is a key
+that its receiver deletes; a collective leaves a key of each rank, which goes when a later one shows that all have read it. Nobody waits
+inside of the store, where waits have limits of their own.
 """
 
 from __future__ import annotations
 
-import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from . import store_values
 from .errors import EPUnavailableError
 from .timed_collectives import TimedCollectives
 
@@ -138,18 +139,22 @@ class StoreCommunicator(TimedCollectives):
     def _start_allgather(self, value: Any, then: Callable[[list[Any]], None] = lambda values: None) -> Request:
         self._num_collectives = number = self._num_collectives + 1
         keys = [f"{self._name}/all/{number}/{rank}" for rank in range(self.size)]
-        self._ask("set", keys[self.rank], pickle.dumps(value))
+        self._ask("set", keys[self.rank], store_values.pack(value))
         self._left.append((number, keys[self.rank]))
 
         def look() -> tuple[bool, Any]:
             if not self._ask("check", keys):
                 return False, None
-            values = [pickle.loads(self._ask("get", key)) for key in keys]
+            values = []
+            for key in keys:
+                with self._believed(key):
+                    values.append(store_values.unpack(self._ask("get", key)))
             # All ranks are in this collective, and so done with the ones before.
             for key in [key for earlier, key in self._left if earlier < number]:
                 self._ask("delete_key", key)
             self._left[:] = [(later, key) for later, key in self._left if later >= number]
-            then(values)
+            with self._believed(keys[0]):
+                then(values)
             return True, values
 
         return Request(look, lambda: [rank for rank, key in enumerate(keys) if not self._ask("check", [key])])
@@ -173,7 +178,11 @@ class StoreCommunicator(TimedCollectives):
         def look() -> tuple[bool, Any]:
             if not self.iprobe(source, tag):
                 return False, None
+            key = self._key(source, self.rank, tag, self._received[source, tag])
             data, start = self._receive(source, tag), 0
+            with self._believed(key):
+                if len(data) != sum(part.nbytes for part in parts):
+                    raise ValueError(f"{len(data)} bytes")
             for part in parts:
                 bits = np.frombuffer(data, np.uint8, part.nbytes, start)
                 part[...] = bits.view(part.dtype).reshape(part.shape)
@@ -184,7 +193,7 @@ class StoreCommunicator(TimedCollectives):
 
     def isend(self, value: Any, dest: int, tag: int) -> Request:
         """Send an object. It is over when it was received."""
-        key = self._send(pickle.dumps(value), dest, tag)
+        key = self._send(store_values.pack(value), dest, tag)
         return Request(lambda: (not self._ask("check", [key]), None))
 
     def iprobe(self, source: int, tag: int) -> bool:
@@ -193,7 +202,9 @@ class StoreCommunicator(TimedCollectives):
 
     def recv(self, source: int, tag: int) -> Any:
         """The object that `iprobe` has found."""
-        return pickle.loads(self._receive(source, tag))
+        key = self._key(source, self.rank, tag, self._received[source, tag])
+        with self._believed(key):
+            return store_values.unpack(self._receive(source, tag))
 
     def _send(self, data: bytes, dest: int, tag: int) -> str:
         key = self._key(self.rank, dest, tag, self._sent[dest, tag])
@@ -207,7 +218,8 @@ class StoreCommunicator(TimedCollectives):
     def _receive(self, source: int, tag: int) -> bytes:
         key = self._key(source, self.rank, tag, self._received[source, tag])
         self._received[source, tag] += 1
-        keys = [f"{key}/{i}" for i in range(int(self._ask("get", key)))]
+        with self._believed(key):
+            keys = [f"{key}/{i}" for i in range(int(self._ask("get", key)))]
         data = b"".join(self._ask("get", piece) for piece in keys)
         for used in (*keys, key):
             self._ask("delete_key", used)
@@ -215,6 +227,17 @@ class StoreCommunicator(TimedCollectives):
 
     def _key(self, source: int, dest: int, tag: int, number: int) -> str:
         return f"{self._name}/{source}>{dest}/{tag}/{number}"
+
+    @contextmanager
+    def _believed(self, key: str) -> Iterator[None]:
+        """Around what reads a value that any process could have written."""
+        try:
+            yield
+        except (ValueError, TypeError, OverflowError) as error:
+            raise EPUnavailableError(
+                f"rank {self.rank}: the store of torch.distributed holds something under {key} that no rank of this Buffer wrote "
+                f"({type(error).__name__}). Does another program use the same store and port?"
+            ) from error
 
     def _ask(self, method: str, *given: Any) -> Any:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ports import free_port
 from deepep_rt import Buffer, EPUnavailableError
 from deepep_rt.config import Config
 from deepep_rt.store_comm import StoreCommunicator, _host
+from deepep_rt.store_values import pack, unpack
 from deepep_rt.together import AllOrNone, LastWords
 
 TESTS = Path(__file__).resolve().parent
@@ -199,6 +201,103 @@ def test_hosts_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         names.append(_host())
     assert len(set(names)) == 3
     assert names[2] == names[3]
+
+
+class Trap:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("way", ["allgather", "bcast", "recv"])
+def test_what_strangers_write_is_not_run(ranks: list[StoreCommunicator], tmp_path: Path, way: str) -> None:
+    """Whoever reaches the store's port can write to it."""
+    a, b, c = ranks
+    data = pickle.dumps(Trap(tmp_path / "made"))
+    if way == "recv":
+        b.isend("text", 0, tag=1)
+        a._store.held["test/1>0/1/0/0"] = data
+        action = lambda: a.recv(source=1, tag=1)  # noqa: E731
+    else:
+        for comm in (b, c):
+            comm._start_allgather("text")
+        a._store.held["test/all/1/1"] = data
+        action = lambda: getattr(a, way)("text")  # noqa: E731
+    with pytest.raises(
+        EPUnavailableError, match=r"rank 0: the store .* holds something under test/.* that no rank of this Buffer"
+    ):
+        action()
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"5", b'"text"', b'{"array": ["<i8", [3], "AAAAAAAAAAA="]}', pack(np.zeros((5, 5)))])
+def test_collectives_of_arrays_take_nothing_else(ranks: list[StoreCommunicator], data: bytes) -> None:
+    a, b, c = ranks
+    for comm in (b, c):
+        comm.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))
+    a._store.held["test/all/1/1"] = data
+    with pytest.raises(EPUnavailableError, match="no rank of this Buffer wrote"):
+        a.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64)).Test()
+
+
+@pytest.mark.parametrize("pieces", [b"x", b"", b"-1", b"0"])
+def test_messages_of_another_length_are_refused(ranks: list[StoreCommunicator], pieces: bytes) -> None:
+    a, b, _ = ranks
+    b.Isend(np.zeros(3), 0, tag=1)
+    a._store.held["test/1>0/1/0"] = pieces
+    with pytest.raises(EPUnavailableError, match="no rank of this Buffer wrote"):
+        a.Irecv(np.zeros(3), 1, tag=1).Test()
+    c, d = ranks[1:]
+    d.Isend(np.zeros(4), 1, tag=2)
+    with pytest.raises(EPUnavailableError, match="no rank of this Buffer wrote"):
+        c.Irecv(np.zeros(3), 2, tag=2).Test()
+
+
+VALUES = [
+    None, True, 0, -(2**70), 1.5, float("inf"), "text \U0001f600 \x1b", b"\x00\xff", (), [], {}, ((1, (2,)), ["a", b"b"]),
+    {"a": (1, None), "b": {"c": [1.0]}}, {1: "one"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    found = unpack(pack(value))
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "<i8", ">i8", "f2", "f4", "f8"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3)])
+def test_arrays_come_back_as_they_were(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, dtype)
+    found = unpack(pack(array))
+    assert (found.dtype, found.shape, found.flags.writeable) == (array.dtype, shape, True)
+    assert (found == array).all()
+    assert unpack(pack(np.float32(0.5))) == 0.5
+    with pytest.raises(TypeError, match="value is a object"):
+        pack({"a": object()})
+    with pytest.raises(TypeError, match="value is a ndarray"):
+        pack(np.array([object()]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\xff", b"{", b"[" * 200_000, b"{}", b'{"a": 1, "b": 2}', b'{"other": []}', b'{"tuple": 3}', b'{"tuple": null}',
+        b'{"dict": [1]}', b'{"dict": [[1, 2, 3]]}', b'{"dict": [[[], 1]]}', b'{"dict": {}}', b'{"bytes": 1}', b'{"bytes": "a"}',
+        b'{"bytes": "\xc3\xa9"}', b'{"array": []}', b'{"array": ["O", [1], ""]}', b'{"array": ["|O8", [1], "AAAAAAAAAAA="]}',
+        b'{"array": ["<i8", [-1], ""]}', b'{"array": ["<i8", 1, ""]}', b'{"array": ["<i8", [1.0], ""]}', b'{"array": ["<i8", [1], 2]}',
+        b'{"array": ["<i8", [1], "AA=="]}', b'{"array": ["<i8", [true], "AAAAAAAAAAA="]}', b'{"array": [["<i8"], [0], ""]}',
+        b'{"array": ["<i8", [4294967296, 4294967296, 4294967296], ""]}', b"9" * 5000,
+    ],
+    ids=lambda data: repr(data[:40]),
+)  # fmt: skip
+def test_bytes_that_are_no_value(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        unpack(data)
 
 
 @pytest.mark.parametrize("rounds", [1, 10])
