@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .bench_checks import Wrong, check_problem, check_references
 from .bench_results import Row, Sizes, figure, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
 from .errors import EPConfigError
+
+_ROUTING = re.compile("_(known|unknown|worst)$")
 
 
 class Point(NamedTuple):
@@ -46,14 +49,16 @@ def load(path: Path) -> list[Reference]:
     found = read_json(path)
     if "rows" in found:
         return [_our_figures(read(path))]
+    problem = {**_PEERS_PROBLEM, **found}
     try:
-        where, sizes = f"{found['machine']}, {found['date']}: {found['boundary']}", Sizes.of({**_PEERS_PROBLEM, **found})
-        return [_peer_figures(name, where, sizes, entry) for name, entry in found["systems"].items()]
-    except (KeyError, TypeError, AttributeError) as error:
+        check_references(found)
+        check_problem(problem["num_ranks"], problem["settings"])
+    except Wrong as error:
         raise EPConfigError(
-            f"{path} is neither a result of these benchmarks nor a file of references like bench/reference/h200x8_peers.json "
-            f"({type(error).__name__}: {error})"
+            f"{path} is neither a result of these benchmarks nor a file of references like bench/reference/h200x8_peers.json: {error}"
         ) from None
+    where, sizes = f"{found['machine']}, {found['date']}: {found['boundary']}", Sizes.of(problem)
+    return [_peer_figures(name, where, sizes, entry) for name, entry in found["systems"].items()]
 
 
 def low_latency_parts(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
@@ -80,7 +85,7 @@ def _peer_figures(name: str, where: str, sizes: Sizes, entry: Mapping[str, Any])
     throughput = {}
     for tokens, works in entry.get("throughput_us", {}).items():
         for work, value in works.items():
-            named = re.fullmatch(r"(.+)_(\d+)sm", work)
+            named = re.fullmatch(r"(.+)_([1-9][0-9]{0,8})sm", work)
             by_sms = value if isinstance(value, dict) else {named[2]: value} if named else {}
             key = work if isinstance(value, dict) or not named else named[1]
             for sms, us in by_sms.items():
@@ -91,6 +96,14 @@ def _peer_figures(name: str, where: str, sizes: Sizes, entry: Mapping[str, Any])
         for part, us in parts.items()
     }
     return Reference(name, where, sizes, throughput, low_latency)
+
+
+def is_shown(result: Mapping[str, Any], reference: Reference) -> bool:
+    """Whether a reference has a figure that stands beside one of a result, in a picture or a table."""
+    if low_latency_rows(result):
+        return any(part in low_latency_parts(result) for part, _ in reference.low_latency)
+    panels = {(_ROUTING.sub("", row.work), row.tokens) for row in throughput_rows(result)}
+    return any((_ROUTING.sub("", work), tokens) in panels for work, tokens, _ in reference.throughput)
 
 
 class Pair(NamedTuple):

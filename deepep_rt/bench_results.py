@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .bench_checks import Wrong, check_result
 from .errors import EPConfigError
 
 BYTE_FORMULA = (
@@ -131,12 +132,9 @@ def read(path: Path) -> dict[str, Any]:
     """
     found = read_json(path)
     try:
-        throughput_rows(found), low_latency_rows(found), Sizes.of(found), title(found)
-        _ = found["copy_ceiling_gb_s"]["used"], found["boundary"], found["date"], found["commit"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise EPConfigError(
-            f"{path} is no result of bench/throughput.py or bench/low_latency.py ({type(error).__name__}: {error})"
-        ) from None
+        check_result(found)
+    except Wrong as error:
+        raise EPConfigError(f"{path} is no result of bench/throughput.py or bench/low_latency.py: {error}") from None
     return found
 
 
@@ -148,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, or a number of too many digits
         raise EPConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise EPConfigError(

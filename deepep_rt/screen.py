@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
@@ -16,9 +17,13 @@ _UNKNOWN = 80  # columns that rich assumes where nothing tells
 
 
 def console(width_of_logs: int) -> Console:
-    """Standard output. Where neither COLUMNS nor a terminal says how wide it is (a log file, mpirun), lines are so many columns wide."""
-    found = Console(highlight=False)
-    return found if found.width != _UNKNOWN or _columns() == _UNKNOWN else Console(highlight=False, width=width_of_logs)
+    """Standard output. Where neither COLUMNS nor a terminal says how wide it is (a log file, mpirun), lines are so many columns wide.
+
+    Texts are printed as they are: brackets and colons, which rich may take for markup and emoji, come from files too.
+    """
+    plain: dict[str, Any] = dict(highlight=False, markup=False, emoji=False)
+    found = Console(**plain)
+    return found if found.width != _UNKNOWN or _columns() == _UNKNOWN else Console(**plain, width=width_of_logs)
 
 
 @contextmanager

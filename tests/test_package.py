@@ -113,6 +113,8 @@ ORDER = [
     "doctor_findings",
     "doctor",
     "cli_options",
+    "cli_tables",
+    "cli_cache",
     "cli_doctor",
     "bench_checks",
     "bench_results",
