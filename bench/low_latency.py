@@ -1,6 +1,13 @@
 """`mpirun -n 8 python bench/low_latency.py --help`: times of low-latency dispatch and combine."""
 
-from deepep_rt.bench_low_latency import main
+import sys
+
+try:
+    from deepep_rt.bench_low_latency import main
+except ModuleNotFoundError as error:
+    if error.name not in ("rich",):
+        raise
+    sys.exit(f"the benchmarks need {error.name}, which is not installed; pip install 'deepep_rt[bench]'")
 
 if __name__ == "__main__":
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ INK = {"light": ("#1f2328", "#6e7781", "#d8dee4", "#ffffff"), "dark": ("#e6edf3"
 PANEL_INCHES = (4.9, 3.3)
 PANEL_POINTS = 0.78 * 72 * PANEL_INCHES[1]
 """Height inside a panel's axes, roughly."""
+_NARROW_HEADING = 56  # characters that fit above one panel
 
 
 @dataclass
@@ -45,8 +47,10 @@ class _Line:
     band: Mapping[int, float] = field(default_factory=dict)  # an upper end at some points
 
 
-def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light") -> Figure:
-    """Bandwidth against the number of SMs: a panel for each work and number of tokens."""
+def throughput(
+    result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light", *, is_narrow: bool = False
+) -> Figure:
+    """Bandwidth against the number of SMs: a panel for each work and number of tokens; on narrow screens one below the other."""
     rows, sizes, others = throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
     alone = sizes.num_ranks == 1  # nothing crosses a link
@@ -68,18 +72,21 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = (), 
     xlabel = "SMs of a call" if on_gpu(result) else "SMs of a call (without meaning on the host)"
     ylabel = "GB/s, own rank" if alone else "GB/s from other ranks"
     with _themed(theme):
-        figure, axes = _grid(result, len(tokens), len(works), "Throughput")
-        top = 1.12 * max(us for row in panels for _, lines in row for line in lines for us in line.points.values())
+        figure, axes = _grid(result, len(tokens), len(works), "Throughput", is_narrow=is_narrow)
+        top = 1.12 * max(gb_s for row in panels for _, lines in row for line in lines for gb_s in line.points.values()) or 1.0
         for i, row in enumerate(panels):
             for j, (name, lines) in enumerate(row):
-                _draw(axes[i][j], name, lines, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
+                is_last = i + 1 == len(panels) and (not is_narrow or j + 1 == len(row))
+                _draw(axes[i][j], name, lines, xlabel=xlabel if is_last else "", ylabel="" if j and not is_narrow else ylabel)
                 axes[i][j].set_ylim(0, top)
                 _label(axes[i][j], lines, theme)
         return figure
 
 
-def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light") -> Figure:
-    """Latency against the number of tokens: a panel each for dispatch, combine, and both."""
+def low_latency(
+    result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light", *, is_narrow: bool = False
+) -> Figure:
+    """Latency against the number of tokens: a panel each for dispatch, combine, and both; on narrow screens one below the other."""
     rows, kind, sizes, gpu = low_latency_rows(result), fp8_or_bf16(result), Sizes.of(result), on_gpu(result)
     parts = {f"dispatch_{kind}": f"Dispatch, {kind.upper()}", "combine": "Combine, BF16", f"both_{kind}": "Dispatch and combine"}
     mine, others = low_latency_parts(result), [other for other in references if other.low_latency]
@@ -104,9 +111,9 @@ def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = (),
         panels.append((name, lines))
     measured = [us for _, lines in panels for line in lines if line.marker for us in (*line.points.values(), *line.band.values())]
     with _themed(theme):
-        figure, axes = _grid(result, 1, len(panels), "Low latency")
+        figure, axes = _grid(result, 1, len(panels), "Low latency", is_narrow=is_narrow)
         for j, (name, lines) in enumerate(panels):
-            _draw(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j else "µs")
+            _draw(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j and not is_narrow else "µs")
             axes[0][j].set_yscale("log")
             axes[0][j].set_ylim(0.6 * min(measured), 1.4 * max(measured))
             axes[0][j].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -159,16 +166,25 @@ def _themed(theme: str) -> Any:
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor"), text)
     grounds = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), ground)
     lines = dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), grid)
-    return rc_context({**colours, **grounds, **lines, "font.size": 10, "font.family": "DejaVu Sans", "svg.fonttype": "path"})
+    fonts = {"font.size": 10, "font.family": "DejaVu Sans", "svg.fonttype": "path", "text.parse_math": False}
+    return rc_context({**colours, **grounds, **lines, **fonts})
 
 
-def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(PANEL_INCHES[0] * num_columns, 0.6 + PANEL_INCHES[1] * num_rows), layout="constrained")
-    figure.suptitle(f"{what}: {title(result)}\n{result['date']}", fontsize=11)
-    return figure, figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
+def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str, *, is_narrow: bool) -> tuple[Figure, Any]:
+    """A figure, and its panels by row and column; if it is narrow, they stand in one column."""
+    shape = (num_rows * num_columns, 1) if is_narrow else (num_rows, num_columns)
+    heading = textwrap.fill(f"{what}: {title(result)}", _NARROW_HEADING) if is_narrow else f"{what}: {title(result)}"
+    heading += f"\n{result['date']}"
+    height = 0.2 + 0.2 * (1 + heading.count("\n")) + PANEL_INCHES[1] * shape[0]
+    figure = Figure(figsize=(PANEL_INCHES[0] * shape[1], height), layout="constrained")
+    figure.suptitle(heading, fontsize=11)
+    return figure, figure.subplots(*shape, squeeze=False, sharey=True).reshape(num_rows, num_columns)
 
 
 def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel: str) -> None:
+    if not lines:  # nothing was measured here
+        axes.set_visible(False)
+        return
     for line in lines:
         x = sorted(line.points)
         y = [line.points[at] for at in x]
@@ -193,6 +209,8 @@ def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel
 
 def _label(axes: Axes, lines: Sequence[_Line], theme: str) -> None:
     """Name each line at its right end, in its colour; labels that would overlap move apart, and a thin line leads to each."""
+    if not lines:
+        return
     shares = axes.transScale + axes.transLimits  # from data to shares of the panel
     ends = [(max(line.points), line.points[max(line.points)]) for line in lines]
     shown = [i for i, end in enumerate(ends) if 0 <= shares.transform(end)[1] <= 1]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from . import bench_figures as figures
 from . import bench_report as report
-from .bench_references import COMPARED, Reference, about_ratios, caution, compare, compared, low_latency_parts
+from .bench_references import COMPARED, Reference, about_ratios, caution, compare, compared, is_shown, low_latency_parts
 from .bench_results import BYTE_FORMULA, Sizes, figure, low_latency_rows, on_gpu, throughput_rows, title
 
 TEMPLATE = Path(__file__).with_name("bench_page.html.j2")
@@ -24,13 +24,15 @@ HOST = (
 ON_THE_LINKS = "For references, bytes are what random routing is expected to send with the sizes of their file."
 
 
-def pictures(result: Mapping[str, Any], references: Sequence[Reference], theme: str = "light") -> dict[str, Figure]:
+def pictures(
+    result: Mapping[str, Any], references: Sequence[Reference], theme: str = "light", *, is_narrow: bool = False
+) -> dict[str, Figure]:
     """The pictures of a result by name: "throughput" or "low_latency"."""
     found = {}
     if throughput_rows(result):
-        found["throughput"] = figures.throughput(result, references, theme)
+        found["throughput"] = figures.throughput(result, references, theme, is_narrow=is_narrow)
     if low_latency_rows(result):
-        found["low_latency"] = figures.low_latency(result, references, theme)
+        found["low_latency"] = figures.low_latency(result, references, theme, is_narrow=is_narrow)
     return found
 
 
@@ -51,8 +53,7 @@ def html(results: Sequence[Mapping[str, Any]], references: Sequence[Reference] =
 
 def _section(result: Mapping[str, Any], references: Sequence[Reference]) -> dict[str, Any]:
     sizes, fast = Sizes.of(result), bool(low_latency_rows(result))
-    used = [reference for reference in references if (reference.low_latency if fast else reference.throughput)]
-    themes = {theme: next(iter(pictures(result, used, theme).values())) for theme in figures.INK}
+    used = [reference for reference in references if is_shown(result, reference)]
     commit = result["commit"].get("id") or "unknown"
     return {
         "name": "Low latency" if fast else "Throughput",
@@ -62,12 +63,18 @@ def _section(result: Mapping[str, Any], references: Sequence[Reference]) -> dict
         "commit": commit[:12] + (", with changes" if result["commit"].get("dirty") else ""),
         "boundary": result["boundary"],
         "warnings": _warnings(result, used),
-        "picture": {theme: base64.b64encode(figures.svg(figure)).decode() for theme, figure in themes.items()},
+        "picture": {theme: _embedded(result, used, theme, is_narrow=False) for theme in figures.INK},
+        "narrow": {theme: _embedded(result, used, theme, is_narrow=True) for theme in figures.INK},
         "alt": "Latency against the number of tokens" if fast else "Bandwidth against the number of SMs",
         "caption": _latency_caption(result) if fast else f"Bytes: {BYTE_FORMULA}. {ON_THE_LINKS if used else ''}",
         "tables": _low_latency_tables(result, used) if fast else _throughput_tables(result, used),
         "facts": _facts(result, sizes),
     }
+
+
+def _embedded(result: Mapping[str, Any], references: Sequence[Reference], theme: str, *, is_narrow: bool) -> str:
+    (figure,) = pictures(result, references, theme, is_narrow=is_narrow).values()
+    return "data:image/svg+xml;base64," + base64.b64encode(figures.svg(figure)).decode()
 
 
 def _warnings(result: Mapping[str, Any], references: Sequence[Reference]) -> list[str]:
@@ -97,7 +104,7 @@ def _throughput_tables(result: Mapping[str, Any], references: Sequence[Reference
             "title": "All rows",
             "heads": ["work", "tokens of a rank", "SMs", "µs", "GB/s", "remote GB/s", "% of copy ceiling", "host µs"],
             "rows": [report.throughput_cells(row, ceiling["used"]) for row in rows],
-            "caption": f"Copy ceiling of the run: {ceiling['used']:.4g} GB/s remote ({by_sms}). "
+            "caption": f"Copy ceiling of the run: {report.ceiling_said(result)} ({by_sms}). "
             "Host µs: time of the host in a call that it does not wait for.",
         }
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 
 from .bench_ranks import make_room, together
@@ -112,31 +113,30 @@ def throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
     return [row.work, str(row.tokens), str(row.sms), figure(row.us), *bandwidths, figure(row.host_us)]
 
 
+def ceiling_said(result: Mapping[str, Any]) -> str:
+    """The copy ceiling of a result, in words."""
+    what = "remote" if result["num_ranks"] > 1 else "within the one rank"
+    return f"{result['copy_ceiling_gb_s']['used']:.4g} GB/s {what}"
+
+
 def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]) -> None:
     rows, ceiling = throughput_rows(result), result["copy_ceiling_gb_s"]["used"]
-    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling:.4g} GB/s remote."
-    table = Table("work", title=title(result), caption=caption)
-    for name in ("tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*throughput_cells(row, ceiling))
-    console(_WIDTH_OF_LOGS).print(table)
+    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling_said(result)}."
+    heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
+    _print_table(title(result), caption, heads, [throughput_cells(row, ceiling) for row in rows])
     for reference in references:
         if reference.throughput:
             _print_comparison(rows, Sizes.of(result), reference)
 
 
 def _print_comparison(rows: list[Row], sizes: Sizes, reference: Reference) -> None:
-    caption = f"Theirs: {reference.where}. {about_ratios(sizes, reference)}"
-    table = Table("work", title=f"compared with {reference.name}", caption=caption)
-    for name in COMPARED:
-        table.add_column(name, justify="right")
     pairs = compare(rows, reference.throughput)
-    for pair in pairs:
-        table.add_row(pair.work, *compared(pair, not caution(sizes, reference)))
-    console(_WIDTH_OF_LOGS).print(
-        table if pairs else f"compared with {reference.name}: no figure for this work and these numbers of tokens"
-    )
+    if not pairs:
+        _console().print(f"compared with {reference.name}: no figure for this work and these numbers of tokens")
+        return
+    caption = f"Theirs: {reference.where}. {about_ratios(sizes, reference)}"
+    cells = [[pair.work, *compared(pair, not caution(sizes, reference))] for pair in pairs]
+    _print_table(f"compared with {reference.name}", caption, ["work", *COMPARED], cells)
 
 
 def _print_low_latency(result: Mapping[str, Any], references: Iterable[Reference]) -> None:
@@ -144,12 +144,33 @@ def _print_low_latency(result: Mapping[str, Any], references: Iterable[Reference
     others = [reference for reference in references if any(part == both for part, _ in reference.low_latency)]
     cautions = dict.fromkeys(filter(None, (caution(sizes, reference) for reference in others)))
     caption = " ".join([f"us; D: dispatch, C: combine. {result['boundary']}.", *cautions])
-    table = Table("tokens", title=title(result), caption=caption)
-    rows, columns = low_latency_rows(result), low_latency_columns(result)
-    for name in (*columns, *(f"{reference.name.partition(' (')[0]} D+C" for reference in others)):
-        table.add_column(name, justify="right")
-    for row in rows:
+    columns, cells = low_latency_columns(result), []
+    for row in low_latency_rows(result):
         theirs = [reference.low_latency.get((both, row.tokens)) for reference in others]
         figures = [getattr(row, column) for column in columns.values()]
-        table.add_row(str(row.tokens), *map(figure, [*figures, *theirs]))
-    console(_WIDTH_OF_LOGS).print(table)
+        cells.append([str(row.tokens), *map(figure, [*figures, *theirs])])
+    heads = ["tokens", *columns, *(f"{reference.name.partition(' (')[0]} D+C" for reference in others)]
+    _print_table(title(result), caption, heads, cells)
+
+
+def _console() -> Console:
+    return console(_WIDTH_OF_LOGS)
+
+
+def _print_table(heading: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table. Columns that do not fit on a line follow in another table, which begins with the first column again."""
+    out, columns = _console(), [0]
+    parts = [columns]
+    least = [3 + max(map(len, (*head.split(), *(row[i] for row in rows)))) for i, head in enumerate(heads)]
+    for i in range(1, len(heads)):
+        if len(columns) > 1 and 1 + sum(least[j] for j in (*columns, i)) > out.width:
+            columns = [0]
+            parts.append(columns)
+        columns.append(i)
+    for columns in parts:
+        table = Table(title=heading if columns is parts[0] else None, caption=caption if columns is parts[-1] else None)
+        for i in columns:
+            table.add_column(heads[i], justify="right" if i else "left", min_width=least[i] - 3)
+        for row in rows:
+            table.add_row(*(row[i] for i in columns))
+        out.print(table)

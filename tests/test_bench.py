@@ -25,7 +25,7 @@ from without import without
 
 from deepep_rt import bench_figures, bench_page, cli
 from deepep_rt import bench_report as report
-from deepep_rt.bench_references import load
+from deepep_rt.bench_references import is_shown, load
 from deepep_rt.bench_results import Sizes, low_latency_rows, read, throughput_rows
 
 ROOT = Path(__file__).parents[1]
@@ -211,7 +211,7 @@ def drawn(tmp_path, capsys):
 def test_a_page_of_results_that_are_there(drawn):
     page, printed, folder = drawn
     assert {path.name for path in folder.iterdir()} == {"index.html", "throughput.png", "low_latency.png", "low_latency_2.png"}
-    assert len(page.pictures) == 2 * len(RESULTS), "light and dark"
+    assert len(page.pictures) == 4 * len(RESULTS), "light and dark, wide and narrow"
     assert all(picture.startswith("<?xml") and "http-equiv" not in picture for picture in page.pictures)
     assert printed.count("4 x NVIDIA H200") == 3 + printed.count("Theirs: 4 x NVIDIA H200")
     result = read(LOW_LATENCY)
@@ -228,6 +228,37 @@ def test_a_page_of_results_that_are_there(drawn):
     assert "host backend" not in page.text
     for text in (result["date"], result["boundary"], result["mpi"], "580.159.04", "hidden 7168, top-8 of 256"):
         assert text in page.text
+
+
+def test_references_that_are_not_shown_are_not_spoken_of():
+    """A host measures other numbers of tokens than the references have."""
+    result = read(THROUGHPUT)
+    result["rows"] = [{**row, "tokens": 64} for row in result["rows"] if row["tokens"] == 4096 and row["sms"] == 24]
+    result["settings"] = {**result["settings"], "backend": "host"}
+    v1 = load(PEERS)[0]
+    assert not is_shown(result, v1)
+    result["rows"][-1]["tokens"] = 4096
+    assert is_shown(result, v1)
+    low_latency = read(LOW_LATENCY)
+    assert [is_shown(low_latency, reference) for reference in load(PEERS)] == [True, False, False]
+    result["rows"][-1]["tokens"] = 64
+    text = Page(bench_page.html([result], load(PEERS))).text
+    assert "DeepEP" not in text
+    assert "Another problem" not in text
+
+
+@pytest.mark.parametrize("result", [THROUGHPUT, LOW_LATENCY], ids=["throughput", "low latency"])
+def test_a_phone_shows_one_panel_below_the_other(result):
+    wide, narrow = (
+        next(iter(bench_page.pictures(read(result), references(), is_narrow=is_narrow).values())) for is_narrow in (False, True)
+    )
+    assert [axes.get_title("left") for axes in narrow.axes] == [axes.get_title("left") for axes in wide.axes]
+    assert narrow.get_size_inches()[0] == bench_figures.PANEL_INCHES[0] == pytest.approx(wide.get_size_inches()[0] / 3)
+    assert narrow.get_size_inches()[1] > bench_figures.PANEL_INCHES[1] * len(narrow.axes)
+    assert all(axes.get_ylabel() for axes in narrow.axes)
+    assert narrow.axes[-1].get_xlabel() == wide.axes[-1].get_xlabel() != ""
+    template = bench_page.TEMPLATE.read_text()
+    assert template.index('<source media="(max-width: 50rem)') < template.index('<source media="(prefers-color-scheme: dark)"')
 
 
 def test_texts_of_a_result_cannot_break_the_page(tmp_path):
@@ -303,16 +334,21 @@ def pictures():
     for path, theme in itertools.product(RESULTS, bench_figures.INK):
         result = read(path)
         for name, others in (("alone", []), ("compared", references()), ("crowded", references() * 2)):
-            yield pytest.param(result, others, theme, id=f"{path.stem}-{theme}-{name}")
+            yield pytest.param(result, others, theme, False, id=f"{path.stem}-{theme}-{name}")
+        if theme == "light":
+            yield pytest.param(result, references(), theme, True, id=f"{path.stem}-narrow")
 
 
-@pytest.mark.parametrize(("result", "others", "theme"), list(pictures()))
-def test_labels_can_be_read(result, others, theme):
+@pytest.mark.parametrize(("result", "others", "theme", "is_narrow"), list(pictures()))
+def test_labels_can_be_read(result, others, theme, is_narrow):
     """Labels lie inside the picture and do not cover each other, and stand out from the ground."""
-    (figure,) = bench_page.pictures(result, others, theme).values()
+    (figure,) = bench_page.pictures(result, others, theme, is_narrow=is_narrow).values()
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     edge = figure.bbox
+    heading = figure._suptitle.get_window_extent(renderer)
+    assert edge.x0 <= heading.x0
+    assert heading.x1 <= edge.x1
     for axes in figure.axes:
         boxes = {text.get_text() + str(i): text for i, text in enumerate(axes.texts)}
         extents = {label: type(text).mro()[1].get_window_extent(text, renderer) for label, text in boxes.items()}

@@ -3,10 +3,12 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from launch import python_on
+from without import without
 
 pytest.importorskip("rich")
 
@@ -199,6 +201,39 @@ def test_other_problems_compare_by_bandwidth(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "of remote bandwidth" in printed
     assert "ranks 8 (here 4)" in printed
+
+
+@pytest.mark.parametrize("columns", [79, 120, 200])
+def test_no_column_head_is_cut(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in ("h200x4_2026-11-22", "h200x4_2026-11-22_low_latency"):
+        result = read(ROOT / f"bench/results/{name}.json")
+        report.print_result(result, [*load(PEERS), *load(ROOT / f"bench/results/{name}.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "…" in line]
+    assert max(map(len, lines)) <= columns
+    words = " ".join(lines).split()
+    for head in ("remote", "ceiling", "their", "DeepEP", "V1", "D+C", "one", "C", "recv", "p99"):
+        assert head in words
+
+
+def test_one_rank_sends_nothing_to_others(capsys):
+    result = read(ROOT / "bench/results/h200x4_2026-11-22.json")
+    report.print_result(result)
+    assert "345.8 GB/s remote" in " ".join(capsys.readouterr().out.split())
+    report.print_result({**result, "num_ranks": 1})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "345.8 GB/s within the one rank" in printed
+    assert "345.8 GB/s remote" not in printed
+
+
+@pytest.mark.parametrize("program", ["throughput.py", "low_latency.py"])
+def test_a_missing_library_is_named(program, tmp_path):
+    environment = {**os.environ, **without(tmp_path, "rich")}
+    words = [sys.executable, f"bench/{program}", "--backend", "host", "--quick"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "the benchmarks need rich, which is not installed; pip install 'deepep_rt[bench]'\n"
 
 
 def test_a_result_compares_with_itself(run, capsys):
