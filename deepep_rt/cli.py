@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
-from . import __version__, _env, bench, compat_shim, jit, toolchain
-from .cache import CorruptEntry, Entry, Store
+from . import __version__, _env, bench, cli_cache, compat_shim, jit, toolchain
+from . import cli_tables as tables
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .cli_soak import soak
@@ -26,16 +25,12 @@ from .sources import kernel_constants
 from .tuning import has_fp8
 
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(cache_app, name="cache")
+app.add_typer(cli_cache.app, name="cache")
 app.command()(doctor)
 app.command()(soak)
 
 ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 """What `--arch all` means, as far as the installed NVRTC knows them."""
-
-_WIDTH_OF_LOGS = 220  # holds the table of the cache
-_MOST_CHOICES = 10  # keys that an ambiguous one is answered with
 
 
 def _print_version(wanted: bool) -> None:
@@ -115,7 +110,7 @@ def compile_(
     with _progress() as progress:
         task = progress.add_task("", total=len(jobs))
         for kernel, element, target in jobs:
-            progress.update(task, description=f"{_title(kernel.name, element)} for {target}")
+            progress.update(task, description=f"{tables.title(kernel.name, element)} for {target}")
             rows.append(_build(config, kernel, element, target))
             progress.advance(task)
     if as_json:
@@ -179,7 +174,7 @@ def _has_gpu() -> bool:
 def _excesses(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
     """What --strict objects to; PTX has no figures yet."""
     for row in rows:
-        title, most = f"{_title(row['kernel'], row['dtype'])} for {row['arch']}", TABLE[row["kernel"]].max_stack_bytes
+        title, most = f"{tables.title(row['kernel'], row['dtype'])} for {row['arch']}", TABLE[row["kernel"]].max_stack_bytes
         if row.get("spill_stores") or row.get("spill_loads"):
             yield f"{title} spills registers: {row['spill_stores']} bytes of stores, {row['spill_loads']} of loads"
         if (row.get("stack_bytes") or 0) > most:
@@ -187,83 +182,14 @@ def _excesses(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
 
 
 def _print_compiled(rows: list[dict[str, Any]]) -> None:
-    table = _table("kernel", "arch", "registers", "shared", "stack", "spills", "bytes", "seconds", "")
+    table = tables.new_table("kernel", "arch", "registers", "shared", "stack", "spills", "bytes", "seconds", "")
     for row in rows:
         seconds = f"{row['compile_seconds']:.2f}" if row["status"] == "compiled" else "-"
-        name = _title(row["kernel"], row["dtype"])
-        table.add_row(name, row["arch"], *_usage(row), _number(row.get("bytes")), seconds, row.get("reason") or row["status"])
-    console(_WIDTH_OF_LOGS).print(table)
-
-
-# --- cache -------------------------------------------------------------------------------------------------------------------------
-
-
-@cache_app.command("list")
-def list_(as_json: Json = False) -> None:
-    """List the compiled kernels."""
-    store = Store()
-    entries = store.entries()
-    if as_json:
-        print(json.dumps([_described(entry) for entry in entries], indent=2))
-        return
-    if not entries:
-        print(f"The cache {store.folder} is empty; it fills when kernels are first used, or with: python -m deepep_rt compile")
-        return
-    columns = ("kernel", "arch", "key", "bytes", "registers", "shared", "stack", "spills", "NVSHMEM", "built with", "created")
-    table = _table(*columns)
-    for entry in entries:
-        if isinstance(entry, CorruptEntry):
-            table.add_row("CORRUPT", entry.arch, entry.key[:12], *["-"] * 6, entry.reason, "rebuilt when it is needed")
-            continue
-        info = entry.info
-        nvshmem = "linked" if info["nvshmem"] else "no"
-        tools = [name for name in ("deepep_rt", "nvrtc", "nvjitlink", "nvshmem") if name in info["versions"]]
-        built_with = ", ".join(f"{name} {info['versions'][name]}" for name in tools)
-        numbers = (_number(info["bytes"]), *_usage(info))
-        table.add_row(info["kernel"], entry.arch, entry.key[:12], *numbers, nvshmem, built_with, info["created"])
-    console(_WIDTH_OF_LOGS).print(table)
-    total = sum(len(entry.code) for entry in entries if isinstance(entry, Entry))
-    print(f"{len(entries)} {_plural(len(entries))}, {total:,} bytes, in {store.folder}")
-
-
-@cache_app.command()
-def show(key: Annotated[str, typer.Argument(help="A key, or enough of its beginning.")], as_json: Json = False) -> None:
-    """Print everything that is known about one compiled kernel."""
-    if not key:
-        raise EPConfigError("the key is empty; give one, or enough of its beginning: python -m deepep_rt cache list shows them")
-    store = Store()
-    found = [entry for entry in store.entries() if entry.key.startswith(key)]
-    if len(found) != 1:
-        what = f"{len(found)} kernels have keys that begin with" if found else "no kernel has a key that begins with"
-        choices = "".join(f"\n  {entry.key} {_described(entry)['kernel']} {entry.arch}" for entry in found[:_MOST_CHOICES])
-        if len(found) > _MOST_CHOICES:
-            choices += f"\n  ... and {len(found) - _MOST_CHOICES} more"
-        raise EPConfigError(f"{what} {key!r} in the cache {store.folder}; see: python -m deepep_rt cache list{choices}")
-    described = _described(found[0])
-    if as_json:
-        print(json.dumps(described, indent=2))
-        return
-    for name, value in described.items():
-        if not isinstance(value, dict):
-            print(f"{name:22}{value}")
-            continue
-        print(name)
-        for inner, number in value.items():
-            print(f"  {inner:30}{number}")
-
-
-@cache_app.command()
-def clear() -> None:
-    """Delete every compiled kernel."""
-    store = Store()
-    number = store.clear()
-    print(f"removed {number} {_plural(number)} from {store.folder}")
-
-
-def _described(entry: Entry | CorruptEntry) -> dict[str, Any]:
-    if isinstance(entry, CorruptEntry):
-        return {"kernel": None, "arch": entry.arch, "key": entry.key, "corrupt": entry.reason}
-    return {"kernel": entry.info["kernel"], "arch": entry.arch, "key": entry.key, **entry.info}
+        name = tables.title(row["kernel"], row["dtype"])
+        table.add_row(
+            name, row["arch"], *tables.usage(row), tables.number(row.get("bytes")), seconds, row.get("reason") or row["status"]
+        )
+    console(tables.WIDTH_OF_LOGS).print(table)
 
 
 # --- bench -------------------------------------------------------------------------------------------------------------------------
@@ -294,40 +220,7 @@ def bench_(
         bench.measure(what, out, compare or [], quick=quick, backend=backend, sizes=sizes, commit=commit)
 
 
-# --- text --------------------------------------------------------------------------------------------------------------------------
-
-
-def _usage(info: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Registers, shared memory (static + dynamic), stack and spills."""
-    static, dynamic = info.get("static_shared_bytes"), info.get("dynamic_shared_bytes")
-    shared = "-" if dynamic is None else f"{_number(static)} + {dynamic:,}"
-    stores, loads = info.get("spill_stores"), info.get("spill_loads")
-    return (
-        _number(info.get("registers")),
-        shared,
-        _number(info.get("stack_bytes")),
-        "-" if stores is None else f"{stores + loads:,}",
-    )
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
-def _title(kernel: str, dtype: str | None) -> str:
-    return f"{kernel} ({dtype})" if dtype else kernel
-
-
-def _plural(number: int) -> str:
-    return "kernel" if number == 1 else "kernels"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        right = column in ("registers", "shared", "stack", "spills", "bytes", "seconds")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column != "built with")
-    return table
+# --- progress ---------------------------------------------------------------------------------------------------------------------
 
 
 def _progress() -> Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from without import without
 import deepep_rt
 from deepep_rt import cli, jit, toolchain
 from deepep_rt.cache import SUFFIX, Store
-from deepep_rt.config import Config
+from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError
 from deepep_rt.kernels import TABLE
 from deepep_rt.sources import kernel_constants
@@ -228,6 +229,45 @@ def test_show_asks_for_one_key(terminal: Terminal) -> None:
     terminal("cache", "show", "", status=1)
     assert "the key is empty" in terminal.err
     assert len(terminal.err.splitlines()) == 1
+
+
+def test_entries_of_one_kernel_can_be_told_apart(terminal: Terminal, cache: Path) -> None:
+    """By the type that combine adds up, and by sizes; by what else differs only where these do not."""
+    sizes = {"kNumRanks": 8, "kHidden": 7168, "kTuned": 3}
+    kinds = [
+        {**sizes, "kElement": 0},
+        {**sizes, "kElement": 1},
+        {**sizes, "kElement": 1, "kHidden": 4096, "kTuned": 4},
+        {**sizes, "kElement": 99},
+    ]
+    for i, constants in enumerate(kinds):
+        Store(cache).put(entry(f"{i:064}", kernel="combine", constants=constants))
+    for i, tuned in enumerate((5, 6)):
+        Store(cache).put(entry(f"{10 + i:064}", kernel="route", constants={**sizes, "kTuned": tuned}))
+    lines = [re.split(r"  +", line.strip())[:4] for line in terminal("cache", "list").splitlines()[1:-1]]
+    key = "0" * 12
+    assert sorted(lines) == [
+        ["combine", "sm_90", key, "-"],
+        [f"combine ({COMBINE_DTYPES[0]})", "sm_90", key, "-"],
+        [f"combine ({COMBINE_DTYPES[1]})", "sm_90", key, "kHidden 4096"],
+        [f"combine ({COMBINE_DTYPES[1]})", "sm_90", key, "kHidden 7168"],
+        ["route", "sm_90", key, "kTuned 5"],
+        ["route", "sm_90", key, "kTuned 6"],
+    ]
+    listed = terminal.json("cache", "list")
+    assert [row["dtype"] for row in listed] == [COMBINE_DTYPES[0], COMBINE_DTYPES[1], COMBINE_DTYPES[1], None, None, None]
+    assert "dtype                 -" in terminal("cache", "show", listed[-1]["key"])
+
+
+def test_texts_of_entries_are_no_markup(terminal: Terminal, cache: Path) -> None:
+    store = Store(cache)
+    store.put(entry(created="[/red] :smile:", versions={"nvrtc": "[bold]12"}, spill_loads=None))
+    (cache / "sm_90" / f"\x1b[31m{SUFFIX}").write_bytes(b"")
+    (cache / "\x1b[31m").mkdir()
+    table = terminal("cache", "list")
+    assert "[/red] :smile:" in table
+    assert "nvrtc [bold]12" in table
+    assert "\x1b" not in table + terminal("cache", "show", "ab") + terminal("cache", "list", "--json")
 
 
 def test_show_names_the_first_of_many(terminal: Terminal, cache: Path) -> None:

@@ -1,0 +1,43 @@
+"""Tables of compiled kernels, for the commands that print them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+WIDTH_OF_LOGS = 220
+"""Columns that hold the table of the cache."""
+
+
+def usage(info: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Registers, shared memory (static + dynamic), stack and spills."""
+    static, dynamic = info.get("static_shared_bytes"), info.get("dynamic_shared_bytes")
+    shared = "-" if dynamic is None else f"{number(static)} + {dynamic:,}"
+    stores, loads = info.get("spill_stores"), info.get("spill_loads")
+    return (
+        number(info.get("registers")),
+        shared,
+        number(info.get("stack_bytes")),
+        "-" if stores is None or loads is None else f"{stores + loads:,}",
+    )
+
+
+def number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def title(kernel: str, dtype: str | None) -> str:
+    return f"{kernel} ({dtype})" if dtype else kernel
+
+
+def plural(number: int) -> str:
+    return "kernel" if number == 1 else "kernels"
+
+
+def new_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        right = column in ("registers", "shared", "stack", "spills", "bytes", "seconds")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column not in ("built with", "compiled for"))
+    return table
