@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 import deepep_rt  # noqa: E402
 
 project = "deepep_rt"
+copyright = "The deepep_rt authors"
 version = release = deepep_rt.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "myst_parser"]
 

@@ -59,8 +59,8 @@ def report(name, call, buffer, rows, remote_rows, row_bytes, ceiling):
     loop(1)
     seconds = sorted(loop() for _ in range(5))[2]
     speed, remote = (comm.allreduce(n) / num_ranks * row_bytes / seconds / 1e9 for n in (rows, remote_rows))
-    share = f", {100e9 * remote / ceiling:.0f} % of the copy ceiling" if num_ranks > 1 else ""
-    say(f"{name:9}{seconds * 1e6:9.1f} us {speed:8.2f} GB/s, to and from other ranks {remote:.2f} GB/s{share}")
+    others = f", to and from other ranks {remote:.2f} GB/s, {100e9 * remote / ceiling:.0f} % of the copy ceiling"
+    say(f"{name:9}{seconds * 1e6:9.1f} us {speed:8.2f} GB/s{others if num_ranks > 1 else ''}")
 
 
 def main():
@@ -84,9 +84,9 @@ def main():
 
         check_dispatch(sent, to_host, args)
         check_combine(to_host(out), gains, args)
-        ceiling = buffer.copy_ceiling()
+        ceiling, to_others = buffer.copy_ceiling(), "to other ranks" if num_ranks > 1 else "within this rank"
         say(f"{buffer.backend}: {num_ranks} ranks, {args.tokens} tokens of {args.hidden} x float16 each,", end=" ")
-        say(f"top-{args.topk} of {args.experts} experts; copy ceiling {ceiling / 1e9:.2f} GB/s to other ranks")
+        say(f"top-{args.topk} of {args.experts} experts; copy ceiling {ceiling / 1e9:.2f} GB/s {to_others}")
         remote_rows = int((sent.recv_src_idx[:, 0] != rank).sum())
         counts = (sent.handle.num_recv_rows, remote_rows, 2 * args.hidden, ceiling)
         report("dispatch", lambda: buffer.dispatch(x, handle=sent.handle), buffer, *counts)

@@ -83,6 +83,8 @@ def main():
     say(f"{setting}: " + ", ".join(f"{timeline.slowest:.0f} us {name}" for name, (_, timeline) in found.items()) + ", same bits")
     if args.picture and comm.rank == 0:
         draw(args.picture, f"A step of rank 0 of {setting}", {name: timeline for name, (_, timeline) in found.items()})
+    comm.Barrier()
+    say("OK")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,10 @@ def described(site):
     return {name for kind, names in data.items() if kind.startswith("py:") for name in names}
 
 
+def test_pages_name_who_has_the_copyright(site):
+    assert "Copyright &#169; The deepep_rt authors" in (site / "index.html").read_text()
+
+
 def test_everything_public_is_described(site):
     names = described(site)
     assert not {f"deepep_rt.{name}" for name in deepep_rt.__all__} - names

@@ -28,6 +28,7 @@ def test_dispatch_combine(num_ranks):
     assert lines[-1] == "OK"
     assert [line.split()[0] for line in lines[1:-1]] == ["dispatch", "combine"]
     assert all("GB/s" in line for line in lines[:-1])
+    assert all(("other ranks" in line) == (num_ranks > 1) for line in lines[:-1])
     assert ("% of the copy ceiling" in lines[1]) == (num_ranks > 1)
 
 
@@ -52,7 +53,8 @@ def test_moe_jax(num_ranks):
 
 @pytest.mark.parametrize("options", [[], ["--even"]])
 def test_overlap_micro_batches(options):
-    (line,) = run(2, "overlap_micro_batches.py", *options)
+    line, end = run(2, "overlap_micro_batches.py", *options)
+    assert end == "OK"
     assert re.search(r": \d+ us overlapped, \d+ us one after the other, same bits$", line)
 
 

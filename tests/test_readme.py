@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from launch import python_on
 from ports import free_port
+from without import without
 
 import deepep_rt
 from deepep_rt import errors
@@ -110,7 +111,7 @@ def test_example_command_installs_and_runs_the_example():
     assert (ROOT / run.split()[-1]).is_file()
 
 
-def run_python_blocks(text, tmp_path, check=""):
+def run_python_blocks(text, tmp_path, check="", **environment):
     """Run all Python blocks of a document as one program, on two ranks."""
     program = "\n".join(content for language, content in blocks(text) if language == "python") + check
     for library in re.findall(r"^\s*(?:import|from) (torch|jax|cupy|ml_dtypes)\b", program, re.MULTILINE):
@@ -118,15 +119,22 @@ def run_python_blocks(text, tmp_path, check=""):
     script = tmp_path / "blocks.py"
     script.write_text(program)
     words = python_on(2, script)
-    environment = {**os.environ, "MASTER_PORT": str(free_port())}  # for blocks with torch.distributed
+    environment = {**os.environ, "MASTER_PORT": str(free_port()), **environment}  # the port: for blocks with torch.distributed
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_python_blocks_run(tmp_path):
-    """Those with PyTorch come last, and are left out here."""
+    """They need no extra: what an installation without any lacks is hidden. Those with PyTorch come last, and are left out here."""
     before, _, _ = README.partition("```python\nimport torch")
-    run_python_blocks(before, tmp_path, "\nassert np.isfinite(out).all() and (again.recv_x == sent.recv_x).all()\n")
+    dependencies = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    installed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', dependencies)}
+    extras = {"cuda", "cupy", "jax", "jinja2", "matplotlib", "ml_dtypes", "nvshmem", "rich", "torch", "typer"}
+    (tmp_path / "hidden").mkdir()
+    environment = without(tmp_path / "hidden", *sorted(extras - installed))
+    run_python_blocks(
+        before, tmp_path, "\nassert np.isfinite(out).all() and (again.recv_x == sent.recv_x).all()\n", **environment
+    )
 
 
 def test_python_blocks_run_with_pytorch(tmp_path):
