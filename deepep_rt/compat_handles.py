@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -28,20 +29,21 @@ class _Fields(Sequence[Any]):
 
 
 _T = torch.Tensor
-_ATTRIBUTES = (
-    "shape dtype device layout ndim itemsize nbytes names requires_grad is_leaf grad grad_fn _version is_cpu is_cuda is_meta is_mkldnn "
-    "is_nested is_quantized is_sparse is_sparse_csr is_xpu"
-)
+_OF_ELEMENTS = ("T", "H", "mT", "mH", "real", "imag", "data")
 _METHODS = (
     "size dim numel nelement stride storage_offset element_size get_device data_ptr untyped_storage is_contiguous is_pinned "
-    "is_floating_point is_complex is_shared new_empty"
+    "is_floating_point is_complex is_inference is_shared new_empty"
 )
 _READS = frozenset(
-    [
-        getattr(_T, name).__get__ for name in _ATTRIBUTES.split() if hasattr(_T, name)
-    ]  # PyTorch has a few more or less from time to time
-    + [getattr(_T, name) for name in _METHODS.split()]
-    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.empty_like]
+    (
+        *(
+            value.__get__
+            for name, value in vars(_T.__base__).items()
+            if inspect.isgetsetdescriptor(value) and name not in _OF_ELEMENTS
+        ),
+        *(getattr(_T, name) for name in _METHODS.split()),
+        *(_T.requires_grad.__set__, torch.numel, torch.is_floating_point, torch.is_complex, torch.empty_like),
+    )
 )
 """What may be asked of an entry that is not here: all that needs no elements."""
 _COPIES = frozenset(
@@ -65,7 +67,7 @@ class Absent(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
 
     @staticmethod
     def of(handle: NormalHandle, name: str) -> Absent:
-        return torch.empty(0, dtype=torch.int32, device="cpu").as_subclass(Absent)._belong(handle, name)
+        return _T._make_subclass(Absent, torch.empty(0, dtype=torch.int32, device="cpu"))._belong(handle, name)
 
     def _belong(self, handle: NormalHandle, entry: str) -> Absent:
         self.handle, self.entry = handle, entry
@@ -76,7 +78,8 @@ class Absent(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
         kwargs = kwargs or {}
         values = [*args, *kwargs.values()]
         given = [entry for value in values for entry in (value if isinstance(value, (list, tuple)) else (value,))]
-        one = next(entry for entry in given if isinstance(entry, Absent))
+        entries = [entry for entry in given if isinstance(entry, Absent)]
+        one = entries[-1 if function is _T.copy_ else 0]
         if function not in _READS and function not in _COPIES and function is not _T.copy_:
             raise EPUnavailableError(
                 f"{one.entry} of a dispatch handle: this library sends without channels, and has no such table. Of a handle there are "
@@ -88,7 +91,7 @@ class Absent(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
                 return result
             if function is _T.copy_:
                 result.__class__ = Absent  # the caller's memory for the copy, which has no elements either
-            return (result if isinstance(result, Absent) else result.as_subclass(Absent))._belong(one.handle, one.entry)
+            return (result if isinstance(result, Absent) else _T._make_subclass(Absent, result))._belong(one.handle, one.entry)
 
     def record_stream(self, stream: Any) -> None:
         """Nothing to do: an entry has no memory."""

@@ -620,6 +620,22 @@ class _ThereAndBack(torch.autograd.Function):
         return ctx.buffer.combine(rows, list(entries))[0], None, None, None
 
 
+class _AlongHandle(torch.autograd.Function):
+    """A caller that hands the entries of a handle from function to function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, buffer: deep_ep.Buffer, *handle: Any) -> torch.Tensor:
+        ctx.buffer = buffer
+        ctx.save_for_backward(*handle)
+        return buffer.combine(buffer.dispatch(x, handle=handle)[0], handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        entries = ctx.saved_tensors
+        rows, *_ = ctx.buffer.dispatch(grads[0].contiguous(), handle=entries)
+        return ctx.buffer.combine(rows, entries)[0], *[None] * (1 + len(entries))
+
+
 def _moved_by_hand(saved: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(saved, device="cpu").copy_(saved)
 
@@ -644,10 +660,18 @@ def run_handles_taken_apart(world: World) -> None:
         def repeated(x: torch.Tensor) -> torch.Tensor:
             return checkpoint(there_and_back, x, use_reentrant=False)
 
+        def there_and_back_by(x: torch.Tensor, *handle: Any) -> torch.Tensor:
+            return _AlongHandle.apply(x, buffer, *handle)
+
+        def repeated_with_entries(x: torch.Tensor) -> torch.Tensor:
+            handle = buffer.dispatch(rows, topk_idx=topk_idx, **layout)[4]
+            return checkpoint(there_and_back_by, x, *handle, use_reentrant=True)
+
         hooks = torch.autograd.graph.saved_tensors_hooks
         for run, saving in (
             (there_and_back, nullcontext()),
             (repeated, nullcontext()),
+            (repeated_with_entries, nullcontext()),
             (there_and_back, torch.autograd.graph.save_on_cpu()),
             (there_and_back, torch.autograd.graph.save_on_cpu(pin_memory=True)),
             (there_and_back, hooks(_moved_by_hand, partial(_moved_back, device=world.device))),
@@ -673,11 +697,25 @@ def _check_entries_that_are_not_here(handle: Any) -> None:
     ):
         assert (entry.shape, entry.size(), entry.dim(), entry.numel(), entry.nbytes) == ((0,), (0,), 1, 0, 0)
         assert (entry.dtype, entry.device.type, entry.layout, entry.is_contiguous()) == (torch.int32, "cpu", torch.strided, True)
-        assert (entry.requires_grad, entry.is_leaf, entry.grad_fn, entry.is_sparse) == (False, True, None, False)
+        assert (entry.requires_grad, entry.is_leaf, entry.grad_fn, entry._base, entry.is_sparse) == (
+            False,
+            True,
+            None,
+            None,
+            False,
+        )
         for copied in (entry.detach(), entry.clone(), entry.cpu(), entry.to("cpu", copy=True), entry.contiguous(), entry.data):
             for again in (copied, copy.copy(copied), copy.deepcopy(copied), copied.requires_grad_(False)):
                 assert (again.handle, again.entry) == (handle, name)
-        for use in (lambda a: a[0], len, torch.sum, lambda a: a + 1, lambda a: torch.cat(tensors=[a, a]), lambda a: a.tolist()):
+        for use in (
+            lambda a: a[0],
+            len,
+            torch.sum,
+            lambda a: a + 1,
+            lambda a: torch.cat([a, a]),
+            lambda a: a.T,
+            lambda a: a.tolist(),
+        ):
             with raises(EPUnavailableError, name):
                 use(entry)
 
