@@ -38,7 +38,7 @@ class _LastCall:
     def __init__(self, stream: int) -> None:
         self.stream: int | None = None
         self._event = driver.CudaEvent(stream)  # one for all calls
-        self._is_alone: bool  # that stream has made all calls
+        self._is_alone = True
 
     def ends_on(self, stream: int) -> None:
         """A call was queued."""
