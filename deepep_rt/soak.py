@@ -13,8 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +20,10 @@ import numpy as np
 from . import soak_graph, soak_low_latency, soak_throughput
 from .bench_ranks import make_room, together
 from .buffer import Buffer
-from .checks import is_whole
-from .config import MAX_TIMEOUT_S, Config
-from .errors import EPConfigError, EPError, EPUnavailableError
+from .config import Config
+from .errors import EPError, EPUnavailableError
 from .soak_arrays import Arrays
+from .soak_asked import Asked
 from .soak_buffers import Options, buffer_of
 from .soak_check import MOST_REPORTED, Checker, Mismatch
 from .soak_plan import round_of
@@ -43,45 +41,6 @@ _PLAYERS = {"throughput": soak_throughput.play, "low_latency": soak_low_latency.
 _ROUNDS_BETWEEN_MEETINGS = 16
 _DEFAULT_MINUTES = 10.0
 _COMPILING_S = 900.0  # what making a Buffer on GPUs may take besides
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says; None: the default.
-
-    Raises:
-        EPConfigError: if a value is out of range.
-    """
-
-    minutes: float | None = None
-    rounds: int | None = None
-    seed: int | None = None
-    round: int | None = None
-    since: int | None = None
-    backend: str = "auto"
-    json_file: Path | None = None
-    sizes: dict[str, int | None] = field(default_factory=dict)
-    timeout_s: float = 60.0
-    progress_s: float = 10.0
-
-    def check(self) -> None:
-        """Raise unless the values go together."""
-        if self.minutes is not None and not 0 < self.minutes < MAX_TIMEOUT_S:
-            raise EPConfigError(f"--minutes is {self.minutes:g}; expected a positive number. Pass one.")
-        for name, least in (("rounds", 1), ("round", 0), ("since", 0)):
-            value = getattr(self, name)
-            if value is not None and not is_whole(value, least, 1 << 62):
-                raise EPConfigError(f"--{name} is {value}; expected a whole number from {least} on. Pass one.")
-        if self.since is not None and (self.round is None or self.since > self.round):
-            raise EPConfigError(f"--since is {self.since}; expected --round with a round from {self.since} on. Pass both.")
-        if self.round is not None and self.seed is None:
-            raise EPConfigError(f"--round is {self.round}; expected the --seed of the run that it repeats. Pass it too.")
-        if self.backend not in ("auto", "cuda", "host"):
-            raise EPConfigError(f"--backend is {self.backend!r}; expected auto, cuda or host. Choose one of these.")
-        for name in ("timeout_s", "progress_s"):
-            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
-                option = "--" + name.replace("_", "-")
-                raise EPConfigError(f"{option} is {getattr(self, name):g}; expected a positive number of seconds. Pass one.")
 
 
 def run(asked: Asked) -> dict[str, Any] | None:
@@ -179,28 +138,31 @@ class _Run:
 
     def _rounds(self, session: Session, first: int, last: int) -> tuple[int, bool]:
         """The rounds of one Buffer. Gives the next round, and whether the run has ended."""
-        ended = False
-        for number in range(first, last):
-            try:
+        ended, number = False, first
+        try:
+            for number in range(first, last):
                 self._round(session, number)
-                if (number + 1) % _ROUNDS_BETWEEN_MEETINGS == 0 or number + 1 == last:
-                    session.settle()
-                    ended = self._meet()
-            except Exception as error:
-                self._tell_mismatches()
-                again = command(self.options, self.backend, self.asked.timeout_s, number)
-                raise EPError(
-                    f"round {number} of seed {self.options.seed}, {session.doing}: {type(error).__name__}: {error}. Repeat it: {again}"
-                ) from error
-            if ended:
-                break
-        session.doing = "the end of a Buffer"
-        session.check_held()
-        if session.plan.shape.low_latency:
-            self.check.value(number, "the Buffer", "query_masked_ranks", session.buffer.query_masked_ranks(), [])
-        session.settle()
+                if (number + 1) % _ROUNDS_BETWEEN_MEETINGS == 0:
+                    ended = self._settle_and_meet(session)
+                if ended:
+                    break
+            session.doing = "the end of a Buffer"
+            session.check_held()
+            self._check_masks(session, number)
+            ended = self._settle_and_meet(session) or ended
+        except Exception as error:
+            self._tell_mismatches()
+            again = command(self.options, self.backend, self.asked.timeout_s, number)
+            raise EPError(
+                f"round {number} of seed {self.options.seed}, {session.doing}: {type(error).__name__}: {error}. Repeat it: {again}"
+            ) from error
         session.graph = None  # not before the last replay has ended
-        return number + 1, self._meet() or ended
+        return number + 1, ended
+
+    def _settle_and_meet(self, session: Session) -> bool:
+        session.settle()
+        session.doing = "a meeting"
+        return self._meet()
 
     def _where(self) -> str:
         """What this rank is doing, for the watchdog."""
@@ -223,9 +185,20 @@ class _Run:
         session.is_timed = not any(plan.delays_s)
         session.doing = plan.kind
         _PLAYERS[plan.kind](session, plan)
+        self._check_masks(session, number)
         session.check_held(number)
         session.buffer.check()
         self.num_rounds += 1
+
+    def _check_masks(self, session: Session, number: int) -> None:
+        """Raise where a silent rank was masked. What differs since then follows from it, and is no finding of its own."""
+        masked = session.buffer.query_masked_ranks() if session.plan.shape.low_latency else []
+        if masked:
+            self.check.forget(number)
+            raise EPError(
+                f"ranks {masked} did not answer within timeout_s={self.asked.timeout_s:g}, and rank {self.rank} masked them; expected all "
+                f"ranks to answer. See whether they ended or hang"
+            )
 
     def _meet(self) -> bool:
         """Meet all ranks; whether the run ends: time is up on rank 0, or some rank has found a difference."""

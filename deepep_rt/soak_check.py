@@ -132,6 +132,10 @@ class Checker:
             rows = np.arange(part.start, part.stop) if at is None else at[part]
             self._compare(made_in, call, name, found, make(keys[part]), (rows, part.start), row_bytes, note)
 
+    def forget(self, number: int) -> None:
+        """Drop what was found in a round."""
+        self.mismatches = [found for found in self.mismatches if found.seen_in_round != number]
+
     def settle(self) -> None:
         """Look at the outcome of all comparisons; a GPU is waited for."""
         pending, self._pending = self._pending, []

@@ -140,6 +140,7 @@ ORDER = [
     "soak_graph",
     "soak_report",
     "soak_watchdog",
+    "soak_asked",
     "soak",
     "cli_soak",
     "cli",

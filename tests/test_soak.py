@@ -104,13 +104,20 @@ def test_the_printed_command_passes_where_nothing_is_damaged(reports):
     assert "passed: 1 round " in printed
 
 
-@pytest.mark.parametrize(("damage", "words"), [("raise", ["rank 1", "RuntimeError", "fire"]), ("sleep", ["rank 1", "waited"])])
-def test_one_rank_ends_all_with_its_name(damage, words, tmp_path):
-    printed, errors = damaged(
-        2, tmp_path, [damage], "--rounds", "9999", "--seed", "5", "--timeout-s", "2", status=None, limit_s=60
-    )
-    for word in (*words, "--seed 5 --round"):
+@pytest.mark.parametrize(
+    ("damage", "seed", "words"),
+    [
+        ("raise", 5, ["rank 1", "RuntimeError", "fire"]),
+        ("sleep", 5, ["rank 1", "waited"]),
+        ("silent", 7, ["ranks [1]", "masked", "timeout_s=2"]),  # in a Buffer that masks silent ranks
+    ],
+)
+def test_one_rank_ends_all_with_its_name(damage, seed, words, tmp_path):
+    options = "--rounds", "9999", "--seed", str(seed), "--timeout-s", "2"
+    printed, errors = damaged(2, tmp_path, [damage], *options, status=None, limit_s=60)
+    for word in (*words, f"--seed {seed} --round"):
         assert word in printed + errors, printed + errors
+    assert "MISMATCH" not in printed + errors, "what differs because a rank is silent is no finding of its own"
     assert json.loads((tmp_path / f"{damage}.json").read_text())["status"] == "error"
 
 

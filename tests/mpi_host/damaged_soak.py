@@ -86,6 +86,7 @@ DAMAGES = {
     "sums": (HostLowLatencyBackend, "low_latency_combine", change("x")),
     "sleep": (HostBackend, "combine", fifth(lambda: time.sleep(1000))),
     "raise": (HostBackend, "combine", fifth(fail)),
+    "silent": (HostLowLatencyBackend, "low_latency_dispatch", fifth(lambda: time.sleep(1000))),
 }
 
 
