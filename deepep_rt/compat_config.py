@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .buffer import Buffer
 from .checks import whole_number
-from .config import MAX_RANKS_PER_NODE
+from .config import MAX_RANKS_PER_NODE, MAX_SMS
 from .errors import EPConfigError
 
 MOST_BYTES = 1 << 62
@@ -46,7 +46,8 @@ class Config:
         self.num_max_rdma_chunked_send_tokens = num_max_rdma_chunked_send_tokens
         self.num_max_rdma_chunked_recv_tokens = num_max_rdma_chunked_recv_tokens
         for name, value in vars(self).items():
-            setattr(self, name, whole_number(value, name, 1, MOST_BYTES, error=EPConfigError))
+            most = MAX_SMS if name == "num_sms" else MOST_BYTES
+            setattr(self, name, whole_number(value, name, 1, most, error=EPConfigError))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for `Buffer(num_nvl_bytes=)` that let each rank dispatch `num_sms // 2 * num_max_nvl_chunked_recv_tokens` tokens.

@@ -75,6 +75,7 @@ class LowLatencyCalls(Calls):
 
         Raises:
             EPInputError: if an argument is wrong, or `low_latency_mode` is off.
+            EPConfigError: if there can be no Buffer of the sizes that the arguments have.
             EPUnavailableError: if `use_fp8` is asked of an sm_80 GPU.
 
         Example:

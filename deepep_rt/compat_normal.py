@@ -111,6 +111,7 @@ class NormalCalls(Calls):
 
         Raises:
             EPInputError: if an argument is wrong or missing, or `num_nvl_bytes` was 0.
+            EPConfigError: if there can be no Buffer of the sizes that the arguments have.
             EPUnavailableError: if the ranks are on several hosts.
             EPTimeoutError: if a peer did not answer.
 

@@ -60,7 +60,7 @@ def _name_of(dtype: Any) -> Any:
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:
-        if hasattr(dtype, "__dlpack__"):  # an array has a dtype, and is none
+        if hasattr(dtype, "__dlpack__") or isinstance(dtype, np.generic):  # an array has a dtype, and is none
             return dtype
         if type(dtype).__module__ == "torch":
             return str(dtype).removeprefix("torch.")

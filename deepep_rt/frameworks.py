@@ -6,6 +6,7 @@ lives as long as the array that the caller holds (`View.owner`).
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -191,7 +192,7 @@ def check_unmasked(array: Any, what: str) -> None:
 
 def not_shown(array: Any, what: str, error: Exception) -> EPError:
     """What to raise about an array that its library does not show: deleted, on several devices, read-only, of a strange type."""
-    said = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_MOST_SAID]
+    said = re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_MOST_SAID])
     expected = f"an array whose memory its library shows ({said})"
     return refusal(array, what, expected, "Pass a copy of it, in one piece, on one device, of a usual dtype.")
 

@@ -13,7 +13,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from . import arrays, dlpack, tables
 from .arrays import HOST, Framework, View
-from .checks import refusal, shown
+from .checks import refusal
 from .errors import EPError, EPInputError
 from .frameworks import check_unmasked, not_shown
 from .jax_device import check_device
@@ -121,10 +121,10 @@ def token_of(after: Any) -> jax.Array:
     """What a call comes after: the token that was given, or nothing."""
     if after is None:
         return jnp.zeros(1, jnp.float32)
-    if not isinstance(after, jax.Array) or after.shape != (1,) or after.dtype != jnp.float32:
-        raise EPInputError(
-            f"after is {getattr(after, 'aval', None) or shown(after)!s}; expected the token of an earlier call, or of its handle"
-        )
+    if not isinstance(after, jax.Array):
+        raise refusal(after, "after", "the token of an earlier call, or of its handle", "Pass one, or None.")
+    if after.shape != (1,) or after.dtype != jnp.float32:
+        raise EPInputError(f"after is {after.aval!s}; expected the token of an earlier call, or of its handle")
     return after
 
 

@@ -1,0 +1,211 @@
+"""Thousands of bad calls, each of which has to raise an error of ours, and Buffers that work as if nothing had been.
+
+`BAD_CALLS` is how many are made, 2,000 by default; `BAD_CALLS_SEED` makes others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
+import numpy as np
+import pytest
+from generated_calls import WRONG, Call, Caller, wrong_array
+from launch import launch
+
+from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPUnavailableError
+
+NUMBER, SEED = int(os.environ.get("BAD_CALLS", "2000")), int(os.environ.get("BAD_CALLS_SEED", "1"))
+SECONDS = max(60, NUMBER // 50)
+
+
+@pytest.mark.parametrize(("num_ranks", "share"), [(1, 0.15), (4, 0.35)])
+def test_host_backend(num_ranks: int, share: float) -> None:
+    output = launch(num_ranks, "random_bad_calls", str(int(NUMBER * share)), str(SECONDS), str(SEED))
+    assert ": passed" in output, output
+    assert int(re.findall(r"(\d+) bad calls in", output)[0]) >= NUMBER * share, output
+
+
+# --- the CUDA backend, on a GPU that computes nothing ------------------------------------------------------------------------------
+
+try:
+    from fake_gpu import Array, FakeGpu, arguments, fake, make
+
+    __all__ = ["fake", "make"]
+except ImportError:  # no cuda-python: pytest finds no fixture, and skips
+    FakeGpu = Any  # type: ignore[assignment,misc]
+
+
+def _wrong_on_gpu(fake: FakeGpu) -> Callable[[random.Random, Any], Any]:
+    def wrong(r: random.Random, good: Any) -> Any:
+        shape, dtype = list(good.shape), good.dtype
+        choice = r.randrange(4)
+        if choice == 0:
+            at = r.randrange(1, len(shape))
+            shape[at] = r.choice([0, 1, shape[at] + 1, 4096])
+            return Array(fake, dtype, *shape)
+        if choice == 1:
+            return Array(fake, dtype, *r.choice([shape[:1], [*shape, 1], []]))
+        if choice == 2:
+            return Array(fake, dtype, *shape, offset=r.choice([1, 2, 3, 9]))
+        return wrong_array(r, np.zeros(shape, "int64" if dtype == "int64" else "float32"))
+
+    return wrong
+
+
+def test_cuda_backend_without_a_gpu(fake: FakeGpu, make: Any) -> None:
+    """Nothing is launched, and no slot is lost: two results fit, and a third would raise."""
+    with make(low_latency=True, on_exhausted="error", num_slots=2) as buffer, make(low_latency=True) as other:
+        x, idx, weights = arguments(fake)
+        wrong = _wrong_on_gpu(fake)
+        how = {"async_finish": False, "previous_event": None, "stream": None}
+        hows = {"async_finish": "flag", "previous_event": "stream", "stream": "stream"}
+        low_hows = {"async_finish": "flag", "stream": "stream", "return_recv_hook": "flag"}
+        flags = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), "flag")
+        foreign = other.dispatch(x, idx, num_worst_tokens=8).handle, other.low_latency_dispatch(x, idx).handle
+
+        def valid() -> tuple[Any, Any, Any]:
+            """The launches of valid calls are those that their arguments ask for."""
+            fake.take()
+            sent = buffer.dispatch(x, idx, weights, num_worst_tokens=8)
+            y = Array(fake, "bfloat16", 8, 256)
+            buffer.combine(y, sent.handle)
+            low = buffer.low_latency_dispatch(x, idx)
+            rows = Array(fake, "bfloat16", 8, 256, 256)
+            buffer.low_latency_combine(rows, idx, weights, low.handle)
+            route, dispatch, combine, ll_dispatch, ll_combine = fake.take()
+            assert [c.kernel for c in (route, dispatch, combine, ll_dispatch)] == ["route", "dispatch", "combine", "ll_dispatch"]
+            assert ll_combine.kernel in ("ll_combine", "ll_combine_many")
+            assert (route.num_tokens, route.topk_idx, dispatch.x, dispatch.capacity) == (10, idx.ptr, x.ptr, 8)
+            assert (combine.y, combine.num_tokens, ll_dispatch.x, ll_combine.y) == (y.ptr, 10, x.ptr, rows.ptr)
+            return sent, low, rows
+
+        settings_error = (EPConfigError,)
+
+        def calls() -> list[Call]:
+            sent, low, rows = valid()
+            handles = {"handle": lambda r, _: r.choice([foreign[0], foreign[1], sent, 7, "h"])}
+            low_handles = {"handle": lambda r, _: r.choice([foreign[1], sent.handle, low, None])}
+            new = {"x": x, "topk_idx": idx, "topk_weights": weights, "num_worst_tokens": 8, **how}
+            numbers = {"num_worst_tokens": "number", "expert_alignment": "number"}
+            arrays = {"x": wrong, "topk_idx": wrong}
+            back = {"y": rows, "topk_idx": idx, "topk_weights": weights, "handle": low.handle}
+            back_flags = {"allow_multiple_reduction": "flag", "zero_copy": "flag", **low_hows}
+            return [
+                Call("dispatch", buffer.dispatch, new, {**arrays, "topk_weights": wrong, **numbers, **hows, **handles}),
+                Call("dispatch, known", buffer.dispatch, {"x": x, "handle": sent.handle}, {"x": wrong, **hows, **handles}),
+                Call("combine", buffer.combine, {"x": sent.recv_x, "handle": sent.handle}, {"x": wrong, **hows, **handles}),
+                Call("low_latency_dispatch", buffer.low_latency_dispatch, {"x": x, "topk_idx": idx}, {**arrays, **flags, **low_hows}),
+                Call("low_latency_combine", buffer.low_latency_combine, back, {**arrays_of(back, wrong), **back_flags, **low_handles}),
+                Call("mask_rank", buffer.mask_rank, {"rank": 1}, {"rank": "number"}),
+                Call("copy_ceiling", buffer.copy_ceiling, {}, dict.fromkeys(("num_rows", "iterations", "row_bytes"), "number")),
+                Call("num_sms", lambda num_sms: setattr(buffer, "num_sms", num_sms), {"num_sms": 8}, {"num_sms": "number"}, settings_error),
+            ]  # fmt: skip
+
+        caller = Caller((SEED, "fake GPU"), calls)
+        while caller.report.done < NUMBER * 0.4:
+            caller.make(20)
+            assert fake.take() == [], "a call that raised had launched something"
+        valid()
+
+
+def arrays_of(back: dict[str, Any], wrong: Callable[..., Any]) -> dict[str, Any]:
+    return {name: wrong for name in back if name != "handle"}
+
+
+# --- the wrappers ------------------------------------------------------------------------------------------------------------------
+
+
+def _wrong_tensor(r: random.Random, good: Any) -> Any:
+    import torch
+
+    shape = list(good.shape)
+    choice = r.randrange(5)
+    if choice == 0:
+        shape[-1] = r.choice([shape[-1] + 1, 0])
+        return torch.zeros(shape, dtype=good.dtype)
+    if choice == 1:
+        return r.choice([good[..., None], good.to_sparse(), good.to(torch.complex64), good.to("meta")])
+    if choice == 2:
+        return torch.zeros([*shape[:-1], 2 * shape[-1]], dtype=good.dtype)[..., ::2]
+    return wrong_array(r, np.zeros(shape, np.float32))
+
+
+@pytest.mark.filterwarnings("ignore")  # JAX and PyTorch warn about some of what they are given
+def test_wrappers() -> None:
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    mpi = pytest.importorskip("mpi4py.MPI")
+    from deepep_rt import compat
+    from deepep_rt import jax as ep_jax
+    from deepep_rt import torch as ep_torch
+
+    sizes = dict(num_max_tokens_per_rank=8, hidden=256, num_topk=2, num_experts=8)
+    x, idx, weights = torch.ones(5, 256).bfloat16(), torch.arange(10).reshape(5, 2) % 8, torch.ones(5, 2)
+    given = {"x": x, "topk_idx": idx, "topk_weights": weights}
+    arrays = jnp.ones((5, 256), jnp.bfloat16), jnp.asarray(idx.numpy()), jnp.ones((5, 2))
+    tensors = dict.fromkeys(given, _wrong_tensor)
+    v1 = compat.Buffer(mpi.COMM_SELF, num_nvl_bytes=1 << 20, low_latency_mode=True)
+    per_rank, _, per_expert, goes, _ = v1.get_dispatch_layout(idx, 8)
+    layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=goes, num_tokens_per_expert=per_expert, topk_idx=idx)
+    recv, *_, handle, _ = v1.dispatch(x, **layout)
+    gone = Buffer(mpi.COMM_SELF, backend="host", **sizes)
+    gone.destroy()
+
+    def wrong_jax(r: random.Random, good: Any) -> Any:
+        wrong = wrong_array(r, np.zeros(good.shape, np.float32))
+        if isinstance(wrong, (list, tuple, np.ndarray, float, np.generic)) and not isinstance(wrong, np.ma.MaskedArray):
+            return jnp.zeros((*good.shape, 1), good.dtype)  # JAX makes an array of these, perhaps a right one
+        return wrong
+
+    with Buffer(mpi.COMM_SELF, backend="host", low_latency=True, **sizes) as buffer:
+        sent = ep_torch.dispatch(buffer, x, idx)
+        how_v1 = {"previous_event": "any", "async_finish": "flag", "config": "any"}
+        low_v1 = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook"), "flag")
+        low_v1 |= dict.fromkeys(("num_max_dispatch_tokens_per_rank", "num_experts"), "number")
+        sizes_error = EPInputError, EPConfigError  # a Buffer is made for the sizes of a call
+        numbers = {"num_worst_tokens": "number", "expert_alignment": "number"}
+        jax_flags = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), "flag")
+        calls = [
+            Call("torch.dispatch", ep_torch.dispatch, {"buffer": buffer, **given},
+                 {"buffer": "any", **tensors, **numbers, "fp8": "flag", "handle": "handle"}),
+            Call("torch.combine", ep_torch.combine, {"buffer": buffer, "x": sent.recv_x, "handle": sent.handle},
+                 {"buffer": "any", "x": _wrong_tensor, "handle": "handle", "fp8_grad": "flag"}),
+            Call("jax.dispatch", ep_jax.dispatch, {"buffer": buffer, **dict(zip(given, arrays, strict=True))},
+                 {"buffer": "any", "x": wrong_jax, "num_worst_tokens": "number", "after": "any"}),
+            Call("jax.low_latency_dispatch", ep_jax.low_latency_dispatch, {"buffer": buffer, "x": arrays[0], "topk_idx": arrays[1]},
+                 {"buffer": "any", "x": wrong_jax, **jax_flags, "after": "any"}),
+            Call("compat.dispatch", v1.dispatch, {"x": x, **layout},
+                 {"x": _wrong_tensor, "num_tokens_per_expert": "any", "is_token_in_rank": "any", "expert_alignment": "number",
+                  **how_v1}, sizes_error),
+            Call("compat.combine", v1.combine, {"x": recv, "handle": handle}, {"x": _wrong_tensor, "handle": "handle", **how_v1}),
+            Call("compat.low_latency_dispatch", v1.low_latency_dispatch,
+                 {"x": x, "topk_idx": idx, "num_max_dispatch_tokens_per_rank": 8, "num_experts": 8},
+                 {"topk_idx": "any", **low_v1}, sizes_error),
+            Call("compat.Buffer", lambda **settings: compat.Buffer(mpi.COMM_SELF, **settings).destroy(), {"num_nvl_bytes": 0},
+                 {"num_nvl_bytes": "bytes", "num_rdma_bytes": "bytes", "low_latency_mode": "flag"}, (EPConfigError,)),
+            Call("compat.Config", compat.Config, {}, {"num_sms": "number", "num_max_nvl_chunked_recv_tokens": "bytes"}, (EPConfigError,)),
+            Call("destroyed", gone.dispatch, {"x": x, "topk_idx": idx}, {"x": _wrong_tensor}, (EPDestroyedError, EPInputError)),
+        ]  # fmt: skip
+        caller = Caller((SEED, "wrappers"), lambda: calls, (EPUnavailableError,))
+        while caller.report.done < NUMBER * 0.1:
+            caller.make(20)
+            assert torch.equal(ep_torch.dispatch(buffer, **given).recv_x, x)
+            assert torch.equal(v1.combine(v1.dispatch(x, **layout)[0], handle)[0], x)
+        assert (ep_jax.dispatch(buffer, *arrays).recv_x[:5] == arrays[0]).all()
+    v1.destroy()
+
+
+def test_the_same_seed_makes_the_same_calls() -> None:
+    """A failure can be made again; and kinds of wrong values are never right ones."""
+    made = []
+    for _ in range(2):
+        r = random.Random("7")
+        made.append([repr(type(WRONG[kind](r))) for kind in WRONG for _ in range(50)])
+    assert made[0] == made[1]
+    r = random.Random("8")
+    assert not any(type(WRONG["flag"](r)) is bool for _ in range(1000))
+    assert EPInputError in Call("", print, {}, {}).errors
