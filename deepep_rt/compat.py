@@ -22,7 +22,7 @@ from .compat_low_latency import LowLatencyCalls
 from .compat_memory import LowLatencyBuffers, NormalBuffers
 from .compat_normal import NormalCalls
 from .compat_runtime import Runtime
-from .compat_shim import foreign, shim_path
+from .compat_shim import shim_path
 from .config import MAX_SMS
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
@@ -55,8 +55,9 @@ def install() -> None:
         >>> deepep_rt.compat.install()
         >>> from deep_ep.utils import EventOverlap
     """
-    if theirs := foreign():
-        raise EPUnavailableError(f"{theirs} was imported before, and is not this library; call install() first of all")
+    before = [name for name in ("deep_ep", "deep_ep_cpp") if name in sys.modules]
+    if theirs := [name for name in before if getattr(sys.modules[name], "Buffer", None) is not Buffer]:
+        raise EPUnavailableError(f"{theirs[0]} was imported before, and is not this library; call install() first of all")
     if shim_path() not in sys.path:
         sys.path.insert(0, shim_path())
 

@@ -224,6 +224,9 @@ if __name__ == "__main__":
     raise SystemExit(child.exitcode)
 """)
     folder = _python("import sys; from deepep_rt.cli import run; run(['shim-path'])")
+    (tmp_path / "link").symlink_to(folder)
+    after = "from deepep_rt import compat; import deep_ep; compat.install(); print(deep_ep.__version__)"
+    assert _python("import sys; sys.path.insert(0, sys.argv[1]); " + after, str(tmp_path / "link")) == "1.2.1"
     paths = {
         name: os.pathsep.join([*more, os.environ.get("PYTHONPATH", "")]) for name, more in (("parent", []), ("imports", [folder]))
     }

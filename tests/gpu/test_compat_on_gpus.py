@@ -24,6 +24,7 @@ PROGRAMS = [
     "run_two_in_flight",
     "run_handles_taken_apart",
     "run_copied_results",
+    "run_gradients",
     "run_refusals",
 ]
 
