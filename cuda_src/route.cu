@@ -25,7 +25,8 @@ struct Shared {
   i32 rows_before[kNumRanks][kWarps];  // rows of each warp for each rank, then of the warps before it
   i32 num_rows[kNumRanks];             // of this block
   i32 first_row[kNumRanks];            // rows of the blocks before it
-  bool failed;
+  bool failed;                         // counts of other blocks did not come,
+  bool is_incomplete;                  // or messages of other ranks: a word of its own, since warps may still read the first one
 };
 
 // A token's experts; -2 for a number that is no expert and not -1. All loads are on their way before the first one is used.
@@ -177,12 +178,12 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
   if (warp < kNumRanks) {
     const RouteMessage* message = message_at(p, epoch, p.rank, warp);
-    if (lane == 0 && !wait_epoch(p, &message->flag, epoch, kPhaseRoute, warp)) shared.failed = true;
+    if (lane == 0 && !wait_epoch(p, &message->flag, epoch, kPhaseRoute, warp)) shared.is_incomplete = true;
     __syncwarp();
     if (lane < kNumRanks) handle_rows[warp * kNumRanks + lane] = message->num_rows[lane];
   }
   __syncthreads();
-  if (shared.failed) return;
+  if (shared.is_incomplete) return;
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += message_at(p, epoch, p.rank, s)->num_choices[e];
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   const bool last = blockIdx.x == gridDim.x - 1;
   if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.page, kPageMailbox)->started, 1u);
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
-  if (threadIdx.x == 0) shared.failed = false;
+  if (threadIdx.x == 0) shared.failed = shared.is_incomplete = false;
   __syncthreads();
 
   count(p, shared);

@@ -173,3 +173,43 @@ def test_experts_that_tokens_name_too_often(caplog: pytest.LogCaptureFixture) ->
     told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("rank 1: low_latency_dispatch received 24 rows for local expert 1; room for 8")
+
+
+def throughput(machine: Machine, buffers: list[Buffer], rank: int, rows: int) -> tuple[Any, Any]:
+    """Queues a dispatch and a combine of one rank, of which each token goes to both ranks."""
+    put, tokens = machine.put, TOKENS[rank]
+    x = put(rank, np.ones((tokens, 256), "bfloat16"))
+    idx = put(rank, np.tile([0, 4, 1, -1], (tokens, 1)))
+    sent = buffers[rank].dispatch(x, idx, put(rank, np.ones((tokens, 4), np.float32)), num_worst_tokens=rows)
+    return sent, buffers[rank].combine(put(rank, np.ones((rows, 256), "bfloat16")), sent.handle)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_throughput_results_after_a_time_out_are_nan(arch: str) -> None:
+    with Machine(2, seed=6, arch=arch) as machine:
+        buffers = machine.buffers(**{**SMALL, "num_slots": 4}, num_sms=2)
+        both = [throughput(machine, buffers, rank, 8) for rank in range(2)]
+        machine.run()
+        for rank, (_, back) in enumerate(both):
+            assert (back.x.astype(np.float32) == 2).all(), rank
+        for _ in range(2):
+            sent, back = throughput(machine, buffers, 0, 8)
+        machine.run()
+        for array in (sent.recv_x, sent.recv_topk_weights, back.x):
+            assert np.isnan(array.astype(np.float32)).all()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1"):
+            buffers[0].check()
+
+
+def test_rows_past_num_worst_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with Machine(2, seed=7) as machine:
+        buffers = machine.buffers(**{**SMALL, "num_slots": 4}, num_sms=2)
+        for _ in range(2):
+            both = [throughput(machine, buffers, rank, (8, 5)[rank]) for rank in range(2)]
+            machine.run()
+            assert [sent.num_recv_tokens.tolist() for sent, _ in both] == [[6], [6]]
+            for buffer in buffers:
+                buffer.check()
+    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("rank 1: dispatch received 6 rows; num_worst_tokens=5. The last 1 were dropped")
