@@ -295,6 +295,21 @@ def test_differences_are_found_without_a_look_by_the_host():
     assert found[19:27].tolist() == [32, 33, 34, 35, 36, 0, 38, 0]
 
 
+@pytest.mark.parametrize("call", ["none", "low_latency_dispatch"])
+def test_rounds_for_gpus(call, tmp_path):
+    """Graphs, streams and comparisons that wait on the GPU, with NumPy for CuPy."""
+    sizes = ["--hidden", "256", "--tokens", "32", "--low-latency-tokens", "8", "--topk", "2", "--experts", "4"]
+    options = ["--rounds", "80", "--rounds-per-buffer", "20", "--seed", "1", "--json", tmp_path / "soak.json", *sizes]
+    run(2, TESTS / "mpi_host" / "soak_as_on_gpus.py", call, *options, status=int(call != "none"))
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["status"] == ("passed" if call == "none" else "mismatch")
+    assert found["settings"]["on_gpu"]
+    for first in found["mismatches"][:1]:
+        assert (first["rank"], first["array"], first["first_byte"] % 128) == (1, "recv_x", 0)
+        assert first["call"].startswith(call)
+        assert "of local expert" in first["row"]
+
+
 def test_the_watchdog_ends_a_silent_rank(monkeypatch, capfd):
     from deepep_rt import soak_watchdog
 
