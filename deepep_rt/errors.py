@@ -8,7 +8,7 @@
     ├── EPCompileError       (RuntimeError)  a kernel did not compile or link
     │   └── EPCacheError                     the kernel cache cannot be used, or must not be missed and was
     ├── EPUnavailableError   (RuntimeError)  something that the request needs is not on this machine
-    ├── EPOutOfMemoryError   (MemoryError)   not enough GPU memory, or no slot is left for a result
+    ├── EPOutOfMemoryError   (MemoryError)   not enough GPU or host memory, or no slot is left for a result
     ├── EPDestroyedError     (RuntimeError)  the buffer was destroyed
     └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`, or left; the buffer is broken
 """
@@ -48,7 +48,7 @@ class EPUnavailableError(EPError, RuntimeError):
 
 
 class EPOutOfMemoryError(EPError, MemoryError):
-    """Not enough GPU memory for a buffer, or no slot is left for a result."""
+    """Not enough GPU memory for a buffer, no slot is left for a result, or not enough host memory for what a call returns."""
 
 
 class EPDestroyedError(EPError, RuntimeError):

@@ -10,10 +10,11 @@ as if nobody had chosen their experts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from .arrays import HOST, View
 from .calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs
 from .communicator import Communicator
 from .config import Config
-from .errors import EPInputError
+from .errors import EPError, EPInputError, EPOutOfMemoryError
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .mail import Mail
 from .overflow import OverflowLog
@@ -52,6 +53,29 @@ _PHASES_OF_PARTS = {
         "kPhaseCombineRows": "kPhaseLlCombineRows",
     },
 }
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def tells_of_memory(method: _Method) -> _Method:
+    """Wrap a call of a backend: where host memory does not suffice, the other ranks are told, and wait no longer."""
+
+    @functools.wraps(method)
+    def call(self: HostBackend, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except EPError:
+            raise
+        except MemoryError as error:
+            told = EPOutOfMemoryError(
+                f"rank {self._rank}: host memory does not suffice for this call ({error}); expected room for its results. Make a Buffer "
+                f"again, and give the call fewer tokens."
+            )
+            self._mail.leave(told)
+            raise told from error
+
+    return cast(_Method, call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +126,12 @@ class HostBackend:
         self._mail.check()
         return Call(0, None, async_finish, previous_event)
 
+    @tells_of_memory
     def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         with self._mail.call():
             return self._dispatch(inputs)
 
+    @tells_of_memory
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         return self._add_up(inputs, None)
 

@@ -23,7 +23,7 @@ from .communicator import Communicator
 from .config import FP8_GROUP, Config
 from .errors import EPInputError
 from .hooks import Hooks, Reception, check_received
-from .host import HostBackend, Routing
+from .host import HostBackend, Routing, tells_of_memory
 from .host_arrays import Result, from_float32, rows_of, to_float32
 from .results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
@@ -96,6 +96,7 @@ class HostLowLatencyBackend(HostBackend):
         """The ranks that low-latency calls leave out, ascending."""
         return self._mail.masked
 
+    @tells_of_memory
     def low_latency_dispatch(
         self, inputs: LowLatencyDispatchInputs, call: Call, return_recv_hook: bool
     ) -> LowLatencyDispatchResult:
@@ -158,6 +159,7 @@ class HostLowLatencyBackend(HostBackend):
         handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
 
+    @tells_of_memory
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool) -> LowLatencyCombineResult:
         routing: ExpertRouting = inputs.handle._routing
         check_received(routing.reception)

@@ -105,6 +105,11 @@ class Mail:
                 self._failure = EPTimeoutError(what, rank=self._rank, peer=self._rank, phase="", call_idx=self._call_idx)
             raise
 
+    def leave(self, error: Exception) -> None:
+        """Tell the others why this rank cannot end its call, and refuse its later ones: theirs of this call have no answer."""
+        self.last_words.say(error)
+        self._failure = EPTimeoutError(str(error), rank=self._rank, peer=self._rank, phase="", call_idx=self._call_idx)
+
     def release(self) -> None:
         """Nothing is exchanged any more. MPI goes on with what was started: what that reads and writes must outlive this."""
         self._unfinished = [post for post in self._unfinished if not post.is_done()]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from . import driver
 from .arrays import HOST, View
-from .errors import EPInputError
+from .errors import EPInputError, EPOutOfMemoryError
 from .host_arrays import Result
 from .results import Views
 from .stream_memory import StreamPool
@@ -34,7 +34,15 @@ def to_host(views: Views, stream: int, given: View | None = None) -> Views:
     copied: Views = {}
     for name, view in views.items():
         if view is not None and view is not given:
-            copy = Result(view.shape, view.dtype)
+            try:
+                copy = Result(view.shape, view.dtype)
+            except MemoryError as error:
+                told = EPOutOfMemoryError(
+                    f"host memory does not suffice for {name} {list(view.shape)} ({error}); expected room for the results of a call with "
+                    f"arrays in host memory. Pass arrays on the GPU, or fewer tokens."
+                )
+                told.call_made = True
+                raise told from error
             driver.copy_async(copy.ptr, view.ptr, view.nbytes, stream)
             view = copy.view(view.framework)
         copied[name] = view

@@ -22,7 +22,7 @@ def parse(doc, sizes=None, **options):
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
     args = parser.parse_args()
-    args.on_gpu = args.backend == "cuda" or (args.backend == "auto" and has_gpu())
+    args.on_gpu = args.backend != "host" and has_gpu()  # with "cuda" and without a GPU, the Buffer says what is missing
     for name, (_, *defaults) in (sizes or {}).items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[not args.on_gpu])

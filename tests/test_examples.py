@@ -32,6 +32,19 @@ def test_dispatch_combine(num_ranks):
     assert ("% of the copy ceiling" in lines[1]) == (num_ranks > 1)
 
 
+def test_cuda_without_a_gpu():
+    """The Buffer's own sentence, and not what CuPy raises over a driver that is not there."""
+    from deepep_rt.agreement import why_no_gpu
+
+    if why_no_gpu() is None:
+        pytest.skip("there is a GPU")
+    words = python_on(2, "examples/dispatch_combine.py", "--backend", "cuda", "--tokens", "8")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode
+    assert "EPUnavailableError: backend='cuda', but rank 0 cannot use a GPU" in done.stderr
+    assert "cupy" not in done.stderr.lower()
+
+
 @pytest.mark.parametrize(("num_ranks", "options", "kind"), [(1, [], "FP8"), (4, [], "FP8"), (4, ["--bf16"], "bfloat16")])
 def test_low_latency_decode(num_ranks, options, kind):
     lines = run(num_ranks, "low_latency_decode.py", *options)

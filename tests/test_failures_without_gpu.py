@@ -237,6 +237,23 @@ def test_a_time_out_under_results_in_host_memory(fake: FakeGpu, make: Any) -> No
     buffer.destroy()
 
 
+def test_host_memory_that_does_not_suffice_for_results(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call was made, and the other ranks go on."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 7 TiB")
+
+    with make(dtype="float32") as buffer:
+        with monkeypatch.context() as full:
+            full.setattr("deepep_rt.transfer.Result", fail)
+            with pytest.raises(EPOutOfMemoryError, match=r"7 TiB.*; expected room.*Pass arrays on the GPU") as caught:
+                buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
+        assert caught.value.call_made
+        buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
+        del caught  # its traceback holds memory of the fake driver
+        gc.collect()
+
+
 def test_memory_is_cleared_before_others_may_write_to_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(together.AllOrNone, "holds", lambda *_: asked.append([*fake.asked]) or True)

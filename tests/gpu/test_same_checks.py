@@ -25,6 +25,7 @@ HOST_ONLY = {
     "check_bad_expert_number",  # on GPUs: test_device.test_bad_input_leaves_the_buffer_usable
     "check_ranks_that_make_different_calls",  # on GPUs, they run out of time
     "check_huge_messages_are_refused",
+    "check_host_memory_that_does_not_suffice",  # of the host backend
     "check_low_latency_bad_expert_number",
     "check_low_latency_arguments_that_are_wrong",  # GPUs cannot look at numbers
     "check_low_latency_ranks_that_disagree",

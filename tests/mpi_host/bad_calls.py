@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable
+
+import ml_dtypes
 import numpy as np
 import oracle
 import spmd
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import Buffer, EPConfigError, EPInputError
+from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError
 
 
 def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
@@ -142,6 +147,49 @@ def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
             assert buffer.combine(small.recv_x, small.handle).x.shape == (5, 32)
     finally:
         host._MAX_PART_BYTES = limit
+
+
+def check_host_memory_that_does_not_suffice(comm: MPI.Intracomm) -> None:
+    """The others hear of it at once, in every kind of call; none of them waits out its limit."""
+    import deepep_rt.host as host
+    import deepep_rt.host_low_latency as host_low_latency
+
+    ranks, guilty, start = comm.Get_size(), comm.Get_rank() == comm.Get_size() - 1, time.monotonic()
+    x, idx = np.zeros((5, 32), ml_dtypes.bfloat16), np.tile(np.arange(4), (5, 1))
+
+    class NoRoom(host.Result):
+        def __init__(self, *_: object, **__: object) -> None:
+            raise MemoryError("Unable to allocate 7 TiB")
+
+    def calls(buffer: Buffer) -> dict[str, Callable[[], object]]:
+        sent, low = buffer.dispatch(x, idx), buffer.low_latency_dispatch(x, idx, use_fp8=False)
+        weights = np.ones((5, 4), np.float32)
+        return {
+            "dispatch": lambda: buffer.dispatch(x, idx),
+            "known dispatch": lambda: buffer.dispatch(x, handle=sent.handle),
+            "combine": lambda: buffer.combine(sent.recv_x, sent.handle),
+            "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, use_fp8=False),
+            "low_latency_combine": lambda: buffer.low_latency_combine(low.recv_x, idx, weights, low.handle),
+        }
+
+    usual = host.Result
+    for kind in ("dispatch", "known dispatch", "combine", "low_latency_dispatch", "low_latency_combine"):
+        with contextlib.suppress(EPTimeoutError), make_buffer(comm, num_experts=4 * ranks, low_latency=True) as buffer:
+            call = calls(buffer)[kind]
+            if guilty:
+                host.Result = host_low_latency.Result = NoRoom
+                try:
+                    with raises(EPOutOfMemoryError, "host memory does not suffice", "7 TiB", "; expected"):
+                        call()
+                finally:
+                    host.Result = host_low_latency.Result = usual
+                with raises(EPTimeoutError, "broken", "host memory does not suffice"):
+                    call()
+            else:
+                with raises(EPTimeoutError, f"rank {ranks - 1}", "EPOutOfMemoryError", "7 TiB"):
+                    for _ in range(3):  # some may have all rows before they hear of it
+                        call()
+    assert time.monotonic() - start < spmd.TIMEOUT_S
 
 
 if __name__ == "__main__":
