@@ -1,9 +1,5 @@
 // CUDA C++ for a host compiler: qualifiers, built-in variables, intrinsics. What kernels write in PTX is in ptx.h.
 #pragma once
-#include <cmath>
-#include <cstring>
-#include <type_traits>
-
 #include "runtime.h"
 
 #define __device__
@@ -14,17 +10,20 @@
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
+// Of a function that other threads must not interrupt, where the runtime hears of each access (memory.cpp).
+#define AT_ONCE __attribute__((noinline, no_sanitize("thread")))
+
 #define threadIdx (cpu_gpu::running->thread_idx)
 #define blockIdx (cpu_gpu::running->block_idx)
 #define blockDim (cpu_gpu::running->block_dim)
 #define gridDim (cpu_gpu::running->grid_dim)
 
 template <class A, class B>
-constexpr std::common_type_t<A, B> min(A a, B b) {
+constexpr decltype(true ? A() : B()) min(A a, B b) {
   return b < a ? b : a;
 }
 template <class A, class B>
-constexpr std::common_type_t<A, B> max(A a, B b) {
+constexpr decltype(true ? A() : B()) max(A a, B b) {
   return a < b ? b : a;
 }
 
@@ -43,11 +42,13 @@ template <class To, class From>
 To cpu_gpu_bits(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
-  memcpy(&to, &from, sizeof to);
+  __builtin_memcpy(&to, &from, sizeof to);
   return to;
 }
 inline unsigned __float_as_uint(float v) { return cpu_gpu_bits<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return cpu_gpu_bits<float>(v); }
+inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float fabsf(float v) { return __builtin_fabsf(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -64,14 +65,14 @@ template <class T>
 uint64_t packed(T v) {
   static_assert(sizeof(T) <= 8);
   uint64_t word = 0;
-  memcpy(&word, &v, sizeof v);
+  __builtin_memcpy(&word, &v, sizeof v);
   return word;
 }
 
 template <class T>
 T unpacked(uint64_t word) {
   T v;
-  memcpy(&v, &word, sizeof v);
+  __builtin_memcpy(&v, &word, sizeof v);
   return v;
 }
 
@@ -154,7 +155,7 @@ inline void __syncthreads() { cpu_gpu::meet_block(0, 0, true); }
 inline int __syncthreads_and(int yes) { return cpu_gpu::meet_block(0, 0, yes != 0); }
 
 template <class T>
-T atomicAdd(T* p, T v) {
+AT_ONCE T atomicAdd(T* p, T v) {
   cpu_gpu::step(true);
   const T old = *p;
   *p = old + v;

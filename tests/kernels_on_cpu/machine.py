@@ -159,12 +159,20 @@ class Machine(AbstractContextManager):
         arch: What the kernels are compiled for, "sm_80" or "sm_90".
         num_sms: Blocks that run on a GPU at a time; None: all that there are.
         cuda_src: Another folder of kernels.
+        weak_memory: Stores in the memory of other GPUs get there later, in any order that releases and fences allow.
     """
 
     def __init__(
-        self, num_ranks: int, seed: int = 0, arch: str = "sm_90", num_sms: int | None = None, cuda_src: Any = None
+        self,
+        num_ranks: int,
+        seed: int = 0,
+        arch: str = "sm_90",
+        *,
+        num_sms: int | None = None,
+        cuda_src: Any = None,
+        weak_memory: bool = False,
     ) -> None:
-        self.num_ranks, self.arch, self._cuda_src = num_ranks, arch, cuda_src
+        self.num_ranks, self.arch, self._cuda_src, self._weak_memory = num_ranks, arch, cuda_src, weak_memory
         self.launched: list[str] = []  # names of kernels that have been started
         self._lib = compiler.runtime()
         self._lib.gpu_error.restype = self._lib.gpu_describe.restype = ctypes.c_char_p
@@ -193,13 +201,13 @@ class Machine(AbstractContextManager):
             with suppress(EPError):  # where a call has failed
                 buffer.destroy()
         self._patches.undo()
-        self._lib.gpu_reset(ctypes.c_uint64(0), 0)
+        self._lib.gpu_reset(ctypes.c_uint64(0), 0, 0)
         for ptr in list(self._memory):
             self._free(ptr)
 
     def seed(self, seed: int) -> None:
         """Begin another order. Nothing may be running."""
-        self._lib.gpu_reset(ctypes.c_uint64(seed), self.num_ranks)
+        self._lib.gpu_reset(ctypes.c_uint64(seed), self.num_ranks, self._weak_memory)
         self._random = random.Random(seed)
 
     def buffers(self, **sizes: Any) -> list[Buffer]:
@@ -345,7 +353,7 @@ class Machine(AbstractContextManager):
 
     def _load(self, kernel: Any, constants: Any, arch: str) -> jit.Function:
         shared_bytes = constants[kernel.shared] if kernel.shared else 0
-        address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src))  # compiled when it is launched
+        address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src, every_access=self._weak_memory))
         self._functions.append((kernel, kernel.struct.dtype(constants).itemsize, address))
         return jit.Function(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
 
@@ -390,6 +398,8 @@ class Machine(AbstractContextManager):
             def __init__(self, comm: _Rank, num_bytes: int, *_: object) -> None:
                 if not machine._symmetric:
                     machine._symmetric = [machine.allocate(num_bytes) for _ in range(machine.num_ranks)]
+                    for rank, ptr in enumerate(machine._symmetric):
+                        machine._lib.gpu_share(rank, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
                 self.peers = self.addresses = tuple(machine._symmetric)
                 self.ptr, self.pes = self.peers[comm.Get_rank()], range(machine.num_ranks)
 

@@ -5,6 +5,9 @@
 // At random times a warp, a block or a whole GPU gets no turns for a while. Blocks start in their order, when their GPU has an SM for them.
 #include "runtime.h"
 
+#include "later.h"
+#include "memory.h"
+
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -23,8 +26,7 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024 + 320;  // neighbours' stacks begin in different cache lines
 constexpr size_t kStaticSharedBytes = 256 * 1024;
-constexpr unsigned char kGarbage = 0xa5;  // what memory holds that nothing has written
-constexpr int kPatience = 256;            // steps without effect that each lane gets before all are taken to wait for time
+constexpr int kPatience = 256;  // steps without effect that each lane gets before all are taken to wait for time
 
 struct Grid;
 struct Block;
@@ -105,7 +107,7 @@ std::map<unsigned, std::vector<char*>> free_stacks;  // by number of threads
 jmp_buf scheduler;
 Fiber* current = nullptr;
 uint64_t now = 1, turn = 0, idle_steps = 0;
-int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1;
+int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1;
 std::string error;
 
 void note_progress() { idle_steps = 0; }
@@ -128,6 +130,7 @@ void run_fiber() {
   const Grid& grid = *f.warp->block->grid;
   grid.kernel(grid.params.data());
   Warp& w = *current->warp;
+  complete_plain_store();
   const uint32_t bit = 1u << current->lane;
   w.ready &= ~bit, w.exited |= bit;
   --w.block->threads_left;
@@ -187,7 +190,8 @@ void start_block(Grid& grid) {
     Fiber& f = w.lanes[t % 32];
     w.block = block.get();
     f.thread_idx.x = t, f.block_idx.x = grid.next_block, f.block_dim.x = grid.num_threads, f.grid_dim.x = grid.num_blocks;
-    f.lane = t % 32, f.warp = &w, f.stack = block->stacks + t * kStackBytes;
+    f.lane = t % 32, f.gpu = grid.gpu, f.warp_key = &w, f.block_key = block.get(), f.grid_key = &grid, f.warp = &w,
+    f.stack = block->stacks + t * kStackBytes;
   }
   for (Warp& w : block->warps) add_runnable(w);
   ++grid.next_block;
@@ -211,6 +215,7 @@ void end_block(Block& block) {
   }
   grid.blocks.pop_back();
   if (--grid.blocks_left > 0) return;
+  deliver_stores_of(&grid);
   finished.push_back(grid.id);
   for (auto& held : grids) {
     if (held.get() == &grid) std::swap(held, grids.back());
@@ -332,21 +337,6 @@ void stop(const std::string& text) {
   if (error.empty()) error = text + "\n" + describe();
 }
 
-// --- memory of the GPUs: a thread that leaves it fails, instead of writing to other memory of the process --------------------------------
-
-constexpr size_t kPage = 4096, kAlignment = 256;
-std::map<void*, std::pair<void*, size_t>> allocations;  // what mmap gave, and how much of it
-
-void* allocate(size_t num_bytes) {
-  const size_t aligned = (num_bytes + kAlignment - 1) / kAlignment * kAlignment, inner = (aligned + kPage - 1) / kPage * kPage;
-  char* memory = static_cast<char*>(mmap(nullptr, inner + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  mprotect(memory + kPage, inner, PROT_READ | PROT_WRITE);
-  char* first = memory + kPage + inner - aligned;  // its end is the end of a page
-  memset(first, kGarbage, aligned);
-  allocations[first] = {memory, inner + 2 * kPage};
-  return first;
-}
-
 void on_bad_address(int, siginfo_t* info, void*) {
   char text[80];
   snprintf(text, sizeof text, "a thread used address %p, where no memory of a GPU is", info->si_addr);
@@ -379,7 +369,10 @@ void fail(const char* text) {
   longjmp(scheduler, 1);
 }
 
+uint64_t random_below(uint64_t end) { return rng.below(end); }
+
 void step(bool wrote) {
+  complete_plain_store();
   ++now, ++idle_steps;
   if (wrote) note_progress();
   Fiber& f = *current;
@@ -388,21 +381,10 @@ void step(bool wrote) {
   leave(--yields_left < 0);
 }
 
-void read(const void* from, void* to, size_t num_bytes) {
-  step(false);
-  memcpy(to, from, num_bytes);
-}
-
-void write(void* to, const void* from, size_t num_bytes, Order) {
-  step(true);
-  memcpy(to, from, num_bytes);
-}
-
-void fence() { step(false); }
-
 void later(std::function<void()> work) { pending.push_back(std::move(work)); }
 
 const Exchange& meet_warp(const char* kind, uint64_t value) {
+  complete_plain_store();
   Fiber& f = *current;
   Warp& w = *f.warp;
   Exchange& exchange = w.exchange[w.meetings % 2];
@@ -412,6 +394,7 @@ const Exchange& meet_warp(const char* kind, uint64_t value) {
   exchange.votes |= static_cast<uint32_t>(value != 0) << f.lane;
   if (++w.num_arrived == 32) {
     w.num_arrived = 0, ++w.meetings;
+    if (strcmp(kind, "__syncwarp") == 0) order_within_warp(&w);
     w.ready = ~0u;
     note_progress();
   } else {
@@ -422,6 +405,7 @@ const Exchange& meet_warp(const char* kind, uint64_t value) {
 }
 
 bool meet_block(int number, unsigned num_threads, bool yes) {
+  complete_plain_store();
   Fiber& f = *current;
   Warp& w = *f.warp;
   Block& block = *w.block;
@@ -434,8 +418,10 @@ bool meet_block(int number, unsigned num_threads, bool yes) {
   all_yes &= yes;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0, ++barrier.generation;
+    order_within_block(&w);
     for (Warp& other : block.warps) {
       if (!other.at_barrier[number]) continue;
+      order_within_block(&other);
       other.ready |= other.at_barrier[number], other.at_barrier[number] = 0;
       add_runnable(other);
     }
@@ -474,8 +460,9 @@ using namespace cpu_gpu;
 
 extern "C" {
 
-// Forgets all grids. `seed` decides the order of everything from here on, and how often it changes.
-void gpu_reset(uint64_t seed, int num_gpus) {
+// Forgets all grids. `seed` decides the order of everything from here on, and how often it changes. `is_weak`: see memory.cpp.
+void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
+  reset_memory(is_weak);
   rng.state = seed;
   for (auto& grid : grids) {
     for (auto& block : grid->blocks) free_stacks[grid->num_threads].push_back(block->stacks);
@@ -484,15 +471,8 @@ void gpu_reset(uint64_t seed, int num_gpus) {
   gpus.assign(num_gpus, Gpu());
   now = 1 + rng.below(1u << 30), turn = 0, idle_steps = 0;
   most_steps = 1 << rng.below(8), most_yields = 1 << rng.below(8);
+  delivery_chance = 1 << rng.below(8);
   freeze_chance = rng.below(4) ? 1 << (2 + rng.below(8)) : 0;
-}
-
-void* gpu_allocate(size_t num_bytes) { return allocate(num_bytes); }
-
-void gpu_free(void* memory) {
-  auto found = allocations.find(memory);
-  munmap(found->second.first, found->second.second);
-  allocations.erase(found);
 }
 
 void gpu_set_sms(int gpu, int num_sms) { gpus[gpu].num_sms = num_sms; }
@@ -517,6 +497,7 @@ int gpu_advance(long num_turns) {
     if (grids.empty()) return 4;
     start_blocks();
     if (!pending.empty() && rng.below(2)) do_pending();
+    if (rng.below(delivery_chance) == 0 && deliver_stores()) note_progress();
     if (runnable.empty() && !pending.empty()) continue;
     if (runnable.empty()) {
       stop("no thread can run");

@@ -1,10 +1,7 @@
 // What a kernel that was compiled for the CPU needs from the scheduler (runtime.cpp). Each CUDA thread is a fiber; one runs at a time.
 #pragma once
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <vector>
+#include <stddef.h>
+#include <stdint.h>
 
 namespace cpu_gpu {
 
@@ -12,19 +9,18 @@ struct Index {
   unsigned x;
 };
 
-// Bulk copies of a thread that it waits for together.
-struct BulkGroup {
-  int unread = 0, unwritten = 0;
-};
-
 // What device code knows of the thread that runs it.
 struct Thread {
   Index thread_idx, block_idx, block_dim, grid_dim;
-  int lane;
-  std::vector<std::shared_ptr<BulkGroup>> bulk_groups;  // the last one is not yet committed
+  int lane, gpu;
+  const void *warp_key, *block_key, *grid_key;  // equal for threads of one warp, block, grid
 };
 
 extern Thread* running;
+
+constexpr unsigned char kGarbage = 0xa5;  // what memory holds that nothing has written
+
+uint64_t random_below(uint64_t end);
 
 // Before each access that other threads may notice: the scheduler may run others here. `wrote`: the access is a store.
 void step(bool wrote);
@@ -34,9 +30,6 @@ enum class Order { kRelaxed, kRelease };
 void read(const void* from, void* to, size_t num_bytes);
 void write(void* to, const void* from, size_t num_bytes, Order order);
 void fence();
-
-// Work of something that is no thread, such as a copy engine: it is done at a random time, in random order.
-void later(std::function<void()> work);
 
 // All 32 lanes of a warp meet. `kind` names the operation; lanes that meet in different operations are an error.
 struct Exchange {
@@ -51,6 +44,22 @@ bool meet_block(int barrier, unsigned num_threads, bool yes);
 // Memory of the block. It is filled with garbage when the block starts.
 void* shared_memory(int id, size_t num_bytes, size_t alignment);
 char* dynamic_shared_memory();
+
+// The copy engine (copy_engine.cpp). Addresses of shared memory are offsets from its start, as in PTX.
+void mbarrier_init(uint32_t barrier, int num_arrivals);
+void mbarrier_arrive(uint32_t barrier, uint32_t expected_bytes);
+bool mbarrier_is_past(uint32_t barrier, uint32_t parity);
+void bulk_load(uint32_t to, const void* from, uint32_t num_bytes, uint32_t barrier);
+void bulk_store(void* to, uint32_t from, uint32_t num_bytes);
+void bulk_commit();
+void bulk_wait(int num_groups, bool only_read);  // until at most so many of the latest groups are not done
+
+// Small floats, as a GPU converts them: to the nearest one, ties to even.
+uint32_t to_bfloat16(float value);
+uint32_t to_half(float value);
+uint32_t to_e4m3(float value);  // what is too large becomes 448
+float from_half(uint32_t bits);
+float from_e4m3(uint32_t bits);
 
 // Nanoseconds of the GPUs' common clock.
 uint64_t clock_ns();
