@@ -23,7 +23,7 @@ from .compat_memory import LowLatencyBuffers, NormalBuffers
 from .compat_normal import NormalCalls
 from .compat_runtime import Runtime
 from .compat_shim import shim_path
-from .config import MAX_SMS
+from .config import MAX_RANKS_PER_NODE, MAX_SMS
 from .errors import EPConfigError, EPInputError, EPUnavailableError
 from .network import NetworkOptions
 from .placement import ranks_per_host
@@ -219,13 +219,18 @@ class Buffer(NormalCalls, LowLatencyCalls):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that the low-latency mode takes on each rank with such calls (of up to 8 experts a token)."""
+        """Bytes that the low-latency mode takes on each rank with such calls (of up to 8 experts a token).
+
+        More than 8 ranks count as ranks of several hosts.
+        """
         given = {"hidden": hidden, "num_ranks": num_ranks, "num_experts": num_experts}
         given["num_max_dispatch_tokens_per_rank"] = num_max_dispatch_tokens_per_rank
         sizes = {name: whole_number(value, name, 1, MOST_BYTES, error=EPConfigError) for name, value in given.items()}
         num_ranks, tokens = sizes.pop("num_ranks"), sizes.pop("num_max_dispatch_tokens_per_rank")
         sizes["num_topk"] = min(8, sizes["num_experts"])
-        num_bytes = _core.Buffer.size_hint(num_ranks, num_max_tokens_per_rank=tokens, low_latency=True, **sizes)["total"]
+        node = None if num_ranks <= MAX_RANKS_PER_NODE else _most_on_a_host(num_ranks)
+        settings: dict[str, Any] = {**sizes, "num_max_tokens_per_rank": tokens, "low_latency": True, "ranks_per_node": node}
+        num_bytes = _core.Buffer.size_hint(num_ranks, **settings)["total"]
         Buffer._hinted = num_ranks, (tokens, sizes["hidden"], sizes["num_topk"], sizes["num_experts"])
         return num_bytes
 
@@ -273,6 +278,11 @@ class Buffer(NormalCalls, LowLatencyCalls):
     def runtime(self) -> Runtime | None:
         """What DeepEP's C++ object says of a Buffer; None after `destroy`."""
         return None if self._destroyed else Runtime(self)
+
+
+def _most_on_a_host(num_ranks: int) -> int:
+    """The most ranks of a host, where all hosts hold equally many."""
+    return max(size for size in range(1, MAX_RANKS_PER_NODE + 1) if num_ranks % size == 0)
 
 
 # deep_ep_cpp has these two as functions.

@@ -289,12 +289,15 @@ def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [9, 16, 72])
 def test_size_hints_of_more_ranks_than_a_host_holds(num_ranks: int) -> None:
-    """Programs ask before they know which mode they will use. A host holds up to 8 ranks."""
-    from deepep_rt import compat
+    """Programs ask before they know which mode they will use. A host holds up to 8 ranks, and all hosts hold as many."""
+    from deepep_rt import Buffer, compat
 
     config = compat.Config()
     assert config.get_nvl_buffer_size_hint(2 * 7168, num_ranks) == config.get_nvl_buffer_size_hint(2 * 7168, 8)
     assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
+    sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=4 * num_ranks, low_latency=True)
+    with_network = Buffer.size_hint(num_ranks, **sizes, ranks_per_node=3 if num_ranks == 9 else 8)["total"]
+    assert compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 4 * num_ranks) == with_network
 
 
 def test_the_normal_mode_alone_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
