@@ -151,7 +151,7 @@ def test_a_store_that_is_gone(ranks: list[StoreCommunicator]) -> None:
         ranks[0].allgather(1)
     ranks[0].Free()  # whoever held it has seen all others there
     ranks[0].leave()
-    assert not AllOrNone(ranks[0]).holds(True, "free memory")
+    assert not AllOrNone(ranks[0]).holds(True, "free memory", 5.0)
 
 
 def test_who_frees_waits_for_the_others(ranks: list[StoreCommunicator]) -> None:
