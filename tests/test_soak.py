@@ -211,6 +211,36 @@ def test_generated_bytes_do_not_change():
     assert not np.array_equal(words, Arrays(on_gpu=False).words(row_keys(12346, np.arange(3), np.array([7, 8, 9])), 4))
 
 
+def test_positions_are_those_of_the_other_oracle():
+    import low_latency_oracle
+    import oracle
+
+    from deepep_rt import soak_buffers, soak_plan
+    from deepep_rt.soak_expected import ExpertRouting, Routing
+
+    options = soak_buffers.Options(seed=4, num_ranks=3, on_gpu=False, rounds_per_buffer=4)
+    for number in range(40):
+        plan, experts = soak_plan.round_of(options, number), soak_buffers.buffer_of(options, number // 4).num_experts
+        choices = [soak_plan.experts_of(options, plan, 0, rank) for rank in range(3)]
+        inputs = [oracle.RankInputs(np.zeros((len(idx), 4), np.float32), idx) for idx in choices]
+        for rank in range(3):
+            worst = plan.worst and plan.worst[rank]
+            mine = Routing(choices, rank, experts, plan.worst)
+            theirs = oracle.expected_dispatch(rank, inputs, experts, num_worst_tokens=worst)
+            assert np.array_equal(np.stack(mine.kept, axis=1), theirs.src_idx[: theirs.num_kept])
+            assert np.array_equal(mine.local_choices, theirs.topk_idx)
+            assert (mine.num_sent_here, mine.num_per_expert.tolist()) == (theirs.num_recv, theirs.num_recv_per_expert)
+            found = ExpertRouting(choices, rank, experts, 10)
+            wanted = low_latency_oracle.expected_dispatch(rank, inputs, experts).entries
+            for expert, entries in enumerate(wanted):
+                at = found.entries.expert == expert
+                rows = zip(found.entries.source[at], found.entries.token[at], found.entries.choice[at], strict=True)
+                assert [*rows] == entries[:10]
+        fits = [ExpertRouting(choices, rank, experts, 10).fits.sum() for rank in range(3)]
+        kept = [len(ExpertRouting(choices, rank, experts, 10).entries.expert) for rank in range(3)]
+        assert sum(fits) == sum(kept)
+
+
 @pytest.mark.parametrize(("round_scale", "ue8m0"), [(False, False), (True, False), (True, True)])
 def test_fp8_is_that_of_the_other_oracle(round_scale, ue8m0):
     import low_latency_oracle
