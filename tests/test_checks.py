@@ -117,6 +117,16 @@ def test_arrays_of_jax_that_cannot_be_read(buffer: Buffer) -> None:
     _refused(lambda: buffer.dispatch(jnp.ones((5, 256), jnp.int4), IDX), "x=<ArrayImpl>", "S4")
 
 
+def test_memory_that_xla_shows_to_callbacks(buffer: Buffer) -> None:
+    """It is no array of JAX's, and cannot be deleted; it speaks DLPack."""
+
+    class Shown(Producer):
+        __module__ = "jaxlib.ffi"
+
+    shown = Shown(capsule=lambda: X.view(np.int16).__dlpack__())
+    assert buffer.dispatch(shown, IDX).handle.num_recv_rows == 5
+
+
 def test_arrays_of_jax_on_several_devices(tmp_path: Path) -> None:
     """Outside of compiled functions, and in deepep_rt.jax."""
     pytest.importorskip("jax")
