@@ -118,7 +118,7 @@ def low_latency_row_bytes(config: Config) -> int:
 
 def low_latency_message_stride(config: Config) -> int:
     """A message carries a bfloat16 row, or an FP8 one with its scales, which is shorter."""
-    return align_up(low_latency_head_bytes(config) + max(low_latency_row_bytes(config), config.hidden + config.scale_bytes), 128)
+    return align_up(low_latency_head_bytes(config) + low_latency_row_bytes(config), 128)
 
 
 def low_latency_handle(config: Config) -> Map:

@@ -59,6 +59,11 @@ def test_the_whole_sentence() -> None:
     )
 
 
+def test_a_call_without_scales() -> None:
+    call = "combine", "bfloat16", None, None, None
+    assert alike.words(*call) == alike.unpacked(alike.packed(*call)) == (2, 1, 0, 0, 0, 0)
+
+
 def test_kinds_of_low_latency() -> None:
     """Told from the first word alone."""
     for number, kind in enumerate(alike.KINDS):

@@ -305,3 +305,36 @@ def test_handles_are_of_the_right_kind_and_buffer() -> None:
         inputs.check_low_latency_handle(SITE, plain)
     with pytest.raises(EPInputError, match="handle comes from another Buffer; use the one whose low_latency_dispatch"):
         inputs.check_low_latency_handle(SITE, quick)
+
+
+def test_flags_are_named() -> None:
+    given, quick = ARGUMENTS["low_latency_dispatch"], ARGUMENTS["low_latency_combine"]
+    for number, name in enumerate(("use_fp8", "round_scale", "use_ue8m0")):
+        flags: list[Any] = [True, False, False]
+        flags[number] = "yes"
+        with pytest.raises(EPInputError, match=f"^{name}='yes'; expected"):
+            inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
+    own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework())
+    wrong: Any = "yes"
+    with pytest.raises(EPInputError, match="^allow_multiple_reduction='yes'; expected"):
+        inputs.low_latency_combine_inputs(SITE, STREAM, quick["y"], quick["topk_idx"], quick["topk_weights"], own, wrong, None)
+
+
+def test_what_a_library_raises_is_told(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def view(array: Array, what: str, stream: int | None) -> View:
+        raise BufferError("it was donated")
+
+    monkeypatch.setattr(library, "view", view)
+    with pytest.raises(EPInputError, match="x.*it was donated") as caught:
+        check("combine")
+    assert isinstance(caught.value.__cause__, BufferError)
+
+
+def test_the_rule_of_num_worst_tokens() -> None:
+    given = ARGUMENTS["dispatch"]
+    for wrong in (-1, 17):
+        with pytest.raises(EPInputError, match=f"^num_worst_tokens={wrong}; expected .* 16.* The largest is num_ranks"):
+            inputs.dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, None, None, wrong, 1)
+    for right in (0, 16):
+        made = inputs.dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, None, None, right, 1)
+        assert made.num_worst_tokens == right
