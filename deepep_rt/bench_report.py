@@ -161,7 +161,10 @@ def _print_table(heading: str, caption: str, heads: Sequence[str], rows: Sequenc
     """Print a table. Columns that do not fit on a line follow in another table, which begins with the first column again."""
     out, columns = _console(), [0]
     parts = [columns]
-    least = [3 + max(map(len, (*head.split(), *(row[i] for row in rows)))) for i, head in enumerate(heads)]
+    least, most = (
+        [3 + max(map(len, (*texts(head), *(row[i] for row in rows)))) for i, head in enumerate(heads)]
+        for texts in (str.split, lambda head: [head])
+    )
     for i in range(1, len(heads)):
         if len(columns) > 1 and 1 + sum(least[j] for j in (*columns, i)) > out.width:
             columns = [0]
@@ -169,8 +172,9 @@ def _print_table(heading: str, caption: str, heads: Sequence[str], rows: Sequenc
         columns.append(i)
     for columns in parts:
         table = Table(title=heading if columns is parts[0] else None, caption=caption if columns is parts[-1] else None)
+        is_wide = 1 + sum(most[i] for i in columns) > out.width
         for i in columns:
-            table.add_column(heads[i], justify="right" if i else "left", min_width=least[i] - 3)
+            table.add_column(heads[i].replace(" ", "\n") if is_wide else heads[i], justify="right" if i else "left")
         for row in rows:
             table.add_row(*(row[i] for i in columns))
         out.print(table)

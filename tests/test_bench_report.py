@@ -212,6 +212,7 @@ def test_no_column_head_is_cut(columns, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert not [line for line in lines if "…" in line]
     assert max(map(len, lines)) <= columns
+    assert not [line for line in lines if line.startswith("│") and not line.endswith("│")]
     words = " ".join(lines).split()
     for head in ("remote", "ceiling", "their", "DeepEP", "V1", "D+C", "one", "C", "recv", "p99"):
         assert head in words
