@@ -79,6 +79,20 @@ def test_a_failed_write_keeps_the_old_entry(tmp_path: Path, monkeypatch: pytest.
     assert len(list((tmp_path / "sm_90").iterdir())) == 1
 
 
+def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stops in between leaves the old entry, and none of half the size."""
+    sizes: list[int] = []
+    named: list[bool] = []
+
+    def fsync(number: int) -> None:
+        sizes.append(os.fstat(number).st_size)
+        named.append((tmp_path / "sm_90" / f"{KEY}{SUFFIX}").exists())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Store(tmp_path).put(ENTRY)
+    assert (sizes, named) == ([_file(tmp_path).stat().st_size], [False])
+
+
 DAMAGE = {
     "a flipped bit in the code": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
     "a flipped bit in the metadata": lambda data: data.replace(b"tiny", b"tinz"),

@@ -295,7 +295,10 @@ def test_clear_leaves_what_is_in_use(store: Store) -> None:
     assert list((store.folder / "sm_90").iterdir()) == []
 
 
-def test_who_waits_for_a_lock_that_is_deleted_gets_the_new_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_process_that_waits_for_a_deleted_lock_gets_the_new_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_made_anew: bool
+) -> None:
     """Otherwise two would hold the lock of one entry: one of the file that is gone, one of the file that is there."""
     lock, real = file_of(store).with_suffix(".lock"), fcntl.flock
     deleted = []
@@ -303,6 +306,8 @@ def test_who_waits_for_a_lock_that_is_deleted_gets_the_new_one(store: Store, mon
     def flock(number: int, how: int) -> None:
         if not deleted:
             deleted.append(lock.unlink())
+            if is_made_anew:
+                lock.touch()
         real(number, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
