@@ -7,6 +7,7 @@ they go on, and what comes from the ranks that are left stays right.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -18,11 +19,11 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 
-from deepep_rt import Buffer, EPTimeoutError
+from deepep_rt import Buffer, EPError, EPTimeoutError
 from deepep_rt.torch import communicator
 
 TOKENS, HIDDEN, LOCAL_EXPERTS, TOPK = 32, 512, 2, 2
-TIMEOUT_S, QUICK_S, TOLD_TIMEOUT_S, STEPS_AFTER = 3.0, 15.0, 60.0, 50
+TIMEOUT_S, QUICK_S, TOLD_TIMEOUT_S, STEPS_AFTER, LIMIT_S = 3.0, 15.0, 60.0, 50, 110
 CALLS = ("dispatch", "dispatch_no_wait", "combine", "low_latency_dispatch", "low_latency_combine", "hook")
 
 
@@ -133,6 +134,7 @@ def hear(mine: Rank, call: str, victim: int, kind: str) -> None:
 
 def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank: int, port: int) -> None:
     device = "cuda" if backend == "cuda" else "cpu"
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     if backend == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
@@ -160,10 +162,10 @@ def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank
         try:
             with buffer:
                 be_lost(kind, mine, call, delay_s)
-        except (KeyError, EPTimeoutError):
+        except (KeyError, EPError):
             assert kind in ("raises", "asleep")
     print(f"rank {rank} passed", flush=True)
-    time.sleep(1 if rank else 3)  # rank 0 holds the store
+    time.sleep(1 if rank else 3 * TIMEOUT_S)  # rank 0 holds the store
     os._exit(0)  # the process group has lost a rank: it cannot be destroyed
 
 
@@ -174,7 +176,7 @@ def main() -> None:
     port = free_port()
     words = [sys.executable, *sys.argv[:6]]
     ranks = [subprocess.Popen([*words, str(rank), str(port)]) for rank in range(int(size))]
-    codes = [process.wait(120) for process in ranks]
+    codes = [process.wait(LIMIT_S + 10) for process in ranks]
     assert codes[:-1] == [0] * (len(codes) - 1), codes
     assert codes[-1] == (-signal.SIGKILL if kind.startswith("killed") else 0), codes
     return None

@@ -20,8 +20,9 @@ DELAYS_US = (0, 100, 2000)  # before the launch, about when the kernel runs, and
 def lose(comm, kind, call, delay_us):
     if not comm.rank:
         words = [sys.executable, str(TESTS / "gpu_faults.py"), "cuda", kind, call, str(delay_us), str(comm.size)]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        process = subprocess.Popen(words, env=environment(), start_new_session=True, **pipes)
+        process = subprocess.Popen(
+            words, env=environment(), start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         try:
             output, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
