@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import itertools
 import random
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -39,10 +41,12 @@ from deepep_rt import (
     jit,
     launch,
     placement,
+    stream_memory,
     symmetric,
     watch,
 )
 from deepep_rt.arrays import Framework, View
+from deepep_rt.stream_memory import StreamMemory
 
 from . import compiler
 
@@ -73,6 +77,12 @@ class _Library(Framework):
 
     def current_stream(self, device: int) -> int:
         return _callers_stream(device)
+
+
+class _Kept(StreamMemory):
+    """Memory that goes with the machine: a result may outlive that, and must not ask a driver which is not there."""
+
+    def __del__(self) -> None: ...
 
 
 def _look(ptr: int, shape: tuple[int, ...], dtype: str, owner: Any = None) -> np.ndarray:
@@ -112,6 +122,7 @@ class _Program(threading.Thread):
         self._machine, self._rank, self._program = machine, rank, program
         self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
+        self._must_end = False
         self.start()
 
     def run(self) -> None:
@@ -132,6 +143,14 @@ class _Program(threading.Thread):
     def pause(self) -> None:
         self._has_stopped.release()
         self._may_run.acquire()
+        if self._must_end:
+            raise SystemExit
+
+    def end(self) -> None:
+        """Whatever it waits for."""
+        self._must_end = True
+        self._may_run.release()
+        self.join()
 
     def answer(self) -> Any:
         if self._error is not None:
@@ -196,10 +215,15 @@ class Machine(AbstractContextManager):
         self._replace_driver()
         return self
 
-    def __exit__(self, kind: Any, *_: object) -> None:
-        for buffer in self._buffers if kind is None else ():
-            with suppress(EPError):  # where a call has failed
-                buffer.destroy()
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            for buffer in self._buffers:
+                with suppress(EPError):  # where a call has failed
+                    buffer.destroy()
+        else:  # what the failed calls hold has to go while the driver is replaced
+            traceback.clear_frames(trace)
+            self._buffers.clear()
+            gc.collect()
         self._patches.undo()
         self._lib.gpu_reset(ctypes.c_uint64(0), 0, 0)
         for ptr in list(self._memory):
@@ -244,11 +268,15 @@ class Machine(AbstractContextManager):
     def each_rank(self, program: Callable[[int], Any]) -> list[Any]:
         """Run `program(rank)` for all ranks. Where one waits on the host for its GPU, the others go on, and the GPUs."""
         programs = [_Program(self, rank, program) for rank in range(self.num_ranks)]
-        while any(made.is_alive() for made in programs):
+        try:
+            while any(made.is_alive() for made in programs):
+                for made in programs:
+                    made.go_on()
+                self._advance(2 ** self._random.randrange(12))
+            self.run()
+        finally:
             for made in programs:
-                made.go_on()
-            self._advance(2 ** self._random.randrange(12))
-        self.run()
+                made.end()
         return [made.answer() for made in programs]
 
     def pause(self) -> None:
@@ -441,6 +469,7 @@ class Machine(AbstractContextManager):
         patch(jit, "load", self._load)
         patch(jit, "current_arch", lambda: self.arch)
         patch(device, "choose_device", lambda comm, _: comm.Get_rank())
+        patch(stream_memory, "StreamMemory", _Kept)
         patch(symmetric, "SymmetricMemory", Memory)
         patch(symmetric, "load", lambda: None)
         patch(communicator, "communicator_of", lambda comm: comm)
