@@ -183,6 +183,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts NVSHMEM on some of three ranks."""
     driver = pytest.importorskip("deepep_rt.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
     monkeypatch.setattr(driver, "CurrentContext", lambda: threading.Lock())  # any context
+    monkeypatch.setattr(driver, "num_devices", lambda: 8)
     for name, value in dict(_START_S=0.3, _ROLL_CALL_S=0.5, _REMINDER_S=0.1, _lost_start="").items():
         monkeypatch.setattr(symmetric, name, value)
 
