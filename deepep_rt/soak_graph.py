@@ -32,6 +32,8 @@ class _Graph:
         self.idx = xp.full((shape.tokens, shape.topk), -1, np.int64)
         self.weights = xp.zeros((shape.tokens, shape.topk), np.float32)
         session.doing = "the capture of a graph"
+        session.check_held()  # nothing is allocated in a capture: the pool has to have room
+        session.settle()
         held = self._calls()  # memory of results is allocated now, and not in the capture
         session.buffer.synchronize()
         session.meet()
