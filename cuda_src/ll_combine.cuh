@@ -251,7 +251,6 @@ struct Rows {
   __device__ inline Rows(const Params& p, const Call& call, int token, const Choice& choice, bool reports, bool& ok) {
     const int lane = lane_idx(), expert = choice.expert;
     const u64 mine = p.peers[p.rank];
-    const bool is_mine_added = is_added(p, call, token, choice, reports);
     int rank = first_choice_of(expert, call.out), key = rank;  // rows are added up in the order of their keys
     if (!p.reduce_early) {
       rank = expert >= 0 && !call.out[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
@@ -272,7 +271,10 @@ struct Rows {
     row = __shfl_sync(~0u, own_row, from);
     sender = __shfl_sync(~0u, rank, from);
     weight = __shfl_sync(~0u, mine_weight, from);
-    added = __ballot_sync(~0u, __shfl_sync(~0u, is_mine_added, from));
+    added = ~0u;
+    if (!__all_sync(~0u, choice.named() == expert)) {  // else nothing of that takes time
+      added = __ballot_sync(~0u, __shfl_sync(~0u, is_added(p, call, token, choice, reports), from));
+    }
     // Signals of far rows, and where time-outs mask also beginnings of near ones, are waited for at once: one after another, a slow sender
     // and a dead one would take the time of both, and ranks that wait for this one meanwhile, but not for those, might take it for dead.
     ok = true;
@@ -398,7 +400,7 @@ __device__ __forceinline__ void combine(const Params& p, const Group& senders, i
   const u32 taken = takes ? take_relaxed_gpu(&progress_of(p)->taken, senders.per_block) : 0;
   Choice choice(p, receivers.first());
   const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
-  const u32 dispatch_epoch = *at<const u32>(p.handle, kLlHandleEpoch);
+  const u32 dispatch_epoch = warp_idx() == kLastWarp ? *at<const u32>(p.handle, kLlHandleEpoch) : 0;  // it sends and compares headers
   if (warp_idx() == 0) begin(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleOut), call);
   if (takes) first_item = taken;
   __syncthreads();
@@ -409,9 +411,9 @@ __device__ __forceinline__ void combine(const Params& p, const Group& senders, i
   }
   const int num_items = (kInTurns ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
   if (p.phases & kLlSend) {
-    if (blockIdx.x == 0 && warp_idx() == kLastWarp) send_headers(p, call, dispatch_epoch);
     if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
     send(call, static_cast<int>(first_item - call.taken_before) + senders.idx, num_items, num_entries);
+    if (blockIdx.x == 0 && warp_idx() == kLastWarp) send_headers(p, call, dispatch_epoch);  // rows are what others wait for
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;

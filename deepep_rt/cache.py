@@ -245,7 +245,7 @@ def _is_allowed(path: Path, reason: str) -> bool:
 def _repeated(call: Callable[[], _T]) -> _T:
     """Call again what failed because another process cleared or deleted the cache meanwhile."""
     for _ in range(_TRIES - 1):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, FileExistsError):  # the latter: mkdir found the folder, and did not find it any more
             return call()
     return call()
 

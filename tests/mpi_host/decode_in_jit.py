@@ -115,7 +115,7 @@ def check_wrong_calls(comm: MPI.Intracomm) -> None:
             dispatch(idx=mine.topk_idx[:, :-1])
         with raises(EPInputError, "use_ue8m0"):
             dispatch(use_fp8=False, use_ue8m0=True)
-        with raises(EPInputError, "after is", "token"):
+        with raises(EPInputError, "after=", "token"):
             dispatch(after=mine.x)
         with raises(EPInputError, "low-latency calls have no gradient", "dispatch and combine"):
             jax.grad(lambda x: ep.low_latency_dispatch(buffer, x, *given[1:], use_fp8=False).recv_x.sum().astype(jnp.float32))(
