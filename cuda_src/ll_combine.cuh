@@ -272,7 +272,7 @@ struct Rows {
     sender = __shfl_sync(~0u, rank, from);
     weight = __shfl_sync(~0u, mine_weight, from);
     added = ~0u;
-    if (!__all_sync(~0u, choice.named() == expert)) {  // else nothing of that takes time
+    if (!__all_sync(~0u, choice.named() == expert)) {  // rarely
       added = __ballot_sync(~0u, __shfl_sync(~0u, is_added(p, call, token, choice, reports), from));
     }
     // Signals of far rows, and where time-outs mask also beginnings of near ones, are waited for at once: one after another, a slow sender

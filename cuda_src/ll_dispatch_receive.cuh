@@ -227,7 +227,7 @@ __device__ inline bool receive_tokens(const Receiving& r, const Group& group) {
   return true;
 }
 
-// After a time-out, by some of so many threads. Not inlined: code that does not run takes time all the same.
+// After a time-out, by some of so many threads.
 __device__ __noinline__ void poison_rows(const Params& p, u64 thread, u64 num_threads) {
   constexpr u64 kRows = static_cast<u64>(kNumLocalExperts) * kCapacity;
   poison(p.recv_x, kRows * kHidden * (p.use_fp8 ? 1 : 2), thread, num_threads);

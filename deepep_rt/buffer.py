@@ -72,7 +72,7 @@ class Buffer(SharedByCopies):
     Making and destroying a Buffer, and every call, is collective: all ranks of `comm` do it in the same order (and so from one thread at a
     time; a thread that comes in the middle of another's call gets an `EPInputError`). In a call, dtypes and which
     arguments are given must be the same on all ranks, numbers of tokens need not be. Ranks that differ get an `EPInputError`, on GPUs from
-    a later call where the host does not wait (which is made all the same); a low-latency dispatch that differs breaks the Buffer.
+    a later call where the host does not wait (which is made all the same); a low-latency call that differs breaks the Buffer there.
 
     Args:
         comm: An mpi4py communicator, or what `deepep_rt.torch.communicator` makes of a process group; its ranks are the expert-parallel

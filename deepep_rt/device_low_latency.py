@@ -37,7 +37,8 @@ def _allow_overlap() -> None:
     """Let a low-latency kernel start while the one before it in its stream ends, if all such kernels are of one Buffer.
 
     Blocks that start early hold SMs until then. Those of two Buffers can keep each other's kernels from the GPU, on ranks that launch in
-    different orders, for ever.
+    different orders, for ever. A captured graph keeps what it was captured with. That is safe: a Buffer captures graphs that overlap
+    only while it is alone, so graphs of two living Buffers never both do.
     """
     for backend in _living:
         for launcher in backend._launchers.values():
