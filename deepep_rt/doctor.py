@@ -130,6 +130,8 @@ def _fact_rows(s: Situation, report: Mapping[str, Any]) -> Iterable[tuple[str, s
     yield "MPI", _mpi(report)
     cuda, driver = fact(report, "driver", "cuda"), fact(report, "nvml", "driver")
     yield "Driver", f"{driver or ''}, CUDA {cuda}  {fact(report, 'driver', 'library')}".strip(", ") if cuda else "not found"
+    if cuda and (error := fact(report, "nvml", "error")):
+        yield "NVML", error
     yield "NVRTC", versioned("nvrtc")
     yield "nvJitLink", versioned("nvjitlink")
     yield "NVSHMEM", f"host {versioned('nvshmem_host')}\ndevice {versioned('nvshmem_device')}"

@@ -1,60 +1,54 @@
-"""What the CUDA driver and NVML say about the GPUs, read from their C libraries.
+"""Report the GPUs as the CUDA driver and NVML see them.
 
-Not through Python bindings: those are among what may be missing, too old or of another CUDA version, and this has to speak then.
+The CUDA driver is read from its C library. Its Python bindings may be missing, too old or made for another CUDA version, and doctor has
+to work then too. NVML is read through pynvml, which is pure Python and fits every driver.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import uuid
-from collections.abc import Callable, Iterable
-from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from collections.abc import Callable
+from ctypes import byref, c_char, c_int, c_size_t
 from typing import Any
 
+try:
+    import pynvml  # of nvidia-ml-py
+except ImportError:
+    pynvml = None
+
 _CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ..._MINOR
-_READ, _WRITE, _NVLINK = 0, 1, 2  # NVML_P2P_CAPS_INDEX_...
-_MAX_NVLINKS = 64  # more than any GPU has; the driver refuses the first number that there is not
+_READ, _WRITE, _NVLINK = 0, 1, 2  # NVML_P2P_CAPS_INDEX_...; pynvml makes a tuple of the first
 _PATHS = {0: "board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t, as nvidia-smi calls them
 
 
 class CallFailed(Exception):
-    """A function of a C library said no; the message is its name for the reason."""
+    """A function of the CUDA driver failed. The message is the name of its error."""
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
+class _Driver:
+    """Call functions of libcuda.so.1, all of which return 0 when they succeed."""
 
-
-class _Library:
-    """A C library all of whose functions return 0 when they succeed."""
-
-    def __init__(self, name: str, describe: Callable[[Any, int], str]) -> None:
-        self.c = ctypes.CDLL(name)
-        self._describe = describe
+    def __init__(self) -> None:
+        self.c = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, function: str, *arguments: Any) -> None:
         status = getattr(self.c, function)(*arguments)
         if status:
-            raise CallFailed(self._describe(self.c, status))
-
-    def has(self, function: str) -> bool:
-        return hasattr(self.c, function)
+            text = ctypes.c_char_p()
+            known = self.c.cuGetErrorName(status, byref(text)) == 0 and text.value
+            raise CallFailed(known.decode() if known else f"error {status}")
 
     def number(self, function: str, *arguments: Any, kind: Any = c_int) -> int:
-        """The number that a function writes to its first argument."""
+        """Return the number that a function writes to its first argument."""
         value = kind()
         self(function, byref(value), *arguments)
         return int(value.value or 0)
 
-    def text(self, function: str, *arguments: Any) -> str:
-        """The text that a function writes to the last two arguments: memory and its size."""
-        value = (c_char * 256)()
-        self(function, *arguments, value, len(value))
-        return value.value.decode(errors="replace")
-
 
 def driver() -> dict[str, Any]:
-    """The CUDA driver: its version, whether it starts, the GPUs that it shows to this process, and who reaches whom.
+    """Report the CUDA driver: its version, whether it starts, the GPUs that this process sees, and which of them reach each other.
 
     Returns:
         `library` (None if there is none), `error` (why it cannot be loaded), `cuda` (the newest CUDA it serves), `init` (name of what
@@ -62,7 +56,7 @@ def driver() -> dict[str, Any]:
         of GPU j).
     """
     try:
-        cuda = _Library("libcuda.so.1", _cuda_error)
+        cuda = _Driver()
     except OSError as error:
         return {"library": None, "error": str(error), "gpus": [], "access": []}
     version = cuda.number("cuDriverGetVersion")
@@ -77,9 +71,9 @@ def driver() -> dict[str, Any]:
     return {**found, "init": "CUDA_SUCCESS", "gpus": gpus, "access": access}
 
 
-def _gpu(cuda: _Library, ordinal: int, handle: int) -> dict[str, Any]:
+def _gpu(cuda: _Driver, ordinal: int, handle: int) -> dict[str, Any]:
     raw, name = (c_char * 16)(), (c_char * 256)()
-    cuda("cuDeviceGetUuid_v2" if cuda.has("cuDeviceGetUuid_v2") else "cuDeviceGetUuid", raw, handle)
+    cuda("cuDeviceGetUuid_v2" if hasattr(cuda.c, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid", raw, handle)
     cuda("cuDeviceGetName", name, len(name), handle)
     major, minor = (cuda.number("cuDeviceGetAttribute", attribute, handle) for attribute in _CAPABILITY)
     return {
@@ -91,15 +85,8 @@ def _gpu(cuda: _Library, ordinal: int, handle: int) -> dict[str, Any]:
     }
 
 
-def _cuda_error(cuda: Any, status: int) -> str:
-    text = ctypes.c_char_p()
-    if cuda.cuGetErrorName(status, byref(text)) or not text.value:
-        return f"error {status}"
-    return text.value.decode()
-
-
 def nvml() -> dict[str, Any]:
-    """All GPUs of the machine (or container), also those that CUDA_VISIBLE_DEVICES hides, by NVML.
+    """List all GPUs of the machine (or container), also those that CUDA_VISIBLE_DEVICES hides, as NVML reports them.
 
     Returns:
         `library`, `driver` (version of the kernel driver), `error`, `gpus` (`uuid`, `name`, `mig`, `free_bytes`, `total_bytes`,
@@ -107,107 +94,72 @@ def nvml() -> dict[str, Any]:
         them, else how far apart they are on PCIe), `access` (`[i][j]`: whether GPU i reads and writes memory of GPU j; None where NVML
         does not say). NVSHMEM asks NVML for this access where CUDA_VISIBLE_DEVICES hides a GPU.
     """
+    nothing: dict[str, Any] = {"gpus": [], "paths": [], "access": []}
+    if pynvml is None:
+        return {"library": None, "error": "pynvml is not installed. Do: pip install nvidia-ml-py", **nothing}
     try:
-        lib = _Library("libnvidia-ml.so.1", _nvml_error)
-    except OSError as error:
-        return {"library": None, "error": str(error), "gpus": [], "paths": [], "access": []}
-    found: dict[str, Any] = {"library": loaded("libnvidia-ml.so")}
-    try:
-        lib("nvmlInit_v2")
-    except CallFailed as error:
-        return {**found, "error": str(error), "gpus": [], "paths": [], "access": []}
-    number = lib.number("nvmlDeviceGetCount_v2", kind=c_uint)
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {"library": loaded("libnvidia-ml.so"), "error": str(error), **nothing}
     handles, lost = [], []
-    for index in range(number):
-        handle = c_void_p()
+    for index in range(pynvml.nvmlDeviceGetCount()):
         try:
-            lib("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(handle))
-            handles.append(handle)
-        except CallFailed as error:
-            if "Permission" not in str(error):  # a GPU that was given to another container is not lost
-                lost.append(f"GPU {index}: {error}")
-    gpus = [_nvml_gpu(lib, handle) for handle in handles]
-    paths = [[_path(lib, a, b, gpus[i]["nvlinks"]) for b in handles] for i, a in enumerate(handles)]
-    version = _maybe(lambda: lib.text("nvmlSystemGetDriverVersion"))
-    access = [[_reaches(lib, a, b) for b in handles] for a in handles]
-    return {**found, "driver": version, "gpus": gpus, "lost": lost, "paths": paths, "access": access}
-
-
-def _nvml_gpu(lib: _Library, handle: c_void_p) -> dict[str, Any]:
-    def memory() -> _Memory:
-        answer = _Memory()
-        lib("nvmlDeviceGetMemoryInfo", handle, byref(answer))
-        return answer
-
-    def mig() -> bool:
-        now, pending = c_uint(), c_uint()
-        lib("nvmlDeviceGetMigMode", handle, byref(now), byref(pending))
-        return bool(now.value)
-
-    known = _maybe(memory)
+            handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
+        except pynvml.NVMLError_NoPermission:
+            continue  # another container has this GPU
+        except pynvml.NVMLError as error:
+            lost.append(f"GPU {index}: {error}")
+    gpus = [_nvml_gpu(handle) for handle in handles]
     return {
-        "uuid": lib.text("nvmlDeviceGetUUID", handle).removeprefix("GPU-"),
-        "name": _maybe(lambda: lib.text("nvmlDeviceGetName", handle)),
-        "mig": _maybe(mig),
-        "free_bytes": known.free if known else None,
-        "total_bytes": known.total if known else None,
-        "nvlinks": sum(_active_links(lib, handle)),
+        "library": loaded("libnvidia-ml.so"),
+        "driver": _ask(pynvml.nvmlSystemGetDriverVersion),
+        "gpus": gpus,
+        "lost": lost,
+        "paths": [[_path(a, b, gpus[i]["nvlinks"]) for b in handles] for i, a in enumerate(handles)],
+        "access": [[_has_access(a, b) for b in handles] for a in handles],
     }
 
 
-def _active_links(lib: _Library, handle: c_void_p) -> Iterable[int]:
-    for link in range(_MAX_NVLINKS):
-        active = c_uint()
-        try:
-            lib("nvmlDeviceGetNvLinkState", handle, c_uint(link), byref(active))
-        except (CallFailed, AttributeError):
-            return
-        yield active.value
+def _nvml_gpu(handle: Any) -> dict[str, Any]:
+    mig, memory = _ask(pynvml.nvmlDeviceGetMigMode, handle), _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    links = (_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
+    known = itertools.takewhile(lambda state: state is not None, links)  # NVML refuses the first link that is missing
+    return {
+        "uuid": pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-"),
+        "name": _ask(pynvml.nvmlDeviceGetName, handle),
+        "mig": None if mig is None else bool(mig[0]),  # now, and after the next reset
+        "free_bytes": None if memory is None else memory.free,
+        "total_bytes": None if memory is None else memory.total,
+        "nvlinks": sum(known),
+    }
 
 
-def _of_two(lib: _Library, function: str, a: c_void_p, b: c_void_p, *more: Any) -> int | None:
-    """What NVML says of two GPUs."""
-
-    def ask() -> int:
-        answer = c_uint()
-        lib(function, a, b, *more, byref(answer))
-        return answer.value
-
-    return _maybe(ask)
-
-
-def _reaches(lib: _Library, a: c_void_p, b: c_void_p) -> bool | None:
-    if a.value == b.value:
+def _has_access(a: Any, b: Any) -> bool | None:
+    if a is b:
         return True
-    states = [_of_two(lib, "nvmlDeviceGetP2PStatus", a, b, c_int(index)) for index in (_READ, _WRITE)]
+    states = [_ask(pynvml.nvmlDeviceGetP2PStatus, a, b, index) for index in (_READ, _WRITE)]
     return None if None in states else not any(states)
 
 
-def _path(lib: _Library, a: c_void_p, b: c_void_p, nvlinks: int) -> str:
-    if a.value == b.value:
+def _path(a: Any, b: Any, nvlinks: int) -> str:
+    if a is b:
         return "-"
-    if nvlinks and _of_two(lib, "nvmlDeviceGetP2PStatus", a, b, c_int(_NVLINK)) == 0:
+    if nvlinks and _ask(pynvml.nvmlDeviceGetP2PStatus, a, b, _NVLINK) == 0:
         return f"NV{nvlinks}"
-    level = _of_two(lib, "nvmlDeviceGetTopologyCommonAncestor", a, b)
+    level = _ask(pynvml.nvmlDeviceGetTopologyCommonAncestor, a, b)
     return "unknown" if level is None else _PATHS.get(level, "PCIe")
 
 
-def _nvml_error(lib: Any, status: int) -> str:
-    lib.nvmlErrorString.restype = ctypes.c_char_p
-    text = lib.nvmlErrorString(status)
-    return text.decode(errors="replace") if text else f"error {status}"
-
-
-def _maybe(ask: Callable[[], Any]) -> Any:
-    """An answer, or None where this driver or GPU has none."""
+def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call NVML. Return None where this driver or GPU has no answer."""
     try:
-        return ask()
-    except (CallFailed, AttributeError):
+        return function(*arguments)
+    except pynvml.NVMLError:
         return None
 
 
 def loaded(name: str) -> str | None:
-    """The path of a shared library of this process, by how its file's name begins."""
+    """Find the path of a shared library of this process by the beginning of its file's name."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(None, 5)[5].strip() for line in maps if line.count("/")}
     return next((path for path in sorted(paths) if path.rpartition("/")[2].startswith(name)), None)

@@ -27,7 +27,7 @@ from .errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableEr
 
 _PACKAGES = re.compile(
     r"numpy|mpi4py|mpich|openmpi|impi-rt|ml-dtypes|torch|jax|jaxlib|cupy-cuda1\dx|cuda-(bindings|core|pathfinder|python)"
-    r"|nvshmem4py-cu1\d|nvidia-(cuda-nvrtc|nvjitlink|cuda-runtime|cuda-cccl|nvshmem)(-cu1\d)?"
+    r"|nvshmem4py-cu1\d|nvidia-(ml-py|cuda-nvrtc|nvjitlink|cuda-runtime|cuda-cccl|nvshmem)(-cu1\d)?"
 )
 _MPIRUN_LIMIT_S = 10
 _NVIDIA_PCI_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"

@@ -129,7 +129,7 @@ def test_python_blocks_run(tmp_path):
     before, _, _ = README.partition("```python\nimport torch")
     dependencies = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     installed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', dependencies)}
-    extras = {"cuda", "cupy", "jax", "jinja2", "matplotlib", "ml_dtypes", "nvshmem", "rich", "torch", "typer"}
+    extras = {"cuda", "cupy", "jax", "jinja2", "matplotlib", "ml_dtypes", "nvshmem", "pynvml", "rich", "torch", "typer"}
     (tmp_path / "hidden").mkdir()
     environment = without(tmp_path / "hidden", *sorted(extras - installed))
     run_python_blocks(

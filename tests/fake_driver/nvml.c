@@ -1,5 +1,5 @@
-// NVML for the same GPUs, and for as many others as FAKE_HIDDEN_GPUS says: as much of libnvidia-ml.so.1 as doctor asks. The last GPU knows
-// neither MIG nor its memory. FAKE_NO_ACCESS: GPUs 0 and 1 cannot reach each other. FAKE_LOST: a GPU that does not answer; FAKE_NVLINKS: active links of GPU 1; the others have 18.
+// NVML for the same GPUs, and for as many others as FAKE_HIDDEN_GPUS says: the functions of libnvidia-ml.so.1 that doctor calls through pynvml.
+// The last GPU knows neither MIG nor its memory. FAKE_NO_ACCESS: GPUs 0 and 1 cannot reach each other. FAKE_LOST: a GPU that does not answer; FAKE_NVLINKS: active links of GPU 1; the others have 18.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -9,8 +9,7 @@ static int setting(const char* name, int fallback) { return getenv(name) ? atoi(
 static unsigned number(void) { return (unsigned)(setting("FAKE_GPUS", 8) + setting("FAKE_HIDDEN_GPUS", 0)); }
 static int is_last(Device d) { return d - gpus == (int)number() - 1; }
 
-int nvmlInit_v2(void) { return setting("FAKE_NVML", 0); }
-const char* nvmlErrorString(int status) { return status == 15 ? "GPU is lost" : "Driver/library version mismatch"; }
+int nvmlInitWithFlags(unsigned flags) { return setting("FAKE_NVML", 0); }
 int nvmlSystemGetDriverVersion(char* text, unsigned size) {
   snprintf(text, size, "590.12.01");
   return 0;
