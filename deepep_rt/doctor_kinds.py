@@ -246,12 +246,12 @@ _ALL = (
         "wrong-setting",
         "A DEEPEP_RT_ variable has a value that is not understood. Making a Buffer raises EPConfigError, or EPCompileError for a "
         "DEEPEP_RT_ARCH that NVRTC does not know.",
-        "Correct or unset the variable; the README has a table of them.",
+        "Correct or unset the variable; docs/configuration.md has a table of them.",
     ),
     Kind(
         "unknown-setting",
         "A variable looks like a setting of deepep_rt, and is none: it has no effect.",
-        "Correct its name; the README has a table of all variables.",
+        "Correct its name; docs/configuration.md has a table of all variables.",
     ),
     Kind(
         "cache-not-writable",

@@ -1,4 +1,4 @@
-"""Settings of the reference documentation: `python -m sphinx -W docs build/docs` makes it (pip install '.[docs]')."""
+"""Configure the documentation. `python -m sphinx -W docs build/docs` builds it (pip install '.[docs]')."""
 
 import os
 import re
@@ -18,12 +18,12 @@ copyright = "The deepep_rt authors"
 version = release = deepep_rt.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "myst_parser"]
 
-# A stand-in for PyTorch or JAX would not do: it hides what their decorators are put on.
+# A mock of PyTorch or JAX would hide the functions under their decorators, so these pages need the libraries.
 NEEDS = {"torch": "torch", "jax": "jax", "compat": "torch"}
 left_out = [name for name, library in NEEDS.items() if find_spec(library) is None or not (ROOT / f"deepep_rt/{name}.py").exists()]
 exclude_patterns = [f"api/{name}.md" for name in left_out]
 if left_out:
-    print(f"left out of the reference, as their libraries are not installed: {', '.join(left_out)}")
+    print(f"left out of the reference, because their libraries are not installed: {', '.join(left_out)}")
 
 default_role = "code"  # docstrings put `names` between single backticks
 autodoc_member_order = "bysource"
@@ -40,39 +40,49 @@ html_show_sourcelink = False
 html_copy_source = False
 
 
+def included():
+    """Pages of this folder that only include another file, with that file."""
+    stubs = {page: re.match(r"```{include} (\S+)\n```\n$", page.read_text()) for page in (ROOT / "docs").glob("*.md")}
+    return {page: (page.parent / stub[1]).resolve() for page, stub in stubs.items() if stub}
+
+
+INCLUDED = included()
+PAGES = {file: page for page, file in INCLUDED.items()}
+
+
 class Docstring(GoogleDocstring):
-    """What is returned is prose that may hold a colon, and no type; types stand in the signature."""
+    """Read the Returns section as prose, which may hold a colon; the signature has the types."""
 
     def _consume_returns_section(self, preprocess_types=False):
         return [("", "", self._dedent(self._consume_to_next_section()))]
 
 
 def sections(app, what, name, obj, options, lines):
-    """Args, Returns, Raises and Example. The docstrings of attributes have no sections."""
+    """Turn Args, Returns, Raises and Example into fields. Docstrings of attributes have no sections."""
     if what not in ("attribute", "property", "data"):
         config = Config(napoleon_use_rtype=False)
         lines[:] = Docstring(lines, config, app, what, name, obj, options).lines()
 
 
 def signature(app, what, name, obj, options, signature, returns):
-    """Nobody makes results: how is not shown."""
+    """Hide the constructors of results: only the library calls them."""
     return ("", None) if what == "class" and obj.__module__ == "deepep_rt.results" else None
 
 
 def with_links(app, docname, source):
-    """README.md becomes a page. Links between pages lead there, also if they go over the repository; to other files there are none."""
-    base = ROOT if docname == "readme" else (ROOT / "docs" / docname).parent
-    pages = {ROOT / "README.md": ROOT / "docs/readme.md"}
+    """Read the file that a page of one `{include}` names, and lead links to pages. Links to other files become plain text."""
+    page = ROOT / "docs" / f"{docname}.md"
+    path = INCLUDED.get(page, page)
 
     def link(match):
         label, target, anchor = match.groups()
-        path = Path(os.path.normpath(base / target))
-        path = pages.get(path, path)
-        if not path.is_relative_to(ROOT / "docs"):
+        file = Path(os.path.normpath(path.parent / target))
+        file = PAGES.get(file, file)
+        if not file.is_relative_to(ROOT / "docs"):
             return label
-        return f"[{label}]({os.path.relpath(path, (ROOT / 'docs' / docname).parent)}{anchor or ''})"
+        return f"[{label}]({os.path.relpath(file, page.parent)}{anchor or ''})"
 
-    text = (ROOT / "README.md").read_text() if docname == "readme" else source[0]
+    text = path.read_text() if path != page else source[0]
     source[0] = re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)", link, text)
 
 

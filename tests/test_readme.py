@@ -1,4 +1,4 @@
-"""README and docs/ keep their word: Python blocks run, commands and options exist, tables are complete, links lead somewhere."""
+"""README and the other pages: Python blocks run, commands and options exist, tables are complete, links lead somewhere."""
 
 import functools
 import os
@@ -19,8 +19,10 @@ from deepep_rt import errors
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
-PAGES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md", *DOCS)}
-LANGUAGES = {"python", "bash", "dockerfile", "yaml", "toml", "json", "text", "{toctree}", "{eval-rst}"}
+OTHERS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in (*OTHERS, *DOCS)}
+WITHOUT_EXTRAS = [ROOT / "docs/dispatch-and-combine.md", ROOT / "docs/decoding.md"]
+LANGUAGES = {"python", "bash", "console", "dockerfile", "yaml", "toml", "json", "text", "{toctree}", "{eval-rst}", "{include}"}
 SHELL = ("bash", "dockerfile", "yaml")
 
 
@@ -79,7 +81,7 @@ def check_cli(words):
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"there is no command {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
-    words = [word for word in words if word != "--help"]
+    words = [word for word in words if word not in ("--help", "--version")]
     if hasattr(command, "commands"):
         assert not words, f"there is no option {words}"
     else:
@@ -124,24 +126,27 @@ def run_python_blocks(text, tmp_path, check="", **environment):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_python_blocks_run(tmp_path):
-    """They need no extra: what an installation without any lacks is hidden. Those with PyTorch come last, and are left out here."""
-    before, _, _ = README.partition("```python\nimport torch")
+def test_python_blocks_run_without_extras(tmp_path):
+    """Hide what an installation without any extra lacks."""
     dependencies = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     installed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', dependencies)}
     extras = {"cuda", "cupy", "jax", "jinja2", "matplotlib", "ml_dtypes", "nvshmem", "pynvml", "rich", "torch", "typer"}
     (tmp_path / "hidden").mkdir()
     environment = without(tmp_path / "hidden", *sorted(extras - installed))
-    run_python_blocks(
-        before, tmp_path, "\nassert np.isfinite(out).all() and (again.recv_x == sent.recv_x).all()\n", **environment
-    )
+    text = "\n".join(path.read_text() for path in WITHOUT_EXTRAS)
+    check = "\nassert np.isfinite(out).all() and (again.recv_x == sent.recv_x).all() and decoded.shape == (16, 512)\n"
+    run_python_blocks(text, tmp_path, check, **environment)
 
 
-def test_python_blocks_run_with_pytorch(tmp_path):
-    run_python_blocks(README, tmp_path, "\nassert rows.grad.isfinite().all() and rows.grad.any()\n")
+def test_python_blocks_of_the_readme_run(tmp_path):
+    run_python_blocks(README, tmp_path, "\nassert x.grad.isfinite().all() and x.grad.any() and out.shape == x.shape\n")
 
 
-@pytest.mark.parametrize("path", [path for path in DOCS if "```python\n" in path.read_text()], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCS if "```python\n" in path.read_text() and path not in WITHOUT_EXTRAS],
+    ids=lambda path: path.name,
+)
 def test_python_blocks_of_the_documents_run(path, tmp_path):
     if "import jax" in path.read_text():
         pytest.importorskip("jax")
@@ -171,14 +176,14 @@ buffer.destroy()
 def test_no_block_is_overlooked(page):
     """A block in another language, or under another spelling of it, would escape the tests above and below."""
     text = PAGES[page].read_text()
-    assert {language for language, _ in blocks(text)} <= LANGUAGES
+    assert {language.partition(" ")[0] for language, _ in blocks(text)} <= LANGUAGES
     assert len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks(text)), (
         "fences begin a line and come in pairs"
     )
     assert ">>> " not in text, "Python stands in blocks that can be run"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/cli.md"])  # that one is made from the commands
 def test_commands_and_options_exist(page):
     check_commands(PAGES[page].read_text())
 
@@ -216,10 +221,40 @@ def test_extras_variables_and_links_exist(page):
 
 def test_every_variable_is_in_the_table():
     read = set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", (ROOT / "deepep_rt/_env.py").read_text()))
-    assert read == set(re.findall(r"^\| `(DEEPEP_RT_[A-Z_]+)` \|", README, re.MULTILINE))
+    page = PAGES["docs/configuration.md"].read_text()
+    assert read == set(re.findall(r"^\| `(DEEPEP_RT_[A-Z_]+)` \|", page, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", sorted(name for name in dir(errors) if name.startswith("EP") and name != "EPError"))
 def test_every_error_is_in_the_table(name):
-    assert f"`{name}`" in README
+    assert f"`{name}`" in PAGES["docs/errors.md"].read_text()
     assert name in deepep_rt.__all__
+
+
+def test_the_readme_is_short():
+    assert len(README.encode()) < 7 * 1024, "move what only some readers need to a page in docs/"
+
+
+def leaf_commands(command, *words):
+    """(words, command) of each command that runs something."""
+    for name, child in getattr(command, "commands", {}).items():
+        yield from leaf_commands(child, *words, name)
+    if not hasattr(command, "commands"):
+        yield " ".join(words), command
+
+
+def test_the_command_line_reference_is_up_to_date():
+    """CONTRIBUTING.md says how to write docs/cli.md anew."""
+    typer = pytest.importorskip("typer")
+    from deepep_rt import cli
+
+    page = PAGES["docs/cli.md"].read_text()
+    sections = dict(re.findall(r"^#+ `python -m deepep_rt ([^`]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    commands = dict(leaf_commands(typer.main.get_command(cli.app)))
+    assert {name for name in sections if "**Commands**" not in sections[name]} == set(commands)
+    for name, command in commands.items():
+        assert " ".join(command.help.split()) in sections[name], name
+        shown = dict(re.findall(r"^\* `(--[\w-]+)[^`]*`: (.*)$", sections[name], re.MULTILINE))
+        options = {option.opts[0]: option.help for option in command.params if option.opts[0].startswith("--")}
+        assert set(shown) - {"--help"} == set(options), name
+        assert not [option for option, text in options.items() if " ".join(text.split()) not in shown[option]], name
