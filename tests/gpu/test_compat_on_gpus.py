@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from deepep_rt import EPInputError, EPUnavailableError, jit
@@ -12,9 +9,6 @@ from deepep_rt.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
-
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]
 
 PROGRAMS = [
     "run_normal",

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from helpers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # noqa: E402
+from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # noqa: E402
 
 from deepep_rt import (  # noqa: E402
     EPCompileError,

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 pytest.importorskip("typer")
 
-from helpers import make  # noqa: E402
+from gpu_buffers import make  # noqa: E402
 
 from deepep_rt import Buffer, doctor_run, jit  # noqa: E402
 from deepep_rt.doctor_facts import Situation, gpu_of  # noqa: E402

@@ -1,4 +1,4 @@
-"""A rank that is lost in the middle of a call, on GPUs: tests/gpu_faults.py, in processes that mpirun did not start."""
+"""A rank that is lost in the middle of a call, on GPUs: tests/programs/gpu_faults.py, in processes that mpirun did not start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from test_store_comm import TESTS, environment
+from launch import environment
+from paths import PROGRAMS
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,7 @@ DELAYS_US = (0, 100, 2000)  # before the launch, about when the kernel runs, and
 
 def lose(comm, kind, call, delay_us):
     if not comm.rank:
-        words = [sys.executable, str(TESTS / "gpu_faults.py"), "cuda", kind, call, str(delay_us), str(comm.size)]
+        words = [sys.executable, str(PROGRAMS / "gpu_faults.py"), "cuda", kind, call, str(delay_us), str(comm.size)]
         process = subprocess.Popen(
             words, env=environment(), start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from test_store_comm import environment
+from launch import environment
+from paths import PROGRAMS
 
 pytestmark = pytest.mark.gpu
 
-SPAWNED = Path(__file__).parents[1] / "spawned.py"
 LIMIT_S = 200
 
 
@@ -29,7 +28,7 @@ def test_buffers_work_or_say_what_is_hidden(comm, memory):
     if not comm.rank:
         debug = {"NVSHMEM_DEBUG": "INFO", "NVSHMEM_DEBUG_SUBSYS": "INIT,TOPO,TRANSPORT,MEM"}
         more = {**debug, **({} if memory == "virtual" else {"NVSHMEM_DISABLE_CUDA_VMM": "1"})}
-        words = [sys.executable, str(SPAWNED), "cuda", str(comm.size), "one-gpu"]
+        words = [sys.executable, str(PROGRAMS / "spawned.py"), "cuda", str(comm.size), "one-gpu"]
         done = subprocess.run(words, env=environment(**more), capture_output=True, text=True, timeout=LIMIT_S, check=False)
         output = done.stdout + done.stderr
         works = done.returncode == 0 and "all passed" in output

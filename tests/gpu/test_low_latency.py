@@ -10,9 +10,9 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-import helpers  # noqa: E402
+import gpu_buffers  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import SHARED_GPUS, TAKE_TURNS, cpu, make, read, routing, rows, same, write  # noqa: E402
+from gpu_buffers import SHARED_GPUS, TAKE_TURNS, cpu, make, read, routing, rows, same, write  # noqa: E402
 from process_group import in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
@@ -29,7 +29,7 @@ def formats():
 @pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
 def transport(request, monkeypatch):
     """Every test runs over NVLink, through NVSHMEM, and with both."""
-    monkeypatch.setattr(helpers, "more", request.param)
+    monkeypatch.setattr(gpu_buffers, "more", request.param)
 
 
 def make_both(comm, **sizes):

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from helpers import TAKE_TURNS, make  # noqa: E402
+from gpu_buffers import TAKE_TURNS, make  # noqa: E402
 
 from deepep_rt import jit  # noqa: E402
 from deepep_rt.tuning import has_fp8  # noqa: E402

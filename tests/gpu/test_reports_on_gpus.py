@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU tests make their inputs with PyTorch")
 
-import helpers  # noqa: E402
-from helpers import SHARED_GPUS, TAKE_TURNS, cpu, make, routing, rows, same  # noqa: E402
+import gpu_buffers  # noqa: E402
+from gpu_buffers import SHARED_GPUS, TAKE_TURNS, cpu, make, routing, rows, same  # noqa: E402
 from transports import transports  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError  # noqa: E402
@@ -22,7 +22,7 @@ HIDDEN, TOKENS = 512, 40
 
 @pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
 def transport(request, monkeypatch):
-    monkeypatch.setattr(helpers, "more", request.param)
+    monkeypatch.setattr(gpu_buffers, "more", request.param)
 
 
 def make_decoder(comm, backend="cuda", **settings):
@@ -128,7 +128,7 @@ def test_replays_after_a_time_out(comm):
 
 def test_throughput_replays_after_a_time_out(comm):
     """The same for dispatch and combine."""
-    if comm.Get_size() == 1 or helpers.more:
+    if comm.Get_size() == 1 or gpu_buffers.more:
         return
     late = comm.Get_size() - 1
     gpu = make(comm, num_max_tokens_per_rank=64, hidden=HIDDEN, num_experts=8 * comm.Get_size(), timeout_s=1.0)

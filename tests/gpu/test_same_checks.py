@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 from transports import transports
@@ -13,9 +11,6 @@ from deepep_rt import jit
 from deepep_rt.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
-
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]
 
 
 # What the host backend promises beyond the CUDA one: it finds a wrong call of one rank on all ranks, and has no streams.

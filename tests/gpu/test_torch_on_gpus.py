@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "mpi_host")]
-
-from helpers import make, routing  # noqa: E402
+from gpu_buffers import make, routing  # noqa: E402
+from paths import ROOT  # noqa: E402
 
 from deepep_rt.torch import combine, dispatch  # noqa: E402
 
@@ -344,9 +341,9 @@ def test_example(comm, options, monkeypatch, capsys):
         free.bind(("127.0.0.1", 0))
         port = comm.bcast(free.getsockname()[1])
     monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.syspath_prepend(str(TESTS.parent / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr(sys, "argv", ["moe_torch.py", *options])
-    runpy.run_path(str(TESTS.parent / "examples" / "moe_torch.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples" / "moe_torch.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     if comm.Get_rank() == 0:
         assert lines[0].startswith("cuda: ")

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from launch import environment, run_without_mpirun
 from ports import free_port
-from test_store_comm import environment, run_without_mpirun
 
 pytestmark = pytest.mark.gpu
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from ranks import comm, pytest_runtest_logreport, together
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))  # helpers
 
 __all__ = ["comm", "pytest_runtest_logreport", "together"]
 

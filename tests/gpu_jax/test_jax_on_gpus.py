@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 import time
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,10 +17,10 @@ from deepep_rt import EPInputError
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from helpers import make, routing, rows, same  # noqa: E402
+from gpu_buffers import make, routing, rows, same  # noqa: E402
+from paths import ROOT  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/mpi_host", "examples")]
+sys.path.insert(0, str(ROOT / "examples"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX is first used, which is later
 TIMEOUT_S = 60.0  # ranks compile for different times
 
@@ -172,7 +171,7 @@ def _without_jit(buffer, x, idx, weights):
 @pytest.mark.parametrize("num_worst_tokens", [None, 200])
 def test_same_bits_as_the_host_backend(jax, comm, num_worst_tokens):
     """Wide bfloat16 rows; padding is zero although the pool, where rows land, is full of something else."""
-    from helpers import poison
+    from gpu_buffers import poison
 
     from deepep_rt import jax as ep
 

@@ -1,0 +1,24 @@
+"""Faults of one rank in the middle of each call, on the host backend: tests/programs/faults.py in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from paths import PROGRAMS, pythonpath
+
+
+def test_a_rank_that_is_lost_in_a_call() -> None:
+    """Killed, asleep, thrown out by an exception, or out of memory."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "faults.py")],
+        env={**os.environ, "PYTHONPATH": pythonpath(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": passed") == 42, done.stdout
+    assert ": failed" not in done.stdout

@@ -1,0 +1,45 @@
+"""The host backend on 1 to 8 ranks: launches the programs of tests/programs under mpirun."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from launch import launch, run_checks
+
+LATE = [
+    "late_dispatch",
+    "late_cached_dispatch",
+    "late_combine",
+    "late_low_latency_dispatch",
+    "late_low_latency_combine",
+    "never",
+    "lost_between_counts_and_rows",
+    "never_made",
+    "never_measures",
+]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("program", ["dispatch", "combine", "rounds", "bad_calls", "buffers", "low_latency", "choices"])
+def test_program(program: str, num_ranks: int) -> None:
+    run_checks(num_ranks, program)
+
+
+def test_arrays_of_frameworks() -> None:
+    sizes = ("8", "4", "3", "2", "1")  # all ranks load the libraries at the same time
+    output = run_checks(8, "frameworks", "--sizes", *sizes)
+    assert re.findall(r"check_torch on (\d): passed", output) == list(sizes)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_masked_ranks(num_ranks: int) -> None:
+    """A rank alone has nobody to mask. Eight, which take turns on two cores for 90 s, do the same checks on GPUs (test_same_checks)."""
+    run_checks(num_ranks, "masks")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("scenario", LATE)
+def test_late_rank(scenario: str, num_ranks: int) -> None:
+    output = launch(num_ranks, "late", scenario)
+    assert output.count("passed") == num_ranks, output

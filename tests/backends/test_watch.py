@@ -1,0 +1,172 @@
+"""`watch`: what the host hears of calls while it waits for them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from memory_store import Store
+
+from deepep_rt import EPInputError, EPTimeoutError, driver, structs, watch
+from deepep_rt.config import Config
+from deepep_rt.store_comm import StoreCommunicator
+
+
+def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes its lock away from a thread only now and then; here, not within the time that the counts may take."""
+    found: list[Any] = [None]
+    page = SimpleNamespace(counts=lambda: found[0], check_peers=lambda: None, has_started=lambda: True)
+    monkeypatch.setattr(watch, "_GRACE_S", 1.0)
+    for name in ("check_peers", "start_listening", "listen"):
+        monkeypatch.setattr(watch.Watch, name, lambda self: None)
+    waiting = watch.Watch.__new__(watch.Watch)
+    waiting._config, waiting._page, waiting._rank, waiting._broken = Config(1, 8, 64, 1, 1, timeout_s=1.0), page, 0, None
+    waiting._check_ended = lambda: None
+    begun = threading.Event()
+
+    def other() -> None:
+        begun.set()
+        time.sleep(0.05)
+        found[0] = 7, [7]
+
+    thread, before = threading.Thread(target=other), sys.getswitchinterval()
+    thread.start()
+    begun.wait()
+    try:
+        sys.setswitchinterval(60.0)
+        assert waiting.await_counts() == (7, [7])
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+
+
+class Page:
+    """What kernels have left; nothing, unless a test says so."""
+
+    def __init__(self) -> None:
+        self.peers_error: Exception | None = None
+        self.input_error: EPInputError | None = None
+        self.asked = 0
+
+    def check_peers(self) -> None:
+        self.asked += 1
+        if self.peers_error is not None:
+            raise self.peers_error
+
+    def check_inputs(self) -> None:
+        if self.input_error is not None:
+            raise self.input_error
+
+
+@pytest.fixture
+def ranks() -> list[StoreCommunicator]:
+    store = Store()
+    return [StoreCommunicator(store, "test", rank, 3) for rank in range(3)]
+
+
+def make(comm: StoreCommunicator, page: Any, **settings: Any) -> watch.Watch:
+    return watch.Watch(comm, Config(3, 8, 64, 2, 12, low_latency=True, **settings), page, 1 << 20)
+
+
+def test_what_breaks_a_buffer_is_raised_ever_after(ranks: list[StoreCommunicator]) -> None:
+    page = Page()
+    waiting = make(ranks[0], page)
+    waiting.check()
+    assert not waiting.is_broken
+    page.peers_error = EPTimeoutError("rank 2 is silent", rank=0, peer=2, phase="")
+    with pytest.raises(EPTimeoutError, match="rank 2 is silent"):
+        waiting.check()
+    assert waiting.is_broken
+    page.peers_error = None
+    asked = page.asked
+    with pytest.raises(EPTimeoutError, match="rank 2 is silent"):
+        waiting.check_peers()
+    assert page.asked == asked, "the page may be gone by then"
+
+
+def test_wrong_input_is_raised_and_the_call_was_made(ranks: list[StoreCommunicator]) -> None:
+    page = Page()
+    waiting = make(ranks[0], page)
+    page.input_error = EPInputError("expert 99")
+    for check in (waiting.check, waiting.check_inputs):
+        with pytest.raises(EPInputError, match="expert 99") as caught:
+            check()
+        assert caught.value.call_made
+        caught.value.call_made = False
+    assert not waiting.is_broken
+    page.input_error = None
+    waiting.check()
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
+    """What waits for it on the GPU is ended, by the word that kernels look at; where time-outs mask, nothing is."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(driver, "write_beside", lambda ptr, value: told.append((ptr, value)))
+    waiting, leaving = make(ranks[0], Page(), on_timeout=on_timeout), make(ranks[2], Page())
+    waiting.listen()
+    speaker = threading.Thread(target=leaving.say, args=(KeyError("mine"),))
+    speaker.start()
+    end = time.monotonic() + 1.0
+    waiting.start_listening()
+
+    def wait() -> None:
+        while time.monotonic() < end:
+            waiting.listen()
+
+    if on_timeout == "mask":
+        wait()
+        assert not told
+        assert not waiting.is_broken
+    else:
+        with pytest.raises(EPTimeoutError, match=r"rank 2 in vain.*KeyError: 'mine'") as caught:
+            wait()
+        assert caught.value.peer == 2
+        assert told == [((1 << 20) + structs.offset(structs.State.dtype({}), "abort"), 1)]
+        assert waiting.is_broken
+    speaker.join()
+
+
+def test_half_a_call(ranks: list[StoreCommunicator]) -> None:
+    waiting = make(ranks[1], Page())
+    with waiting.half_a_call():
+        pass
+    assert not waiting.is_broken
+    with pytest.raises(KeyboardInterrupt), waiting.half_a_call():
+        raise KeyboardInterrupt
+    with pytest.raises(EPTimeoutError, match="interrupted between its halves") as caught:
+        waiting.check_peers()
+    assert (caught.value.rank, caught.value.peer) == (1, 1)
+    with pytest.raises(KeyError), waiting.half_a_call():
+        raise KeyError
+    with pytest.raises(EPTimeoutError, match="interrupted between its halves"):
+        waiting.check_peers()
+
+
+def test_a_limit_begins_when_the_kernel_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    clock = [100.0]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(driver, "free_bytes", lambda: asked.append(clock[0]))
+    limit = watch._Limit(3, 5.0)
+    for clock[0] in (100.5, 101.5, 102.0, 102.6):
+        assert not limit.is_over(False)
+    assert asked == [101.5, 102.6], "once a second"
+    clock[0] = 131.0
+    with pytest.warns(UserWarning, match="rank 3: the GPU has not come to this dispatch after 31 s"):
+        assert not limit.is_over(False)
+    clock[0] = 140.0
+    assert not limit.is_over(False), "it was said a moment ago"
+    assert not limit.is_over(True)
+    clock[0] = 144.9
+    assert not limit.is_over(True)
+    clock[0] = 145.1
+    assert limit.is_over(True)
+    assert limit.is_over(False), "a kernel that has started has started"

@@ -1,0 +1,388 @@
+"""`python -m deepep_rt bench`: the run without GPUs, what rank 0 says, the pictures and the page."""
+
+import base64
+import itertools
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
+pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
+
+from launch import python_on
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from without import without
+
+from deepep_rt import bench_figures, bench_page, cli
+from deepep_rt import bench_report as report
+from deepep_rt.bench_references import is_shown, load
+from deepep_rt.bench_results import Sizes, low_latency_rows, read, throughput_rows
+
+PEERS = ROOT / "bench/reference/h200x8_peers.json"
+THROUGHPUT = ROOT / "bench/results/h200x4_2026-11-22.json"
+LOW_LATENCY = ROOT / "bench/results/h200x4_2026-11-22_low_latency.json"
+NVSHMEM = ROOT / "bench/results/h200x4_2026-11-22_low_latency_nvshmem.json"
+RESULTS = [THROUGHPUT, LOW_LATENCY, NVSHMEM]
+
+
+def run(num_ranks, *options, status=0):
+    """What the command wrote to standard output and to standard error."""
+    command = python_on(num_ranks, "-m", "deepep_rt", "bench", *options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A quick run of everything on two ranks: (folder, standard output, standard error)."""
+    folder = tmp_path_factory.mktemp("bench") / "new" / "folder"
+    return folder, *run(2, "--backend", "host", "--quick", "--out", folder, "--compare", PEERS)
+
+
+class Page(HTMLParser):
+    """Tables, pictures and text of a page; fails on what is not closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.pictures, self.text, self._open = [], [], "", []
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag not in ("meta", "img", "source"):
+            self._open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+        for name in ("src", "srcset", "href"):
+            if name in attrs:
+                kind, _, data = attrs[name].partition(";base64,")
+                assert kind == "data:image/svg+xml", f"the page loads {attrs[name][:80]}"
+                self.pictures.append(base64.b64decode(data, validate=True).decode())
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self._open and self._open[-1] in ("th", "td"):
+            self.tables[-1][-1][-1] += data
+
+
+# --- running -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_results_pictures_and_a_page(measured):
+    folder, printed, _ = measured
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "index.html", "low_latency.json", "low_latency.png", "throughput.json", "throughput.png",
+    ]  # fmt: skip
+    throughput, low_latency = (read(folder / f"{name}.json") for name in ("throughput", "low_latency"))
+    assert len(throughput_rows(throughput)) == 2 * 7
+    assert [row.tokens for row in low_latency_rows(low_latency)] == [1, 4, 16, 64]
+    for name in ("throughput", "low_latency"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = Page((folder / "index.html").read_text())
+    assert page.text.count("host backend: the same calls in NumPy and MPI") == 2, "both sections say what was measured"
+    assert "A quick run" in page.text
+    assert "Another problem was measured there" in page.text
+    for row in throughput_rows(throughput):
+        assert [row.work, str(row.tokens), str(row.sms), f"{row.us:.1f}"] in [line[:4] for line in page.tables[0]]
+    assert str(folder / "index.html") in printed
+
+
+def test_rank_0_talks_and_the_others_keep_quiet(measured):
+    _, printed, progress = measured
+    assert printed.count("the page is") == 1
+    assert printed.count("% of ceiling") == 1
+    steps = [line for line in progress.splitlines() if " done; " in line]
+    assert 4 <= len(steps) <= 24
+    assert len(steps) == len(set(steps))
+    assert steps[0].startswith("throughput: 0 of 14 done; dispatch_bf16_unknown, 64 tokens")
+    assert steps[-1].startswith("low-latency: 3 of 4 done")
+
+
+def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
+    """A rank's standard error is a pipe; the bar comes if mpirun's own is a terminal."""
+    ours, theirs = pty.openpty()
+    command = python_on(2, "-m", "deepep_rt", "bench", "low-latency", "--backend", "host", "--quick", "--out", tmp_path)
+    shown = b""
+
+    def read():
+        nonlocal shown
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, timeout=200, cwd=ROOT, check=False
+    )
+    os.close(theirs)
+    reader.join(10)
+    text = shown.decode(errors="replace")
+    assert done.returncode == 0, text
+    assert "━" in text
+    assert "3/4" in re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert " done; " not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["nonsense"], "expected one of throughput, low-latency, all, jitter"),
+        (["--backend", "gpu"], "expected auto, cuda or host"),
+        (["--compare", "missing.json"], "missing.json cannot be read"),
+        (["--from", "missing.json"], "missing.json cannot be read"),
+        (["--from", str(PEERS)], "is no result of"),
+        (["--out", "pyproject.toml"], "choose another folder with --out"),
+        (["--experts", "7"], "num_experts=7"),
+    ],
+)
+def test_errors_are_explained_once(options, message, tmp_path):
+    out = [] if "--out" in options else ["--out", str(tmp_path)]
+    _, err = run(2, *options, *out, status=1)
+    assert err.count("error: ") == 1
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_rank_that_fails_alone_ends_the_others(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("""
+from mpi4py import MPI
+from deepep_rt import EPConfigError, bench_ranks
+with bench_ranks.together(MPI.COMM_WORLD) as comm:
+    if comm.rank == 1:
+        raise EPConfigError("out of luck")
+    comm.Barrier()
+""")
+    done = subprocess.run(python_on(3, script), capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode != 0
+    assert "rank 1: error: out of luck; the other ranks are ended" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_a_missing_library_is_named_before_anything_runs(missing, tmp_path):
+    blocked, out = tmp_path / "blocked", tmp_path / "out"
+    blocked.mkdir()
+    words = [sys.executable, "-m", "deepep_rt", "bench", "--quick", "--out", str(out)]
+    environment = {**os.environ, **without(blocked, missing)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert f"need {missing}" in done.stderr
+    assert "pip install 'deepep_rt[bench]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+# --- results that are there --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(tmp_path, capsys):
+    """The page of the committed results, and what was said."""
+    options = [word for path in RESULTS for word in ("--from", str(path))]
+    with pytest.raises(SystemExit) as caught:
+        cli.run(["bench", *options, "--compare", str(PEERS), "--compare", str(LOW_LATENCY), "--out", str(tmp_path)])
+    assert not caught.value.code
+    return Page((tmp_path / "index.html").read_text()), capsys.readouterr().out, tmp_path
+
+
+def test_a_page_of_results_that_are_there(drawn):
+    page, printed, folder = drawn
+    assert {path.name for path in folder.iterdir()} == {"index.html", "throughput.png", "low_latency.png", "low_latency_2.png"}
+    assert len(page.pictures) == 4 * len(RESULTS), "light and dark, wide and narrow"
+    assert all(picture.startswith("<?xml") and "http-equiv" not in picture for picture in page.pictures)
+    assert printed.count("4 x NVIDIA H200") == 3 + printed.count("Theirs: 4 x NVIDIA H200")
+    result = read(LOW_LATENCY)
+    row = next(row for row in low_latency_rows(result) if row.tokens == 128)
+    lines = [line for table in page.tables for line in table]
+    assert ["128", *(f"{getattr(row, name):.1f}" for name in report.low_latency_columns(result).values())] in lines
+    assert ["both_fp8", "128", f"{row.graph_both_us:.1f}", "104.7", "-"] in lines, "8 ranks do not compare with 4"
+    through = next(row for row in low_latency_rows(read(NVSHMEM)) if row.tokens == 128)
+    ratio = f"{row.graph_both_us / through.graph_both_us:.2f}"
+    assert ["both_fp8", "128", f"{through.graph_both_us:.1f}", f"{row.graph_both_us:.1f}", ratio] in lines
+    commit = result["commit"]["id"]
+    assert f"Compared with commit {commit[:12]}" in page.text
+    assert page.text.count(commit) >= 1
+    assert "host backend" not in page.text
+    for text in (result["date"], result["boundary"], result["mpi"], "580.159.04", "hidden 7168, top-8 of 256"):
+        assert text in page.text
+
+
+def test_references_that_are_not_shown_are_not_spoken_of():
+    """A host measures other numbers of tokens than the references have."""
+    result = read(THROUGHPUT)
+    result["rows"] = [{**row, "tokens": 64} for row in result["rows"] if row["tokens"] == 4096 and row["sms"] == 24]
+    result["settings"] = {**result["settings"], "backend": "host"}
+    v1 = load(PEERS)[0]
+    assert not is_shown(result, v1)
+    result["rows"][-1]["tokens"] = 4096
+    assert is_shown(result, v1)
+    low_latency = read(LOW_LATENCY)
+    assert [is_shown(low_latency, reference) for reference in load(PEERS)] == [True, False, False]
+    result["rows"][-1]["tokens"] = 64
+    text = Page(bench_page.html([result], load(PEERS))).text
+    assert "DeepEP" not in text
+    assert "Another problem" not in text
+
+
+@pytest.mark.parametrize("result", [THROUGHPUT, LOW_LATENCY], ids=["throughput", "low latency"])
+def test_a_phone_shows_one_panel_below_the_other(result):
+    wide, narrow = (
+        next(iter(bench_page.pictures(read(result), references(), is_narrow=is_narrow).values())) for is_narrow in (False, True)
+    )
+    assert [axes.get_title("left") for axes in narrow.axes] == [axes.get_title("left") for axes in wide.axes]
+    assert narrow.get_size_inches()[0] == bench_figures.PANEL_INCHES[0] == pytest.approx(wide.get_size_inches()[0] / 3)
+    assert narrow.get_size_inches()[1] > bench_figures.PANEL_INCHES[1] * len(narrow.axes)
+    assert all(axes.get_ylabel() for axes in narrow.axes)
+    assert narrow.axes[-1].get_xlabel() == wide.axes[-1].get_xlabel() != ""
+    template = bench_page.TEMPLATE.read_text()
+    assert template.index('<source media="(max-width: 50rem)') < template.index('<source media="(prefers-color-scheme: dark)"')
+
+
+def test_texts_of_a_result_cannot_break_the_page(tmp_path):
+    result = json.loads(THROUGHPUT.read_text())
+    result["machine"] = "<script>alert(1)</script> & co"
+    text = bench_page.html([result])
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in text
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------------------------
+
+
+def references():
+    return [reference for path in (PEERS, LOW_LATENCY) for reference in load(path)]
+
+
+def lines_of(axes):
+    return {tuple(map(tuple, line.get_xydata())) for line in axes.get_lines()}
+
+
+def labels_of(axes):
+    return {text.get_text() for text in axes.texts}
+
+
+def test_bandwidth_against_sms():
+    result = read(THROUGHPUT)
+    figure = bench_figures.throughput(result, references())
+    assert "4 x NVIDIA H200, hidden 7168, top-8 of 256" in figure.get_suptitle()
+    assert result["date"] in figure.get_suptitle()
+    panels = {axes.get_title("left"): axes for axes in figure.axes}
+    assert len(panels) == 3 * 2
+    for work, tokens in itertools.product(("dispatch_bf16", "dispatch_fp8", "combine_bf16"), (4096, 8192)):
+        axes = panels[f"{bench_figures.WORKS[work]}, {tokens} tokens a rank"]
+        drawn = lines_of(axes)
+        assert tuple((int(sms), gb_s) for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()) in drawn
+        rows = [row for row in throughput_rows(result) if row.work.startswith(work) and row.tokens == tokens]
+        for name in {row.work for row in rows}:
+            assert tuple(sorted((row.sms, row.remote_gb_s) for row in rows if row.work == name)) in drawn
+        assert axes.get_ylim()[0] == 0
+        assert "copy ceiling" in labels_of(axes)
+    v1 = load(PEERS)[0].throughput
+    axes = panels["Combine, BF16, 4096 tokens a rank"]
+    assert tuple((sms, v1["combine_bf16", 4096, sms].remote_gb_s) for sms in (24, 48, 64)) in lines_of(axes)
+    assert labels_of(axes) == {"copy ceiling", "this run", "DeepEP V1, 8 ranks", "DeepEP V2, 8 ranks"}
+    assert "DeepEP V1, 8 ranks,\nrouting unknown" in labels_of(panels["Dispatch, BF16, 8192 tokens a rank"])
+    assert {axes.get_xlabel() for axes in figure.axes} == {"", "SMs of a call"}
+    assert {axes.get_ylabel() for axes in figure.axes} == {"", "GB/s from other ranks"}
+
+
+def test_latency_against_tokens():
+    result = read(NVSHMEM)
+    figure = bench_figures.low_latency(result, references())
+    dispatch, combine, both = figure.axes
+    rows = low_latency_rows(result)
+    for axes, name in ((dispatch, "graph_dispatch_us"), (combine, "graph_combine_us"), (both, "graph_both_us")):
+        assert tuple((row.tokens, getattr(row, name)) for row in rows) in lines_of(axes)
+        assert axes.get_xlabel() == "tokens of a rank"
+        assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert dispatch.get_ylabel() == "µs"
+    assert ((1, 27.7), (8, 32.5), (32, 45.2), (128, 104.7)) in lines_of(both)
+    assert tuple((row.tokens, row.step_p50_us) for row in rows) in lines_of(both)
+    near = low_latency_rows(read(LOW_LATENCY))
+    assert tuple((row.tokens, row.graph_combine_us) for row in near) in lines_of(combine)
+    # four ranks, 0.9 of the tokens go to each: the dotted line
+    sizes, ceiling = Sizes.of(result), result["copy_ceiling_gb_s"]["used"]
+    floor = tuple((row.tokens, sizes.remote_bytes("combine_bf16", row.tokens) / ceiling / 1e3) for row in rows)
+    assert floor in lines_of(combine)
+    assert floor[0][1] == pytest.approx(3 * 0.9 * 2 * 7168 / ceiling / 1e3, rel=0.01)
+
+
+def pictures():
+    for path, theme in itertools.product(RESULTS, bench_figures.INK):
+        result = read(path)
+        for name, others in (("alone", []), ("compared", references()), ("crowded", references() * 2)):
+            yield pytest.param(result, others, theme, False, id=f"{path.stem}-{theme}-{name}")
+        if theme == "light":
+            yield pytest.param(result, references(), theme, True, id=f"{path.stem}-narrow")
+
+
+@pytest.mark.parametrize(("result", "others", "theme", "is_narrow"), list(pictures()))
+def test_labels_can_be_read(result, others, theme, is_narrow):
+    """Labels lie inside the picture and do not cover each other, and stand out from the ground."""
+    (figure,) = bench_page.pictures(result, others, theme, is_narrow=is_narrow).values()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    edge = figure.bbox
+    heading = figure._suptitle.get_window_extent(renderer)
+    assert edge.x0 <= heading.x0
+    assert heading.x1 <= edge.x1
+    for axes in figure.axes:
+        boxes = {text.get_text() + str(i): text for i, text in enumerate(axes.texts)}
+        extents = {label: type(text).mro()[1].get_window_extent(text, renderer) for label, text in boxes.items()}
+        for (one, a), (other, b) in itertools.combinations(extents.items(), 2):
+            overlap = min(a.y1, b.y1) - max(a.y0, b.y0)
+            assert overlap <= 2.5, f"{one} and {other} overlap by {overlap:.1f} pixels in {axes.get_title('left')}"
+        for label, box in extents.items():
+            assert box.x1 <= edge.x1 + 1, f"{label} leaves the picture"
+            assert axes.bbox.y0 - 8 <= box.y0, label
+            assert box.y1 <= axes.bbox.y1 + 8, label
+        for text in boxes.values():
+            assert contrast(text.get_color(), bench_figures.INK[theme][3]) > 4, text.get_text()
+
+
+def contrast(one, other):
+    """Of WCAG 2: 1 to 21."""
+
+    def luminance(colour):
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_one_rank_shows_its_own_bandwidth():
+    result = read(THROUGHPUT)
+    result["num_ranks"] = 1
+    result["rows"] = [{**row, "remote_gb_s": 0.0} for row in result["rows"]]
+    figure = bench_figures.throughput(result)
+    assert figure.axes[0].get_ylabel() == "GB/s, own rank"
+    assert any(row["gb_s"] == y for row in result["rows"] for line in figure.axes[0].get_lines() for y in line.get_ydata())
+
+
+def test_labels_move_apart_no_further_than_needed():
+    assert bench_figures._apart([0.2, 0.5, 0.8], [0.1] * 3) == pytest.approx([0.2, 0.5, 0.8])
+    assert bench_figures._apart([0.5, 0.5], [0.1, 0.1]) == pytest.approx([0.45, 0.55])
+    assert bench_figures._apart([0.0, 0.0, 1.0], [0.1, 0.2, 0.1]) == pytest.approx([0.05, 0.2, 0.95])

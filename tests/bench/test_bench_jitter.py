@@ -1,0 +1,57 @@
+"""`python -m deepep_rt bench jitter`: one table of p50, p99 and maximum by experts and tokens."""
+
+import json
+import subprocess
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("typer")
+pytest.importorskip("ml_dtypes")
+
+from launch import python_on
+
+
+def test_a_run_writes_one_table(tmp_path):
+    folder = tmp_path / "new"
+    options = ["--backend", "host", "--quick", "--hidden", "128", "--topk", "2", "--experts", "6", "--out", str(folder)]
+    command = python_on(2, "-m", "deepep_rt", "bench", "jitter", *options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert sorted(path.name for path in folder.iterdir()) == ["jitter.json", "jitter.md"]
+    result = json.loads((folder / "jitter.json").read_text())
+    assert (result["num_ranks"], result["settings"]["hidden"], result["settings"]["backend"]) == (2, 128, "host")
+    assert {"date", "commit", "versions", "boundary"} <= set(result)
+    assert [(row["experts"], row["tokens"]) for row in result["rows"]] == [(6, 8), (6, 32), (6, 128)]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in (folder / "jitter.md").read_text().splitlines()]
+    table = [line for line in table if len(line) > 1]
+    assert table[0] == ["experts", "tokens", "steps", "p50 us", "p99 us", "max us", "p99 / p50"]
+    for row, line in zip(result["rows"], table[2:], strict=True):
+        assert row["steps"] == 20
+        assert 0 < row["p50_us"] <= row["p99_us"] <= row["max_us"]
+        ratio = f"{row['p99_us'] / row['p50_us']:.3f}"
+        figures = [f"{row[name]:.1f}" for name in ("p50_us", "p99_us", "max_us")]
+        assert line == [str(row["experts"]), str(row["tokens"]), "20", *figures, ratio]
+    assert done.stdout.count("p99 / p50") == 1
+    assert "jitter: 2 of 3 done" in done.stderr
+
+
+@pytest.mark.parametrize(("num_ranks", "wanted"), [(8, [64, 128, 256, 512]), (6, [66, 132, 258, 516]), (1, [64, 128, 256, 512])])
+def test_experts_that_the_ranks_can_share(num_ranks, wanted):
+    from deepep_rt import bench_jitter
+
+    args = bench_jitter.parse_args(["--ranks", str(num_ranks)])
+    assert args.experts == wanted
+    assert (args.tokens, args.replays) == ([8, 32, 128], 10_000)
+    assert bench_jitter.num_steps(args) == 12
+    assert bench_jitter.parse_args(["--ranks", str(num_ranks), "--experts", str(num_ranks), "--quick"]).experts == [num_ranks]
+
+
+def test_the_two_quantiles_are_those_of_the_times():
+    import numpy as np
+
+    from deepep_rt import bench_jitter
+
+    row = bench_jitter.row_of(256, 8, np.array([*range(1, 100), 1000], np.float64))
+    assert (row.steps, row.p50_us, row.max_us) == (100, 50.5, 1000.0)
+    assert row.p99_us == pytest.approx(np.percentile([*range(1, 100), 1000], 99))

@@ -1,0 +1,247 @@
+"""The benchmark runs without a GPU, and what it writes can be read back and compared."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from launch import python_on
+from paths import ROOT
+from without import without
+
+pytest.importorskip("rich")
+
+from deepep_rt import bench_report as report
+from deepep_rt.bench_ranks import make_room
+from deepep_rt.bench_references import Pair, Point, caution, compare, load
+from deepep_rt.bench_results import Row, Sizes, read, throughput_rows
+from deepep_rt.errors import EPConfigError
+
+PEERS = ROOT / "bench/reference/h200x8_peers.json"
+WORKS = {f"dispatch_{dtype}_{routing}" for dtype in ("bf16", "fp8") for routing in ("unknown", "known", "worst")} | {
+    "combine_bf16"
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run at tiny sizes, but for 4096 tokens, which the reference has figures for: (what it printed, its result file)."""
+    file = tmp_path_factory.mktemp("bench") / "result.json"
+    sizes = ["--quick", "--tokens", "16,4096", "--hidden", "128", "--experts", "16", "--sms", "24,64"]
+    return launch("throughput.py", *sizes, "--json", str(file), "--compare", str(PEERS)), file
+
+
+def launch(program, *options, status=0):
+    """Run a benchmark on 2 ranks without GPUs; what it printed, or, where it is to fail, to standard error."""
+    words = python_on(2, f"bench/{program}", "--backend", "host", *options)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    assert done.returncode == status, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stderr if status else done.stdout
+
+
+@pytest.mark.parametrize("program", ["throughput.py", "low_latency.py"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "."], ". cannot be written: it is a folder; choose another file with --json"),
+        (["--json", "pyproject.toml/result.json"], "choose another file with --json"),
+        (["--compare", "missing.json"], "missing.json cannot be read"),
+        (["--experts", "7"], "num_experts=7"),
+    ],
+)
+def test_errors_are_explained_once_and_before_anything_is_measured(program, options, message):
+    error = launch(program, *options, status=1)  # at full size: it would take minutes
+    assert error.startswith("error: ")
+    assert error.count("error: ") == 1
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_room_that_cannot_be_made(tmp_path):
+    tmp_path.chmod(0o500)
+    for path, is_file in ((tmp_path, False), (tmp_path / "new", False), (tmp_path / "result.json", True)):
+        with pytest.raises(EPConfigError, match=r"cannot be written.*with --there"):
+            make_room(None, path, "--there", is_file=is_file)
+    tmp_path.chmod(0o700)
+
+
+def test_room_is_made(tmp_path):
+    for _ in range(2):
+        make_room(None, tmp_path / "new" / "folder", "--out")
+        make_room(None, tmp_path / "other" / "result.json", "--json", is_file=True)
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {"new", "new/folder", "other"}
+
+
+def test_low_latency(tmp_path):
+    file = tmp_path / "result.json"
+    sizes = ["--tokens", "1,8", "--hidden", "128", "--experts", "16"]
+    printed = launch("low_latency.py", *sizes, "--json", str(file), "--compare", str(PEERS))
+    assert "27.7" in printed, "DeepEP V1 with one token"
+    assert "V2" not in printed, "it has no such figures"
+    result = json.loads(file.read_text())
+    assert [row["tokens"] for row in result["rows"]] == [1, 8]
+    for row in result["rows"]:
+        assert min(row["call_us"], row["host_dispatch_us"], row["host_combine_us"]) > 0
+        assert row["graph_both_us"] is None, "no graphs without a GPU"
+    for name in ("date", "commit", "versions", "boundary", "machine", "settings", "low_latency_sms"):
+        assert result[name], name
+
+
+def test_result_file(run):
+    result = json.loads(run[1].read_text())
+    assert {(row["work"], row["tokens"], row["sms"]) for row in result["rows"]} == {
+        (work, tokens, sms) for work in WORKS for tokens in (16, 4096) for sms in (24, 64)
+    }
+    for row in result["rows"]:
+        assert row["us"] > 0
+        assert row["gb_s"] > row["remote_gb_s"] > 0
+        assert (row["host_us"] is None) == row["work"].endswith("unknown")
+    assert result["copy_ceiling_gb_s"]["used"] == max(result["copy_ceiling_gb_s"]["by_sms"].values()) > 0
+    assert result["num_ranks"] == 2
+    for name in ("date", "commit", "versions", "boundary", "byte_formula", "machine", "settings"):
+        assert result[name], name
+
+
+def test_bytes_are_received_rows_times_row_bytes(run):
+    rows = json.loads(run[1].read_text())["rows"]
+    found = {row["work"]: row["gb_s"] * 1e3 * row["us"] for row in rows if row["tokens"] == 16 and row["sms"] == 24}
+    row_bytes = {work: 128 + 4 if "fp8" in work else 256 for work in WORKS}
+    num_rows = {round(found[work] / row_bytes[work], 6) for work in WORKS}
+    assert len(num_rows) == 1
+    assert 16 < num_rows.pop() <= 32  # top-8 of 16 experts: most tokens go to both ranks
+
+
+def test_table_and_comparison_are_printed(run):
+    printed = run[0]
+    assert "% of ceiling" in printed
+    assert "compared with DeepEP V1" in printed
+    assert "compared with DeepEP V2" in printed
+    assert "best" in printed
+
+
+def test_peer_figures():
+    first, second, _ = load(PEERS)
+    assert "H200" in first.where
+    assert first.name.startswith("DeepEP V1")
+    assert first.throughput["dispatch_bf16_known", 4096, 24].us == 1001.9
+    assert first.throughput["dispatch_bf16_unknown", 8192, 24].us == 2029.9
+    assert first.low_latency["both_fp8", 1] == 27.7
+    assert first.low_latency["dispatch_bf16", 128] == 61.9
+    assert second.throughput
+    assert not second.low_latency
+    assert not any(reference.throughput for reference in load(PEERS)[2:])  # another kind of figure
+
+
+def test_references_that_leave_the_problem_to_their_text(tmp_path):
+    """As they are handed around, without the keys that our copy has besides."""
+    found = json.loads(PEERS.read_text())
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps({name: value for name, value in found.items() if name not in ("num_ranks", "settings")}))
+    assert load(plain) == load(PEERS)
+    found["num_ranks"] = 4
+    plain.write_text(json.dumps(found))
+    assert load(plain)[0].sizes == (4, 7168, 8, 256)
+
+
+def test_expected_rows_are_those_that_were_counted():
+    """The file of references says how many rows came; our results say it through bytes and times."""
+    sizes = load(PEERS)[0].sizes
+    assert round(8 * sizes.rows_per_peer(4096)) == pytest.approx(21673, abs=20)
+    for path in sorted((ROOT / "bench/results").glob("*.json")):
+        result = read(path)
+        for row in throughput_rows(result):
+            expected = Sizes.of(result).remote_bytes(row.work, row.tokens)
+            assert row.remote_gb_s * row.us * 1e3 == pytest.approx(expected, rel=0.01)
+
+
+def test_bandwidth_of_references_comes_from_their_own_sizes():
+    reference = load(PEERS)[0]
+    point = reference.throughput["combine_bf16", 4096, 24]
+    assert point.remote_gb_s == pytest.approx(21673 * 7 / 8 * 2 * 7168 / 957.4 / 1e3, rel=0.002)
+
+
+def test_other_problems_are_named():
+    sizes = load(PEERS)[0].sizes
+    assert caution(sizes, load(PEERS)[0]) == ""
+    assert "ranks 8 (here 4)" in caution(sizes._replace(num_ranks=4), load(PEERS)[0])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"work": 1}]}', '{"rows": []}', '{"systems": {}}'])
+def test_other_files_are_refused(tmp_path, text):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    for reader in (load, read):
+        with pytest.raises(EPConfigError, match=r"other\.json"):
+            reader(file)
+
+
+def test_compare_pairs_equal_work_and_the_best():
+    def row(sms, us):
+        return Row("combine_bf16", 4096, sms, us, 1.0, 1.0)
+
+    theirs = {("combine_bf16", 4096, 24): Point(990.0, 1.0), ("combine_bf16", 4096, 64): Point(960.0, 1.0)}
+    first, best = compare([row(24, 900.0), row(32, 800.0)], theirs)
+    assert first == ("combine_bf16", 4096, 24, (900.0, 1.0), (990.0, 1.0))
+    assert best == ("combine_bf16", 4096, "best", (800.0, 1.0), (960.0, 1.0))
+    assert (first.ratio(same_problem=True), best.ratio(same_problem=True)) == ("1.10", "1.20")
+    assert compare([row(24, 900.0)], {("combine_bf16", 8192, 24): Point(1.0, 1.0)}) == []
+
+
+def test_other_problems_compare_by_bandwidth(capsys):
+    """4 ranks send fewer rows than 8: their times say nothing about each other."""
+    ours, theirs = Point(500.0, 300.0), Point(1000.0, 250.0)
+    pair = Pair("combine_bf16", 4096, 24, ours, theirs)
+    assert pair.ratio(same_problem=False) == "1.20"
+    assert pair._replace(theirs=Point(1000.0, 0.0)).ratio(same_problem=False) == "-"
+    result = read(ROOT / "bench/results/h200x4_2026-11-22.json")
+    report.print_result(result, load(PEERS))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of remote bandwidth" in printed
+    assert "ranks 8 (here 4)" in printed
+
+
+@pytest.mark.parametrize("columns", [79, 120, 200])
+def test_no_column_head_is_cut(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in ("h200x4_2026-11-22", "h200x4_2026-11-22_low_latency"):
+        result = read(ROOT / f"bench/results/{name}.json")
+        report.print_result(result, [*load(PEERS), *load(ROOT / f"bench/results/{name}.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "…" in line]
+    assert max(map(len, lines)) <= columns
+    assert not [line for line in lines if line.startswith("│") and not line.endswith("│")]
+    words = " ".join(lines).split()
+    for head in ("remote", "ceiling", "their", "DeepEP", "V1", "D+C", "one", "C", "recv", "p99"):
+        assert head in words
+
+
+def test_one_rank_sends_nothing_to_others(capsys):
+    result = read(ROOT / "bench/results/h200x4_2026-11-22.json")
+    report.print_result(result)
+    assert "345.8 GB/s remote" in " ".join(capsys.readouterr().out.split())
+    report.print_result({**result, "num_ranks": 1})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "345.8 GB/s within the one rank" in printed
+    assert "345.8 GB/s remote" not in printed
+
+
+@pytest.mark.parametrize("program", ["throughput.py", "low_latency.py"])
+def test_a_missing_library_is_named(program, tmp_path):
+    environment = {**os.environ, **without(tmp_path, "rich")}
+    words = [sys.executable, f"bench/{program}", "--backend", "host", "--quick"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "the benchmarks need rich, which is not installed; pip install 'deepep_rt[bench]'\n"
+
+
+def test_a_result_compares_with_itself(run, capsys):
+    (reference,) = load(run[1])
+    result = read(run[1])
+    rows = throughput_rows(result)
+    pairs = compare(rows, reference.throughput)
+    assert len(pairs) == len(rows) + 2 * len(WORKS)
+    assert all(pair.ours == pair.theirs for pair in pairs)
+    report.print_result(result, [reference])
+    assert "1.00" in capsys.readouterr().out

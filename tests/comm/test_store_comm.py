@@ -1,0 +1,394 @@
+"""Ranks that find each other in a store: the checks of the host backend over it, and processes that mpirun did not start."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import environment, run_checks, run_without_mpirun
+from memory_store import Store, on_all
+from ports import free_port
+
+from deepep_rt import Buffer, EPUnavailableError
+from deepep_rt.config import Config
+from deepep_rt.store_comm import StoreCommunicator, _host
+from deepep_rt.store_values import pack, unpack
+from deepep_rt.together import AllOrNone, LastWords
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+@pytest.fixture
+def ranks() -> list[StoreCommunicator]:
+    store = Store()
+    return [StoreCommunicator(store, "test", rank, 3) for rank in range(3)]
+
+
+def test_collectives(ranks: list[StoreCommunicator]) -> None:
+    for number in range(20):
+        assert (
+            on_all(ranks, lambda comm, number=number: comm.allgather((number, comm.Get_rank())))
+            == [[(number, rank) for rank in range(3)]] * 3
+        )
+        assert on_all(ranks, lambda comm, number=number: comm.bcast(number + comm.Get_rank(), root=2)) == [number + 2] * 3
+    arrays = [np.full(4, rank, np.int8) for rank in range(3)]
+    on_all(ranks, lambda comm: comm.Bcast(arrays[comm.Get_rank()], root=1))
+    assert all((array == 1).all() for array in arrays)
+    assert len(ranks[0]._store.held) == 3, "all but the last keys went"
+
+
+def test_messages(ranks: list[StoreCommunicator]) -> None:
+    a, b, _ = ranks
+    for number in range(3):
+        a.isend(number, 1, tag=7)
+    a.send_parts([np.arange(3), np.ones((2, 2), np.float32)], 1, tag=8)
+    assert not b.iprobe(2, 7)
+    for number in range(3):
+        assert b.iprobe(0, 7)
+        assert b.recv(source=0, tag=7) == number
+    assert not b.iprobe(0, 7)
+    parts = [np.zeros(3, np.int64), np.zeros((2, 2), np.float32)]
+    late = b.Irecv(np.zeros(1, np.int64), 2, tag=8)
+    assert not late.Test()
+    assert b.receive_parts(parts, 0, tag=8).Test()
+    assert (parts[0] == np.arange(3)).all()
+    assert (parts[1] == 1).all()
+    assert not a._store.held, "who receives cleans up"
+
+
+def test_a_receive_that_was_cancelled_takes_nothing(ranks: list[StoreCommunicator]) -> None:
+    a, b, _ = ranks
+    first, second = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    given_up = b.Irecv(first, 0, tag=1)
+    given_up.Cancel()
+    a.Isend(np.array([5]), 1, tag=1)
+    assert given_up.Test()
+    assert b.Irecv(second, 0, tag=1).Test()
+    assert (first[0], second[0]) == (0, 5)
+
+
+def test_duplicates_share_nothing(ranks: list[StoreCommunicator]) -> None:
+    a, b, _ = ranks
+    one, other = a.Dup(), a.Dup()
+    one.isend("one", 1, tag=1)
+    other.isend("other", 1, tag=1)
+    assert a.begin_own()[0] is a.begin_own()[0] is not a
+    assert not b.iprobe(0, 1)
+    assert [b.Dup().recv(0, 1), b.Dup().recv(0, 1)] == ["one", "other"]
+
+
+def test_a_collective_that_some_gave_up_is_found_by_who_comes_late(ranks: list[StoreCommunicator]) -> None:
+    early, late = ranks[:2], ranks[2]
+    for number in range(3):
+        for comm in early:
+            assert not comm.Iallgather(np.array([number]), np.zeros((3, 1), np.int64)).Test()
+    for number in range(3):
+        heard = np.zeros((3, 1), np.int64)
+        assert late.Iallgather(np.array([9]), heard).Test()
+        assert heard.tolist() == [[number], [number], [9]]
+
+
+def test_a_store_that_is_gone(ranks: list[StoreCommunicator]) -> None:
+    ranks[0]._store.fails = True
+    with pytest.raises(EPUnavailableError, match=r"does not answer \(Connection reset by peer\)"):
+        ranks[0].allgather(1)
+    ranks[0].Free()  # whoever held it has seen all others there
+    ranks[0].leave()
+    assert not AllOrNone(ranks[0]).holds(True, "free memory", 5.0)
+
+
+def test_who_frees_waits_for_the_others(ranks: list[StoreCommunicator]) -> None:
+    gone = []
+    first = threading.Thread(target=lambda: (ranks[0].Free(), gone.append(0)))
+    first.start()
+    first.join(0.3)
+    assert not gone
+    on_all(ranks[1:], lambda comm: comm.Free())
+    first.join(5)
+    assert gone == [0]
+
+
+def test_messages_of_any_size(ranks: list[StoreCommunicator]) -> None:
+    sent = np.random.default_rng(1).integers(0, 255, 20 << 20, np.uint8)
+    for size in (0, 1, 4 << 20, sent.nbytes):
+        heard = np.zeros(size, np.uint8)
+        ranks[0].Isend(sent[:size], 1, tag=1)
+        assert ranks[1].Irecv(heard, 0, tag=1).Test()
+        assert (heard == sent[:size]).all()
+    assert not ranks[0]._store.held
+    outgoing = [np.arange(3)[:, None] + 10 * rank for rank in range(3)]
+    incoming = [np.zeros((3, 1), int) for _ in range(3)]
+    on_all(ranks, lambda comm: comm.Alltoall(outgoing[comm.Get_rank()], incoming[comm.Get_rank()]))
+    assert [array[:, 0].tolist() for array in incoming] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+
+
+def test_who_keeps_a_store_alive() -> None:
+    """Its duplicates do, so that nobody ends it while it is used; those that last as long as the process do not."""
+    owned = Store()
+    known = weakref.ref(owned)
+    comm = StoreCommunicator(Store(), "test", 0, 1, kept=owned)
+    made, lasting = comm.Dup(), comm.lasting()
+    del owned, comm
+    assert known() is not None
+    del made
+    assert known() is None
+    assert lasting.allgather(1) == [1]
+
+
+def test_hosts_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr("deepep_rt.store_comm.Path", lambda name: boot)
+    names = [_host()]  # containers may hide the file
+    for text in ("a", "b", "b"):
+        boot.write_text(text)
+        names.append(_host())
+    assert len(set(names)) == 3
+    assert names[2] == names[3]
+
+
+class Trap:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("way", ["allgather", "bcast", "recv"])
+def test_what_strangers_write_is_not_run(ranks: list[StoreCommunicator], tmp_path: Path, way: str) -> None:
+    """Whoever reaches the store's port can write to it."""
+    a, b, c = ranks
+    data = pickle.dumps(Trap(tmp_path / "made"))
+    if way == "recv":
+        b.isend("text", 0, tag=1)
+        a._store.held["test/1>0/1/0/0"] = data
+        action = lambda: a.recv(source=1, tag=1)  # noqa: E731
+    else:
+        for comm in (b, c):
+            comm._start_allgather("text")
+        a._store.held["test/all/1/1"] = data
+        action = lambda: getattr(a, way)("text")  # noqa: E731
+    with pytest.raises(
+        EPUnavailableError, match=r"rank 0: the store .* holds something under test/.* that no rank of this Buffer"
+    ):
+        action()
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"5", b'"text"', b'{"array": ["<i8", [3], "AAAAAAAAAAA="]}', pack(np.zeros((5, 5)))])
+def test_collectives_of_arrays_take_nothing_else(ranks: list[StoreCommunicator], data: bytes) -> None:
+    a, b, c = ranks
+    for comm in (b, c):
+        comm.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))
+    a._store.held["test/all/1/1"] = data
+    with pytest.raises(EPUnavailableError, match="no rank of this Buffer wrote"):
+        a.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64)).Test()
+
+
+@pytest.mark.parametrize("pieces", [b"x", b"", b"-1", b"0"])
+def test_messages_of_another_length_are_refused(ranks: list[StoreCommunicator], pieces: bytes) -> None:
+    a, b, _ = ranks
+    b.Isend(np.zeros(3), 0, tag=1)
+    a._store.held["test/1>0/1/0"] = pieces
+    with pytest.raises(EPUnavailableError, match="no rank of this Buffer wrote"):
+        a.Irecv(np.zeros(3), 1, tag=1).Test()
+    c, d = ranks[1:]
+    d.Isend(np.zeros(4), 1, tag=2)
+    with pytest.raises(EPUnavailableError, match="no rank of this Buffer wrote"):
+        c.Irecv(np.zeros(3), 2, tag=2).Test()
+
+
+VALUES = [
+    None, True, 0, -(2**70), 1.5, float("inf"), "text \U0001f600 \x1b", b"\x00\xff", (), [], {}, ((1, (2,)), ["a", b"b"]),
+    {"a": (1, None), "b": {"c": [1.0]}}, {1: "one"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    found = unpack(pack(value))
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "<i8", ">i8", "f2", "f4", "f8"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3)])
+def test_arrays_come_back_as_they_were(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, dtype)
+    found = unpack(pack(array))
+    assert (found.dtype, found.shape, found.flags.writeable) == (array.dtype, shape, True)
+    assert (found == array).all()
+    assert unpack(pack(np.float32(0.5))) == 0.5
+    with pytest.raises(TypeError, match="value is a object"):
+        pack({"a": object()})
+    with pytest.raises(TypeError, match="value is a ndarray"):
+        pack(np.array([object()]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\xff", b"{", b"[" * 200_000, b"{}", b'{"a": 1, "b": 2}', b'{"other": []}', b'{"tuple": 3}', b'{"tuple": null}',
+        b'{"dict": [1]}', b'{"dict": [[1, 2, 3]]}', b'{"dict": [[[], 1]]}', b'{"dict": {}}', b'{"bytes": 1}', b'{"bytes": "a"}',
+        b'{"bytes": "\xc3\xa9"}', b'{"array": []}', b'{"array": ["O", [1], ""]}', b'{"array": ["|O8", [1], "AAAAAAAAAAA="]}',
+        b'{"array": ["<i8", [-1], ""]}', b'{"array": ["<i8", 1, ""]}', b'{"array": ["<i8", [1.0], ""]}', b'{"array": ["<i8", [1], 2]}',
+        b'{"array": ["<i8", [1], "AA=="]}', b'{"array": ["<i8", [true], "AAAAAAAAAAA="]}', b'{"array": [["<i8"], [0], ""]}',
+        b'{"array": ["<i8", [4294967296, 4294967296, 4294967296], ""]}', b"9" * 5000,
+    ],
+    ids=lambda data: repr(data[:40]),
+)  # fmt: skip
+def test_bytes_that_are_no_value(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        unpack(data)
+
+
+@pytest.mark.parametrize("rounds", [1, 10])
+def test_nothing_is_left_of_communicators_that_were_freed(ranks: list[StoreCommunicator], rounds: int) -> None:
+    def use(comm: StoreCommunicator) -> None:
+        for _ in range(rounds):
+            made = comm.Dup()
+            made.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))  # and given up
+            made.allgather(1)
+            made.Free()
+            comm.allgather(1)
+
+    on_all(ranks, use)
+    assert len(ranks[0]._store.held) == 3
+
+
+def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
+    ranks[0].leave()
+    start = time.monotonic()
+    on_all(ranks[1:], lambda comm: comm.Free())
+    assert time.monotonic() - start < 1
+
+
+def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=5.0, backend="host")
+    made = on_all(ranks, lambda comm: Buffer(comm, **sizes))
+    start = time.monotonic()
+    made[0].destroy(in_touch=False)
+    on_all(ranks[1:], lambda comm: made[comm.Get_rank()].destroy())
+    assert time.monotonic() - start < 1
+
+
+def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicator]) -> None:
+    words = [LastWords(comm) for comm in ranks]
+    heard: list[int] = []
+
+    def listen(i: int) -> None:
+        end = time.monotonic() + 5
+        while time.monotonic() < end and not heard:
+            heard.extend(words[i].gone())
+            time.sleep(0.01)
+
+    listeners = [threading.Thread(target=listen, args=(i,)) for i in (1, 2)]
+    for listener in listeners:
+        listener.start()
+    start = time.monotonic()
+    words[0].say(KeyError("mine"))
+    assert not any("/3/" in key for key in ranks[0]._store.held), "all have heard it"
+    assert time.monotonic() - start < 0.9
+    for listener in listeners:
+        listener.join()
+    assert heard
+    words[1].say(KeyError("nobody listens"))
+    assert 0.9 < time.monotonic() - start < 4
+
+
+def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepep_rt.together._GRACE_S", 60.0)
+    words = [LastWords(comm) for comm in ranks]
+    speaker = threading.Thread(target=words[0].say, args=(KeyError("mine " * 50),))
+    speaker.start()
+    while not words[1]._heard:
+        assert words[1].gone() == []
+    time.sleep(0.01)
+    assert words[1].gone() == []
+    monkeypatch.setattr("deepep_rt.together._GRACE_S", 0.0)
+    assert words[1].gone() == [0]
+    assert "mine " * 50 in str(words[1].error(0, "rows")), "and all of it is told"
+    speaker.join()
+
+
+def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is told as well; and where time-outs mask, Buffers go on."""
+    pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+    from deepep_rt import driver
+    from deepep_rt.watch import Watch
+
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(driver, "write_beside", lambda ptr, value: told.append((ptr, value)))
+    page: Any = SimpleNamespace(check_peers=lambda: None)
+    config = Config(3, 8, 64, 2, 12, low_latency=True, timeout_s=5.0)
+    ranks[0]._store.fails = True
+    Watch(ranks[0], replace(config, on_timeout="mask"), page, 1 << 20).listen()
+    watch = Watch(ranks[0], config, page, 1 << 20)
+    for _ in range(2):
+        with pytest.raises(EPUnavailableError, match="does not answer"):
+            watch.listen() if not told else watch.check_peers()
+    assert watch.is_broken
+    assert [value for _, value in told] == [1]
+
+
+@needs_torch
+@pytest.mark.parametrize(("program", "num_ranks"), [("dispatch", 3), ("bad_calls", 2), ("buffers", 3), ("low_latency", 2)])
+def test_checks_of_the_host_backend(program: str, num_ranks: int) -> None:
+    run_checks(num_ranks, program, "--store")
+
+
+@needs_torch
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_processes_that_were_spawned(num_ranks: int) -> None:
+    """In the middle of a program that mpirun did start: its variables are not those of the processes."""
+    assert "all passed" in run_without_mpirun("host", str(num_ranks), PMI_RANK="0", PMI_SIZE="1")
+
+
+@needs_torch
+def test_processes_of_torchrun() -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert "all passed" in run_without_mpirun("host", launcher=launcher, PMI_RANK="0", PMI_SIZE="1")
+
+
+@needs_torch
+def test_the_rank_that_holds_the_store_ends_by_an_error() -> None:
+    """The others are told why, although the store ends with it."""
+    code = """
+import sys, torch, torch.distributed as dist
+from deepep_rt import Buffer
+from deepep_rt.torch import communicator
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], rank=rank, world_size=2)
+with Buffer(communicator(), num_max_tokens_per_rank=4, hidden=64, num_topk=1, num_experts=2, backend="host") as buffer:
+    if rank == 0:
+        raise KeyError("mine")
+    buffer.dispatch(torch.ones(4, 64).bfloat16(), torch.zeros(4, 1, dtype=torch.int64))
+"""
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), port],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=90)[0] for process in started]
+    assert "KeyError: 'mine'" in outputs[0]
+    assert "rank 1 waits for rank 0 in vain" in outputs[1], outputs[1]
+    assert "KeyError: 'mine'" in outputs[1]

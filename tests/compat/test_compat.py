@@ -1,0 +1,525 @@
+"""deepep_rt.compat: DeepEP V1's interface, name by name, and a program in its style on the host backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launch import run_checks
+from paths import ROOT
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+EMPTY = inspect.Parameter.empty
+# DeepEP 1.2.1: names in order, with their defaults.
+SIGNATURES = {
+    "Buffer.__init__": {
+        "group": EMPTY,
+        "num_nvl_bytes": 0,
+        "num_rdma_bytes": 0,
+        "low_latency_mode": False,
+        "num_qps_per_rank": 24,
+        "allow_nvlink_for_low_latency_mode": True,
+        "allow_mnnvl": False,
+        "use_fabric": False,
+        "explicitly_destroy": False,
+        "enable_shrink": False,
+        "comm": None,
+    },
+    "Buffer.destroy": {},
+    "Buffer.is_sm90_compiled": {},
+    "Buffer.set_num_sms": {"new_num_sms": EMPTY},
+    "Buffer.capture": {},
+    "Buffer.get_low_latency_rdma_size_hint": {
+        "num_max_dispatch_tokens_per_rank": EMPTY,
+        "hidden": EMPTY,
+        "num_ranks": EMPTY,
+        "num_experts": EMPTY,
+    },
+    "Buffer.get_comm_stream": {},
+    "Buffer.get_local_buffer_tensor": {"dtype": EMPTY, "size": None, "offset": 0, "use_rdma_buffer": False},
+    "Buffer.get_dispatch_config": {"num_ranks": EMPTY},
+    "Buffer.get_combine_config": {"num_ranks": EMPTY},
+    "Buffer.get_dispatch_layout": {
+        "topk_idx": EMPTY,
+        "num_experts": EMPTY,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.dispatch": {
+        "x": EMPTY,
+        "handle": None,
+        "num_tokens_per_rank": None,
+        "num_tokens_per_rdma_rank": None,
+        "is_token_in_rank": None,
+        "num_tokens_per_expert": None,
+        "topk_idx": None,
+        "topk_weights": None,
+        "expert_alignment": 1,
+        "num_worst_tokens": 0,
+        "config": None,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.combine": {
+        "x": EMPTY,
+        "handle": EMPTY,
+        "topk_weights": None,
+        "bias": None,
+        "config": None,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.clean_low_latency_buffer": {"num_max_dispatch_tokens_per_rank": EMPTY, "hidden": EMPTY, "num_experts": EMPTY},
+    "Buffer.low_latency_dispatch": {
+        "x": EMPTY,
+        "topk_idx": EMPTY,
+        "num_max_dispatch_tokens_per_rank": EMPTY,
+        "num_experts": EMPTY,
+        "cumulative_local_expert_recv_stats": None,
+        "dispatch_wait_recv_cost_stats": None,
+        "use_fp8": True,
+        "round_scale": False,
+        "use_ue8m0": False,
+        "async_finish": False,
+        "return_recv_hook": False,
+    },
+    "Buffer.low_latency_combine": {
+        "x": EMPTY,
+        "topk_idx": EMPTY,
+        "topk_weights": EMPTY,
+        "handle": EMPTY,
+        "use_logfmt": False,
+        "zero_copy": False,
+        "async_finish": False,
+        "return_recv_hook": False,
+        "out": None,
+        "combine_wait_recv_cost_stats": None,
+    },
+    "Buffer.low_latency_update_mask_buffer": {"rank_to_mask": EMPTY, "mask": False},
+    "Buffer.low_latency_query_mask_buffer": {"mask_status": EMPTY},
+    "Buffer.low_latency_clean_mask_buffer": {},
+    "Buffer.get_next_low_latency_combine_buffer": {"handle": EMPTY},
+    "Config.__init__": {
+        "num_sms": 20,
+        "num_max_nvl_chunked_send_tokens": 6,
+        "num_max_nvl_chunked_recv_tokens": 256,
+        "num_max_rdma_chunked_send_tokens": 6,
+        "num_max_rdma_chunked_recv_tokens": 256,
+    },
+    "Config.get_nvl_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
+    "Config.get_rdma_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
+    "EventHandle.__init__": {},
+    "EventHandle.current_stream_wait": {},
+    "EventOverlap.__init__": {"event": None, "extra_tensors": None},
+    "EventOverlap.current_stream_wait": {},
+}
+STATIC = {
+    "is_sm90_compiled",
+    "set_num_sms",
+    "capture",
+    "get_low_latency_rdma_size_hint",
+    "get_dispatch_config",
+    "get_combine_config",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    from deepep_rt import compat
+
+    owner, method = name.split(".")
+    found = inspect.getattr_static(getattr(compat, owner), method)
+    assert isinstance(found, staticmethod) == (method in STATIC)
+    parameters = {p.name: p.default for p in inspect.signature(getattr(getattr(compat, owner), method)).parameters.values()}
+    parameters.pop("self", None)
+    assert list(parameters.items()) == list(SIGNATURES[name].items())
+
+
+def test_every_public_name_is_in_the_table() -> None:
+    from deepep_rt import compat
+
+    names = {"Buffer", "Config", "EventHandle", "EventOverlap", "check_nvlink_connections", "install", "shim_path", "topk_idx_t"}
+    assert set(compat.__all__) == names
+    public = {
+        name for name in dir(compat.Buffer) if not name.startswith("_") and name not in ("num_sms", "num_slots", "copies_results")
+    }
+    assert public - {"check", "internode_dispatch", "internode_combine", "runtime"} == {
+        name.split(".")[1] for name in SIGNATURES if name.startswith("Buffer.") and "__" not in name
+    }
+
+
+IMPORTS = """
+import importlib.metadata
+import importlib.util
+import deep_ep, deep_ep_cpp
+from deep_ep import Buffer
+from deep_ep.buffer import Buffer as Same
+from deep_ep.buffers.legacy import Buffer as Legacy
+from deep_ep.utils import EventHandle, EventOverlap
+from deep_ep.utils.envs import check_nvlink_connections
+from deep_ep.utils.event import EventOverlap as SameOverlap
+from deep_ep_cpp import get_low_latency_rdma_size_hint, is_sm90_compiled
+from deep_ep import utils
+import deep_ep.buffer as buffer
+import deep_ep.utils
+from deepep_rt import EPUnavailableError, compat
+assert buffer.Buffer is Buffer and deep_ep.utils.EventOverlap is utils.EventOverlap is EventOverlap is SameOverlap
+assert deep_ep.Buffer is Buffer is Same is Legacy is compat.Buffer and deep_ep_cpp.Config is compat.Config
+assert is_sm90_compiled() == Buffer.is_sm90_compiled() and get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 0
+assert utils.check_nvlink_connections is check_nvlink_connections and check_nvlink_connections(None) is None
+assert importlib.util.find_spec("deep_ep").origin == deep_ep.__file__
+for module, name in ((deep_ep, "ElasticBuffer"), (deep_ep_cpp, "HybridEPBuffer"), (utils, "init_dist"), (buffer, "FuseMode")):
+    try:
+        getattr(module, name)
+    except EPUnavailableError as error:
+        assert name in str(error) and not hasattr(module, name)
+try:
+    from deep_ep import HybridEPBuffer
+except ImportError:
+    print(deep_ep.__version__, importlib.metadata.version("deep_ep"))
+"""
+
+
+def test_programs_that_import_deepep_by_themselves() -> None:
+    code = """
+from deepep_rt import compat
+compat.install()
+compat.install()
+"""
+    assert _python(code + IMPORTS) == "1.2.1 1.2.1"
+    refused = """
+import sys, types
+sys.modules["deep_ep"] = types.ModuleType("deep_ep")
+from deepep_rt import EPUnavailableError, compat
+try:
+    compat.install()
+except EPUnavailableError as error:
+    print(error)
+"""
+    assert _python(refused) == "deep_ep was imported before, and is not this library; call install() first of all"
+
+
+def test_processes_that_programs_start(tmp_path: Path) -> None:
+    """Those of multiprocessing look where their parent does; others, such as `vllm serve` or Ray's workers, at PYTHONPATH."""
+    pytest.importorskip("typer", reason="comes with deepep_rt[cli]")
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    (tmp_path / "parent.py").write_text("""
+import multiprocessing
+import runpy
+if __name__ == "__main__":
+    from deepep_rt import compat
+    compat.install()
+    child = multiprocessing.get_context("spawn").Process(target=runpy.run_path, args=("imports.py",))
+    child.start()
+    child.join()
+    raise SystemExit(child.exitcode)
+""")
+    folder = _python("import sys; from deepep_rt.cli import run; run(['shim-path'])")
+    (tmp_path / "link").symlink_to(folder)
+    after = "from deepep_rt import compat; import deep_ep; compat.install(); print(deep_ep.__version__)"
+    assert _python("import sys; sys.path.insert(0, sys.argv[1]); " + after, str(tmp_path / "link")) == "1.2.1"
+    paths = {
+        name: os.pathsep.join([*more, os.environ.get("PYTHONPATH", "")]) for name, more in (("parent", []), ("imports", [folder]))
+    }
+    for program, path in paths.items():
+        words, environment = [sys.executable, f"{program}.py"], {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.stdout, done.returncode) == ("1.2.1 1.2.1\n", 0), done.stderr
+
+
+def test_deepep_itself_stays_what_it_is(tmp_path: Path) -> None:
+    """Unless somebody asks for this library."""
+    (tmp_path / "deep_ep.py").write_text("__version__ = 'theirs'")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import deepep_rt.compat; {}import deep_ep; print(deep_ep.__version__)"
+    for asked, version in (("", "theirs"), ("deepep_rt.compat.install(); ", "1.2.1")):
+        assert _python(code.format(asked), str(tmp_path)) == version
+
+
+@pytest.mark.parametrize("name", ["ElasticBuffer", "HybridEPBuffer", "utils"])
+def test_names_that_are_not_here_say_so(name: str) -> None:
+    from deepep_rt import EPUnavailableError, compat
+
+    assert not hasattr(compat, name)
+    assert getattr(compat, name, None) is None
+    with pytest.raises(AttributeError, match=rf"{name} is not a part of this library.*docs/coming-from-deepep\.md") as caught:
+        getattr(compat, name)
+    assert isinstance(caught.value, EPUnavailableError)
+    page = (ROOT / "docs/coming-from-deepep.md").read_text()
+    assert name in page
+
+
+def _python(code: str, *arguments: str) -> str:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_every_name_is_in_the_page_for_people_from_deepep() -> None:
+    page = (ROOT / "docs/coming-from-deepep.md").read_text()
+    names = {name.split(".")[1] for name in SIGNATURES if "__" not in name and "current_stream_wait" not in name}
+    names |= set(SIGNATURES["Buffer.__init__"]) | {
+        "internode_dispatch",
+        "internode_combine",
+        "runtime",
+        "EventOverlap",
+        "EventHandle",
+    }
+    assert [name for name in sorted(names) if name not in page] == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
+    """A Buffer of that many bytes does not grow for as many tokens, give or take what rounding and a wider top-k take."""
+    from deepep_rt import compat
+    from deepep_rt.compat_config import nvl_bytes
+
+    config = compat.Config(24, 6, 256)
+    hint = config.get_nvl_buffer_size_hint(2 * 7168, num_ranks)
+    room = [nvl_bytes(num_ranks, tokens, 7168, 8, 256, "bfloat16") for tokens in (3072 - 256, 3072 + 256)]
+    assert room[0] < hint < room[1]
+    assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
+
+
+@pytest.mark.parametrize("num_ranks", [9, 16, 72])
+def test_size_hints_of_more_ranks_than_a_host_holds(num_ranks: int) -> None:
+    """Programs ask before they know which mode they will use. A host holds up to 8 ranks, and all hosts hold as many."""
+    from deepep_rt import Buffer, compat
+
+    config = compat.Config()
+    assert config.get_nvl_buffer_size_hint(2 * 7168, num_ranks) == config.get_nvl_buffer_size_hint(2 * 7168, 8)
+    assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
+    sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=4 * num_ranks, low_latency=True)
+    with_network = Buffer.size_hint(num_ranks, **sizes, ranks_per_node=3 if num_ranks == 9 else 8)["total"]
+    assert compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 4 * num_ranks) == with_network
+
+
+def test_the_normal_mode_alone_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    from deepep_rt import EPUnavailableError, compat
+
+    monkeypatch.setattr(compat, "ranks_per_host", lambda ranks: 0)
+    with pytest.raises(EPUnavailableError, match=r"num_nvl_bytes=10000000 .* several hosts; expected 0.*low_latency_mode=True"):
+        compat.Buffer(None, int(1e7), comm=MPI.COMM_SELF)
+
+
+def test_settings() -> None:
+    import numpy as np
+    import torch
+
+    from deepep_rt import Buffer, EPConfigError, EPInputError, compat
+
+    assert compat.topk_idx_t is torch.int64
+    before = compat.Buffer.num_sms
+    try:
+        compat.Buffer.set_num_sms(16)
+        assert compat.Buffer.get_dispatch_config(8).num_sms == compat.Buffer.get_combine_config(1).num_sms == 16
+        compat.Buffer.set_num_sms(np.int64(16))
+        assert vars(compat.Buffer.get_dispatch_config(8))["num_sms"] == 16
+        for wrong in (15, 0, -2, 1026, "a", 2.0, True, None):
+            with pytest.raises(
+                EPInputError, match=f"new_num_sms={wrong!r}; expected a whole number from 2 to 1024, a multiple of 2"
+            ):
+                compat.Buffer.set_num_sms(wrong)
+        assert compat.Buffer.num_sms == 16
+    finally:
+        compat.Buffer.set_num_sms(before)
+    assert vars(compat.Config(24, 8, 128)) == {
+        "num_sms": 24,
+        "num_max_nvl_chunked_send_tokens": 8,
+        "num_max_nvl_chunked_recv_tokens": 128,
+        "num_max_rdma_chunked_send_tokens": 6,
+        "num_max_rdma_chunked_recv_tokens": 256,
+    }
+    with pytest.raises(EPConfigError, match="num_sms"):
+        compat.Config(0)
+    sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=256)
+    hint = compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    assert hint == Buffer.size_hint(8, **sizes, low_latency=True)["total"]
+    assert isinstance(compat.Buffer.is_sm90_compiled(), bool)
+
+
+@pytest.mark.parametrize("how", ["group", "comm"])
+def test_an_mpi_communicator(how: str) -> None:
+    import torch
+    from mpi4py import MPI
+
+    from deepep_rt import EPConfigError, compat
+
+    buffer = compat.Buffer(**{"group": None, how: MPI.COMM_SELF}, num_nvl_bytes=int(1e7))
+    try:
+        assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, MPI.COMM_SELF)
+        idx = torch.zeros((3, 2), dtype=torch.int64)
+        per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(idx, 4)
+        x, layout = torch.ones((3, 256)), (per_rank, None, goes, per_expert)
+        assert torch.equal(buffer.dispatch(x, None, *layout, idx)[0], x)
+    finally:
+        buffer.destroy()
+    with pytest.raises(EPConfigError, match="COMM_NULL"):
+        compat.Buffer(**{"group": None, how: MPI.COMM_NULL})
+
+
+def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from entries as kernels leave them in memory: in any order, some lost, and old ones after the last."""
+    import numpy as np
+    import torch
+
+    from deepep_rt import Buffer, compat_routing, layout, structs
+    from deepep_rt.config import Config
+
+    config = Config(num_ranks=3, num_max_tokens_per_rank=4, hidden=64, num_topk=2, num_experts=6, low_latency=True)
+    rows = config.num_max_recv_tokens  # of an expert; there are two
+    entries = np.zeros(rows, structs.LlEntry.dtype(config.constants()))
+    entries["row"], entries["source"], entries["token"] = 5, 2**31 - 1, 99  # what an earlier call left
+    places = [
+        (2, 3, (2, structs.LL_ELSEWHERE)),
+        (0, 1, (0, rows)),
+        (0, 2, (structs.LL_NO_ROOM, structs.LL_UNKNOWN)),
+        (2, 0, (1, rows + 1)),
+        (1, 3, (rows + 3, structs.LL_ELSEWHERE)),  # the row before it was lost
+    ]
+    for i, (source, token, row) in enumerate(places):
+        entries[i]["source"], entries[i]["token"], entries[i]["row"] = source, token, row
+    places_of = layout.low_latency_handle(config)
+    memory = np.full(places_of.num_bytes // 4, 77, np.int32)
+    memory[places_of.offsets["num_entries"] // 4] = len(places)
+    first = places_of.offsets["entries"] // 4
+    memory[first : first + entries.nbytes // 4] = entries.view(np.int32)
+
+    def slot_view(buffer: Buffer, slot: object, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(memory[offset // 4 :][: np.prod(shape)].reshape(shape))
+
+    monkeypatch.setattr(compat_routing, "_slot_view", slot_view)
+    buffer = SimpleNamespace(config=config, _site=SimpleNamespace(device=0))
+    tokens, ranges = compat_routing.expert_tables(buffer, SimpleNamespace(_routing=(None, None)))
+    assert tokens.tolist() == [[1, 0, 3] + [-1] * (rows - 3), [1, 0, -1, 3] + [-1] * (rows - 4)]
+    assert [[(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in expert] for expert in ranges] == [
+        [(0, 1), (0, 0), (1, 2)],
+        [(0, 1), (3, 1), (1, 1)],
+    ]
+
+
+def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call waits for what it is told to, and beside the caller's stream for the caller's work, unless it is told."""
+    import torch
+
+    from deepep_rt.compat_events import EventHandle, EventOverlap, Placement
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: str) -> None:
+            done.append((self.name, event))
+
+        def record_event(self) -> str:
+            return f"the work of the {self.name}"
+
+    done: list[tuple[str, str]] = []
+    caller, beside = Stream("caller"), Stream("side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: caller)
+    tensor = SimpleNamespace(is_cuda=True, record_stream=lambda stream: done.append((stream.name, "uses it")))
+    previous = EventOverlap(EventHandle())
+    previous.event.event = "an event"
+    for how, waits, event in (
+        ((), [], None),
+        ((previous,), [("caller", "an event")], None),
+        ((None, True), [("side", "the work of the caller")], "the work of the caller"),
+        ((previous, True), [("side", "an event")], "an event"),
+    ):
+        done.clear()
+        place = Placement(tensor, lambda: beside, *how)
+        assert (done, place.event) == (waits, event)
+        assert place.options == ({"async_finish": True, "stream": beside} if True in how else {})
+        done.clear()
+        place.share(tensor)
+        assert done == ([("side", "uses it"), ("caller", "uses it")] if True in how else [])
+
+
+def test_the_end_of_a_with_block_waits_for_its_event() -> None:
+    from deepep_rt.compat_events import EventOverlap
+
+    waits: list[str] = []
+    event = SimpleNamespace(current_stream_wait=lambda: waits.append("now"))
+    with EventOverlap(event):
+        assert waits == []
+    assert waits == ["now"]
+    with EventOverlap(None):
+        pass
+
+
+@pytest.mark.parametrize("lost", [[], [1]])
+def test_the_normal_mode_does_not_wait_for_ranks_that_are_lost(monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
+    from mpi4py import MPI
+
+    from deepep_rt import compat
+
+    said: list[bool] = []
+    buffer = compat.Buffer(None, int(1e7), low_latency_mode=True, enable_shrink=True, comm=MPI.COMM_SELF)
+    monkeypatch.setattr(buffer._low_latency, "masked_ranks", lambda: lost)
+    monkeypatch.setattr(buffer._normal, "destroy", lambda in_touch: said.append(in_touch))
+    buffer.destroy()
+    assert said == [not lost]
+
+
+def test_a_capture_makes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from deepep_rt import EPInputError
+    from deepep_rt.compat_memory import check_not_capturing
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check_not_capturing("host")
+    with pytest.raises(EPInputError, match="make one before the capture"):
+        check_not_capturing("cuda")
+
+
+def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    from deepep_rt import compat
+    from deepep_rt.network import NetworkOptions
+
+    made: list[dict] = []
+    monkeypatch.setattr(compat, "LowLatencyBuffers", lambda ranks, **settings: made.append(settings))
+    ibgda = NetworkOptions(ibgda=True, connections_per_peer=12)
+    for ranks_here, options, settings in (
+        (1, {}, {"on_timeout": "raise"}),
+        (1, {"allow_nvlink_for_low_latency_mode": False}, {"on_timeout": "raise", "ranks_per_node": 1}),
+        (0, {"num_qps_per_rank": 12}, {"on_timeout": "raise", "network": ibgda}),
+    ):
+        monkeypatch.setattr(compat, "ranks_per_host", lambda ranks, here=ranks_here: here)
+        compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF, **options)
+        assert made.pop() == settings
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_program(num_ranks: int) -> None:
+    run_checks(num_ranks, "compat")
+
+
+def test_check_asks_every_buffer() -> None:
+    """A loop that replays CUDA graphs makes no call that could raise."""
+    from deepep_rt import compat
+
+    asked = []
+
+    class Buffers:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def check(self) -> None:
+            asked.append(self._name)
+
+    buffer = object.__new__(compat.Buffer)
+    buffer._low_latency, buffer._normal, buffer._destroyed = Buffers("low latency"), Buffers("normal"), True
+    buffer.check()
+    assert asked == ["low latency", "normal"]

@@ -1,0 +1,84 @@
+"""docs/when-it-does-not-work.md and doctor say the same: a section for each finding, in its words and in its order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from deepep_rt.doctor_kinds import KINDS
+
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "when-it-does-not-work.md").read_text()
+SECTIONS = dict(re.findall(r"^### `([\w-]+)`\n(.*?)(?=^##|\Z)", PAGE, re.M | re.S))
+
+
+def test_every_finding_has_a_section_and_every_section_a_finding() -> None:
+    assert list(SECTIONS) == list(KINDS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_section_begins_with_what_doctor_prints(name: str) -> None:
+    kind = KINDS[name]
+    assert " ".join(SECTIONS[name].split()).startswith(f"{kind.meaning} **What to do:** {kind.remedy}")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_meanings_and_remedies_are_sentences(name: str) -> None:
+    kind = KINDS[name]
+    assert all(text.endswith(".") and "  " not in text for text in (kind.meaning, kind.remedy))
+
+
+def test_the_output_shown_is_in_todays_words() -> None:
+    """The examples were printed by a doctor that knew the same findings."""
+    shown = re.findall(r"^(?:error|warning|note) +([\w-]+)\b(.*?)(?=^$|^```|^(?:error|warning|note) )", PAGE, re.M | re.S)
+    assert len(shown) >= 9
+    for name, text in shown:
+        said = " ".join(text.split())
+        assert KINDS[name].meaning in said, name
+        assert f"What to do: {KINDS[name].remedy}" in said, name
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w./-]+\.md)?(?:#([\w-]+))?\)", page.read_text()):
+        other = page.parent / target if target else page
+        assert other.is_file(), target
+        headings = {
+            re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+        }
+        assert not anchor or anchor in headings, f"{target}#{anchor}"
+
+
+def _commands() -> list[str]:
+    """Lines of the pages' shell blocks that need no program of the reader's, no Slurm and no second host."""
+    blocks = "\n".join(
+        text for page in ("when-it-does-not-work.md", "slurm-and-mpirun.md") for text in _shell_blocks(DOCS / page)
+    )
+    lines = (line.partition("  #")[0].strip() for line in blocks.splitlines())
+    return sorted({line for line in lines if line.startswith(("python ", "mpirun ")) and "program.py" not in line})
+
+
+def _shell_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_commands_run(command: str) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    # Open MPI otherwise refuses to run as root, and to start more ranks than there are cores
+    mpi = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"), "1")
+    environment = {**os.environ, **mpi, "PATH": path}
+    done = subprocess.run(
+        command, shell=True, env=environment, cwd=DOCS.parent, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    if "COMM_WORLD" in command:
+        assert "".join(done.stdout.split()) == "22", "two ranks, whose lines may run into each other"
+    else:
+        assert "Broken: " in done.stdout or "Usable" in done.stdout or '"status"' in done.stdout, done.stderr

@@ -1,0 +1,315 @@
+"""`layout` and `structs`: regions never overlap, are aligned, and the size hints are their sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from generated_configs import configs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepep_rt import Buffer, EPConfigError, layout, structs
+from deepep_rt.config import MAX_ROUTE_BLOCKS, Config
+from deepep_rt.sources import source_dir
+
+WORDS = {word for path in source_dir().glob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
+"""What the kernels' sources are made of."""
+
+
+def _check(arranged: layout.Map) -> None:
+    end = 0
+    for name, offset in arranged.offsets.items():
+        assert offset % layout.ALIGNMENT == 0, name
+        assert offset >= end, f"{name} overlaps the region before it"
+        assert arranged.sizes[name] >= 0
+        end = offset + arranged.sizes[name]
+    assert end <= arranged.num_bytes < end + layout.ALIGNMENT
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=12))
+def test_arrange(sizes: list[int]) -> None:
+    arranged = layout.arrange((f"region_{i}", size) for i, size in enumerate(sizes))
+    _check(arranged)
+    assert list(arranged.sizes.values()) == sizes
+    assert set(arranged.constants("Map")) == {f"kMapRegion{i}" for i in range(len(sizes))}
+
+
+@given(configs())
+def test_every_map(config: Config) -> None:
+    for arranged in (
+        layout.control(config),
+        layout.handle(config),
+        layout.symmetric(config),
+        layout.host_page(config),
+        layout.staging(config, config.row_bytes),
+    ):
+        _check(arranged)
+
+
+@given(configs(), st.integers(0, 5000), st.sampled_from([4, 8]), st.booleans())
+def test_result_fits_its_slot(config: Config, capacity: int, idx_bytes: int, with_topk: bool) -> None:
+    capacity = min(capacity, config.num_max_recv_tokens)
+    arranged = layout.result(
+        config,
+        capacity,
+        row_bytes=config.row_bytes,
+        scale_bytes=config.scale_bytes,
+        idx_bytes=idx_bytes,
+        with_topk=with_topk,
+    )
+    _check(arranged)
+    assert list(arranged.offsets)[-1] == "x", "trimming a result to what arrived has to be a cut at its end"
+    assert arranged.num_bytes <= layout.worst_result_bytes(config)
+    assert arranged.sizes["x"] == capacity * config.row_bytes
+
+
+@given(configs())
+def test_landing_holds_a_result_and_the_staging(config: Config) -> None:
+    landing = layout.symmetric(config).sizes["landing"]
+    assert landing >= layout.worst_result_bytes(config)
+    assert landing >= layout.staging(config, config.row_bytes).num_bytes
+
+
+@given(configs())
+def test_size_hint_is_the_sum(config: Config) -> None:
+    hint = layout.size_hint(config)
+    assert set(hint) == {"control", "landing", "pool", "sums", "low_latency", "handles", "total"}
+    assert hint["total"] == sum(size for name, size in hint.items() if name != "total")
+    in_heap = hint["control"] + hint["landing"] + hint["pool"] + hint["sums"] + hint["low_latency"]
+    assert layout.symmetric(config).num_bytes == pytest.approx(in_heap, abs=4 * layout.ALIGNMENT)
+    public = Buffer.size_hint(
+        config.num_ranks,
+        num_max_tokens_per_rank=config.num_max_tokens_per_rank,
+        hidden=config.hidden,
+        num_topk=config.num_topk,
+        num_experts=config.num_experts,
+        dtype=config.dtype,
+        num_slots=config.num_slots,
+    )
+    assert public == hint
+
+
+def test_size_hint_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = dict(num_max_tokens_per_rank=16, hidden=64, num_topk=2, num_experts=8)
+    hint = Buffer.size_hint(2, **sizes)
+    for name in ("DEEPEP_RT_TIMEOUT_S", "DEEPEP_RT_DEBUG", "DEEPEP_RT_ARCH"):
+        monkeypatch.setenv(name, "soon")
+    assert Buffer.size_hint(2, **sizes) == hint
+
+
+@given(configs(), st.sampled_from(["num_max_tokens_per_rank", "hidden", "num_slots"]))
+def test_size_hint_is_monotonic(config: Config, name: str) -> None:
+    try:
+        larger = dataclasses.replace(config, **{name: 2 * getattr(config, name)})
+    except EPConfigError:
+        return  # larger than allowed
+    small, large = layout.size_hint(config), layout.size_hint(larger)
+    assert all(small[region] <= large[region] for region in small)
+    assert large["total"] - small["total"] >= large["pool"] - small["pool"] >= 0
+
+
+@given(configs())
+def test_constants(config: Config) -> None:
+    constants = {**config.constants(), **layout.constants(config)}
+    assert all(name.startswith("k") and name.isidentifier() for name in constants)
+    assert all(type(value) is int for value in constants.values())
+    assert all(value >= 0 for name, value in constants.items() if name not in ("kLlElsewhere", "kLlNoRoom", "kLlUnknown"))
+    assert not set(config.constants()) & set(layout.constants(config)), "one name, one meaning"
+    assert layout.route_stride(config) % 128 == 0
+    assert layout.route_stride(config) >= structs.RouteMessage.size(config.constants())
+    chunks = constants["kMaxCombineChunks"]
+    assert chunks * 32 >= config.num_max_tokens_per_rank, "a flag for every chunk of rows"
+
+
+@given(configs())
+def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
+    """As the .cu files count: how many there are of each, and how many bytes one has. What lies past the end is somebody else's."""
+    constants = config.constants()
+    ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, config.row_bytes
+    chunks, landing = layout.constants(config)["kMaxCombineChunks"], structs.Landing.size(constants)
+    counts = {"num_recv": 4, "num_recv_per_expert": config.num_local_experts * 4}
+    assert layout.control(config).sizes == {
+        "route_inbox": 2 * ranks * layout.route_stride(config),
+        "dispatch_landing": 2 * ranks * landing,
+        "combine_landing": 2 * ranks * landing,
+        "dispatch_flags": ranks * 4,
+        "combine_flags": ranks * chunks * 4,
+    }
+    assert layout.local(config).sizes == {
+        "state": structs.State.size({}),
+        "route_blocks": MAX_ROUTE_BLOCKS * structs.RouteBlock.size(constants),
+        "ll_dispatch": structs.LlProgress.size({}),
+        "ll_combine": structs.LlProgress.size({}),
+        "masked": ranks * 4,
+        "verdicts": ranks * 4,
+        "signed": 8,
+        "waits": 2 * ranks * 8,
+    }
+    assert layout.counts(config).sizes == counts
+    assert layout.handle(config).sizes == {
+        "num_rows": ranks * ranks * 4,
+        "serial": 4,
+        **counts,
+        "send_pos": tokens * ranks * 4,
+        "send_list": ranks * tokens * 4,
+        "counts": layout.counts(config).num_bytes,
+    }
+    assert layout.host_page(config).sizes == {
+        "report": structs.Report.size(constants),
+        "mailbox": structs.Mailbox.size(constants),
+        "masked": ranks * 4,
+    }
+    assert layout.staging(config, row).sizes == {
+        "topk_weights": config.num_max_sent_rows * topk * 4,
+        "x": config.num_max_sent_rows * row,
+    }
+    assert layout.low_latency_handle(config).sizes == {
+        "num_entries": 4,
+        "epoch": 4,
+        "out": ranks * 4,
+        "choices": tokens * topk * 2,
+        "num_recv_per_expert": config.num_local_experts * 4,
+        "entries": ranks * tokens * structs.LlEntry.size(constants),
+    }
+    for with_weights in (True, False):
+        sizes = {"topk_weights": 7 * topk * 4 * with_weights, "x": 7 * row}
+        assert layout.combined(config, 7, row, with_weights).sizes == sizes
+    for with_topk in (True, False):
+        assert layout.result(config, 7, row, 12, 8, with_topk).sizes == {
+            "topk_idx": 7 * topk * 8 * with_topk,
+            "topk_weights": 7 * topk * 4 * with_topk,
+            "src_idx": 7 * 8,
+            "scales": 7 * 12,
+            "x": 7 * row,
+        }
+
+
+@given(configs())
+def test_what_a_buffer_takes(config: Config) -> None:
+    row, tokens = config.row_bytes, config.num_max_tokens_per_rank
+    worst = layout.result(config, config.num_max_recv_tokens, row, config.scale_bytes, 8, True).num_bytes
+    assert layout.worst_result_bytes(config) == worst
+    assert layout.symmetric(config).sizes == {
+        "control": layout.control(config).num_bytes,
+        "landing": max(worst, layout.staging(config, row).num_bytes),
+        "pool": config.num_slots * worst,
+        "sums": config.num_slots * layout.combined(config, tokens, row, True).num_bytes,
+        "low_latency": 0,
+    }
+    handle = layout.handle(config).num_bytes + layout.counts(config).num_bytes
+    assert layout.size_hint(config)["handles"] == (2 * config.num_slots + 2) * handle
+
+
+def test_what_low_latency_takes_more() -> None:
+    plain = Config(4, num_max_tokens_per_rank=16, hidden=256, num_topk=4, num_experts=32, num_slots=3)
+    config = dataclasses.replace(plain, low_latency=True)
+    hint, less = layout.size_hint(config), layout.size_hint(plain)
+    assert hint["low_latency"] == layout.low_latency(config).num_bytes
+    assert hint["handles"] - less["handles"] == 8 * layout.low_latency_handle(config).num_bytes
+    assert hint["low_latency_results"] == layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
+    assert hint["total"] == sum(size for name, size in hint.items() if name != "total")
+
+
+@given(configs())
+def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) -> None:
+    ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, 2 * config.hidden
+    header, message = layout.low_latency_header_stride(config), layout.low_latency_message_stride(config)
+    assert header == layout.align_up(structs.LlHeader.size(config.constants()), 128)
+    head = layout.align_up(structs.LlMessage.size(config.constants()), 128)
+    assert layout.low_latency_head_bytes(config) == head
+    assert message == layout.align_up(head + max(row, config.hidden + config.scale_bytes), 128)
+    assert layout.route_stride(config) == layout.align_up(structs.RouteMessage.size(config.constants()), 128)
+    near = {
+        "headers": ranks * header,
+        "combine_headers": ranks * structs.LlCombineHeader.size({}),
+        "weights": ranks * tokens * topk * 8,
+        "messages": ranks * tokens * message,
+        "rows": max(ranks, topk) * tokens * row,
+    }
+    far = {
+        "message_flags": ranks * tokens * 8,
+        "weight_flags": ranks * 8,
+        "row_flags": max(ranks, topk) * tokens * 8,
+        "staged_headers": ranks * header,
+        "staged_messages": tokens * message,
+        "staged_weights": tokens * topk * 8,
+        "staged_rows": ranks * tokens * row,
+    }
+    for ranks_per_node in (None, 1):
+        config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
+        sides, arranged = config.low_latency_sides, layout.low_latency(config)
+        assert arranged.sizes == {
+            **dict.fromkeys(("dispatch_acks", "combine_acks", "signs"), ranks * 8),
+            **{name: sides * num_bytes for name, num_bytes in near.items()},
+            **{name: sides * num_bytes * config.has_network for name, num_bytes in far.items()},
+        }
+        assert list(arranged.offsets)[-2:] == ["messages", "rows"], "all that is after `messages` is filled with kNotYet"
+    experts, capacity = config.num_local_experts, config.num_max_recv_tokens
+    for use_fp8, use_ue8m0, width, num_bytes in ((False, False, 2, 0), (True, False, 1, 4), (True, True, 1, 1)):
+        result = layout.low_latency_result(config, use_fp8=use_fp8, use_ue8m0=use_ue8m0)
+        scales = experts * capacity * (config.hidden // 128) * num_bytes
+        assert result.sizes == {"x": experts * capacity * config.hidden * width, "scales": scales}
+
+
+@given(configs())
+def test_the_offsets_that_kernels_use(config: Config) -> None:
+    constants, inboxes = layout.constants(config), layout.symmetric(config).offsets["low_latency"]
+    expected = {}
+    for prefix, arranged, start in (
+        ("Control", layout.control(config), 0),
+        ("Local", layout.local(config), 0),
+        ("Handle", layout.handle(config), 0),
+        ("Page", layout.host_page(config), 0),
+        ("Ll", layout.low_latency(config), inboxes),
+        ("LlHandle", layout.low_latency_handle(config), 0),
+    ):
+        for name, offset in arranged.offsets.items():
+            expected[f"k{prefix}" + name.title().replace("_", "")] = start + offset
+    assert {name: constants[name] for name in expected} == expected
+    unused = {"kHandleCounts", "kLocalState"}  # the host's, and a region that begins at 0
+    assert set(constants) - unused <= WORDS, "no kernel uses it"
+
+
+def test_the_docstring_of_size_hint_is_true() -> None:
+    hint = Buffer.size_hint(8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
+    assert f"{hint['total'] / 1e9:.2f} GB" in Buffer.size_hint.__doc__
+
+
+@pytest.mark.parametrize("struct", structs.SHARED, ids=lambda struct: struct.name)
+def test_structs(struct: structs.CStruct) -> None:
+    constants = {"kNumRanks": 3, "kNumLocalExperts": 5, "kNumExperts": 15, "kNumTopk": 7, "kLlBitmapWords": 2}
+    kind = struct.dtype(constants)
+    assert kind.names == struct.names
+    for name in kind.names:
+        field = kind[name]
+        assert kind.fields[name][1] % field.base.itemsize == 0, "C would put it elsewhere"
+    assert f"sizeof({struct.name}) == {kind.itemsize}" in struct.text(constants)
+    assert kind.itemsize % max(kind[name].base.itemsize for name in kind.names) == 0
+
+
+def test_struct_of_mixed_members() -> None:
+    struct = structs.CStruct("Mixed", "u8 a;\n u64 b; // the long one\n\n // a comment\n i32 c[kMany];\n f32 d[2];")
+    kind = struct.dtype({"kMany": 3})
+    assert [kind.fields[name][1] for name in ("a", "b", "c", "d")] == [0, 8, 16, 28]
+    assert kind.itemsize == 40
+    assert kind["c"] == np.dtype(("i4", (3,)))
+    with pytest.raises(AssertionError, match="cannot read"):
+        _ = structs.CStruct("Wrong", "double a;").names
+
+
+def test_phases() -> None:
+    numbers = [number for number, _ in structs.PHASES.values()]
+    assert len(set(numbers)) == len(numbers)
+    assert structs.phase_name(1) == "the token counts of dispatch"
+    assert structs.phase_name(99) == "phase 99"
+
+
+def test_low_latency_memory() -> None:
+    """A decoding set-up: under 100 MB for communication; nothing where it is not asked for."""
+    sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=256)
+    assert 50e6 < Buffer.size_hint(8, **sizes, low_latency=True)["low_latency"] < 60e6
+    assert Buffer.size_hint(8, **sizes, low_latency=True, ranks_per_node=1)["low_latency"] < 100e6
+    assert Buffer.size_hint(8, **sizes)["low_latency"] == 0

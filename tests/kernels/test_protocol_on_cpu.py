@@ -1,0 +1,215 @@
+"""Calls that go wrong where no host looks, on kernels that run on the CPU: no row turns up in another call, and each is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (dtypes for NumPy)
+import numpy as np
+import pytest
+from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
+from oracle import RankInputs, make_inputs
+
+from deepep_rt import Buffer, EPInputError, EPTimeoutError
+from tests.kernels_on_cpu import compiler
+from tests.kernels_on_cpu.machine import Machine
+
+pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
+
+SMALL: dict[str, Any] = dict(
+    num_max_tokens_per_rank=4, hidden=256, num_topk=4, num_experts=8, low_latency=True, low_latency_sms=2, num_slots=2
+)
+TOKENS = (4, 2)
+
+
+class Round:
+    """One round of both low-latency calls on all ranks; `call` only queues."""
+
+    def __init__(self, machine: Machine, buffers: list[Buffer], seed: int) -> None:
+        config = buffers[0].config
+        self.machine, self.buffers, self.config = machine, buffers, config
+        sizes = config.hidden, config.num_topk, config.num_experts
+        self.inputs: list[RankInputs] = [
+            make_inputs(seed, rank, TOKENS[rank % 2], *sizes, skip_probability=0.1, dtype="bfloat16")
+            for rank in range(config.num_ranks)
+        ]
+        shape = config.num_local_experts, config.num_max_recv_tokens, config.hidden
+        self.y = [outputs(seed, rank, shape) for rank in range(config.num_ranks)]
+
+    def dispatch(self, rank: int, *, early_weights: bool = True) -> None:
+        mine, put = self.inputs[rank], self.machine.put
+        self.sent = {} if rank == 0 else self.sent
+        weights = put(rank, mine.topk_weights) if early_weights else None
+        self.sent[rank] = self.buffers[rank].low_latency_dispatch(
+            put(rank, mine.x), put(rank, mine.topk_idx), topk_weights=weights, use_fp8=False
+        )
+
+    def combine(self, rank: int, handle: Any = None, topk_idx: np.ndarray | None = None, *, reduce_early: bool = True) -> Any:
+        mine, put = self.inputs[rank], self.machine.put
+        return self.buffers[rank].low_latency_combine(
+            put(rank, self.y[rank]),
+            put(rank, mine.topk_idx if topk_idx is None else topk_idx),
+            put(rank, mine.topk_weights),
+            handle or self.sent[rank].handle,
+            allow_multiple_reduction=reduce_early,
+        )
+
+    def check(self, backs: list[Any], named: list[np.ndarray] | None = None, *, reduce_early: bool = True) -> None:
+        for rank, back in enumerate(backs):
+            check_dispatch(self.sent[rank], expected_dispatch(rank, self.inputs, self.config.num_experts))
+            wanted = expected_combine(
+                rank, self.inputs, self.y, self.config.num_experts, reduce_early=reduce_early, named=named and named[rank]
+            )
+            assert back.x.tobytes() == wanted.tobytes(), f"rank {rank}"
+
+
+def run_round(machine: Machine, buffers: list[Buffer], seed: int, named: list[np.ndarray] | None = None, **how: Any) -> Round:
+    made, reduce_early = Round(machine, buffers, seed), how.get("reduce_early", True)
+    for rank in range(len(buffers)):
+        made.dispatch(rank, early_weights=how.get("early_weights", True))
+    backs = [
+        made.combine(rank, topk_idx=named and np.where(named[rank], mine.topk_idx, -1), reduce_early=reduce_early)
+        for rank, mine in enumerate(made.inputs)
+    ]
+    machine.run()
+    made.check(backs, named, reduce_early=reduce_early)
+    return made
+
+
+@pytest.mark.parametrize("reduce_early", [True, False])
+@pytest.mark.parametrize("early_weights", [True, False])
+def test_choices_that_combine_names_no_more(reduce_early: bool, early_weights: bool) -> None:
+    """Their rows come all the same; one that was left in its slot would be taken for a row of a later call."""
+    with Machine(2, seed=1) as machine:
+        buffers = machine.buffers(**SMALL)
+        how = dict(reduce_early=reduce_early, early_weights=early_weights)
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            inputs = Round(machine, buffers, seed).inputs
+            keeps = [rng.random((len(mine.topk_idx), 2)) < 0.5 for mine in inputs]
+            named = [
+                (mine.topk_idx >= 0) & np.take_along_axis(keep, np.maximum(mine.topk_idx // 4, 0), 1)
+                for mine, keep in zip(inputs, keeps, strict=True)
+            ]
+            run_round(machine, buffers, seed, named, **how)
+            for later in range(3):  # each slot is used again
+                run_round(machine, buffers, 100 + 10 * seed + later, **how)
+
+
+def test_other_choices_are_reported() -> None:
+    """The sum is that of the dispatch, and the call is named."""
+    with Machine(2, seed=2) as machine:
+        buffers = machine.buffers(**SMALL)
+        made = Round(machine, buffers, 3)
+        for rank in range(2):
+            made.inputs[rank].topk_idx[0] = 1, 5, 2, -1
+            made.dispatch(rank)
+        for value, choice, expected in ((3, 0, 1), (8, 1, 5), (7, 3, -1), (-1, 2, 2)):
+            given = made.inputs[0].topk_idx.copy()
+            given[0, choice] = value
+            backs = [made.combine(0, topk_idx=given), made.combine(1)]
+            machine.run()
+            made.check(backs)
+            shown = "an expert that does not exist" if value == 8 else value
+            with pytest.raises(EPInputError, match=rf"topk_idx\[0, {choice}\]={shown}; expected {expected}"):
+                buffers[0].check()
+            for buffer in buffers:
+                buffer.check()
+
+
+@pytest.mark.parametrize("what", ["kind", "handle"])
+def test_combines_that_differ(what: str) -> None:
+    with Machine(2, seed=3) as machine:
+        buffers = machine.buffers(**SMALL)
+        made = Round(machine, buffers, 4)
+        first = {}
+        for rank in range(2):
+            made.dispatch(rank)
+            first[rank] = made.sent[rank]
+        for rank in range(2):
+            made.dispatch(rank)
+        made.combine(0)
+        made.combine(1, first[1].handle if what == "handle" else None, reduce_early=what == "handle")
+        machine.run()
+        for buffer in buffers:
+            with pytest.raises(
+                EPInputError, match=f"the ranks disagree on the {what}.*rank 0: .*rank 1: .*cannot be used any more"
+            ):
+                buffer.check()
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_results_after_a_time_out_are_nan(call: str) -> None:
+    """Both of the call that ran out of time and of those that a graph had queued behind it."""
+    with Machine(2, seed=4) as machine:
+        buffers = machine.buffers(**SMALL)
+        made = run_round(machine, buffers, 5)
+        for _ in range(2):
+            made.dispatch(0)
+            if call == "combine" and not made.sent.get(1):
+                made.dispatch(1)
+            back = made.combine(0)
+        machine.run()
+        assert np.isnan(back.x.astype(np.float32)).all()
+        assert np.isnan(made.sent[0].recv_x.astype(np.float32)).all()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1"):
+            buffers[0].check()
+
+
+def test_experts_that_tokens_name_too_often(caplog: pytest.LogCaptureFixture) -> None:
+    """An expert has room for 8 rows here; the others are dropped, as on the host backend, and warned of once."""
+    with Machine(2, seed=5) as machine:
+        buffers = machine.buffers(**SMALL)
+        for seed in range(2):
+            made = Round(machine, buffers, 6 + seed)
+            for rank, mine in enumerate(made.inputs):
+                mine.topk_idx[:] = 5
+                made.dispatch(rank)
+            for reduce_early in (True, False):
+                backs = [made.combine(rank, reduce_early=reduce_early) for rank in range(2)]
+                machine.run()
+                made.check(backs, reduce_early=reduce_early)
+            buffers[1].check()
+    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("rank 1: low_latency_dispatch received 24 rows for local expert 1; room for 8")
+
+
+def throughput(machine: Machine, buffers: list[Buffer], rank: int, rows: int) -> tuple[Any, Any]:
+    """Queues a dispatch and a combine of one rank, of which each token goes to both ranks."""
+    put, tokens = machine.put, TOKENS[rank]
+    x = put(rank, np.ones((tokens, 256), "bfloat16"))
+    idx = put(rank, np.tile([0, 4, 1, -1], (tokens, 1)))
+    sent = buffers[rank].dispatch(x, idx, put(rank, np.ones((tokens, 4), np.float32)), num_worst_tokens=rows)
+    return sent, buffers[rank].combine(put(rank, np.ones((rows, 256), "bfloat16")), sent.handle)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_throughput_results_after_a_time_out_are_nan(arch: str) -> None:
+    with Machine(2, seed=6, arch=arch) as machine:
+        buffers = machine.buffers(**{**SMALL, "num_slots": 4}, num_sms=2)
+        both = [throughput(machine, buffers, rank, 8) for rank in range(2)]
+        machine.run()
+        for rank, (_, back) in enumerate(both):
+            assert (back.x.astype(np.float32) == 2).all(), rank
+        for _ in range(2):
+            sent, back = throughput(machine, buffers, 0, 8)
+        machine.run()
+        for array in (sent.recv_x, sent.recv_topk_weights, back.x):
+            assert np.isnan(array.astype(np.float32)).all()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1"):
+            buffers[0].check()
+
+
+def test_rows_past_num_worst_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with Machine(2, seed=7) as machine:
+        buffers = machine.buffers(**{**SMALL, "num_slots": 4}, num_sms=2)
+        for _ in range(2):
+            both = [throughput(machine, buffers, rank, (8, 5)[rank]) for rank in range(2)]
+            machine.run()
+            assert [sent.num_recv_tokens.tolist() for sent, _ in both] == [[6], [6]]
+            for buffer in buffers:
+                buffer.check()
+    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("rank 1: dispatch received 6 rows; num_worst_tokens=5. The last 1 were dropped")

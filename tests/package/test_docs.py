@@ -1,0 +1,99 @@
+"""The reference documentation builds without a warning, and everything public is in it."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("sphinx", reason="comes with deepep_rt[docs]")
+pytest.importorskip("myst_parser", reason="comes with deepep_rt[docs]")
+pytest.importorskip("furo", reason="comes with deepep_rt[docs]")
+
+import deepep_rt
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages. No network is needed: none of the extensions asks for one."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-d",
+        str(folder / "doctrees"),
+        "docs",
+        str(folder / "html"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def described(site):
+    """Names that the reference describes."""
+    from sphinx.util.inventory import InventoryFile
+
+    with open(site / "objects.inv", "rb") as file:
+        inventory = InventoryFile.load(file, "", os.path.join)
+    data = inventory.data if hasattr(inventory, "data") else inventory
+    return {name for kind, names in data.items() if kind.startswith("py:") for name in names}
+
+
+def test_pages_name_who_has_the_copyright(site):
+    assert "Copyright &#169; The deepep_rt authors" in (site / "index.html").read_text()
+
+
+def test_everything_public_is_described(site):
+    names = described(site)
+    assert not {f"deepep_rt.{name}" for name in deepep_rt.__all__} - names
+    for kind in (deepep_rt.Buffer, deepep_rt.DispatchResult, deepep_rt.LowLatencyDispatchResult, deepep_rt.Event):
+        public = {f"deepep_rt.{kind.__name__}.{name}" for name in vars(kind) if not name.startswith("_")}
+        assert not public - names
+    assert not {name for name in names if "._" in name}
+    for module, library in {"torch": "torch", "jax": "jax", "compat": "torch"}.items():
+        here = all(map(importlib.util.find_spec, (library, f"deepep_rt.{module}")))
+        assert here == (site / f"api/{module}.html").exists()
+        assert not here or any(name.startswith(f"deepep_rt.{module}.") for name in names)
+    if (site / "api/compat.html").exists():
+        from deepep_rt import compat
+
+        assert not {f"deepep_rt.compat.Buffer.{name}" for name in dir(compat.Buffer) if not name.startswith("_")} - names
+
+
+def test_every_page_is_in_the_navigation(site):
+    index = (site / "index.html").read_text()
+    pages = [path.relative_to(site).as_posix() for path in (*site.glob("*.html"), *site.glob("api/*.html"))]
+    missing = [
+        page for page in pages if f'href="{page}"' not in index and page not in ("index.html", "search.html", "genindex.html")
+    ]
+    assert [page for page in missing if page != "py-modindex.html"] == []
+    sources = {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.glob("*.md")}
+    assert sources <= set(pages)
+
+
+def test_docstrings_are_read_as_written(site):
+    """Sections become fields, names between backticks code, and a colon in what is returned or in an attribute no type."""
+    text = re.sub(r"<[^>]+>", "", (site / "api/buffer.html").read_text())
+    assert "Bytes by region" in text
+    assert "one of them:\nas many are allocated" in text
+    assert re.search(r"Raises:\s+EPConfigError", text)
+    assert "`" not in text[text.index("Routes tokens") :]
+    results = re.sub(r"<[^>]+>", "", (site / "api/results.html").read_text())
+    assert "int32: source rank, source token." in results
+    assert "_wait" not in results
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    for path in site.glob("**/*.html"):
+        loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"(https?://[^\"]+)", path.read_text())
+        assert not loaded, (path.name, loaded)

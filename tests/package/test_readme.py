@@ -1,0 +1,259 @@
+"""README and the other pages: Python blocks run, commands and options exist, tables are complete, links lead somewhere."""
+
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from launch import python_on
+from paths import ROOT
+from ports import free_port
+from without import without
+
+import deepep_rt
+from deepep_rt import errors
+
+README = (ROOT / "README.md").read_text()
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+OTHERS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in (*OTHERS, *DOCS)}
+WITHOUT_EXTRAS = [ROOT / "docs/dispatch-and-combine.md", ROOT / "docs/decoding.md"]
+LANGUAGES = {"python", "bash", "console", "dockerfile", "yaml", "toml", "json", "text", "{toctree}", "{eval-rst}", "{include}"}
+SHELL = ("bash", "dockerfile", "yaml")
+
+
+def blocks(text):
+    """(language, content) of each code block; blocks by indentation have the language "text"."""
+    return re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text):
+    """The words of each command that a page shows, in blocks and between the lines."""
+    shown = [content for language, content in blocks(text) if language in SHELL]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    shown += [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]*)`", prose) if "python" in code]
+    for content in shown:
+        for line in content.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+            lexer.whitespace_split, words = True, []
+            for word in [*lexer, ";"]:
+                if set(word) <= set(";&|<>"):
+                    if words:
+                        yield words
+                    words = []
+                else:
+                    words.append(word)
+
+
+def check_commands(text):
+    for words in commands(text):
+        try:
+            check_command(words)
+        except Exception as error:  # of the command line's library
+            raise AssertionError(f"{shlex.join(words)}: {error}") from error
+
+
+def check_command(words):
+    """Fails if a command of the package, a program of ours, or an option of either does not exist."""
+    if words[-1] == "..." or not any("python" in word for word in words):
+        return
+    if "deepep_rt" in words and words[words.index("deepep_rt") - 1] == "-m":
+        check_cli(words[words.index("deepep_rt") + 1 :])
+    for i, word in enumerate(words):
+        if re.fullmatch(r"(?:examples|bench|tests)/\S*", word):
+            assert (ROOT / word).exists(), f"{word} does not exist"
+            if word.endswith(".py") and not word.startswith("tests/"):
+                options = {option.partition("=")[0] for option in words[i + 1 :] if option.startswith("--")}
+                if (text := help_of(word)) is not None:
+                    assert options <= set(re.findall(r"--[a-z0-9-]+", text)), f"{word} has no {options}"
+
+
+def check_cli(words):
+    """Parses the words after `python -m deepep_rt`; nothing is run."""
+    typer = pytest.importorskip("typer")
+    from deepep_rt import cli
+
+    command = typer.main.get_command(cli.app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"there is no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    words = [word for word in words if word not in ("--help", "--version")]
+    if hasattr(command, "commands"):
+        assert not words, f"there is no option {words}"
+    else:
+        command.make_context("deepep_rt", list(words))
+
+
+@functools.cache
+def help_of(program):
+    done = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    if re.search(r"needs (torch|jax): pip install", done.stderr):
+        return None  # it is not told without
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def command(name):
+    """The command in the code block that `<!-- name -->` stands over."""
+    return re.search(rf"<!-- {name} -->\n```bash\n(.+)\n```", README)[1]
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert command("tests") in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def test_example_command_installs_and_runs_the_example():
+    setup, install, run = command("example").split(" && ")
+    assert setup == "python3 -m venv .venv"
+    assert install.startswith(".venv/bin/pip install")
+    assert (ROOT / run.split()[-1]).is_file()
+
+
+def run_python_blocks(text, tmp_path, check="", **environment):
+    """Run all Python blocks of a document as one program, on two ranks."""
+    program = "\n".join(content for language, content in blocks(text) if language == "python") + check
+    for library in re.findall(r"^\s*(?:import|from) (torch|jax|cupy|ml_dtypes)\b", program, re.MULTILINE):
+        pytest.importorskip(library)
+    script = tmp_path / "blocks.py"
+    script.write_text(program)
+    words = python_on(2, script)
+    environment = {**os.environ, "MASTER_PORT": str(free_port()), **environment}  # the port: for blocks with torch.distributed
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_python_blocks_run_without_extras(tmp_path):
+    """Hide what an installation without any extra lacks."""
+    dependencies = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    installed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', dependencies)}
+    extras = {"cuda", "cupy", "jax", "jinja2", "matplotlib", "ml_dtypes", "nvshmem", "pynvml", "rich", "torch", "typer"}
+    (tmp_path / "hidden").mkdir()
+    environment = without(tmp_path / "hidden", *sorted(extras - installed))
+    text = "\n".join(path.read_text() for path in WITHOUT_EXTRAS)
+    check = "\nassert np.isfinite(out).all() and (again.recv_x == sent.recv_x).all() and decoded.shape == (16, 512)\n"
+    run_python_blocks(text, tmp_path, check, **environment)
+
+
+def test_python_blocks_of_the_readme_run(tmp_path):
+    run_python_blocks(README, tmp_path, "\nassert x.grad.isfinite().all() and x.grad.any() and out.shape == x.shape\n")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCS if "```python\n" in path.read_text() and path not in WITHOUT_EXTRAS],
+    ids=lambda path: path.name,
+)
+def test_python_blocks_of_the_documents_run(path, tmp_path):
+    if "import jax" in path.read_text():
+        pytest.importorskip("jax")
+    run_python_blocks(path.read_text(), tmp_path)
+
+
+def test_a_buffer_after_a_time_out(tmp_path):
+    """The way that the page shows: one rank is silent, and both have a Buffer that works afterwards."""
+    silent = """
+import deepep_rt
+from mpi4py import MPI
+real = deepep_rt.Buffer.dispatch
+if MPI.COMM_WORLD.rank == 1:
+    deepep_rt.Buffer.dispatch = lambda *_: None
+"""
+    check = """
+assert ok == (comm.rank == 1)
+Buffer.dispatch = real
+assert len(buffer.dispatch(x, topk_idx).recv_x) == 16
+buffer.destroy()
+"""
+    page = PAGES["docs/when-it-does-not-work.md"].read_text()
+    run_python_blocks(f"```python\n{silent}```\n{page}", tmp_path, check)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_overlooked(page):
+    """A block in another language, or under another spelling of it, would escape the tests above and below."""
+    text = PAGES[page].read_text()
+    assert {language.partition(" ")[0] for language, _ in blocks(text)} <= LANGUAGES
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks(text)), (
+        "fences begin a line and come in pairs"
+    )
+    assert ">>> " not in text, "Python stands in blocks that can be run"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/cli.md"])  # that one is made from the commands
+def test_commands_and_options_exist(page):
+    check_commands(PAGES[page].read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```bash\npython -m deepep_rt compile --nonsense\n```",
+        "```bash\nmkdir x && mpirun -n 8 \\\n  python -m deepep_rt nonsense --json # why\n```",
+        "```dockerfile\nRUN python -m deepep_rt compile --ranks many\n```",
+        "Say `python -m deepep_rt cache list\n--nonsense` for it.",
+        "```bash\nmpirun -n 8 python bench/throughput.py --nonsense 3 > file\n```",
+        "```bash\nmpirun -n 8 python examples/nonsense.py\n```",
+    ],
+)
+def test_wrong_commands_would_be_found(text):
+    with pytest.raises(AssertionError, match=r"nonsense|many"):
+        check_commands(text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_extras_variables_and_links_exist(page):
+    text = PAGES[page].read_text()
+    extras = re.search(
+        r"^\[project.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )[1]
+    known = set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
+    named = {name for group in re.findall(r"(?:deepep_rt|'\.|\s\.)\[([a-z0-9_,]+)\]", text) for name in group.split(",")}
+    assert named <= known, named - known
+    read = set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", (ROOT / "deepep_rt/_env.py").read_text()))
+    assert set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", text)) <= read
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert link.startswith("https://") or (PAGES[page].parent / link).exists(), f"{link} leads nowhere"
+
+
+def test_every_variable_is_in_the_table():
+    read = set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", (ROOT / "deepep_rt/_env.py").read_text()))
+    page = PAGES["docs/configuration.md"].read_text()
+    assert read == set(re.findall(r"^\| `(DEEPEP_RT_[A-Z_]+)` \|", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", sorted(name for name in dir(errors) if name.startswith("EP") and name != "EPError"))
+def test_every_error_is_in_the_table(name):
+    assert f"`{name}`" in PAGES["docs/errors.md"].read_text()
+    assert name in deepep_rt.__all__
+
+
+def test_the_readme_is_short():
+    assert len(README.encode()) < 7 * 1024, "move what only some readers need to a page in docs/"
+
+
+def leaf_commands(command, *words):
+    """(words, command) of each command that runs something."""
+    for name, child in getattr(command, "commands", {}).items():
+        yield from leaf_commands(child, *words, name)
+    if not hasattr(command, "commands"):
+        yield " ".join(words), command
+
+
+def test_the_command_line_reference_is_up_to_date():
+    """CONTRIBUTING.md says how to write docs/cli.md anew."""
+    typer = pytest.importorskip("typer")
+    from deepep_rt import cli
+
+    page = PAGES["docs/cli.md"].read_text()
+    sections = dict(re.findall(r"^#+ `python -m deepep_rt ([^`]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    commands = dict(leaf_commands(typer.main.get_command(cli.app)))
+    assert {name for name in sections if "**Commands**" not in sections[name]} == set(commands)
+    for name, command in commands.items():
+        assert " ".join(command.help.split()) in sections[name], name
+        shown = dict(re.findall(r"^\* `(--[\w-]+)[^`]*`: (.*)$", sections[name], re.MULTILINE))
+        options = {option.opts[0]: option.help for option in command.params if option.opts[0].startswith("--")}
+        assert set(shown) - {"--help"} == set(options), name
+        assert not [option for option, text in options.items() if " ".join(text.split()) not in shown[option]], name

@@ -1,0 +1,355 @@
+"""`python -m deepep_rt soak`: it passes where all is well, and finds what is not."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from paths import PROGRAMS, ROOT
+
+pytest.importorskip("typer")
+pytest.importorskip("ml_dtypes")
+
+from launch import python_on
+
+DAMAGED = PROGRAMS / "damaged_soak.py"
+
+
+DAMAGES = {
+    "dispatch": "recv_x",
+    "scales": "recv_x_scales",
+    "experts": "recv_topk_idx",
+    "swapped": "recv_x",
+    "later": "recv_x",
+    "combine": "x",
+    "weights": "topk_weights",
+    "unwritten": "x",
+    "counts": "num_recv_tokens_per_expert",
+    "rows": "recv_x",
+    "sums": "x",
+}
+"""What `damaged_soak` can do, and the array in which it shows."""
+
+
+def run(num_ranks, *words, status=0, limit_s=150):
+    """What a command on so many ranks wrote to standard output and to standard error."""
+    command = python_on(num_ranks, *words)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, check=False)
+    assert status is None or done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+def soak(num_ranks, *options, **settings):
+    return run(num_ranks, "-m", "deepep_rt", "soak", "--backend", "host", *options, **settings)
+
+
+def damaged(num_ranks, folder, damages, *options, **settings):
+    return run(num_ranks, DAMAGED, folder, "--backend", "host", *options, "--", *damages, **settings)
+
+
+# --- what is wrong is found --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """A run with each damage: (folder of the reports, what was printed)."""
+    folder = tmp_path_factory.mktemp("damaged")
+    printed, _ = damaged(2, folder, DAMAGES, "--rounds", "100", "--rounds-per-buffer", "8", "--seed", "3")
+    return folder, printed
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(reports, damage):
+    folder, printed = reports
+    found = json.loads((folder / f"{damage}.json").read_text())
+    assert found["status"] == "mismatch"
+    first = found["mismatches"][0]
+    assert (first["rank"], first["array"]) == (1, DAMAGES[damage])
+    assert first["expected"] != first["found"]
+    assert f"--seed 3 --round {first['seen_in_round']}" in first["command"]
+    text = f"MISMATCH on rank 1 in round {first['round']}"
+    assert any(line.startswith(text) and "of seed 3" in line for line in printed.splitlines())
+    for word in ("first differing byte", first["command"], first["expected"], first["found"]):
+        assert word in printed
+
+
+def test_a_flipped_bit_is_shown_as_it_is(reports):
+    first = json.loads((reports[0] / "combine.json").read_text())["mismatches"][0]
+    assert first["differing_bytes"] == 1
+    assert first["first_byte"] == first["bytes"] - 1
+    at = first["first_byte"] - first["shown_from"]
+    wanted, got = (bytes.fromhex(first[name]) for name in ("expected", "found"))
+    assert wanted[at] ^ got[at] == 0x10
+
+
+@pytest.mark.parametrize("damage", sorted(set(DAMAGES) - {"later", "unwritten"}))
+def test_the_printed_command_repeats_the_round(reports, damage):
+    """With the same damage only that round runs, and fails in the same way."""
+    first, again = (json.loads((reports[0] / f"{damage}{which}.json").read_text()) for which in ("", "_again"))
+    same = ("rank", "round", "call", "array", "first_byte", "expected", "found")
+    assert [again["mismatches"][0][name] for name in same] == [first["mismatches"][0][name] for name in same]
+    assert again["rounds"] == 1
+
+
+def test_the_printed_command_passes_where_nothing_is_damaged(reports):
+    words = shlex.split(json.loads((reports[0] / "combine.json").read_text())["mismatches"][0]["command"])
+    assert words[:6] == ["mpirun", "-n", "2", "python", "-m", "deepep_rt"]
+    printed, _ = run(2, "-m", "deepep_rt", *words[6:])
+    assert "passed: 1 round " in printed
+
+
+@pytest.mark.parametrize(
+    ("damage", "seed", "words"),
+    [
+        ("raise", 5, ["rank 1", "RuntimeError", "fire"]),
+        ("sleep", 5, ["rank 1", "waited"]),
+        ("silent", 7, ["ranks [1]", "masked", "timeout_s=2"]),  # in a Buffer that masks silent ranks
+    ],
+)
+def test_one_rank_ends_all_with_its_name(damage, seed, words, tmp_path):
+    options = "--rounds", "9999", "--seed", str(seed), "--timeout-s", "2"
+    printed, errors = damaged(2, tmp_path, [damage], *options, status=None, limit_s=60)
+    for word in (*words, f"--seed {seed} --round"):
+        assert word in printed + errors, printed + errors
+    assert "MISMATCH" not in printed + errors, "what differs because a rank is silent is no finding of its own"
+    assert json.loads((tmp_path / f"{damage}.json").read_text())["status"] == "error"
+
+
+# --- all is well -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_rounds_pass(num_ranks, tmp_path):
+    report = tmp_path / "folder" / "soak.json"
+    printed, progress = soak(num_ranks, "--rounds", "40", "--rounds-per-buffer", "8", "--seed", num_ranks, "--json", report)
+    found = json.loads(report.read_text())
+    assert (found["status"], found["rounds"], found["num_ranks"], found["seed"]) == ("passed", 40, num_ranks, num_ranks)
+    assert found["buffers"] == 5
+    assert found["checked_bytes"] > 10**6
+    for call in ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine"):
+        times = found["calls"][call]
+        assert times["count"] > 0
+        assert 0 < times["p50_us"] <= times["p99_us"] <= times["max_us"]
+        assert call in printed
+    assert "40 rounds" in printed
+    assert "soak:" in progress
+
+
+def test_minutes_end_it(tmp_path):
+    report = tmp_path / "soak.json"
+    _, progress = soak(2, "--minutes", "0.03", "--progress-s", "0.5", "--json", report)
+    found = json.loads(report.read_text())
+    assert found["status"] == "passed"
+    assert 1.8 <= found["seconds"] < 30
+    assert found["rounds"] % 16 == 0
+    assert re.search(r"soak: .*round \d+", progress)
+
+
+def test_every_option_has_its_turn():
+    """A run of some hundred rounds meets each of them; asked of the plan, not of a run."""
+    from deepep_rt import soak_buffers, soak_plan
+
+    options = soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True)
+    rounds = [soak_plan.round_of(options, number) for number in range(1500)]
+    assert {plan.kind for plan in rounds} == {"throughput", "low_latency", "graph"}
+    calls = [call for plan in rounds if plan.kind == "throughput" for call in plan.calls]
+    values = {name: {getattr(call, name) for call in calls} for name in vars(calls[0])}
+    assert {"bfloat16", "float32", "float8_e4m3fn", "uint8"} <= values["dtype"]
+    assert values["way"] == {"plain", "async", "event", "stream"}
+    assert values["biases"] == {0, 1, 2}
+    assert {True, False} == values["is_repeat"] == values["has_weights"] == values["sums_weights"]
+    assert any(plan.worst is not None for plan in rounds)
+    assert any(plan.worst is None for plan in rounds)
+    assert any(0 in plan.tokens for plan in rounds)
+    assert any(plan.hold for plan in rounds)
+    assert any(max(plan.delays_s) > 0 for plan in rounds)
+    steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
+    for name, wanted in (
+        ("use_fp8", {True, False}),
+        ("use_ue8m0", {True, False}),
+        ("hook", {True, False}),
+        ("zero_copy", {True, False}),
+        ("out", {True, False}),
+        ("reduce_early", {True, False}),
+        ("early_weights", {True, False}),
+        ("stats", {True, False}),
+        ("leaves_out", {True, False}),
+    ):
+        assert {getattr(step, name) for step in steps} == wanted, name
+    assert any(len(plan.steps) > 1 for plan in rounds if plan.kind == "low_latency")
+
+
+def test_a_plan_comes_from_the_seed_alone():
+    from deepep_rt import soak_buffers, soak_plan
+
+    options = soak_buffers.Options(seed=9, num_ranks=3, on_gpu=False)
+    assert soak_plan.round_of(options, 77) == soak_plan.round_of(options, 77)
+    assert soak_plan.round_of(options, 77) != soak_plan.round_of(soak_buffers.Options(seed=10, num_ranks=3, on_gpu=False), 77)
+    for rank in range(3):
+        mine = soak_plan.experts_of(options, soak_plan.round_of(options, 77), 0, rank)
+        assert np.array_equal(mine, soak_plan.experts_of(options, soak_plan.round_of(options, 77), 0, rank))
+
+
+# --- the expected bytes, against the tests' own oracle -----------------------------------------------------------------------------
+
+
+def test_generated_bytes_do_not_change():
+    """A receiver on another machine, perhaps with another NumPy, has to get the same ones; no two rows are alike."""
+    from deepep_rt.soak_arrays import Arrays, row_keys
+
+    keys = row_keys(12345, np.arange(3), np.array([7, 8, 9]))
+    words = Arrays(on_gpu=False).words(keys, 4)
+    assert words.dtype == np.uint32
+    assert len(np.unique(words)) == words.size
+    assert np.array_equal(words, Arrays(on_gpu=False).words(row_keys(12345, np.arange(3), np.array([7, 8, 9])), 4))
+    assert not np.array_equal(words, Arrays(on_gpu=False).words(row_keys(12346, np.arange(3), np.array([7, 8, 9])), 4))
+
+
+def test_positions_are_those_of_the_other_oracle():
+    import low_latency_oracle
+    import oracle
+
+    from deepep_rt import soak_buffers, soak_plan
+    from deepep_rt.soak_expected import ExpertRouting, Routing
+
+    options = soak_buffers.Options(seed=4, num_ranks=3, on_gpu=False, rounds_per_buffer=4)
+    for number in range(40):
+        plan, experts = soak_plan.round_of(options, number), soak_buffers.buffer_of(options, number // 4).num_experts
+        choices = [soak_plan.experts_of(options, plan, 0, rank) for rank in range(3)]
+        inputs = [oracle.RankInputs(np.zeros((len(idx), 4), np.float32), idx) for idx in choices]
+        for rank in range(3):
+            worst = plan.worst and plan.worst[rank]
+            mine = Routing(choices, rank, experts, plan.worst)
+            theirs = oracle.expected_dispatch(rank, inputs, experts, num_worst_tokens=worst)
+            assert np.array_equal(np.stack(mine.kept, axis=1), theirs.src_idx[: theirs.num_kept])
+            assert np.array_equal(mine.local_choices, theirs.topk_idx)
+            assert (mine.num_sent_here, mine.num_per_expert.tolist()) == (theirs.num_recv, theirs.num_recv_per_expert)
+            found = ExpertRouting(choices, rank, experts, 10)
+            wanted = low_latency_oracle.expected_dispatch(rank, inputs, experts).entries
+            for expert, entries in enumerate(wanted):
+                at = found.entries.expert == expert
+                rows = zip(found.entries.source[at], found.entries.token[at], found.entries.choice[at], strict=True)
+                assert [*rows] == entries[:10]
+        fits = [ExpertRouting(choices, rank, experts, 10).fits.sum() for rank in range(3)]
+        kept = [len(ExpertRouting(choices, rank, experts, 10).entries.expert) for rank in range(3)]
+        assert sum(fits) == sum(kept)
+
+
+@pytest.mark.parametrize(("round_scale", "ue8m0"), [(False, False), (True, False), (True, True)])
+def test_fp8_is_that_of_the_other_oracle(round_scale, ue8m0):
+    import low_latency_oracle
+    import ml_dtypes
+
+    from deepep_rt.soak_arrays import Arrays, row_keys
+    from deepep_rt.soak_expected import to_fp8
+
+    arrays = Arrays(on_gpu=False)
+    rows = arrays.numbers(row_keys(5, np.arange(6)), 256, "bfloat16")
+    codes, scales = to_fp8(arrays, rows, round_scale=round_scale, ue8m0=ue8m0)
+    wanted, factors = low_latency_oracle.to_fp8(rows.view(ml_dtypes.bfloat16), round_scale)
+    if ue8m0:
+        factors = factors.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+    assert codes.tobytes() == wanted.tobytes()
+    assert scales.tobytes() == factors.tobytes()
+
+
+def test_fp8_ties_go_to_even():
+    from deepep_rt.soak_arrays import Arrays
+    from deepep_rt.soak_expected import to_fp8
+
+    values = np.zeros((1, 128), np.float32)
+    values[0, :4] = 448, 17, 19, -17  # between 16 and 18, and 18 and 20
+    codes, _ = to_fp8(Arrays(on_gpu=False), (values.view(np.uint32) >> 16).astype(np.uint16), round_scale=False, ue8m0=False)
+    import ml_dtypes
+
+    assert codes.view(ml_dtypes.float8_e4m3fn)[0, :4].astype(np.float32).tolist() == [448, 16, 20, -16]
+
+
+# --- the command line --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(minutes=0), "--minutes is 0"),
+        (dict(rounds=0), "--rounds is 0"),
+        (dict(round=-1, seed=1), "--round is -1"),
+        (dict(since=3), "--since is 3"),
+        (dict(round=3, since=4, seed=1), "--since is 4"),
+        (dict(round=3), "--seed"),
+        (dict(backend="cpu"), "--backend is 'cpu'"),
+        (dict(timeout_s=0.0), "--timeout-s is 0"),
+        (dict(progress_s=-1.0), "--progress-s is -1"),
+    ],
+)
+def test_wrong_options_are_told(options, message):
+    from deepep_rt import EPConfigError, soak
+
+    with pytest.raises(EPConfigError, match=message):
+        soak.Asked(**options).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--json", "/proc/nowhere/soak.json"], "--json"), (["--hidden", "7"], "hidden=7")]
+)
+def test_what_cannot_be_run_is_told(options, message):
+    words = [sys.executable, "-m", "deepep_rt", "soak", "--backend", "host", "--rounds", "1", *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- parts -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_found_without_a_look_by_the_host():
+    """As on a GPU, where the numbers of a comparison stay until they are asked for: none differ, or which do."""
+    from deepep_rt.soak_arrays import Arrays
+
+    arrays = Arrays(on_gpu=False)
+    arrays.on_gpu = True
+    want = np.arange(40, dtype=np.uint8)
+    got = want.copy()
+    assert arrays.difference(got, want)[0] == 0
+    got[[37, 39]] = 0
+    found = arrays.difference(got, want)
+    assert found[:3].tolist() == [2, 37, 32]
+    assert found[3:19].tolist() == [*range(32, 40), *[39] * 8]
+    assert found[19:27].tolist() == [32, 33, 34, 35, 36, 0, 38, 0]
+
+
+@pytest.mark.parametrize("call", ["none", "low_latency_dispatch"])
+def test_rounds_for_gpus(call, tmp_path):
+    """Graphs, streams and comparisons that wait on the GPU, with NumPy for CuPy."""
+    sizes = ["--hidden", "256", "--tokens", "32", "--low-latency-tokens", "8", "--topk", "2", "--experts", "4"]
+    options = ["--rounds", "80", "--rounds-per-buffer", "20", "--seed", "1", "--json", tmp_path / "soak.json", *sizes]
+    run(2, PROGRAMS / "soak_as_on_gpus.py", call, *options, status=int(call != "none"))
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["status"] == ("passed" if call == "none" else "mismatch")
+    assert found["settings"]["on_gpu"]
+    for first in found["mismatches"][:1]:
+        assert (first["rank"], first["array"], first["first_byte"] % 128) == (1, "recv_x", 0)
+        assert first["call"].startswith(call)
+        assert "of local expert" in first["row"]
+
+
+def test_the_watchdog_ends_a_silent_rank(monkeypatch, capfd):
+    from deepep_rt import soak_watchdog
+
+    ended = threading.Event()
+    comm = SimpleNamespace(Get_rank=lambda: 3, Abort=lambda status: ended.set())
+    monkeypatch.setattr(soak_watchdog, "_GRACE_S", 0.0)
+    watchdog = soak_watchdog.Watchdog(comm, lambda: "round 7 of seed 1, combine")
+    with watchdog:
+        watchdog.feed(0.1)
+        assert ended.wait(20)
+    said = capfd.readouterr().err
+    assert "rank 3: no progress for" in said
+    assert "in round 7 of seed 1, combine" in said
+    assert "test_the_watchdog_ends_a_silent_rank" in said, "the stack tells where it hangs"

@@ -1,0 +1,134 @@
+"""deepep_rt.torch on the host backend: launches the programs of tests/programs that need PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+from launch import run_checks, run_example
+from ports import free_port
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+def test_communicators_are_returned_as_they_are() -> None:
+    from mpi4py import MPI
+
+    from deepep_rt.store_comm import StoreCommunicator
+    from deepep_rt.torch import communicator
+
+    store = StoreCommunicator(None, "none", 0, 1)
+    for ranks in (MPI.COMM_WORLD, MPI.COMM_SELF, MPI.COMM_NULL, store):
+        assert communicator(ranks) is ranks
+
+
+@pytest.mark.parametrize("group", ["x", 3, -101, [0, 1], object(), type])
+def test_what_is_no_group(group: object) -> None:
+    from deepep_rt import EPConfigError, compat
+    from deepep_rt.torch import communicator
+
+    for make in (communicator, compat.Buffer):
+        with pytest.raises(EPConfigError, match=f"group is a {type(group).__name__}; expected a process group.*mpi4py"):
+            make(group)
+
+
+def test_ranks_that_are_not_in_a_group() -> None:
+    import torch.distributed as dist
+
+    from deepep_rt import EPConfigError
+    from deepep_rt.torch import communicator
+
+    with pytest.raises(EPConfigError, match="not in the group"):
+        communicator(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.parametrize("said", [[(0, 2), None], [(0, 1), (0, 1)], [(0, 2), (1, 2), (0, 2)], [(0, 1), (1, 2)]])
+def test_ranks_that_one_mpirun_did_not_start(monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, int] | None]) -> None:
+    """None of them, or not all, or each by one of its own."""
+    from deepep_rt import torch_group
+
+    monkeypatch.setattr(torch_group, "_gathered", lambda value, group: said)
+    monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))  # must not be asked: it might wait for ever
+    assert torch_group._from_mpi(None) is None
+
+
+def test_an_mpi4py_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepep_rt import torch_group
+
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise RuntimeError("cannot load MPI library")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", Broken("mpi4py"))
+    assert torch_group._place_from_mpi() is None
+
+
+def test_rows_that_kernels_can_read() -> None:
+    """Gradients come transposed, or from the middle of another tensor."""
+    import torch
+
+    from deepep_rt.torch_kernels import aligned
+
+    flat = torch.arange(65, dtype=torch.float32)
+    for rows in (flat[1:].view(4, 16), flat[:64].view(16, 4).T, torch.ones(1, 1).expand(4, 16)):
+        found = aligned(rows)
+        assert torch.equal(found, rows)
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
+    good = flat[:64].view(4, 16)
+    assert aligned(good).data_ptr() == good.data_ptr()
+
+
+def test_choices_that_are_no_experts_do_not_count() -> None:
+    import torch
+
+    from deepep_rt.torch_kernels import count_choices
+
+    per_rank, per_expert, goes = count_choices(torch.tensor([[0, 3], [-1, 4], [9, -5]]), 4, 2)
+    assert (per_rank.tolist(), per_expert.tolist()) == ([1, 1], [1, 0, 0, 1])
+    assert goes.tolist() == [[True, True], [False, False], [False, False]]
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch calls nested ones a prototype
+def test_tensors_without_rows() -> None:
+    """Found before anything converts them."""
+    import torch
+    from mpi4py import MPI
+
+    from deepep_rt import Buffer, EPInputError
+    from deepep_rt.torch import combine, dispatch
+
+    x, idx = torch.ones((4, 256)), torch.zeros((4, 2), dtype=torch.int64)
+    sizes = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=2, dtype="float32", backend="host")
+    with Buffer(MPI.COMM_SELF, **sizes) as buffer:
+        sent = dispatch(buffer, x, idx)
+        for wrong in (x.to_sparse(), x.to_mkldnn(), torch.nested.nested_tensor([x, x])):
+            for fp8 in (False, True):
+                with pytest.raises(EPInputError, match=r"x is a .* tensor, whose rows"):
+                    dispatch(buffer, wrong, idx, fp8=fp8)
+            with pytest.raises(EPInputError, match=r"x is a .* tensor, whose rows"):
+                combine(buffer, wrong, sent.handle)
+        with pytest.raises(EPInputError, match=r"topk_idx is a torch\.sparse_coo tensor"):
+            dispatch(buffer, x, idx.to_sparse())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradients_and_groups(num_ranks: int) -> None:
+    """In one job: importing PyTorch takes longer than most of the checks."""
+    output = run_checks(num_ranks, "torch_autograd", "torch_groups")
+    assert "check_a_layer" in output
+    assert "check_subgroups" in output
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("options", [[], ["--distributed", "gloo"]], ids=["mpi", "distributed"])
+def test_example(num_ranks: int, options: list[str]) -> None:
+    """It compares its loss curve with that of one rank itself."""
+    lines = run_example(num_ranks, "moe_torch.py", *options, MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
+    assert lines[0].startswith(f"host: {num_ranks} ranks")
+    steps = [line for line in lines if line.startswith("step ")]
+    first, last = ([float(word.strip(",")) for word in line.split() if "." in word] for line in (steps[0], steps[-1]))
+    assert all(b < 0.8 * a for a, b in zip(first, last, strict=True))
+    assert lines[-1] == "OK"
