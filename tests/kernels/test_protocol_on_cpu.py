@@ -103,15 +103,16 @@ def test_other_choices_are_reported() -> None:
         made = Round(machine, buffers, 3)
         for rank in range(2):
             made.inputs[rank].topk_idx[0] = 1, 5, 2, -1
+            made.inputs[rank].topk_idx[1] = -1  # a token without a row
             made.dispatch(rank)
-        for value, choice, expected in ((3, 0, 1), (8, 1, 5), (7, 3, -1), (-1, 2, 2)):
+        for value, token, choice, expected in ((3, 0, 0, 1), (8, 0, 1, 5), (7, 0, 3, -1), (-1, 0, 2, 2), (4, 1, 3, -1)):
             given = made.inputs[0].topk_idx.copy()
-            given[0, choice] = value
+            given[token, choice] = value
             backs = [made.combine(0, topk_idx=given), made.combine(1)]
             machine.run()
             made.check(backs)
             shown = "an expert that does not exist" if value == 8 else value
-            with pytest.raises(EPInputError, match=rf"topk_idx\[0, {choice}\]={shown}; expected {expected}"):
+            with pytest.raises(EPInputError, match=rf"topk_idx\[{token}, {choice}\]={shown}; expected {expected}"):
                 buffers[0].check()
             for buffer in buffers:
                 buffer.check()
