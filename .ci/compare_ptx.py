@@ -185,7 +185,8 @@ def main() -> int:
             folder.mkdir()
         checkouts = [asked.old.resolve(), asked.new.resolve()]
         running = [start(checkout, folder) for checkout, folder in zip(checkouts, folders, strict=True)]
-        if any([process.wait() for process in running]):
+        ended = [process.wait() for process in running]
+        if any(ended):
             return 2
         old, new = (read(folder / "ptx.json") for folder in folders)
     return 1 if compare(old, new) else 0
