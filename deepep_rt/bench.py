@@ -1,4 +1,4 @@
-"""`python -m deepep_rt bench`: runs the benchmarks under the current mpirun, and makes pictures and a page of the results."""
+"""Run the benchmarks under the current mpirun (`python -m deepep_rt bench`), and write a report with pictures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AskedSizes(NamedTuple):
 def measure(
     what: str, out: Path | None, compare: Sequence[Path], *, quick: bool, backend: str, sizes: AskedSizes, commit: str | None
 ) -> None:
-    """Run benchmarks on all ranks of the current mpirun, and write results, pictures and a page. Rank 0 talks.
+    """Run benchmarks on all ranks of the current mpirun, and write results and a report with pictures. Rank 0 prints.
 
     Args:
         what: "throughput", "low-latency", "all" (these two), or "jitter" (a table only; nothing is compared).
@@ -66,7 +66,7 @@ def measure(
         if what == "jitter":
             _measure_jitter(comm, out, quick, backend, sizes, commit)
             return
-        _need("matplotlib", "jinja2", "ml_dtypes")
+        _need("matplotlib", "ml_dtypes")
         references, folder = [reference for file in compare for reference in load(file)], _folder(comm, out)
         results = []
         for name in PROGRAMS if what == "all" else [what]:
@@ -94,8 +94,8 @@ def _measure_jitter(comm: Intracomm, out: Path | None, quick: bool, backend: str
 
 
 def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> None:
-    """Make pictures and a page of result files; nothing is measured. Arguments and errors as in `measure`."""
-    _need("matplotlib", "jinja2")
+    """Write a report with pictures of result files, and measure nothing. Arguments and errors as in `measure`."""
+    _need("matplotlib")
     if _rank() == 0:
         results, references = [read(file) for file in files], [other for file in compare for other in load(file)]
         folder = _folder(None, out)
@@ -105,7 +105,7 @@ def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> No
 
 
 def _rank() -> int:
-    """0 where there is no MPI: pages can be made anywhere."""
+    """Return this rank; 0 where there is no MPI, because reports can be written anywhere."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -114,13 +114,13 @@ def _rank() -> int:
 
 
 def _need(*libraries: str) -> None:
-    """Before anything is measured: see that the page can be made of it."""
+    """Check that the report can be written, before anything is measured."""
     for name in libraries:
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise EPUnavailableError(
-                f"the benchmarks' pictures and page need {name}, which cannot be imported ({error}); pip install 'deepep_rt[bench]'"
+                f"the benchmarks need {name}, which cannot be imported ({error}); pip install 'deepep_rt[bench]'"
             ) from None
 
 
@@ -132,17 +132,9 @@ def _folder(comm: Intracomm | None, out: Path | None) -> Path:
 
 
 def _draw(results: Sequence[dict[str, Any]], references: Sequence[Reference], folder: Path) -> None:
-    from . import bench_figures, bench_page
+    from . import bench_page
 
-    drawn: dict[str, int] = {}
-    for result in results:
-        for name, figure in bench_page.pictures(result, references).items():
-            drawn[name] = drawn.get(name, 0) + 1
-            number = f"_{drawn[name]}" if drawn[name] > 1 else ""
-            (folder / f"{name}{number}.png").write_bytes(bench_figures.png(figure))
-    page = folder / "index.html"
-    page.write_text(bench_page.html(results, references))
-    print(f"the page is {page}, with its pictures beside it")
+    print(f"the report is {bench_page.write(results, references, folder)}")
 
 
 def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: AskedSizes, commit: str | None) -> dict[str, Any] | None:

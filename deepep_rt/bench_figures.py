@@ -1,10 +1,9 @@
-"""The pictures of a benchmark's results: bandwidth against SMs, latency against tokens, each with the copy ceiling and references."""
+"""Draw a benchmark's results: bandwidth against SMs, latency against tokens, each with the copy ceiling and references."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,18 +20,21 @@ WORKS = {"dispatch_bf16": "Dispatch, BF16", "dispatch_fp8": "Dispatch, FP8", "co
 ROUTINGS = {"known": "routing known", "unknown": "routing unknown", "worst": "fixed shapes"}
 
 # After Okabe and Ito: colour-blind people can tell them apart. References also differ by dashes, routings by markers.
-OURS = {
-    "light": {"known": "#0072B2", "unknown": "#A87000", "worst": "#00805C"},
-    "dark": {"known": "#56B4E9", "unknown": "#E69F00", "worst": "#1FC49A"},
-}
-THEIRS = {"light": ("#C24E00", "#B0558A", "#6B5B95", "#555555"), "dark": ("#FF8A4C", "#E39BC4", "#B3A4E8", "#BBBBBB")}
+OURS = {"known": "#0072B2", "unknown": "#A87000", "worst": "#00805C"}
+THEIRS = ("#C24E00", "#B0558A", "#6B5B95", "#555555")
 MARKERS = {"known": "o", "unknown": "s", "worst": "^"}
-INK = {"light": ("#1f2328", "#6e7781", "#d8dee4", "#ffffff"), "dark": ("#e6edf3", "#9aa4af", "#343b44", "#15191f")}
-"""Text, ceiling, grid and ground of both themes."""
+TEXT, CEILING, GRID, GROUND = "#1f2328", "#6e7781", "#d8dee4", "#ffffff"
 PANEL_INCHES = (4.9, 3.3)
 PANEL_POINTS = 0.78 * 72 * PANEL_INCHES[1]
 """Height inside a panel's axes, roughly."""
-_NARROW_HEADING = 56  # characters that fit above one panel
+_STYLE = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor"), TEXT),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), GROUND),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), GRID),
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "text.parse_math": False,
+}
 
 
 @dataclass
@@ -47,10 +49,8 @@ class _Line:
     band: Mapping[int, float] = field(default_factory=dict)  # an upper end at some points
 
 
-def throughput(
-    result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light", *, is_narrow: bool = False
-) -> Figure:
-    """Bandwidth against the number of SMs: a panel for each work and number of tokens; on narrow screens one below the other."""
+def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> Figure:
+    """Draw bandwidth against the number of SMs: a panel for each work and number of tokens."""
     rows, sizes, others = throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
     alone = sizes.num_ranks == 1  # nothing crosses a link
@@ -60,33 +60,30 @@ def throughput(
         panels.append([])
         for work in works:
             here = [row for row in rows if row.tokens == num_tokens and row.work.startswith(work)]
-            lines = [_Line(ceilings, "copy ceiling", INK[theme][1], "", ":")]
-            for routing, colour in OURS[theme].items():
+            lines = [_Line(ceilings, "copy ceiling", CEILING, "", ":")]
+            for routing, colour in OURS.items():
                 mine = [row for row in here if row.work in (f"{work}_{routing}", work if routing == "known" else None)]
                 points = {row.sms: row.gb_s if alone else row.remote_gb_s for row in mine}
                 label = "this run" if work.startswith("combine") else ROUTINGS[routing]
                 lines.append(_Line(points, label, colour, MARKERS[routing]))
-            for reference, colour in zip(others, itertools.cycle(THEIRS[theme]), strict=False):
+            for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
                 lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
             panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
     xlabel = "SMs of a call" if on_gpu(result) else "SMs of a call (without meaning on the host)"
     ylabel = "GB/s, own rank" if alone else "GB/s from other ranks"
-    with _themed(theme):
-        figure, axes = _grid(result, len(tokens), len(works), "Throughput", is_narrow=is_narrow)
+    with rc_context(_STYLE):
+        figure, axes = _grid(result, len(tokens), len(works), "Throughput")
         top = 1.12 * max(gb_s for row in panels for _, lines in row for line in lines for gb_s in line.points.values()) or 1.0
         for i, row in enumerate(panels):
             for j, (name, lines) in enumerate(row):
-                is_last = i + 1 == len(panels) and (not is_narrow or j + 1 == len(row))
-                _draw(axes[i][j], name, lines, xlabel=xlabel if is_last else "", ylabel="" if j and not is_narrow else ylabel)
+                _draw(axes[i][j], name, lines, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
                 axes[i][j].set_ylim(0, top)
-                _label(axes[i][j], lines, theme)
+                _label(axes[i][j], lines)
         return figure
 
 
-def low_latency(
-    result: Mapping[str, Any], references: Iterable[Reference] = (), theme: str = "light", *, is_narrow: bool = False
-) -> Figure:
-    """Latency against the number of tokens: a panel each for dispatch, combine, and both; on narrow screens one below the other."""
+def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> Figure:
+    """Draw latency against the number of tokens: a panel each for dispatch, combine, and both."""
     rows, kind, sizes, gpu = low_latency_rows(result), fp8_or_bf16(result), Sizes.of(result), on_gpu(result)
     parts = {f"dispatch_{kind}": f"Dispatch, {kind.upper()}", "combine": "Combine, BF16", f"both_{kind}": "Dispatch and combine"}
     mine, others = low_latency_parts(result), [other for other in references if other.low_latency]
@@ -94,45 +91,37 @@ def low_latency(
     works[f"both_{kind}"] = [f"dispatch_{kind}", "combine_bf16"]
     panels = []
     for part, name in parts.items():
-        lines = [_Line(_filled(mine[part]), "in a graph" if gpu else "a call", OURS[theme]["known"])]
+        lines = [_Line(_filled(mine[part]), "in a graph" if gpu else "a call", OURS["known"])]
         if part.startswith("both") and gpu:
             step = _filled({row.tokens: row.step_p50_us for row in rows})
             p99 = _filled({row.tokens: row.step_p99_us for row in rows})
-            lines.append(_Line(step, "a step alone,\np50 to p99", OURS[theme]["worst"], "^", band=p99))
-            lines.append(_Line({row.tokens: row.call_us for row in rows}, "no graph", OURS[theme]["unknown"], "s"))
-        for reference, colour in zip(others, itertools.cycle(THEIRS[theme]), strict=False):
+            lines.append(_Line(step, "a step alone,\np50 to p99", OURS["worst"], "^", band=p99))
+            lines.append(_Line({row.tokens: row.call_us for row in rows}, "no graph", OURS["unknown"], "s"))
+        for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
             theirs = {tokens: us for (what, tokens), us in reference.low_latency.items() if what == part}
             lines.append(_Line(theirs, _name(reference, sizes), colour, "D", "--"))
         lines = [line for line in lines if line.points]
         gb_s = result["copy_ceiling_gb_s"]["used"]
         if sizes.num_ranks > 1 and gb_s:
             at = {row.tokens: sum(sizes.remote_bytes(work, row.tokens) for work in works[part]) / gb_s / 1e3 for row in rows}
-            lines.append(_Line(at, "rows at the\ncopy ceiling", INK[theme][1], "", ":"))
+            lines.append(_Line(at, "rows at the\ncopy ceiling", CEILING, "", ":"))
         panels.append((name, lines))
     measured = [us for _, lines in panels for line in lines if line.marker for us in (*line.points.values(), *line.band.values())]
-    with _themed(theme):
-        figure, axes = _grid(result, 1, len(panels), "Low latency", is_narrow=is_narrow)
+    with rc_context(_STYLE):
+        figure, axes = _grid(result, 1, len(panels), "Low latency")
         for j, (name, lines) in enumerate(panels):
-            _draw(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j and not is_narrow else "µs")
+            _draw(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j else "µs")
             axes[0][j].set_yscale("log")
             axes[0][j].set_ylim(0.6 * min(measured), 1.4 * max(measured))
             axes[0][j].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes[0][j].yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:,.10g}"))
             axes[0][j].yaxis.set_minor_formatter(NullFormatter())
-            _label(axes[0][j], lines, theme)
+            _label(axes[0][j], lines)
         return figure
 
 
-def svg(figure: Figure) -> bytes:
-    """A picture's file, for a page: sharp at every size, and text drawn as shapes, so that no font is needed."""
-    file = io.BytesIO()
-    with rc_context({"svg.hashsalt": "deepep_rt"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
-
-
 def png(figure: Figure) -> bytes:
-    """A picture's file, for everything else."""
+    """Make the file of a picture."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150)
     return file.getvalue()
@@ -161,24 +150,12 @@ def _their_bandwidth(reference: Reference, sizes: Sizes, work: str, tokens: int,
 # --- drawing -----------------------------------------------------------------------------------------------------------------------
 
 
-def _themed(theme: str) -> Any:
-    text, _, grid, ground = INK[theme]
-    colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor"), text)
-    grounds = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), ground)
-    lines = dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), grid)
-    fonts = {"font.size": 10, "font.family": "DejaVu Sans", "svg.fonttype": "path", "text.parse_math": False}
-    return rc_context({**colours, **grounds, **lines, **fonts})
-
-
-def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str, *, is_narrow: bool) -> tuple[Figure, Any]:
-    """A figure, and its panels by row and column; if it is narrow, they stand in one column."""
-    shape = (num_rows * num_columns, 1) if is_narrow else (num_rows, num_columns)
-    heading = textwrap.fill(f"{what}: {title(result)}", _NARROW_HEADING) if is_narrow else f"{what}: {title(result)}"
-    heading += f"\n{result['date']}"
-    height = 0.2 + 0.2 * (1 + heading.count("\n")) + PANEL_INCHES[1] * shape[0]
-    figure = Figure(figsize=(PANEL_INCHES[0] * shape[1], height), layout="constrained")
-    figure.suptitle(heading, fontsize=11)
-    return figure, figure.subplots(*shape, squeeze=False, sharey=True).reshape(num_rows, num_columns)
+def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str) -> tuple[Figure, Any]:
+    """Make a figure, and its panels by row and column."""
+    size = PANEL_INCHES[0] * num_columns, 0.6 + PANEL_INCHES[1] * num_rows
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(f"{what}: {title(result)}\n{result['date']}", fontsize=11)
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
 
 
 def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel: str) -> None:
@@ -207,7 +184,7 @@ def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel
     axes.tick_params(length=3)
 
 
-def _label(axes: Axes, lines: Sequence[_Line], theme: str) -> None:
+def _label(axes: Axes, lines: Sequence[_Line]) -> None:
     """Name each line at its right end, in its colour; labels that would overlap move apart, and a thin line leads to each."""
     if not lines:
         return
@@ -228,7 +205,7 @@ def _label(axes: Axes, lines: Sequence[_Line], theme: str) -> None:
             fontsize=8.5,
             va="center",
             linespacing=0.95,
-            bbox={"facecolor": INK[theme][3], "edgecolor": "none", "pad": 0.5},
+            bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 0.5},
             arrowprops={
                 "arrowstyle": "-",
                 "color": lines[i].colour,

@@ -101,14 +101,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The table, and what it was measured on."""
     settings = result["settings"]
     what = f"{result['num_ranks']} ranks, {result['machine']}, hidden {settings['hidden']}, top-{settings['topk']}"
-    lines = [f"Low-latency steps: {what}. {result['boundary']}. {result['date']}.", ""]
-    lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+    rows = []
     for row in result["rows"]:
         us = row["p50_us"], row["p99_us"], row["max_us"]
-        ratio = f"{us[1] / us[0]:.3f}"
-        lines.append(_line([row["experts"], row["tokens"], row["steps"], *(f"{time:.1f}" for time in us), ratio]))
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[object]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
+        rows.append([row["experts"], row["tokens"], row["steps"], *(f"{time:.1f}" for time in us), f"{us[1] / us[0]:.3f}"])
+    text = f"Low-latency steps: {what}. {result['boundary']}. {result['date']}."
+    return f"{text}\n\n{report.markdown_table(_COLUMNS, rows)}\n"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -98,48 +99,55 @@ def low_latency_columns(result: Mapping[str, Any]) -> dict[str, str]:
     return {head: name for head, name in _LOW_LATENCY_COLUMNS.items() if any(getattr(row, name) is not None for row in rows)}
 
 
+class ResultTable(NamedTuple):
+    """A table of a result, for the terminal and for the report."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str
+
+
 def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> None:
     """Print the tables of a result, and the comparisons with other systems."""
     if throughput_rows(result):
-        _print_throughput(result, references)
+        _print_table(throughput_table(result))
+        for reference in references:
+            if table := throughput_comparison(result, reference):
+                _print_table(table)
+            elif reference.throughput:
+                _console().print(f"compared with {reference.name}: no figure for this work and these numbers of tokens")
     if low_latency_rows(result):
-        _print_low_latency(result, references)
+        _print_table(low_latency_table(result, references))
 
 
-def throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
-    """A row of the throughput table; before the host's time, the remote bandwidth in percent of the copy ceiling."""
+def throughput_table(result: Mapping[str, Any]) -> ResultTable:
+    """Make the table of all rows of a throughput result."""
+    ceiling = result["copy_ceiling_gb_s"]["used"]
+    what = "remote" if result["num_ranks"] > 1 else "within the one rank"
+    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling:.4g} GB/s {what}."
+    heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
+    return ResultTable(title(result), heads, [_throughput_cells(row, ceiling) for row in throughput_rows(result)], caption)
+
+
+def _throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
     share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
     bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share)
     return [row.work, str(row.tokens), str(row.sms), figure(row.us), *bandwidths, figure(row.host_us)]
 
 
-def ceiling_said(result: Mapping[str, Any]) -> str:
-    """The copy ceiling of a result, in words."""
-    what = "remote" if result["num_ranks"] > 1 else "within the one rank"
-    return f"{result['copy_ceiling_gb_s']['used']:.4g} GB/s {what}"
-
-
-def _print_throughput(result: Mapping[str, Any], references: Iterable[Reference]) -> None:
-    rows, ceiling = throughput_rows(result), result["copy_ceiling_gb_s"]["used"]
-    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling_said(result)}."
-    heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
-    _print_table(title(result), caption, heads, [throughput_cells(row, ceiling) for row in rows])
-    for reference in references:
-        if reference.throughput:
-            _print_comparison(rows, Sizes.of(result), reference)
-
-
-def _print_comparison(rows: list[Row], sizes: Sizes, reference: Reference) -> None:
-    pairs = compare(rows, reference.throughput)
+def throughput_comparison(result: Mapping[str, Any], reference: Reference) -> ResultTable | None:
+    """Make the table of a result and a reference. Return None if they share no work with the same number of tokens."""
+    pairs, sizes = compare(throughput_rows(result), reference.throughput), Sizes.of(result)
     if not pairs:
-        _console().print(f"compared with {reference.name}: no figure for this work and these numbers of tokens")
-        return
+        return None
+    rows = [[pair.work, *compared(pair, not caution(sizes, reference))] for pair in pairs]
     caption = f"Theirs: {reference.where}. {about_ratios(sizes, reference)}"
-    cells = [[pair.work, *compared(pair, not caution(sizes, reference))] for pair in pairs]
-    _print_table(f"compared with {reference.name}", caption, ["work", *COMPARED], cells)
+    return ResultTable(f"compared with {reference.name}", ["work", *COMPARED], rows, caption)
 
 
-def _print_low_latency(result: Mapping[str, Any], references: Iterable[Reference]) -> None:
+def low_latency_table(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> ResultTable:
+    """Make the table of a low-latency result, with a column for each reference that has times of both calls."""
     both, sizes = f"both_{fp8_or_bf16(result)}", Sizes.of(result)
     others = [reference for reference in references if any(part == both for part, _ in reference.low_latency)]
     cautions = dict.fromkeys(filter(None, (caution(sizes, reference) for reference in others)))
@@ -150,16 +158,28 @@ def _print_low_latency(result: Mapping[str, Any], references: Iterable[Reference
         figures = [getattr(row, column) for column in columns.values()]
         cells.append([str(row.tokens), *map(figure, [*figures, *theirs])])
     heads = ["tokens", *columns, *(f"{reference.name.partition(' (')[0]} D+C" for reference in others)]
-    _print_table(title(result), caption, heads, cells)
+    return ResultTable(title(result), heads, cells, caption)
+
+
+def markdown_table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table in Markdown. The first column is aligned left, the others right."""
+    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(markdown_text(str(cell)) for cell in line)} |" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    """Escape what Markdown takes for markup. Texts come from files too."""
+    return re.sub(r"[\\`*\[\]<&|]", r"\\\g<0>", text)
 
 
 def _console() -> Console:
     return console(_WIDTH_OF_LOGS)
 
 
-def _print_table(heading: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(table: ResultTable) -> None:
     """Print a table. Columns that do not fit on a line follow in another table, which begins with the first column again."""
     out, columns = _console(), [0]
+    heading, heads, rows, caption = table
     parts = [columns]
     least, most = (
         [3 + max(map(len, (*texts(head), *(row[i] for row in rows)))) for i, head in enumerate(heads)]
@@ -171,10 +191,11 @@ def _print_table(heading: str, caption: str, heads: Sequence[str], rows: Sequenc
             parts.append(columns)
         columns.append(i)
     for columns in parts:
-        table = Table(title=heading if columns is parts[0] else None, caption=caption if columns is parts[-1] else None)
+        part = Table(title=heading if columns is parts[0] else None)
         is_wide = 1 + sum(most[i] for i in columns) > out.width
         for i in columns:
-            table.add_column(heads[i].replace(" ", "\n") if is_wide else heads[i], justify="right" if i else "left")
+            part.add_column(heads[i].replace(" ", "\n") if is_wide else heads[i], justify="right" if i else "left")
         for row in rows:
-            table.add_row(*(row[i] for i in columns))
-        out.print(table)
+            part.add_row(*(row[i] for i in columns))
+        out.print(part)
+    out.print(f"{caption}\n")

@@ -212,7 +212,7 @@ def bench_(
     experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 256.")] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record, where this is no git checkout.")] = None,
 ) -> None:
-    """Measure on the ranks of the current mpirun, and make pictures and a page: mpirun -n 8 python -m deepep_rt bench."""
+    """Measure on the ranks of the current mpirun, and write a report with pictures: mpirun -n 8 python -m deepep_rt bench."""
     if from_:
         bench.draw(from_, out, compare or [])
     else:

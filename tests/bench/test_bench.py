@@ -1,8 +1,7 @@
-"""`python -m deepep_rt bench`: the run without GPUs, what rank 0 says, the pictures and the page."""
+"""`python -m deepep_rt bench`: the run without GPUs, what rank 0 prints, the pictures and the report."""
 
-import base64
+import dataclasses
 import itertools
-import json
 import os
 import pty
 import re
@@ -16,9 +15,9 @@ from paths import ROOT
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
-pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
 
 from launch import python_on
+from markdown_it import MarkdownIt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from without import without
@@ -50,65 +49,56 @@ def measured(tmp_path_factory):
     return folder, *run(2, "--backend", "host", "--quick", "--out", folder, "--compare", PEERS)
 
 
-class Page(HTMLParser):
-    """Tables, pictures and text of a page; fails on what is not closed."""
+class Report(HTMLParser):
+    """Tables, pictures and text of a report, as a renderer of Markdown shows it."""
 
     def __init__(self, text):
         super().__init__()
-        self.tables, self.pictures, self.text, self._open = [], [], "", []
-        self.feed(text)
-        assert not self._open
+        self.tables, self.pictures, self.text, self.tags = [], [], "", []
+        self.feed(MarkdownIt("commonmark").enable("table").render(text))
 
     def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        if tag not in ("meta", "img", "source"):
-            self._open.append(tag)
+        self.tags.append(tag)
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
             self.tables[-1].append([])
         elif tag in ("th", "td"):
             self.tables[-1][-1].append("")
-        for name in ("src", "srcset", "href"):
-            if name in attrs:
-                kind, _, data = attrs[name].partition(";base64,")
-                assert kind == "data:image/svg+xml", f"the page loads {attrs[name][:80]}"
-                self.pictures.append(base64.b64decode(data, validate=True).decode())
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
+        elif tag == "img":
+            self.pictures.append(dict(attrs)["src"])
 
     def handle_data(self, data):
         self.text += data
-        if self._open and self._open[-1] in ("th", "td"):
-            self.tables[-1][-1][-1] += data
+        if self.tags[-1] in ("th", "td"):
+            self.tables[-1][-1][-1] += data.strip()
 
 
 # --- running -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_writes_results_pictures_and_a_page(measured):
+def test_a_run_writes_results_pictures_and_a_report(measured):
     folder, printed, _ = measured
     assert sorted(path.name for path in folder.iterdir()) == [
-        "index.html", "low_latency.json", "low_latency.png", "throughput.json", "throughput.png",
+        "low_latency.json", "low_latency.png", "report.md", "throughput.json", "throughput.png",
     ]  # fmt: skip
     throughput, low_latency = (read(folder / f"{name}.json") for name in ("throughput", "low_latency"))
     assert len(throughput_rows(throughput)) == 2 * 7
     assert [row.tokens for row in low_latency_rows(low_latency)] == [1, 4, 16, 64]
     for name in ("throughput", "low_latency"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    page = Page((folder / "index.html").read_text())
+    page = Report((folder / "report.md").read_text())
     assert page.text.count("host backend: the same calls in NumPy and MPI") == 2, "both sections say what was measured"
     assert "A quick run" in page.text
     assert "Another problem was measured there" in page.text
     for row in throughput_rows(throughput):
         assert [row.work, str(row.tokens), str(row.sms), f"{row.us:.1f}"] in [line[:4] for line in page.tables[0]]
-    assert str(folder / "index.html") in printed
+    assert str(folder / "report.md") in printed
 
 
 def test_rank_0_talks_and_the_others_keep_quiet(measured):
     _, printed, progress = measured
-    assert printed.count("the page is") == 1
+    assert printed.count("the report is") == 1
     assert printed.count("% of ceiling") == 1
     steps = [line for line in progress.splitlines() if " done; " in line]
     assert 4 <= len(steps) <= 24
@@ -180,15 +170,14 @@ with bench_ranks.together(MPI.COMM_WORLD) as comm:
     assert "rank 1: error: out of luck; the other ranks are ended" in done.stderr
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_a_missing_library_is_named_before_anything_runs(missing, tmp_path):
+def test_a_missing_library_is_named_before_anything_runs(tmp_path):
     blocked, out = tmp_path / "blocked", tmp_path / "out"
     blocked.mkdir()
     words = [sys.executable, "-m", "deepep_rt", "bench", "--quick", "--out", str(out)]
-    environment = {**os.environ, **without(blocked, missing)}
+    environment = {**os.environ, **without(blocked, "matplotlib")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert f"need {missing}" in done.stderr
+    assert "need matplotlib" in done.stderr
     assert "pip install 'deepep_rt[bench]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists()
@@ -199,19 +188,19 @@ def test_a_missing_library_is_named_before_anything_runs(missing, tmp_path):
 
 @pytest.fixture
 def drawn(tmp_path, capsys):
-    """The page of the committed results, and what was said."""
+    """The report of the committed results, what was printed, and the folder."""
     options = [word for path in RESULTS for word in ("--from", str(path))]
     with pytest.raises(SystemExit) as caught:
         cli.run(["bench", *options, "--compare", str(PEERS), "--compare", str(LOW_LATENCY), "--out", str(tmp_path)])
     assert not caught.value.code
-    return Page((tmp_path / "index.html").read_text()), capsys.readouterr().out, tmp_path
+    return Report((tmp_path / "report.md").read_text()), capsys.readouterr().out, tmp_path
 
 
-def test_a_page_of_results_that_are_there(drawn):
+def test_a_report_of_results_that_are_there(drawn):
     page, printed, folder = drawn
-    assert {path.name for path in folder.iterdir()} == {"index.html", "throughput.png", "low_latency.png", "low_latency_2.png"}
-    assert len(page.pictures) == 4 * len(RESULTS), "light and dark, wide and narrow"
-    assert all(picture.startswith("<?xml") and "http-equiv" not in picture for picture in page.pictures)
+    assert page.pictures == ["throughput.png", "low_latency.png", "low_latency_2.png"]
+    assert {path.name for path in folder.iterdir()} == {"report.md", *page.pictures}
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in page.pictures)
     assert printed.count("4 x NVIDIA H200") == 3 + printed.count("Theirs: 4 x NVIDIA H200")
     result = read(LOW_LATENCY)
     row = next(row for row in low_latency_rows(result) if row.tokens == 128)
@@ -241,31 +230,18 @@ def test_references_that_are_not_shown_are_not_spoken_of():
     low_latency = read(LOW_LATENCY)
     assert [is_shown(low_latency, reference) for reference in load(PEERS)] == [True, False, False]
     result["rows"][-1]["tokens"] = 64
-    text = Page(bench_page.html([result], load(PEERS))).text
+    text = Report(bench_page.section(result, load(PEERS), "")).text
     assert "DeepEP" not in text
     assert "Another problem" not in text
 
 
-@pytest.mark.parametrize("result", [THROUGHPUT, LOW_LATENCY], ids=["throughput", "low latency"])
-def test_a_phone_shows_one_panel_below_the_other(result):
-    wide, narrow = (
-        next(iter(bench_page.pictures(read(result), references(), is_narrow=is_narrow).values())) for is_narrow in (False, True)
-    )
-    assert [axes.get_title("left") for axes in narrow.axes] == [axes.get_title("left") for axes in wide.axes]
-    assert narrow.get_size_inches()[0] == bench_figures.PANEL_INCHES[0] == pytest.approx(wide.get_size_inches()[0] / 3)
-    assert narrow.get_size_inches()[1] > bench_figures.PANEL_INCHES[1] * len(narrow.axes)
-    assert all(axes.get_ylabel() for axes in narrow.axes)
-    assert narrow.axes[-1].get_xlabel() == wide.axes[-1].get_xlabel() != ""
-    template = bench_page.TEMPLATE.read_text()
-    assert template.index('<source media="(max-width: 50rem)') < template.index('<source media="(prefers-color-scheme: dark)"')
-
-
-def test_texts_of_a_result_cannot_break_the_page(tmp_path):
-    result = json.loads(THROUGHPUT.read_text())
-    result["machine"] = "<script>alert(1)</script> & co"
-    text = bench_page.html([result])
-    assert "<script>" not in text
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in text
+def test_texts_of_a_result_cannot_break_the_report():
+    result, reference = read(THROUGHPUT), load(PEERS)[0]
+    result["machine"] = machine = "<script>`a` | *b* ![c](d) &amp; \\</script>"
+    report = Report(bench_page.section(result, [dataclasses.replace(reference, name=machine)], "e.png"))
+    assert report.text.count(machine) == 4, "in the heading, the facts, the note and the comparison"
+    assert "script" not in report.tags
+    assert report.pictures == ["e.png"]
 
 
 # --- pictures ----------------------------------------------------------------------------------------------------------------------
@@ -330,18 +306,15 @@ def test_latency_against_tokens():
 
 
 def pictures():
-    for path, theme in itertools.product(RESULTS, bench_figures.INK):
-        result = read(path)
+    for path in RESULTS:
         for name, others in (("alone", []), ("compared", references()), ("crowded", references() * 2)):
-            yield pytest.param(result, others, theme, False, id=f"{path.stem}-{theme}-{name}")
-        if theme == "light":
-            yield pytest.param(result, references(), theme, True, id=f"{path.stem}-narrow")
+            yield pytest.param(read(path), others, id=f"{path.stem}-{name}")
 
 
-@pytest.mark.parametrize(("result", "others", "theme", "is_narrow"), list(pictures()))
-def test_labels_can_be_read(result, others, theme, is_narrow):
+@pytest.mark.parametrize(("result", "others"), list(pictures()))
+def test_labels_can_be_read(result, others):
     """Labels lie inside the picture and do not cover each other, and stand out from the ground."""
-    (figure,) = bench_page.pictures(result, others, theme, is_narrow=is_narrow).values()
+    figure = bench_page.picture(result, others)
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     edge = figure.bbox
@@ -359,7 +332,7 @@ def test_labels_can_be_read(result, others, theme, is_narrow):
             assert axes.bbox.y0 - 8 <= box.y0, label
             assert box.y1 <= axes.bbox.y1 + 8, label
         for text in boxes.values():
-            assert contrast(text.get_color(), bench_figures.INK[theme][3]) > 4, text.get_text()
+            assert contrast(text.get_color(), bench_figures.GROUND) > 4, text.get_text()
 
 
 def contrast(one, other):

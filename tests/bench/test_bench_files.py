@@ -95,14 +95,11 @@ def show(path: Path, *, is_drawn: bool) -> bool:
         bench_report.print_result(result, references)
     bench_report.print_result(plain, references)
     if is_drawn:
-        from deepep_rt import bench_figures, bench_page
+        from deepep_rt import bench_page
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of letters that the font lacks
-            for result in results:
-                for figure in bench_page.pictures(result, references).values():
-                    bench_figures.svg(figure)
-                bench_page._facts(result, bench_page.Sizes.of(result)), bench_page._warnings(result, references)
+            bench_page.write(results, references, path.parent)
     return bool(results or references)
 
 

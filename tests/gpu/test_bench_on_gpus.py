@@ -1,4 +1,4 @@
-"""The benchmarks run on GPUs, and their results become pictures and a page."""
+"""The benchmarks run on GPUs, and their results become a report with pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import pytest
 
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
-pytest.importorskip("jinja2", reason="comes with deepep_rt[bench]")
 
 from deepep_rt import bench, bench_figures, bench_jitter, bench_low_latency, bench_page, bench_throughput
 from deepep_rt import bench_report as report
@@ -46,7 +45,7 @@ def test_throughput(comm):
     assert result["drivers"]["NVRTC"]
     assert len(bench_figures.throughput(result).axes) == 6
     assert "GB/s from other ranks" in bench_figures.throughput(result).axes[0].get_ylabel() or comm.size == 1
-    assert "host backend" not in bench_page.html([result])
+    assert "host backend" not in bench_page.section(result, [], "throughput.png")
 
 
 def test_rows_of_any_size_are_as_fast(comm):
@@ -81,7 +80,7 @@ def test_low_latency(comm):
             assert getattr(row, part) < row.host_dispatch_us or os.environ.get("DEEPEP_RT_SHARE_GPUS"), (
                 f"{part}: without launches"
             )
-    page = bench_page.html([result])
+    page = bench_page.section(result, [], "low_latency.png")
     assert "in a captured chain" in page
     assert "host backend" not in page
 
@@ -123,10 +122,11 @@ def test_the_command_on_gpus(comm, tmp_path_factory, capsys):
     if comm.rank:
         assert said.out == said.err == ""
         return
-    assert "the page is" in said.out
+    assert "the report is" in said.out
     assert "low-latency: 1 of 2 done" in said.err
     result = read(folder / "low_latency.json")
     assert on_gpu(result)
     assert result["commit"]["id"] == "0123456789abcdef"
     assert [row.tokens for row in low_latency_rows(result)] == [1, 128]
-    assert (folder / "index.html").stat().st_size > 50_000
+    assert "![Latency by tokens](low_latency.png)" in (folder / "report.md").read_text()
+    assert (folder / "low_latency.png").stat().st_size > 50_000

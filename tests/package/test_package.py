@@ -146,7 +146,7 @@ ORDER = [
     "cli",
     "__main__",
 ]
-HEAVY = ("mpi4py", "cuda", "cupy", "torch", "jax", "jaxlib", "nvshmem", "ml_dtypes", "typer", "rich", "matplotlib", "jinja2")
+HEAVY = ("mpi4py", "cuda", "cupy", "torch", "jax", "jaxlib", "nvshmem", "pynvml", "ml_dtypes", "typer", "rich", "matplotlib")
 
 
 def _imports(tree: ast.AST) -> set[str]:

@@ -129,7 +129,7 @@ def test_python_blocks_run_without_extras(tmp_path):
     """Hide what an installation without any extra lacks."""
     dependencies = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     installed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', dependencies)}
-    extras = {"cuda", "cupy", "jax", "jinja2", "matplotlib", "ml_dtypes", "nvshmem", "pynvml", "rich", "torch", "typer"}
+    extras = {"cuda", "cupy", "jax", "matplotlib", "ml_dtypes", "nvshmem", "pynvml", "rich", "torch", "typer"}
     (tmp_path / "hidden").mkdir()
     environment = without(tmp_path / "hidden", *sorted(extras - installed))
     text = "\n".join(path.read_text() for path in WITHOUT_EXTRAS)
