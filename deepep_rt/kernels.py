@@ -1,4 +1,4 @@
-"""The kernel table: one entry for each cuda_src/*.cu with an entry point of the same name, and nothing else."""
+"""The kernel table: one entry for each .cu file in cuda_src, whose entry point has the same name."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ _LOW_LATENCY_COMBINE = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: the members of its Params, the constants that give its block size and dynamic shared memory, and what it links."""
+    """A kernel: the members of its Params, its file, the constants that give its block size and dynamic shared memory, and its links."""
 
     name: str
     params: str
     threads: str
+    folder: str = ""  # of cuda_src
     shared: str | None = None
     per_dtype: bool = False  # compiled once for each element type that combine can add up
     is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
@@ -60,6 +61,11 @@ class Kernel:
     def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
         """Whether NVSHMEM's device library is a part of the kernel, compiled with these constants."""
         return self.low_latency and constants["kRanksPerNode"] < constants["kNumRanks"]
+
+    @property
+    def source(self) -> str:
+        """The file with the kernel's entry point, relative to the folder of the CUDA sources."""
+        return f"{self.folder}/{self.name}.cu" if self.folder else f"{self.name}.cu"
 
     @property
     def struct(self) -> CStruct:
@@ -81,6 +87,7 @@ TABLE: dict[str, Kernel] = {
     i32 check;              // report expert numbers out of range
     i32 to_host;            // tell the host what arrives
 """,
+            folder="throughput",
             threads="kRouteThreads",
         ),
         Kernel(
@@ -106,6 +113,7 @@ TABLE: dict[str, Kernel] = {
     i32 rows_per_copy;
     u64 alike;              // what all ranks must give alike, see alike.py
 """,
+            folder="throughput",
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",
         ),
@@ -126,6 +134,7 @@ TABLE: dict[str, Kernel] = {
     i64 capacity;           // rows of y
     u64 alike;              // what all ranks must give alike, see alike.py
 """,
+            folder="throughput",
             threads="kCombineThreads",
             shared="kCombineSharedBytes",
             per_dtype=True,
@@ -151,6 +160,7 @@ TABLE: dict[str, Kernel] = {
     i32 check;              // report expert numbers out of range
     u32 alike;              // what all ranks must give alike, see alike.py
 """,
+            folder="low_latency",
             threads="kLlThreads",
             shared="kLlTableBytes",
             low_latency=True,
@@ -160,12 +170,21 @@ TABLE: dict[str, Kernel] = {
         Kernel(
             "ll_combine",
             _LOW_LATENCY_COMBINE,
+            folder="low_latency",
             threads="kLlThreads",
             low_latency=True,
             overlaps=True,
             max_stack_bytes=8,  # of what NVSHMEM's functions are called with
         ),
-        Kernel("ll_combine_many", _LOW_LATENCY_COMBINE, threads="kLlThreads", low_latency=True, near_only=True, overlaps=True),
+        Kernel(
+            "ll_combine_many",
+            _LOW_LATENCY_COMBINE,
+            folder="low_latency",
+            threads="kLlThreads",
+            low_latency=True,
+            near_only=True,
+            overlaps=True,
+        ),
         Kernel(
             "fp8_encode",
             """
@@ -174,6 +193,7 @@ TABLE: dict[str, Kernel] = {
     u64 scales;             // [num_groups] float32
     i64 num_groups;
 """,
+            folder="elementwise",
             threads="kLocalThreads",
             per_dtype=True,
             is_local=True,
@@ -189,6 +209,7 @@ TABLE: dict[str, Kernel] = {
     i64 num_rows;
     i32 num_channels;
 """,
+            folder="elementwise",
             threads="kLocalThreads",
             per_dtype=True,
             is_local=True,
@@ -203,6 +224,7 @@ TABLE: dict[str, Kernel] = {
     i64 num_rows;
     i64 row_bytes;
 """,
+            folder="elementwise",
             threads="kLocalThreads",
             is_local=True,
         ),
@@ -219,6 +241,7 @@ TABLE: dict[str, Kernel] = {
     i32 num_experts;
     i32 num_ranks;
 """,
+            folder="elementwise",
             threads="kLocalThreads",
             is_local=True,
         ),
@@ -231,6 +254,7 @@ TABLE: dict[str, Kernel] = {
     u64 land_x;             // offset from the symmetric base
     i64 row_bytes;
 """,
+            folder="elementwise",
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",
         ),

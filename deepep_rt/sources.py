@@ -86,9 +86,9 @@ def prelude(kernel: Kernel, constants: Constants, folder: Path | None = None) ->
 
 def unit(kernel: Kernel, constants: Constants, folder: Path | None = None) -> str:
     """The whole text that NVRTC compiles; messages about the kernel's own text show its real file and line."""
-    path = (folder or source_dir()).resolve() / f"{kernel.name}.cu"
+    path = (folder or source_dir()).resolve() / kernel.source
     name = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'{prelude(kernel, constants, folder)}#line 1 "{name}"\n{sources_of(kernel, folder)[path.name]}'
+    return f'{prelude(kernel, constants, folder)}#line 1 "{name}"\n{sources_of(kernel, folder)[kernel.source]}'
 
 
 def used_constants(kernel: Kernel, constants: Constants, folder: Path | None = None) -> dict[str, int]:
@@ -106,10 +106,10 @@ def _shared_structs(kernel: Kernel, folder: Path | None) -> list[structs.CStruct
 
 
 def sources_of(kernel: Kernel, folder: Path | None) -> dict[str, str]:
-    """The kernel's source and, transitively, the headers of the same folder that it includes: name -> text."""
+    """Read the kernel's source and, transitively, the headers that it includes: path relative to `folder` -> text."""
     folder = folder or source_dir()
     texts: dict[str, str] = {}
-    waiting = [f"{kernel.name}.cu"]
+    waiting = [kernel.source]
     while waiting:
         name = waiting.pop(0)
         path = folder / name

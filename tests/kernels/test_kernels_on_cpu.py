@@ -265,15 +265,31 @@ def notices(folder, play, **options):
 
 
 BROKEN = [
-    pytest.param(overlapped_rounds, "low_latency.cuh", r"if \(!has_room && ", "if (false && ", id="no-wait-for-acknowledgements"),
-    pytest.param(low_latency_rounds, "ll_combine.cuh", r"st_vec\(from\[j\], not_yet\(\)\);", "", id="rows-are-not-reset"),
     pytest.param(
-        low_latency_rounds, "ll_dispatch_send.cuh", r"next;\n    __syncthreads\(\);", "next;", id="a-block-does-not-meet"
+        overlapped_rounds,
+        "low_latency/low_latency.cuh",
+        r"if \(!has_room && ",
+        "if (false && ",
+        id="no-wait-for-acknowledgements",
     ),
     pytest.param(
-        throughput_rounds, "work.cuh", r"num_blocks, 1\) == gridDim.x - 1", "num_blocks, 1) == 0", id="flag-of-the-first-block"
+        low_latency_rounds, "low_latency/ll_combine.cuh", r"st_vec\(from\[j\], not_yet\(\)\);", "", id="rows-are-not-reset"
     ),
-    pytest.param(throughput_rounds, "combine.cu", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
+    pytest.param(
+        low_latency_rounds,
+        "low_latency/ll_dispatch_send.cuh",
+        r"next;\n    __syncthreads\(\);",
+        "next;",
+        id="a-block-does-not-meet",
+    ),
+    pytest.param(
+        throughput_rounds,
+        "common/work.cuh",
+        r"num_blocks, 1\) == gridDim.x - 1",
+        "num_blocks, 1) == 0",
+        id="flag-of-the-first-block",
+    ),
+    pytest.param(throughput_rounds, "throughput/combine.cu", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
 ]
 
 
@@ -286,10 +302,15 @@ def test_a_broken_kernel_is_noticed(tmp_path, play, file, pattern, replacement):
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement"),
     [
-        pytest.param("combine.cu", r"fence_release_sys\(\);\n      raise_flag", "raise_flag", id="no-fence"),
-        pytest.param("combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="other-lanes-are-not-waited-for"),
+        pytest.param("throughput/combine.cu", r"fence_release_sys\(\);\n      raise_flag", "raise_flag", id="no-fence"),
         pytest.param(
-            "landing.cuh", r"st_release_sys\(&theirs->flag, epoch\)", "st_relaxed_sys(&theirs->flag, epoch)", id="no-release"
+            "throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="other-lanes-are-not-waited-for"
+        ),
+        pytest.param(
+            "throughput/landing.cuh",
+            r"st_release_sys\(&theirs->flag, epoch\)",
+            "st_relaxed_sys(&theirs->flag, epoch)",
+            id="no-release",
         ),
     ],
 )

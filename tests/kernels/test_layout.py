@@ -15,7 +15,7 @@ from deepep_rt import Buffer, EPConfigError, layout, structs
 from deepep_rt.config import MAX_ROUTE_BLOCKS, Config
 from deepep_rt.sources import source_dir
 
-WORDS = {word for path in source_dir().glob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
+WORDS = {word for path in source_dir().rglob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
 """What the kernels' sources are made of."""
 
 

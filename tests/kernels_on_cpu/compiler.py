@@ -64,9 +64,8 @@ def load(kernel: Kernel, constants: Mapping[str, int], cuda_src: Path | None = N
     with tempfile.TemporaryDirectory(dir=_folder()) as name:
         folder = Path(name)
         source = translate.write_sources(kernel, constants, folder, cuda_src)
-        key = hashlib.sha256("".join(path.read_text() for path in sorted(folder.iterdir())).encode()).hexdigest() + str(
-            every_access
-        )
+        texts = "".join(path.read_text() for path in sorted(folder.rglob("*")) if path.is_file())
+        key = hashlib.sha256(texts.encode()).hexdigest() + str(every_access)
         if key not in _loaded:
             made = _folder() / f"{kernel.name}-{len(_loaded)}.so"
             hears = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"] if every_access else []

@@ -21,13 +21,14 @@ def write_sources(kernel: Kernel, constants: Mapping[str, int], folder: Path, cu
     numbers = itertools.count()
     for name, text in sources.sources_of(kernel, cuda_src).items():
         if not name.endswith(".cu"):
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(translated(text, numbers))
-    own = sources.sources_of(kernel, cuda_src)[f"{kernel.name}.cu"]
+    own = sources.sources_of(kernel, cuda_src)[kernel.source]
     prelude = sources.prelude(kernel, constants, cuda_src)
     prelude = prelude.replace(sources._NVSHMEM_PRELUDE, '#include "nvshmem.h"\n')
     start = f'\nextern "C" void start(const void* params) {{ {kernel.name}(*static_cast<const Params*>(params)); }}\n'
     made = folder / f"{kernel.name}.cpp"
-    made.write_text(f'#include "ptx.h"\n{prelude}#line 1 "{kernel.name}.cu"\n{translated(own, numbers)}{start}')
+    made.write_text(f'#include "ptx.h"\n{prelude}#line 1 "{kernel.source}"\n{translated(own, numbers)}{start}')
     return made
 
 

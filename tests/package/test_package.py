@@ -287,7 +287,8 @@ def test_everything_travels_with_the_wheel(wheel: Path) -> None:
         for path in (PACKAGE / "shim").rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
-    assert names == package | {f"deepep_rt/cuda_src/{path.name}" for path in source_dir().iterdir()}
+    cuda = {f"deepep_rt/cuda_src/{path.relative_to(source_dir())}" for path in source_dir().rglob("*.cu*")}
+    assert names == package | cuda
 
 
 def test_kernels_compile_from_the_wheel(wheel: Path, tmp_path: Path) -> None:

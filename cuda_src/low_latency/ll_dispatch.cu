@@ -20,8 +20,8 @@
 //
 // Bytes: a row, (FP8: half of it and 4 / 128,) once over the link for each rank; at the receiver written, read, cleared, and written once
 // for each expert.
-#include "ll_dispatch_receive.cuh"
-#include "ll_dispatch_send.cuh"
+#include "low_latency/ll_dispatch_receive.cuh"
+#include "low_latency/ll_dispatch_send.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __grid_constant__ Params p) {
   extern __shared__ Table table[];

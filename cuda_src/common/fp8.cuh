@@ -1,6 +1,6 @@
 // Conversion to FP8 (e4m3): 16 channels in each lane, 8 neighbouring lanes share the scale of their 128 channels.
 #pragma once
-#include "number.cuh"
+#include "common/number.cuh"
 
 constexpr float kFp8Max = 448.f, kLeastAmax = 1e-4f;
 

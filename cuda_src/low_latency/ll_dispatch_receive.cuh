@@ -1,6 +1,6 @@
 // The receiving half of ll_dispatch, which tells the protocol.
 #pragma once
-#include "ll_dispatch.cuh"
+#include "low_latency/ll_dispatch.cuh"
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 // So many blocks may poll whole headers, which saves them a round trip. Where twice as many do, the stores that are on their way there are

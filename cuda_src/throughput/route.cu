@@ -14,7 +14,7 @@
 // after its call k + 1, which waited for this rank's message k + 1, which came after this rank's call k. RouteBlock::flag holds the epoch
 // of the counts beside it; kernels of one rank follow each other. State::route_epoch counts finished calls; the last block advances it,
 // after all others have read it.
-#include "wait.cuh"
+#include "common/wait.cuh"
 
 constexpr int kWarps = kRouteThreads / 32;
 static_assert(kWarps >= kNumRanks && kWarps <= 32, "one warp for each rank, one lane for each warp");

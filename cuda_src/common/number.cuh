@@ -1,6 +1,6 @@
 // Element types that are added up: a 16-byte vector to floats and back, rounding to nearest even.
 #pragma once
-#include "memory.cuh"
+#include "common/memory.cuh"
 
 // Elements of a 16-byte vector.
 template <int kElement>

@@ -1,7 +1,7 @@
 // fp8_encode: elements to FP8 (e4m3), with a float32 scale for each 128 of them; the rule is that of fp8.py.
 //
 // 8 neighbouring lanes take a group, 16 elements each, as in ll_dispatch. Every byte is read and written once, and nothing is shared.
-#include "fp8.cuh"
+#include "common/fp8.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) fp8_encode(const __grid_constant__ Params p) {
   constexpr int kVecs = 16 / kPerVec<kElement>;

@@ -1,6 +1,6 @@
 // The sending half of ll_dispatch, which tells the protocol.
 #pragma once
-#include "ll_dispatch.cuh"
+#include "low_latency/ll_dispatch.cuh"
 
 constexpr int kChoiceWarp = kLastWarp, kRowThreads = 32 * kChoiceWarp;
 constexpr int kMostReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;

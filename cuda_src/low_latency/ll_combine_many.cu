@@ -1,7 +1,7 @@
 // ll_combine_many: a low-latency combine where entries are so many that warps need not share one. They take a stretch of a row at a time:
 // rows are sums of one row to kNumTopk, and a warp with the whole of a large sum would still be at it when all others are done.
 // Only with p.reduce_early, and where all ranks are near.
-#include "ll_combine.cuh"
+#include "low_latency/ll_combine.cuh"
 
 constexpr int kStretches = (kRowVecs + kStretchVecs - 1) / kStretchVecs;
 static_assert(!kHasFar);

@@ -1,6 +1,6 @@
 // Bulk asynchronous copies (sm_90's copy engine), and the pipeline that keeps one warp's ring of stages full of them.
 #pragma once
-#include "memory.cuh"
+#include "common/memory.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 

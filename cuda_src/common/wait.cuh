@@ -2,7 +2,7 @@
 // in a hang: the first wait that runs out of time writes it to pinned host memory and raises State::abort; every other wait, in this kernel
 // and in later ones, then gives up at once. Low-latency kernels can be made to mask the peer instead, and to go on (kMasksOnTimeout).
 #pragma once
-#include "network.cuh"
+#include "common/network.cuh"
 
 __device__ __forceinline__ u64 nanoseconds() {
   u64 t;

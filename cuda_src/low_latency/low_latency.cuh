@@ -13,9 +13,9 @@
 //
 // Masked ranks are neither sent to nor waited for, nor acknowledged to; who is masked is read when the kernel starts.
 #pragma once
-#include "number.cuh"
-#include "wait.cuh"
-#include "work.cuh"
+#include "common/number.cuh"
+#include "common/wait.cuh"
+#include "common/work.cuh"
 
 constexpr int kWarps = kLlThreads / 32, kLastWarp = kWarps - 1;
 constexpr int kLog2Warps = kWarps == 16 ? 4 : 3;

@@ -12,9 +12,9 @@
 //
 // Bytes: each row once from local memory for each rank it goes to (later reads hit L2), once over the link. Floor: the sum of the remote
 // rows over the copy ceiling.
-#include "bulk.cuh"
-#include "landing.cuh"
-#include "work.cuh"
+#include "common/bulk.cuh"
+#include "throughput/landing.cuh"
+#include "common/work.cuh"
 
 constexpr int kCarriers = kDispatchThreads / 32 - kDispatchMovers;
 constexpr int kCarryRows = 32;

@@ -1,7 +1,7 @@
 // What both halves of ll_dispatch know: where headers and messages lie, and what the warps of a block share.
 #pragma once
-#include "fp8.cuh"
-#include "low_latency.cuh"
+#include "common/fp8.cuh"
+#include "low_latency/low_latency.cuh"
 
 constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
 constexpr int kScalesPerRow = kHidden / kFp8Group;

@@ -3,8 +3,8 @@
 //
 // Roles and work sharing as in dispatch, without its small arrays. The host times it; there is no protocol. The last block resets
 // State::ceiling_items and State::ceiling_blocks.
-#include "bulk.cuh"
-#include "work.cuh"
+#include "common/bulk.cuh"
+#include "common/work.cuh"
 
 __device__ inline void push(const Params& p, char* stages, u64* barriers) {
   const int num_workers = gridDim.x * kDispatchMovers;

@@ -1,7 +1,7 @@
 // keep_rows: rows up to *num_kept go to `out`, unless they are there already; the others are padding and become zeros there.
 //
 // A block takes a row at a time. Padding is not read, and rows that stay where they are are not touched.
-#include "memory.cuh"
+#include "common/memory.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) keep_rows(const __grid_constant__ Params p) {
   constexpr int kInFlight = 4;

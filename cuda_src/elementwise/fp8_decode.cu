@@ -1,7 +1,7 @@
 // fp8_decode: FP8 (e4m3) rows times their scales, one for each 128 channels; rows from *num_kept on are padding and become zeros.
 //
 // A block takes a row at a time, a thread 8 channels of it. Every byte of the rows that count is read once, and of all written once.
-#include "fp8.cuh"
+#include "common/fp8.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) fp8_decode(const __grid_constant__ Params p) {
   constexpr int kVecs = 8 / kPerVec<kElement>;

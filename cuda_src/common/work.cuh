@@ -1,7 +1,7 @@
 // How the rows for all ranks are shared out: item j is chunk j / kNumRanks for some rank, and neighbours are for different ranks, so that
 // every link is busy all the time, whatever the number of workers.
 #pragma once
-#include "memory.cuh"
+#include "common/memory.cuh"
 
 struct Item {
   int rank;

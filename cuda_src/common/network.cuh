@@ -4,7 +4,7 @@
 // Offsets are those of symmetric memory; what is put comes from symmetric memory too, and stays as it is until the receiver has it.
 // A signal arrives after all that was put with it; one lane that has waited for it may let its warp read (is_far, then an acquiring wait).
 #pragma once
-#include "memory.cuh"
+#include "common/memory.cuh"
 
 constexpr bool kHasFar = kRanksPerNode < kNumRanks;
 

@@ -1,7 +1,7 @@
 // ll_combine: a low-latency combine. Groups of warps, of several blocks where entries are few, share an entry's row; without
 // p.reduce_early they send one unweighted row for each expert, for its token's rank to add up. What goes over the network is written to
 // memory of this rank first, and put from there.
-#include "ll_combine.cuh"
+#include "low_latency/ll_combine.cuh"
 
 // Called by all warps of a group, of which this block is the one with the number `block`. `idx`: of the entry.
 __device__ inline void send_entry(const Params& p, const Call& call, const Group& group, int block, int idx) {

@@ -3,7 +3,7 @@
 //
 // A warp takes a token: its lanes read the choices, then stand for ranks. Blocks count in shared memory, up to kCountedExperts experts at a
 // time, and add what they found to counters that the caller has cleared.
-#include "memory.cuh"
+#include "common/memory.cuh"
 
 __device__ inline void add_relaxed(i32* p, i32 v) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 

@@ -16,10 +16,10 @@
 // combine_tokens, and advances State::combine_epoch.
 //
 // Bytes: each row once over the link; at the source every staged row is read once and every token written once.
-#include "bulk.cuh"
-#include "landing.cuh"
-#include "number.cuh"
-#include "work.cuh"
+#include "common/bulk.cuh"
+#include "throughput/landing.cuh"
+#include "common/number.cuh"
+#include "common/work.cuh"
 
 constexpr int kTeller = kHasTma ? kCombineMovers : -1;  // its warp
 constexpr int kFirstAdder = kHasTma ? kTeller + 1 : kCombineMovers;

@@ -18,7 +18,7 @@
 //
 // Bytes: each entry's rows read once, one row over the link for each entry, rows of a token read and cleared once.
 #pragma once
-#include "low_latency.cuh"
+#include "low_latency/low_latency.cuh"
 
 constexpr int kRowVecs = kHidden / 8;
 constexpr int kStretchVecs = kLlStretch / sizeof(Vec16), kMostPieces = kStretchVecs / 32;  // kMostPieces: vectors of a thread at once

@@ -6,7 +6,7 @@
 // Why a landing place may be reused without a barrier: it is published from the stream of the call, hence after every earlier kernel of
 // that stream that reads the memory; and peers write only after they have read the publication.
 #pragma once
-#include "wait.cuh"
+#include "common/wait.cuh"
 
 static_assert(kNumRanks <= 32);  // a lane stands for a rank
 
