@@ -35,6 +35,10 @@ toc_object_entries_show_parents = "hide"
 myst_heading_anchors = 3
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+pygments_dark_style = "github-dark"  # the theme's own underlines modules
+smartquotes = False  # or options lose one of their dashes
 html_title = f"deepep_rt {release}"
 html_show_sourcelink = False
 html_copy_source = False
