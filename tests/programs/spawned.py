@@ -139,7 +139,9 @@ def main() -> None:
     backend = sys.argv[1]
     if len(sys.argv) > 2:
         size = int(sys.argv[2])
-        torch.multiprocessing.spawn(_spawned, (size, backend, (free_port(), free_port()), "one-gpu" in sys.argv), nprocs=size)
+        method = "fork" if backend == "host" else "spawn"  # processes that are spawned import everything again, as CUDA wants it
+        given = size, backend, (free_port(), free_port()), "one-gpu" in sys.argv
+        torch.multiprocessing.start_processes(_spawned, given, nprocs=size, start_method=method)
     else:
         dist.init_process_group(os.environ.get("BACKEND", "gloo"))
         check_all(backend)
