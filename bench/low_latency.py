@@ -1,4 +1,4 @@
-"""`mpirun -n 8 python bench/low_latency.py --help`: times of low-latency dispatch and combine."""
+"""Measure low-latency dispatch and combine: `mpirun -n 8 python bench/low_latency.py --help`."""
 
 import sys
 

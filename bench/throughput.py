@@ -1,4 +1,4 @@
-"""`mpirun -n 8 python bench/throughput.py --help`: bandwidth and host time of dispatch and combine."""
+"""Measure bandwidth and host time of dispatch and combine: `mpirun -n 8 python bench/throughput.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the examples share: options, the library of arrays, and types of numbers that NumPy or CuPy do not know."""
+"""Options, the choice of NumPy or CuPy, and conversions of bfloat16 and FP8, for all examples."""
 
 import argparse
 import functools
@@ -13,7 +13,7 @@ comm = MPI.COMM_WORLD
 
 
 def parse(doc, sizes=None, **options):
-    """The command line; `sizes` are named numbers as (meaning, default on GPUs, default without)."""
+    """Parse the command line. `sizes` maps names to (meaning, default on GPUs, default without)."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
     for name, (meaning, on_gpu, without) in (sizes or {}).items():
@@ -22,7 +22,7 @@ def parse(doc, sizes=None, **options):
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
     args = parser.parse_args()
-    args.on_gpu = args.backend != "host" and has_gpu()  # with "cuda" and without a GPU, the Buffer says what is missing
+    args.on_gpu = args.backend != "host" and has_gpu()  # for "cuda" without a GPU, the Buffer raises the error
     for name, (_, *defaults) in (sizes or {}).items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[not args.on_gpu])
@@ -30,17 +30,18 @@ def parse(doc, sizes=None, **options):
 
 
 def has_gpu():
+    """Tell whether CuPy finds a GPU."""
     try:
         warnings.filterwarnings("ignore", message="CUDA path could not be detected")
         import cupy
 
         return cupy.cuda.runtime.getDeviceCount() > 0
-    except Exception:  # no CuPy, no driver or no GPU; the host backend needs none of them
+    except Exception:  # CuPy, the driver or a GPU is missing; the host backend needs none of them
         return False
 
 
 def array_library(on_gpu):
-    """NumPy, or CuPy on the GPU that the Buffer of this rank takes."""
+    """Return NumPy, or CuPy on the GPU of this rank's Buffer."""
     if not on_gpu:
         return np
     import cupy
@@ -50,7 +51,7 @@ def array_library(on_gpu):
 
 
 def need(module):
-    """Import what the package does without."""
+    """Import a library that deepep_rt does not install, or exit with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -59,7 +60,7 @@ def need(module):
 
 
 def cast(array, dtype):
-    """`array.astype(dtype)`, also from and to bfloat16 and FP8, which not every CuPy computes with."""
+    """Convert to `dtype`, also from and to bfloat16 and FP8, which some versions of CuPy cannot convert."""
     if isinstance(array, np.ndarray):
         return array.astype(dtype)
     if array.dtype == np.float32:  # to bfloat16: keep the upper half, rounded to the nearest
@@ -70,24 +71,25 @@ def cast(array, dtype):
 
 @functools.cache
 def _by_bits(source, target):
-    """All numbers of a short type, by their bits. As unsigned integers, because not every CuPy copies bfloat16 to the GPU."""
+    """Make a table of all numbers of a short type by their bits, as unsigned integers: some versions of CuPy cannot copy bfloat16."""
     import cupy
 
     source, target = np.dtype(source), np.dtype(target)
     numbers = np.arange(256**source.itemsize).astype(f"u{source.itemsize}").view(source)
-    with np.errstate(over="ignore", invalid="ignore"):  # bfloat16 reaches further than float16
+    with np.errstate(over="ignore", invalid="ignore"):  # bfloat16 has larger numbers than float16
         return cupy.asarray(numbers.astype(target).view(f"u{target.itemsize}"))
 
 
 def say(*words, **options):
+    """Print on rank 0."""
     if comm.rank == 0:
         print(*words, **options, flush=True)
 
 
 def compare(losses, alone):
-    """Show the losses of a training over all ranks and on one rank, and check that they fall, and fall alike.
+    """Print the losses of a training over all ranks and on one rank. Check that they fall and agree.
 
-    Rounding differs; near ties of the router amplify that, so differences are measured against the first loss.
+    Rounding differs, and a near tie of the router amplifies the difference. The limit is therefore relative to the first loss.
     """
     for step in range(0, len(losses), max(1, len(losses) // 8)):
         say(f"step {step:3}: loss {losses[step]:.6f}, on one rank {alone[step]:.6f}")

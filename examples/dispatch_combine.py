@@ -1,4 +1,4 @@
-"""Routes random tokens to their experts and back, checks every row, and prints the bandwidth; on GPUs if there are any.
+"""Route random tokens to their experts and back, check every row, and print the bandwidth. Uses GPUs if there are any.
 
 mpirun -n 4 python examples/dispatch_combine.py
 """
@@ -15,7 +15,7 @@ rank, num_ranks = comm.rank, comm.size
 
 
 def tokens_of(source, args):
-    """What a rank sends. Every rank can make it again from the seed, and so knows what it must receive."""
+    """Make the tokens of a rank from its seed. Every rank can make those of all others, and so knows what it must receive."""
     rng = np.random.default_rng(source)
     x = rng.standard_normal((args.tokens, args.hidden), dtype=np.float32).astype(np.float16)
     topk_idx = rng.random((args.tokens, args.experts)).argsort(axis=1)[:, : args.topk].copy()
@@ -23,7 +23,7 @@ def tokens_of(source, args):
 
 
 def check_dispatch(sent, to_host, args):
-    """Compare every row with what its source made, in the order (source rank, source token)."""
+    """Compare every row with that of its source, in the order (source rank, source token)."""
     parts = []
     for source in range(num_ranks):
         x, topk_idx, weights = tokens_of(source, args)
@@ -38,7 +38,7 @@ def check_dispatch(sent, to_host, args):
 
 
 def check_combine(out, gains, args):
-    """Compare with the sum in float64; a row is rounded to float16 when it is sent back, and again when it is added up."""
+    """Compare with the sum in float64. A rank rounds a row to float16 before it sends it back, and the sum once more."""
     x, topk_idx, weights = tokens_of(rank, args)
     expected = x.astype(np.float64) * (gains[topk_idx] * weights).sum(axis=1, keepdims=True)
     error = np.abs(out - expected).max() / np.abs(expected).max()
@@ -46,7 +46,7 @@ def check_combine(out, gains, args):
 
 
 def report(name, call, buffer, rows, remote_rows, row_bytes, ceiling):
-    """Time a call (slowest rank, median of 5 loops), and print its bandwidth: rows (each token once for each rank) times their bytes."""
+    """Print the time of a call (slowest rank, median of 5 loops) and its bandwidth. A token counts once for each of its ranks."""
 
     def loop(num_calls=10):
         comm.Barrier()
@@ -78,8 +78,8 @@ def main():
         x, topk_idx, topk_weights = (xp.asarray(array) for array in tokens_of(rank, args))
 
         sent = buffer.dispatch(x, topk_idx, topk_weights)  # each token to the ranks of its experts
-        factors = local_gains[sent.recv_topk_idx] * sent.recv_topk_weights  # the weight is 0 where the expert is elsewhere
-        y = (sent.recv_x * factors.sum(axis=1, keepdims=True)).astype(x.dtype)  # the experts' work
+        factors = local_gains[sent.recv_topk_idx] * sent.recv_topk_weights  # the weight of an expert on another rank is 0
+        y = (sent.recv_x * factors.sum(axis=1, keepdims=True)).astype(x.dtype)  # the work of the experts
         out = buffer.combine(y, sent.handle).x  # back to the tokens' ranks, added up
 
         check_dispatch(sent, to_host, args)

@@ -1,6 +1,6 @@
-"""Decodes a few tokens a step through one MoE layer with the low-latency calls, and checks and times it; on GPUs if there are any.
+"""Decode a few tokens a step through one MoE layer with the low-latency calls. Check the results and print times.
 
-mpirun -n 4 python examples/low_latency_decode.py
+Uses GPUs if there are any: mpirun -n 4 python examples/low_latency_decode.py
 """
 
 import time
@@ -12,29 +12,32 @@ from mpi4py import MPI
 from deepep_rt import Buffer
 
 bfloat16 = need("ml_dtypes").bfloat16
-TOKENS, HIDDEN, TOPK, EXPERTS, STEPS = 16, 2048, 8, 8 * comm.size, 10  # tokens of each rank in a batch; experts of all ranks
-GAINS = 1 + np.arange(EXPERTS, dtype=np.float32) / EXPERTS  # expert e is a toy: it multiplies a row by GAINS[e]
+TOKENS, HIDDEN, TOPK, EXPERTS, STEPS = 16, 2048, 8, 8 * comm.size, 10  # TOKENS: of each rank in a batch; EXPERTS: of all ranks
+GAINS = 1 + np.arange(EXPERTS, dtype=np.float32) / EXPERTS  # expert e multiplies a row by GAINS[e]
 
 
 def experts(sent, xp):
-    """The work of this rank's experts on `[num_local_experts, rows, hidden]`; the host does not wait for the counts."""
+    """Run this rank's experts on `[num_local_experts, rows, hidden]`. The host does not wait for the counts."""
     rows = cast(sent.recv_x, np.float32)
     if sent.recv_x_scales is not None:  # FP8: each 128 channels have a scale
         rows *= xp.repeat(sent.recv_x_scales, 128, axis=2)
     rows *= xp.asarray(np.split(GAINS, comm.size)[comm.rank])[:, None, None]
-    filled = xp.arange(rows.shape[1]) < sent.num_recv_tokens_per_expert[:, None]  # nobody reads the other rows
+    filled = (
+        xp.arange(rows.shape[1]) < sent.num_recv_tokens_per_expert[:, None]
+    )  # the other rows are undefined, and no rank reads them
     return cast(xp.where(filled[:, :, None], rows, 0), bfloat16)
 
 
 def one_batch(buffer, use_fp8, xp, batch):
+    """Dispatch, run the experts and combine, one after the other."""
     x, topk_idx, weights = batch
-    sent = buffer.low_latency_dispatch(x, topk_idx, topk_weights=weights, use_fp8=use_fp8)  # each token to its experts
+    sent = buffer.low_latency_dispatch(x, topk_idx, topk_weights=weights, use_fp8=use_fp8)  # send each token to its experts
     y = experts(sent, xp)
-    return [buffer.low_latency_combine(y, topk_idx, weights, sent.handle).x]  # back, times the weights, and added up
+    return [buffer.low_latency_combine(y, topk_idx, weights, sent.handle).x]  # send back, multiply by the weights, add up
 
 
 def two_micro_batches(buffer, use_fp8, xp, *batches):
-    """While the experts work on one, the other is on its way: a call only sends, and its hook receives the result."""
+    """Run the experts of one micro-batch while the rows of the other travel. A call only sends, and its hook receives."""
     sent, back = [], []
     for x, topk_idx, weights in batches:
         sent.append(buffer.low_latency_dispatch(x, topk_idx, topk_weights=weights, use_fp8=use_fp8, return_recv_hook=True))
@@ -48,7 +51,7 @@ def two_micro_batches(buffer, use_fp8, xp, *batches):
 
 
 def decode(step, num_batches, buffer, use_fp8, xp):
-    """A few steps with new tokens each. The first one, which also compiles, does not count for the time."""
+    """Time a few steps with new tokens each. The first one also compiles, so its time does not count."""
     seconds, rng = [], np.random.default_rng(comm.rank)
     for _ in range(STEPS + 1):
         batches = []

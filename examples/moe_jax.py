@@ -1,4 +1,4 @@
-"""Trains a mixture-of-experts layer whose experts live on different ranks, compiled by JAX, and compares with the same layer on one rank.
+"""Train a mixture-of-experts layer with experts on several ranks, compiled by JAX. Compare with the same layer on one rank.
 
 mpirun -n 4 python examples/moe_jax.py
 """
@@ -8,7 +8,7 @@ import os
 import numpy as np
 from common import comm, compare, need, parse, say
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes the memory that the Buffer needs
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX leaves no memory for the Buffer
 jax = need("jax")
 import jax.numpy as jnp  # noqa: E402
 
@@ -21,20 +21,20 @@ def random(seed, *shape):
 
 
 def tokens_of(rank, args):
-    """What a rank learns from: tokens, and what the layer shall make of them."""
+    """Make the tokens of a rank, and the results that the layer shall learn."""
     x = random(1 + rank, args.tokens, args.hidden)
     return x, np.roll(x, 1, axis=1) * np.sign(x)
 
 
 def run_experts(x, topk_idx, topk_weights, w1, w2):
-    """For each row of x the weighted sum over those of its experts that are here. Every expert sees every row, which keeps this short."""
+    """Return for each row the weighted sum over its experts of this rank. Every expert computes every row, which keeps this short."""
     y = jax.vmap(lambda w1, w2: jax.nn.silu(x @ w1) @ w2)(w1, w2)
-    gate = (jax.nn.one_hot(topk_idx, len(w1)) * topk_weights[..., None]).sum(axis=1)  # an expert -1 has no place in it
+    gate = (jax.nn.one_hot(topk_idx, len(w1)) * topk_weights[..., None]).sum(axis=1)  # an expert -1 adds nothing
     return jnp.einsum("erh,re->rh", y, gate)
 
 
 def train(layer, parameters, x, target, args, over_ranks=lambda array: array):
-    """The loss of each step. Every rank has a part of it; `over_ranks` adds the parts up."""
+    """Return the loss of each step. Every rank has a part of it, and `over_ranks` adds the parts up."""
 
     @jax.jit
     @jax.value_and_grad
@@ -46,14 +46,14 @@ def train(layer, parameters, x, target, args, over_ranks=lambda array: array):
     losses = []
     for _ in range(args.steps):
         loss, (router, *experts) = loss_of(parameters)
-        gradients = over_ranks(router), *experts  # the experts' rows, and so their gradients, came from all ranks
+        gradients = over_ranks(router), *experts  # the gradients of the experts are complete: their rows came from all ranks
         parameters = jax.tree.map(lambda p, g: p - args.hidden / 8 * g, parameters, gradients)
         losses.append(float(over_ranks(loss)))
     return losses
 
 
 def main():
-    device = use_gpu_of_rank(comm)  # before anything else starts CUDA
+    device = use_gpu_of_rank(comm)  # before another library starts CUDA
     sizes = {"tokens": ("tokens of each rank", 128, 64), "hidden": ("length of a row", 256, 64), "steps": ("of training", 25, 50)}
     sizes |= {"topk": ("experts of a token", 2, 2), "experts": ("of all ranks, rounded down to a multiple of them", 16, 8)}
     args = parse(__doc__, sizes)
@@ -61,7 +61,7 @@ def main():
     args.on_gpu &= device.platform == "gpu"
     if not args.on_gpu:
         jax.config.update("jax_default_device", jax.devices("cpu")[0])
-    jax.config.update("jax_default_matmul_precision", "highest")  # two ways to the same sums shall not differ by TF32
+    jax.config.update("jax_default_matmul_precision", "highest")  # with TF32 the two trainings would differ
     shapes = (
         (args.hidden, args.experts),
         (args.experts, args.hidden, 2 * args.hidden),
@@ -74,9 +74,9 @@ def main():
     with Buffer(comm, **sizes, dtype="float32", backend="cuda" if args.on_gpu else "host") as buffer:
 
         def layer(x, topk_idx, topk_weights, w1, w2):
-            sent = dispatch(buffer, x, topk_idx, topk_weights)  # each token to the ranks of its experts
+            sent = dispatch(buffer, x, topk_idx, topk_weights)  # send each token to the ranks of its experts
             y = run_experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, w1, w2)
-            return combine(buffer, y, sent.handle).x  # back to the tokens' ranks, added up
+            return combine(buffer, y, sent.handle).x  # send back and add up
 
         def over_ranks(array):
             return comm.allreduce(np.asarray(array))

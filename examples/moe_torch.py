@@ -1,7 +1,7 @@
-"""Trains a mixture-of-experts layer whose experts live on different ranks, and compares with the same layer on one rank.
+"""Train a mixture-of-experts layer with experts on several ranks. Compare with the same layer on one rank.
 
-mpirun -n 4 python examples/moe_torch.py                      # without torch.distributed, or with it already initialised:
-mpirun -n 4 python examples/moe_torch.py --distributed gloo   # (on GPUs also nccl)
+mpirun -n 4 python examples/moe_torch.py                      # without torch.distributed
+mpirun -n 4 python examples/moe_torch.py --distributed gloo   # with it; on GPUs also nccl
 """
 
 import os
@@ -15,7 +15,7 @@ from deepep_rt.torch import combine, communicator, dispatch  # noqa: E402
 
 
 def initialize(backend):
-    """torch.distributed on one host; MPI tells each process its rank."""
+    """Initialise torch.distributed on one host, with the ranks of MPI."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     torch.distributed.init_process_group(backend, rank=comm.rank, world_size=comm.size)
@@ -26,13 +26,13 @@ def random(seed, *shape):
 
 
 def tokens_of(rank, args):
-    """What a rank learns from: tokens, and what the layer shall make of them."""
+    """Make the tokens of a rank, and the results that the layer shall learn."""
     x = random(1 + rank, args.tokens, args.hidden).to(args.device)
     return x, x.roll(1, dims=1) * x.sign()
 
 
 def run_experts(x, topk_idx, topk_weights, w1, w2):
-    """For each row of x the weighted sum over those of its experts that are here."""
+    """Return for each row the weighted sum over its experts of this rank."""
     out = torch.zeros_like(x)
     for expert in range(len(w1)):
         row, choice = torch.nonzero(topk_idx == expert, as_tuple=True)
@@ -42,7 +42,7 @@ def run_experts(x, topk_idx, topk_weights, w1, w2):
 
 
 def train(layer, parameters, x, target, args, over_ranks=lambda tensor: tensor):
-    """The loss of each step. Every rank has a part of it; `over_ranks` adds the parts up."""
+    """Return the loss of each step. Every rank has a part of it, and `over_ranks` adds the parts up."""
     router, w1, w2 = learning = [p.clone().requires_grad_() for p in parameters]
     optimizer = torch.optim.SGD(learning, lr=args.hidden / 8)
     losses = []
@@ -51,7 +51,7 @@ def train(layer, parameters, x, target, args, over_ranks=lambda tensor: tensor):
         loss = (layer(x, experts, weights, w1, w2) - target).square().sum() / (comm.size * args.tokens * args.hidden)
         optimizer.zero_grad()
         loss.backward()
-        router.grad = over_ranks(router.grad)  # not those of w1 and w2: their rows, and gradients, came from all ranks
+        router.grad = over_ranks(router.grad)  # those of w1 and w2 are complete: their rows came from all ranks
         optimizer.step()
         losses.append(over_ranks(loss.detach()).item())
     return losses
@@ -68,7 +68,7 @@ def main():
         torch.cuda.set_device(args.device)
     if args.distributed:
         initialize(args.distributed)
-    ranks = communicator()  # which need not be in MPI's order
+    ranks = communicator()  # their order may differ from that of MPI
     rank = ranks.Get_rank()
 
     def over_ranks(tensor):
@@ -85,9 +85,9 @@ def main():
     with Buffer(ranks, **sizes, dtype="float32", backend=args.backend) as buffer:
 
         def layer(x, topk_idx, topk_weights, w1, w2):
-            sent = dispatch(buffer, x, topk_idx, topk_weights)  # each token to the ranks of its experts
+            sent = dispatch(buffer, x, topk_idx, topk_weights)  # send each token to the ranks of its experts
             y = run_experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, w1, w2)
-            return combine(buffer, y, sent.handle)  # back to the tokens' ranks, added up
+            return combine(buffer, y, sent.handle)  # send back and add up
 
         losses = train(layer, (router, w1[local], w2[local]), *tokens_of(rank, args), args, over_ranks)
         say(f"{buffer.backend}: {comm.size} ranks, {args.tokens} tokens of {hidden}, top-{args.topk} of {experts} experts")

@@ -1,14 +1,14 @@
-"""Hides the communication of one micro-batch behind the matrix products of another, and draws what ran when; on GPUs if there are any.
+"""Overlap the communication of one micro-batch with the matrix products of another, and draw when each part ran.
 
-mpirun -n 4 python examples/overlap_micro_batches.py --picture timeline.png
+Uses GPUs if there are any: mpirun -n 4 python examples/overlap_micro_batches.py --picture timeline.png
 
-With `return_recv_hook=True` a low-latency call only sends, and its hook receives. In between it holds no SM: what is launched there, on the
-same stream, runs while rows travel and slow ranks catch up.
+With `return_recv_hook=True` a low-latency call only sends, and its hook receives. Between the two it occupies no SM. Work that a program
+launches there, on the same stream, runs while rows travel and slow ranks catch up.
 """
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads get in each other's way where ranks share cores
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # with ranks that share cores, NumPy's threads delay each other
 import numpy as np
 from common import array_library, cast, comm, need, parse, say
 from timeline import draw, measure
@@ -20,15 +20,15 @@ TOPK, EXPERTS = 4, 4 * comm.size
 
 
 def overlapped(buffer, attention, experts, batches, done):
-    """A and B in turns. `done` notes the time of what was just launched, and hands its result on."""
+    """Run A and B in turns. `done` records the time of the part that was just launched, and returns its result."""
     sent, back = {}, {}
     for name, (tokens, topk_idx, weights) in batches.items():
-        x = done(name, "attention", attention(name, tokens))  # of B: while A's rows travel
+        x = done(name, "attention", attention(name, tokens))  # for B, while A's rows travel
         arriving = buffer.low_latency_dispatch(x, topk_idx, topk_weights=weights, use_fp8=False, return_recv_hook=True)
         sent[name] = done(name, "send", arriving)
     for name, (_, topk_idx, weights) in batches.items():
         done(name, "receive", sent[name].hook())
-        y = done(name, "experts", experts(sent[name].recv_x))  # of A: while B's rows travel; of B: while A's outputs do
+        y = done(name, "experts", experts(sent[name].recv_x))  # for A, while B's rows travel; for B, while A's outputs travel
         arriving = buffer.low_latency_combine(y, topk_idx, weights, sent[name].handle, return_recv_hook=True)
         back[name] = done(name, "send back", arriving)
     for name in batches:
@@ -37,6 +37,7 @@ def overlapped(buffer, attention, experts, batches, done):
 
 
 def one_after_the_other(buffer, attention, experts, batches, done):
+    """Run A, then B, with calls that send and receive."""
     outs = []
     for name, (tokens, topk_idx, weights) in batches.items():
         x = done(name, "attention", attention(name, tokens))
@@ -51,7 +52,7 @@ def main():
     picture = dict(metavar="FILE", help="draw a typical step of rank 0 (.png, .svg, ...; needs matplotlib)")
     args = parse(__doc__, sizes, picture=picture, even=dict(action="store_true", help="as much attention on all ranks"))
     if args.picture:
-        need("matplotlib")  # or stop at once
+        need("matplotlib")  # exit now if it is missing
     xp, dtype = array_library(args.on_gpu), np.float16 if args.on_gpu else np.float32
     rng = np.random.default_rng(comm.rank)
     matrix = xp.asarray((rng.standard_normal((args.hidden,) * 2, dtype=np.float32) / args.hidden**0.5).astype(dtype))
@@ -61,12 +62,12 @@ def main():
         topk_idx = rng.random((args.tokens, EXPERTS)).argsort(axis=1)[:, :TOPK].copy()  # a random router
         batches[name] = tokens, xp.asarray(topk_idx), xp.asarray(rng.random((args.tokens, TOPK), dtype=np.float32))
 
-    def attention(name, x):  # a toy; contexts differ in length: even ranks have twice as much to do for B, odd ones for A
+    def attention(name, x):  # contexts differ in length: even ranks have twice the work for B, odd ones for A
         for _ in range(3 if args.even or comm.rank % 2 == "AB".index(name) else 6):
             x = x @ matrix
         return cast(x, bfloat16)
 
-    def experts(rows):  # toys too: all of a rank have the same matrix
+    def experts(rows):  # all experts of a rank have the same matrix
         return cast((cast(rows, dtype).reshape(-1, args.hidden) @ matrix).reshape(rows.shape), bfloat16)
 
     sizes = dict(num_max_tokens_per_rank=args.tokens, hidden=args.hidden, num_topk=TOPK, num_experts=EXPERTS)

@@ -1,4 +1,4 @@
-"""Times the pieces of a step and draws them, for `overlap_micro_batches.py`."""
+"""Time the parts of a step and draw them, for `overlap_micro_batches.py`."""
 
 import time
 
@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 STEPS = 11
 WIDTH = 12  # of the picture, in inches
-KINDS = {  # of pieces: a colour each
+KINDS = {  # kinds of parts, with their colour
     "matrix products": ("#9cc3e6", "attention", "experts"),
     "sending part": ("#f7c873", "send", "send back"),
     "receiving part (hook)": ("#ef9a75", "receive", "get back"),
@@ -17,20 +17,20 @@ COLOURS = {piece: colour for colour, *pieces in KINDS.values() for piece in piec
 
 
 class Timeline:
-    """When the pieces of a step ended, on one stream, where each begins as the one before it ends. `cupy`: None without a GPU."""
+    """Record when the parts of a step end. On one stream, a part begins when the one before it ends. Pass `cupy=None` without a GPU."""
 
     def __init__(self, cupy):
         self.on_gpu, self.pieces, self._cupy, self._marks = cupy is not None, [], cupy, []
         self._mark()
 
     def done(self, batch, piece, result):
-        """Note that a piece has just been launched (or, without a GPU, done); hands on its result."""
+        """Record that the program has launched a part (without a GPU: finished it), and return its result."""
         self.pieces.append((batch, piece))
         self._mark()
         return result
 
     def microseconds(self):
-        """Of the beginning and all ends."""
+        """Return the times of the beginning and of all ends."""
         first, last = self._marks[0], self._marks[-1]
         if not self.on_gpu:
             return [1e6 * (mark - first) for mark in self._marks]
@@ -43,17 +43,17 @@ class Timeline:
     def _mark(self):
         if self.on_gpu:
             self._marks.append(self._cupy.cuda.Event())
-            self._marks[-1].record()  # on the current stream, where the work is
+            self._marks[-1].record()  # on the current stream, like the work
         else:
             self._marks.append(time.perf_counter())
 
 
 def measure(step, work, cupy, busy):
-    """Results of a step, and the timeline of a typical one on this rank; `slowest` is a typical time on the slowest rank.
+    """Return the results of a step, and the timeline of a typical one on this rank. Its `slowest` is the time of the slowest rank.
 
-    `busy` keeps a GPU busy until the steps are launched, so that they never wait for the host.
+    `busy` occupies the GPU until the host has launched all steps, so that they never wait for the host.
     """
-    for _ in range(2):  # compiles, and allocates what the Buffer keeps
+    for _ in range(2):  # compile, and allocate the memory that the Buffer keeps
         outs = step(*work, Timeline(cupy).done)
     work[0].synchronize()
     comm.Barrier()
@@ -69,7 +69,7 @@ def measure(step, work, cupy, busy):
 
 
 def draw(file, title, timelines):
-    """Write a picture: a panel for each of `timelines` (a dict by title), and in it a row for each micro-batch."""
+    """Write a picture with a panel for each of `timelines` (a dict by title), and a row for each micro-batch."""
     figures, patches = need("matplotlib.figure"), need("matplotlib.patches")
     figure = figures.Figure(figsize=(WIDTH, 1.3 + 2.1 * len(timelines)), layout="constrained")
     panels = figure.subplots(len(timelines), sharex=True, squeeze=False)[:, 0]
@@ -82,14 +82,14 @@ def draw(file, title, timelines):
             row = f"micro-batch {batch}"
             axes.barh(row, end - start, left=start, color=COLOURS[piece], edgecolor="white", linewidth=0.8)
             inches = 0.9 * WIDTH * (end - start) / longest
-            if inches > 0.14:  # there is room for a label, level or upright; elsewhere the colour has to do
+            if inches > 0.14:  # enough room for a label, horizontal or vertical; smaller parts have only their colour
                 rotation = 0 if inches > 0.09 * len(piece) else 90
                 axes.text((start + end) / 2, row, piece, ha="center", va="center", fontsize=9, rotation=rotation)
             if timeline.on_gpu and piece in KINDS["receiving part (hook)"]:
                 axes.barh(row, start - sent[batch], left=sent[batch], height=0.3, **travel)
             sent[batch] = end
         axes.set_title(f"{name}: {at[-1]:,.0f} µs", loc="left", fontsize=11)
-        axes.invert_yaxis()  # A on top
+        axes.invert_yaxis()  # A first
         axes.margins(y=0.08)
         axes.tick_params(left=False)
         axes.spines[["top", "right", "left"]].set_visible(False)
