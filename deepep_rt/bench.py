@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PROGRAMS = {"throughput": "bench_throughput", "low-latency": "bench_low_latency"}
 _ALONE = {"jitter": "bench_jitter"}  # not among all: it takes long, and makes one table instead of a page
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun", "hydra", "srun", "slurmstepd")
-"""Processes that pass on what their ranks print."""
+"""Processes that forward the output of their ranks."""
 
 
 class AskedSizes(NamedTuple):
@@ -168,39 +168,24 @@ def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: AskedSize
 
 @contextmanager
 def _progress(name: str, total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, otherwise a line for each tenth; to standard error. Gives what is to be called before each step."""
-    if quiet:
-        yield lambda doing: None
-        return
-    console = Console(stderr=True, force_terminal=_ends_on_a_terminal() or None, highlight=False)
-    if not console.is_terminal:
-        done, said = -1, -1
-
-        def line(doing: str) -> None:
-            nonlocal done, said
-            done += 1
-            if 10 * done // total > said:
-                said = 10 * done // total
-                print(f"{name}: {done} of {total} done; {doing}", file=sys.stderr, flush=True)
-
-        yield line
-        return
+    """Show a bar on a terminal, otherwise print a line for each tenth, on standard error. Give the function to call before each step."""
+    console = Console(stderr=True, force_terminal=_ends_on_a_terminal() or None, highlight=False, quiet=quiet)
     columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    # drawn between measurements only: a thread that redraws would take time from the calls that are timed
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("", total=total)
-        started = False
+    # A thread that redraws would take time from the calls that are timed, so the bar is drawn between measurements only.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=quiet) as progress:
+        task, numbers = progress.add_task("", total=total), itertools.count()
 
-        def bar(doing: str) -> None:
-            nonlocal started
-            progress.update(task, description=doing, advance=int(started), refresh=True)
-            started = True
+        def step(doing: str) -> None:
+            done = next(numbers)
+            progress.update(task, description=doing, completed=done, refresh=True)
+            if not console.is_terminal and 10 * done // total > 10 * (done - 1) // total:
+                console.print(f"{name}: {done} of {total} done; {doing}", markup=False, soft_wrap=True)
 
-        yield bar
+        yield step
 
 
 def _ends_on_a_terminal() -> bool:
-    """Whether an mpirun on this machine passes standard error on to a terminal: a rank itself sees only a pipe."""
+    """Check whether an mpirun on this machine passes standard error on to a terminal. A rank itself sees only a pipe."""
     pid = os.getppid()
     while pid > 1:
         try:

@@ -53,7 +53,7 @@ def run(args: Sequence[str] | None = None) -> None:
     try:
         app(args=args, prog_name="python -m deepep_rt")
     except EPError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        typer.echo(f"error: {error}", err=True)
         sys.exit(1)
 
 
@@ -119,7 +119,7 @@ def compile_(
         _print_compiled(rows)
     failed = [row["error"] for row in rows if row["status"] == "failed"] + (list(_excesses(rows)) if strict else [])
     for message in failed:
-        Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+        typer.echo(f"error: {message}", err=True)
     raise typer.Exit(1 if failed else 0)
 
 

@@ -32,21 +32,8 @@ def list_(as_json: Json = False) -> None:
     if not entries:
         print(f"The cache {store.folder} is empty; it fills when kernels are first used, or with: python -m deepep_rt compile")
         return
-    columns = (
-        "kernel",
-        "arch",
-        "key",
-        "compiled for",
-        "bytes",
-        "registers",
-        "shared",
-        "stack",
-        "spills",
-        "NVSHMEM",
-        "built with",
-        "created",
-    )
-    table = tables.new_table(*columns)
+    numbers = ("bytes", "registers", "shared", "stack", "spills")
+    table = tables.new_table("kernel", "arch", "key", "compiled for", *numbers, "NVSHMEM", "built with", "created")
     differences = _differences(entry for entry in entries if isinstance(entry, Entry))
     for entry in entries:
         if isinstance(entry, CorruptEntry):
@@ -56,9 +43,8 @@ def list_(as_json: Json = False) -> None:
         nvshmem = "linked" if info["nvshmem"] else "no"
         tools = [name for name in ("deepep_rt", "nvrtc", "nvjitlink", "nvshmem") if name in info["versions"]]
         built_with = ", ".join(f"{name} {info['versions'][name]}" for name in tools)
-        numbers = (tables.number(info["bytes"]), *tables.usage(info))
         first = (tables.title(info["kernel"], _dtype(entry)), entry.arch, entry.key[:12], differences[entry.arch, entry.key])
-        table.add_row(*first, *numbers, nvshmem, built_with, info["created"])
+        table.add_row(*first, tables.number(info["bytes"]), *tables.usage(info), nvshmem, built_with, info["created"])
     console(tables.WIDTH_OF_LOGS).print(table)
     total = sum(len(entry.code) for entry in entries if isinstance(entry, Entry))
     print(f"{len(entries)} {tables.plural(len(entries))}, {total:,} bytes, in {store.folder}")

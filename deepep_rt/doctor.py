@@ -231,10 +231,10 @@ def _gpu_row(
     return (seen or gpu)["name"] or "?", uuid, seen["arch"] if seen else "hidden", mig, memory, users if len(reports) > 1 else "-"
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, no_wrap: bool = True) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, min_width=len(title))
     for column in columns:
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=no_wrap, overflow="ellipsis" if no_wrap else "fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -252,13 +252,12 @@ def _cell(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> Text:
 
 
 def _difference_table(different: Mapping[str, Mapping[str, list[int]]]) -> Table:
-    table = Table(title="Different between ranks", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("", "value", "ranks"):
-        table.add_column(column, overflow="fold")
-    for item, values in different.items():
-        for number, (value, at) in enumerate(values.items()):
-            table.add_row(Text("" if number else item), Text(value), ranges(at))
-    return table
+    rows = [
+        (Text("" if number else item), Text(value), ranges(at))
+        for item, values in different.items()
+        for number, (value, at) in enumerate(values.items())
+    ]
+    return _table("Different between ranks", ("", "value", "ranks"), rows, no_wrap=False)
 
 
 def _described(alike: Sequence[Finding]) -> Table:
