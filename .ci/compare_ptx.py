@@ -66,7 +66,8 @@ def record(checkout: Path, result: Path) -> None:
                 raise SystemExit(f"{created[1]} does not compile:\n{text_of(program, 'ProgramLog')}")
             known[key] = text_of(program, "PTX")
         found.append((real.decode().partition("=")[2], created[1], known[key]))
-        return (nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION,)  # the command goes on with the next kernel, without ptxas or the linker
+        # The command goes on with the next kernel, without ptxas or the linker.
+        return (nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION,)
 
     def text_of(program: object, what: str) -> str:
         text = bytearray(getattr(nvrtc, f"nvrtcGet{what}Size")(program)[1])
