@@ -69,6 +69,7 @@ def test_gpus_are_those_that_torch_sees():
 
 @pytest.mark.usefixtures("only_rank_0")
 def test_nvml_knows_the_same_gpus():
+    pytest.importorskip("pynvml")
     facts = run()["ranks"][0]["facts"]
     nvml = facts["nvml"]
     assert "error" not in nvml, nvml
@@ -106,6 +107,7 @@ def test_hidden_gpus_are_noticed():
 
 @pytest.mark.usefixtures("only_rank_0")
 def test_more_memory_than_there_is():
+    pytest.importorskip("pynvml")
     answer = run("--tokens", "1000000", "--hidden", "16384", "--slots", "8")
     assert "not-enough-memory" in told(answer, "error"), told(answer)
 
