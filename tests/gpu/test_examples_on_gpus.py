@@ -40,6 +40,17 @@ def test_example(name, run, comm):
         assert "cuda" in lines[0]
 
 
+def test_the_readme(comm):
+    """Run its example. The check stands in the `with` block, where the gradient's memory lives."""
+    torch = pytest.importorskip("torch")
+    if comm.Get_size() > torch.cuda.device_count() or 64 % comm.Get_size():
+        pytest.skip("the example needs a GPU for each rank, and as many experts on all ranks")
+    program = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    names = {}
+    exec(program + "    found = buffer.backend, bool(x.grad.isfinite().all() and x.grad.any())\n", names)
+    assert names["found"] == ("cuda", True)
+
+
 def test_micro_batches_overlap(run, comm, tmp_path):
     """The same bits in less time."""
     options = ["--picture", str(tmp_path / "timeline.png")] if importlib.util.find_spec("matplotlib") else []
