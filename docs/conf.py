@@ -45,7 +45,7 @@ html_copy_source = False
 
 
 def included():
-    """Pages of this folder that only include another file, with that file."""
+    """Find the pages of this folder that only include another file, with that file."""
     stubs = {page: re.match(r"```{include} (\S+)\n```\n$", page.read_text()) for page in (ROOT / "docs").glob("*.md")}
     return {page: (page.parent / stub[1]).resolve() for page, stub in stubs.items() if stub}
 
