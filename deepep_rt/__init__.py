@@ -6,6 +6,7 @@ Importing this package touches no GPU, no MPI and no environment variable. What 
 
 import logging
 
+from ._version import __version__ as __version__
 from .buffer import Buffer
 from .errors import (
     EPCacheError,
@@ -30,8 +31,6 @@ from .results import (
 )
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Buffer",

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from . import __version__
+from ._version import __version__
 from .agreement import why_no_gpu
 from .errors import EPUnavailableError
 

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from . import __version__, _env, bench, cli_cache, compat_shim, jit, toolchain
+from . import _env, bench, cli_cache, compat_shim, jit, toolchain
 from . import cli_tables as tables
+from ._version import __version__
 from .cli_doctor import doctor
 from .cli_options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .cli_soak import soak

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _env, doctor_gpus, toolchain
+from ._version import __version__
 from .cache import CorruptEntry, Store
 from .config import Config
 from .errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
@@ -43,7 +44,7 @@ def python() -> dict[str, Any]:
     return {
         "version": platform.python_version(),
         "executable": sys.executable,
-        "deepep_rt": str(sys.modules[__package__].__version__),
+        "deepep_rt": __version__,
         "folder": str(Path(__file__).parent),
         "packages": dict(sorted(found.items())),
     }

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import logging
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _env, toolchain
+from ._version import __version__
 from .cache import Entry, Store
 from .errors import EPCacheError, EPUnavailableError
 from .kernels import Kernel
@@ -183,13 +183,9 @@ def _compile(kernel: Kernel, constants: Constants, arch: str, link_arch: str | N
         "nvshmem": nvshmem,
         "compile_seconds": round(time.perf_counter() - start, 3),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"deepep_rt": _package_version(), **_versions(nvshmem)},
+        "versions": {"deepep_rt": __version__, **_versions(nvshmem)},
     }
     return Entry(key, arch, code, info)
-
-
-def _package_version() -> str:
-    return str(sys.modules[__package__].__version__)  # not imported: __init__ imports this module
 
 
 # --- loaded functions --------------------------------------------------------------------------------------------------------------
