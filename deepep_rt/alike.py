@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from .arrays import DTYPES
+from .dtypes import DTYPES
 
 KINDS = (
     "dispatch",

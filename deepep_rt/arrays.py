@@ -8,49 +8,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import dlpack
+from .dtypes import BY_CODE, DTYPES
 from .errors import EPInputError, EPUnavailableError
-
-if TYPE_CHECKING:
-    from .driver import Work
 
 HOST = -1
 """Device number of ordinary host memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
-    """An element type: its usual name, size in bytes and DLPack code."""
+class Work(Protocol):
+    """What a stream will have done."""
 
-    name: str
-    itemsize: int
-    code: int
-    bits: int
+    @property
+    def stream(self) -> int:
+        """The handle of the stream."""
 
-
-DTYPES = {
-    d.name: d
-    for d in (
-        DType("bfloat16", 2, 4, 16),
-        DType("float16", 2, 2, 16),
-        DType("float32", 4, 2, 32),
-        DType("float64", 8, 2, 64),
-        DType("float8_e4m3fn", 1, 10, 8),
-        DType("float8_e5m2", 1, 12, 8),
-        DType("float8_e8m0fnu", 1, 14, 8),
-        DType("int8", 1, 0, 8),
-        DType("int16", 2, 0, 16),
-        DType("int32", 4, 0, 32),
-        DType("int64", 8, 0, 64),
-        DType("uint8", 1, 1, 8),
-        DType("uint16", 2, 1, 16),
-        DType("uint32", 4, 1, 32),
-        DType("bool", 1, 6, 8),
-    )
-}
-_BY_CODE = {(d.code, d.bits): d for d in DTYPES.values()}
+    def let_wait(self, consumer: int) -> None:
+        """Make another stream wait for it."""
 
 
 @dataclass(slots=True, repr=False)  # not frozen: several are made in each call, and that would triple the time
@@ -136,7 +112,7 @@ class Framework:
             )
         capsule = array.__dlpack__(stream=_dlpack_stream(stream)) if on_gpu else array.__dlpack__()
         ptr, shape, strides, code, bits, _ = dlpack.parse(capsule)
-        kind = _BY_CODE.get((code, bits))
+        kind = BY_CODE.get((code, bits))
         if kind is None:
             raise EPInputError(f"{what}: DLPack type code {code} with {bits} bits is not supported; pass a uint8 view of it")
         if strides is not None and not _row_major(shape, strides):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from . import compat_routing, torch_kernels
-from .arrays import DTYPES
 from .buffer import Buffer
 from .checks import instance, refusal, whole_number
 from .compat_calls import Calls, backend_of, check_handle, check_rows, check_tensor, without_gradient
@@ -16,6 +15,7 @@ from .compat_events import EventOverlap, Placement
 from .compat_handles import NormalHandle, whole
 from .compat_memory import NormalBuffers, Shape
 from .config import MAX_EXPERTS
+from .dtypes import DTYPES
 from .errors import EPInputError, EPUnavailableError
 from .inputs import MOST_ALIGNMENT
 from .results import DispatchResult

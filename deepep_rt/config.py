@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from . import _env
-from .arrays import DTYPES
 from .checks import choice, flag, refusal, seconds, shown, whole_number
+from .dtypes import DTYPES, FP8_GROUP
 from .errors import EPConfigError
 
 MAX_TOPK = 32
@@ -37,9 +37,6 @@ MAX_TIMEOUT_S = 1e9
 """Thirty years. Kernels count nanoseconds, in 64 bits."""
 
 _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # what a block of low-latency dispatch may take; sm_80 has 163 KB
-
-FP8_GROUP = 128
-"""Channels that share a scale where this library converts to FP8."""
 
 ROUTE_THREADS = 256
 MAX_ROUTE_BLOCKS = 16

@@ -12,8 +12,9 @@ from typing import Any
 from . import alike, driver, layout
 from .arrays import HOST, Framework, View
 from .calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs
-from .config import FP8_GROUP, Config
+from .config import Config
 from .device import DeviceBackend, address_of
+from .dtypes import FP8_GROUP
 from .errors import EPInputError, EPUnavailableError
 from .hooks import Hook, HookOrder, Hooks, check_received
 from .kernels import TABLE

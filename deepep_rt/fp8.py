@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .config import FP8_GROUP
+from .dtypes import FP8_GROUP
 
 LARGEST = np.float32(448)
 """The largest e4m3fn number; the largest channel of a group is scaled to it."""

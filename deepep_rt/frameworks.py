@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .arrays import DTYPES, HOST, Framework, View, not_contiguous
+from .arrays import HOST, Framework, View, not_contiguous
 from .checks import refusal
+from .dtypes import DTYPES
 from .errors import EPError, EPInputError
 from .handles import StreamHandle
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import DTYPES, HOST, Framework, View, host_bytes
-from .layout import align_up
+from .arrays import HOST, Framework, View, host_bytes
+from .dtypes import DTYPES
 
 _ALIGNMENT = 64  # JAX adopts host memory only when it is aligned like this
 
@@ -18,7 +18,7 @@ class Result:
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * DTYPES[dtype].itemsize
         num_bytes = shape[0] * row_bytes
         make = np.zeros if fill == 0 else np.empty  # zeros that nobody looks at take no memory
-        memory = make(align_up(num_bytes, _ALIGNMENT) + 2 * _ALIGNMENT, np.uint8)
+        memory = make((-(-num_bytes // _ALIGNMENT) + 2) * _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         self.ptr = memory.ctypes.data + start
         self.rows = memory[start : start + num_bytes].reshape(shape[0], row_bytes)

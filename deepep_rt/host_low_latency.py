@@ -20,7 +20,8 @@ from . import fp8
 from .arrays import Framework, View, host_bytes
 from .calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
 from .communicator import Communicator
-from .config import FP8_GROUP, Config
+from .config import Config
+from .dtypes import FP8_GROUP
 from .errors import EPInputError
 from .hooks import Hooks, Reception, check_received
 from .host import HostBackend, Routing, tells_of_memory

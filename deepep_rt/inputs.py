@@ -9,7 +9,8 @@ from . import frameworks
 from .arrays import HOST, View
 from .calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, Site
 from .checks import flag, whole_number
-from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT
+from .config import COMBINE_DTYPES, ROW_ALIGNMENT
+from .dtypes import FP8_GROUP
 from .errors import EPError, EPInputError
 from .results import DispatchHandle, LowLatencyHandle
 

@@ -14,6 +14,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from . import arrays, dlpack, tables
 from .arrays import HOST, Framework, View
 from .checks import refusal
+from .dtypes import DTYPES
 from .errors import EPError, EPInputError
 from .frameworks import check_unmasked, not_shown
 from .jax_device import check_device
@@ -179,8 +180,8 @@ def as_int32(topk_idx: Any) -> jax.Array:
 
 def traced(buffer: Buffer, array: jax.Array) -> View:
     """Stands for an array whose address is not known yet, so that its shape and dtype are checked by those who check all others."""
-    if array.dtype.name not in arrays.DTYPES:
-        raise EPInputError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(arrays.DTYPES)}")
+    if array.dtype.name not in DTYPES:
+        raise EPInputError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(DTYPES)}")
     return View(0, array.shape, array.dtype.name, buffer._site.device, None, _PLAIN)
 
 

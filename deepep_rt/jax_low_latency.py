@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from . import tables
 from .arrays import Framework, View
 from .calls import LowLatencyMemory
-from .config import FP8_GROUP
+from .dtypes import FP8_GROUP
 from .errors import EPInputError
 from .inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
 from .jax_calls import Combined, as_array, as_int32, call, token_of, tokens_and_indices, traced

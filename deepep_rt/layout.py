@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from . import structs
-from .config import FP8_GROUP, MAX_ROUTE_BLOCKS, Config, rows_per_copy
+from .config import MAX_ROUTE_BLOCKS, Config, rows_per_copy
+from .dtypes import FP8_GROUP
 
 ALIGNMENT = 256
 """Regions and result arrays start on this boundary (rows on a 128-byte one cross NVLink 10 % faster)."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES
+from .dtypes import DTYPES
 
 POISON = 0xA5
 """The byte that outputs are filled with before the library gets their memory again."""

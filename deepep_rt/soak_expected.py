@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .config import FP8_GROUP
+from .dtypes import FP8_GROUP
 from .soak_arrays import Arrays
 
 _LARGEST = np.float32(448)  # of e4m3fn

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import FP8_GROUP
+from .dtypes import FP8_GROUP
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult
 from .soak_arrays import row_keys
 from .soak_expected import ExpertRouting, to_fp8, weighted

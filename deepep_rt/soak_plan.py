@@ -11,8 +11,8 @@ from math import gcd
 
 import numpy as np
 
-from .arrays import DTYPES
-from .config import COMBINE_DTYPES, FP8_GROUP, MAX_ROW_BYTES, ROW_ALIGNMENT
+from .config import COMBINE_DTYPES, MAX_ROW_BYTES, ROW_ALIGNMENT
+from .dtypes import DTYPES, FP8_GROUP
 from .soak_buffers import CHOICES, LEFT_OUT, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of
 
 _PAYLOADS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES
+from .dtypes import DTYPES
 from .results import CombineResult, DispatchHandle, DispatchResult
 from .soak_arrays import row_keys
 from .soak_expected import Routing, summed

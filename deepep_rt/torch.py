@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from .buffer import Buffer
 from .checks import flag, instance
-from .config import COMBINE_DTYPES, FP8_GROUP
+from .config import COMBINE_DTYPES
+from .dtypes import FP8_GROUP
 from .errors import EPInputError
 from .frameworks import not_dense
 from .results import DispatchHandle, DispatchResult

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from . import jit
-from .config import COMBINE_DTYPES, FP8_GROUP, ROW_ALIGNMENT
+from .config import COMBINE_DTYPES, ROW_ALIGNMENT
+from .dtypes import FP8_GROUP
 from .fp8 import LARGEST, LEAST_AMAX
 from .tuning import has_fp8
 

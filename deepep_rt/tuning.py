@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import re
 
-from .arrays import DTYPES
-from .config import (
-    COMBINE_DTYPES,
-    FP8_GROUP,
-    LOW_LATENCY_STRETCH,
-    MAX_ROUTE_BLOCKS,
-    ROUTE_THREADS,
-    STAGE_BYTES,
-    Config,
-    rows_per_copy,
-)
+from .config import COMBINE_DTYPES, LOW_LATENCY_STRETCH, MAX_ROUTE_BLOCKS, ROUTE_THREADS, STAGE_BYTES, Config, rows_per_copy
+from .dtypes import DTYPES, FP8_GROUP
 from .errors import EPConfigError
 
 MIN_ARCH = "sm_80"

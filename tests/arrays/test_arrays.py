@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from deepep_rt import EPInputError, EPUnavailableError, arrays, dlpack, frameworks
-from deepep_rt.arrays import DTYPES, HOST, View
+from deepep_rt.arrays import HOST, View
+from deepep_rt.dtypes import DTYPES
 
 NUMPY_DTYPES = [name for name in DTYPES if name != "float8_e8m0fnu" or hasattr(ml_dtypes, name)]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepep_rt import alike
-from deepep_rt.arrays import DTYPES
 from deepep_rt.config import MAX_ROW_BYTES
+from deepep_rt.dtypes import DTYPES
 
 MOST_SCALE_BYTES = MAX_ROW_BYTES  # there are fewer scales than channels
 dtypes = st.sampled_from([None, *DTYPES])

@@ -13,7 +13,8 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from deepep_rt import Buffer, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
-from deepep_rt.arrays import DTYPES, Framework, View
+from deepep_rt.arrays import Framework, View
+from deepep_rt.dtypes import DTYPES
 from deepep_rt.timed_collectives import TimedCollectives
 
 BASE = 1 << 40  # of symmetric memory

@@ -31,6 +31,8 @@ ORDER = [
     "errors",
     "_env",
     "checks",
+    "_version",
+    "dtypes",
     "dlpack",
     "handles",
     "arrays",
