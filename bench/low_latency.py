@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from deepep_rt.bench_low_latency import main
+    from deepep_rt.bench.low_latency import main
 except ModuleNotFoundError as error:
     if error.name not in ("rich",):
         raise

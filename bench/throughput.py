@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from deepep_rt.bench_throughput import main
+    from deepep_rt.bench.throughput import main
 except ModuleNotFoundError as error:
     if error.name not in ("rich",):
         raise

@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     try:
-        from .cli import run
+        from .cli.app import run
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):

@@ -14,18 +14,19 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import handles, layout
-from .calls import Call, Site
-from .checks import choice, flag, refusal, whole_number
-from .config import MAX_SMS, ROW_ALIGNMENT, Config
-from .errors import EPConfigError, EPInputError
-from .inputs import (
+from ._checks import choice, flag, refusal, whole_number
+from .arrays import stream_handles as handles
+from .backends.calls import Call, Site
+from .backends.inputs import (
     check_low_latency_handle,
     combine_inputs,
     dispatch_inputs,
     low_latency_combine_inputs,
     low_latency_dispatch_inputs,
 )
+from .config import MAX_SMS, ROW_ALIGNMENT, Config
+from .errors import EPConfigError, EPInputError
+from .kernels import layout
 from .network import NetworkOptions
 from .results import (
     MAKE_ANOTHER,
@@ -41,9 +42,9 @@ from .results import (
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-    from .communicator import Communicator
-    from .device_low_latency import DeviceLowLatencyBackend
-    from .host_low_latency import HostLowLatencyBackend
+    from .backends.cuda.low_latency import DeviceLowLatencyBackend
+    from .backends.host.low_latency import HostLowLatencyBackend
+    from .comm.communicator import Communicator
 
 _MOST_ROWS, _MOST_ITERATIONS = (1 << 31) - 1, 10**6  # of a measurement; kernels count rows in 32 bits
 _log = logging.getLogger("deepep_rt")
@@ -142,8 +143,8 @@ class Buffer(SharedByCopies):
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:
-        from .agreement import agree, making_limit_s, private, refuse
-        from .communicator import communicator_of
+        from .backends.agreement import agree, making_limit_s, private, refuse
+        from .comm.communicator import communicator_of
 
         ranks = communicator_of(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
@@ -176,12 +177,12 @@ class Buffer(SharedByCopies):
         ranks = private(ranks, making_limit_s(self.config.timeout_s))
         serial = next(_serials)
         if backend == "host":
-            from .host_low_latency import HostLowLatencyBackend
+            from .backends.host.low_latency import HostLowLatencyBackend
 
             self._backend = HostLowLatencyBackend(ranks, self.config, serial)
         else:
-            from .device_low_latency import DeviceLowLatencyBackend
-            from .placement import placed
+            from .backends.cuda.low_latency import DeviceLowLatencyBackend
+            from .cuda.topology import placed
 
             self.config = placed(ranks, self.config)
             self._backend = DeviceLowLatencyBackend(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from . import _env
-from .checks import choice, flag, refusal, seconds, shown, whole_number
-from .dtypes import DTYPES, FP8_GROUP
+from ._checks import choice, flag, refusal, seconds, shown, whole_number
+from .arrays.dtypes import DTYPES, FP8_GROUP
 from .errors import EPConfigError
 
 MAX_TOPK = 32

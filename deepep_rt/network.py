@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import choice, flag, refusal, whole_number
+from ._checks import choice, flag, refusal, whole_number
 from .errors import EPConfigError
 
 TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .arrays import Framework, View
-from .handles import of_stream
+from .arrays.stream_handles import of_stream
+from .arrays.view import Framework, View
 
 
 class Event:

@@ -12,9 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_rt import EPInputError, EPUnavailableError, arrays, dlpack, frameworks
-from deepep_rt.arrays import HOST, View
-from deepep_rt.dtypes import DTYPES
+from deepep_rt import EPInputError, EPUnavailableError
+from deepep_rt.arrays import dlpack, frameworks
+from deepep_rt.arrays import view as arrays
+from deepep_rt.arrays.dtypes import DTYPES
+from deepep_rt.arrays.view import HOST, View
 
 NUMPY_DTYPES = [name for name in DTYPES if name != "float8_e8m0fnu" or hasattr(ml_dtypes, name)]
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deepep_rt import EPInputError, handles
+from deepep_rt import EPInputError
+from deepep_rt.arrays import stream_handles as handles
 
 
 class Handle(SimpleNamespace):
@@ -65,7 +66,7 @@ def test_streams_and_events_are_not_mistaken_for_each_other() -> None:
 
 
 def test_arrays_are_neither() -> None:
-    from deepep_rt.arrays import View
+    from deepep_rt.arrays.view import View
 
     array = View(4096, (2,), "float32", 0, None, None)  # it has an address, too
     for look in (handles.of_stream, handles.of_event):

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from deepep_rt import EPUnavailableError, agreement, communicator
+from deepep_rt import EPUnavailableError
+from deepep_rt.backends import agreement
+from deepep_rt.comm import communicator
 from deepep_rt.config import Config
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")

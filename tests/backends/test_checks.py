@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from deepep_rt import Buffer, EPConfigError, EPError, EPInputError, checks, frameworks
-from deepep_rt.arrays import View
+from deepep_rt import Buffer, EPConfigError, EPError, EPInputError
+from deepep_rt import _checks as checks
+from deepep_rt.arrays import frameworks
+from deepep_rt.arrays.view import View
 
 MPI = pytest.importorskip("mpi4py.MPI", reason="the host backend needs MPI")
 SIZES = dict(num_max_tokens_per_rank=8, hidden=256, num_topk=2, num_experts=8)

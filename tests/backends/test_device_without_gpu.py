@@ -14,17 +14,12 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, arguments, fake, like, make, region, routed
 
-from deepep_rt import (
-    EPConfigError,
-    EPInputError,
-    EPOutOfMemoryError,
-    EPUnavailableError,
-    arrays,
-    driver,
-    frameworks,
-    layout,
-    symmetric,
-)
+from deepep_rt import EPConfigError, EPInputError, EPOutOfMemoryError, EPUnavailableError
+from deepep_rt.arrays import frameworks
+from deepep_rt.arrays import view as arrays
+from deepep_rt.cuda import driver
+from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.kernels import layout
 
 __all__ = ["fake", "make"]
 
@@ -392,7 +387,7 @@ def test_results_take_the_room_of_what_arrived(fake: FakeGpu, make: Any) -> None
 
 def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with make() as buffer:
-        monkeypatch.setattr("deepep_rt.driver.capture_id", lambda stream: 1)
+        monkeypatch.setattr("deepep_rt.cuda.driver.capture_id", lambda stream: 1)
         with pytest.raises(EPInputError, match="num_worst_tokens"):
             buffer.dispatch(*arguments(fake))
         assert fake.take() == []

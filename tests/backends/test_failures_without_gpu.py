@@ -16,23 +16,14 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, Array, FakeGpu, _Communicator, arguments, fake, make, region
 
-from deepep_rt import (
-    Buffer,
-    EPCacheError,
-    EPDestroyedError,
-    EPInputError,
-    EPOutOfMemoryError,
-    EPTimeoutError,
-    EPUnavailableError,
-    alike,
-    driver,
-    jit,
-    layout,
-    structs,
-    symmetric,
-    together,
-)
-from deepep_rt.device_low_latency import DeviceLowLatencyBackend
+from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt.backends.cuda.low_latency import DeviceLowLatencyBackend
+from deepep_rt.comm import call_signature as alike
+from deepep_rt.comm import rendezvous as together
+from deepep_rt.cuda import driver
+from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.jit import build as jit
+from deepep_rt.kernels import layout, structs
 
 __all__ = ["fake", "make"]
 
@@ -69,7 +60,7 @@ def test_counts_that_come_late(fake: FakeGpu, make: Any, monkeypatch: pytest.Mon
             page._mailbox["num_recv"] = num_rows
             page._counted.value = 1
 
-        monkeypatch.setattr("deepep_rt.watch.os.sched_yield", count)
+        monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", count)
         for num_rows in (30, 20):
             assert buffer.dispatch(x, idx).recv_x.shape == (num_rows, 256)
 
@@ -83,7 +74,7 @@ def test_a_time_out_while_the_host_waits(fake: FakeGpu, make: Any, monkeypatch: 
         if time.monotonic() > start + 0.2:
             page._report["rank"], page._report["peer"], page._report["phase"], page._timed_out.value = 0, 2, 3, 1
 
-    monkeypatch.setattr("deepep_rt.watch.os.sched_yield", report)
+    monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", report)
     with pytest.raises(EPTimeoutError, match=r"waited 0\.05 s for rank 2: the rows of dispatch"):
         buffer.dispatch(*arguments(fake))
     assert time.monotonic() < start + 2
@@ -98,7 +89,7 @@ def test_a_host_that_is_interrupted_while_it_waits(fake: FakeGpu, make: Any, mon
 
     buffer = make()
     with monkeypatch.context() as interrupted:
-        interrupted.setattr("deepep_rt.watch.os.sched_yield", interrupt)
+        interrupted.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", interrupt)
         with pytest.raises(KeyboardInterrupt):
             buffer.dispatch(*arguments(fake))
     fake.take()
@@ -245,7 +236,7 @@ def test_host_memory_that_does_not_suffice_for_results(fake: FakeGpu, make: Any,
 
     with make(dtype="float32") as buffer:
         with monkeypatch.context() as full:
-            full.setattr("deepep_rt.transfer.Result", fail)
+            full.setattr("deepep_rt.backends.cuda.transfer.Result", fail)
             with pytest.raises(EPOutOfMemoryError, match=r"7 TiB.*; expected room.*Pass arrays on the GPU") as caught:
                 buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
         assert caught.value.call_made
@@ -290,7 +281,7 @@ def test_a_rank_that_does_not_destroy_its_buffer(
     """It is named; the memory stays, as nobody can give it back alone."""
     buffer, start = make(on_timeout=on_timeout, timeout_s=0.2), time.monotonic()
     monkeypatch.setattr(_Communicator, "Irecv", lambda self, word, peer, tag: SimpleNamespace(Test=lambda: peer != 2))
-    monkeypatch.setattr("deepep_rt.device._PARTING_S", 0.0)
+    monkeypatch.setattr("deepep_rt.backends.cuda.backend._PARTING_S", 0.0)
     if on_timeout == "raise":
         with pytest.raises(
             EPTimeoutError, match=r"for rank 2, which did not come; expected all ranks to destroy their B"
@@ -451,8 +442,8 @@ def test_a_rank_that_cannot_make_its_part(
 
 def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that a call may take begins when the GPU comes to it, and the host says for what it waits until then."""
-    monkeypatch.setattr("deepep_rt.watch._GRACE_S", 0.0)
-    monkeypatch.setattr("deepep_rt.watch._REMINDER_S", 0.2)
+    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GRACE_S", 0.0)
+    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._REMINDER_S", 0.2)
     with make(timeout_s=0.1) as buffer:
         page, start = buffer._backend._page, time.monotonic()
 
@@ -462,17 +453,18 @@ def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatc
             if time.monotonic() > start + 0.55:
                 page._counted.value = 1
 
-        monkeypatch.setattr("deepep_rt.watch.os.sched_yield", run)
+        monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", run)
         with pytest.warns(UserWarning, match=r"rank 0: the GPU has not come to this dispatch after 0 s") as said:
             assert buffer.dispatch(*arguments(fake)).recv_x.shape == (7, 256)
         assert len(said) == 2
         page._started.value = 1
-        monkeypatch.setattr("deepep_rt.watch.os.sched_yield", lambda: setattr(page._counted, "value", not page._started.value))
+        yields = "deepep_rt.backends.cuda.monitor.os.sched_yield"
+        monkeypatch.setattr(yields, lambda: setattr(page._counted, "value", not page._started.value))
         buffer.dispatch(*arguments(fake)), "the start of the call before is not taken for this one's"
 
 
 def test_a_gpu_that_is_stuck(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.watch._GRACE_S", 0.1)
+    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GRACE_S", 0.1)
     buffer = make(timeout_s=0.1)
     fake.on_launch = lambda call: setattr(buffer._backend._page._started, "value", 1)
     with pytest.raises(EPTimeoutError, match=r"routing kernel has run for 0\.2 s, and reports neither"):
@@ -486,7 +478,7 @@ def test_a_gpu_that_has_failed(fake: FakeGpu, make: Any, monkeypatch: pytest.Mon
     def fail() -> int:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    monkeypatch.setattr("deepep_rt.watch._LOOK_S", 0.1)
+    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._LOOK_S", 0.1)
     buffer = make()
     monkeypatch.setattr(driver, "free_bytes", fail)
     with pytest.raises(EPUnavailableError, match="ILLEGAL_ADDRESS"):

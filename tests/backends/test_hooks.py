@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepep_rt import EPInputError
-from deepep_rt.hooks import Hook, HookOrder, Hooks, Reception, check_received
+from deepep_rt.backends.hooks import Hook, HookOrder, Hooks, Reception, check_received
 
 
 class Turns:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deepep_rt import Buffer, DispatchResult, EPInputError
-from deepep_rt.arrays import View
-from deepep_rt.frameworks import framework_of
+from deepep_rt.arrays.frameworks import framework_of
+from deepep_rt.arrays.view import View
 from deepep_rt.results import DispatchHandle
 
 MPI = pytest.importorskip("mpi4py.MPI", reason="the host backend needs MPI")

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from deepep_rt import EPInputError, frameworks, inputs
-from deepep_rt.arrays import HOST, Framework, View
-from deepep_rt.calls import Site
+from deepep_rt import EPInputError
+from deepep_rt.arrays import frameworks
+from deepep_rt.arrays.dtypes import DTYPES
+from deepep_rt.arrays.view import HOST, Framework, View
+from deepep_rt.backends import inputs
+from deepep_rt.backends.calls import Site
 from deepep_rt.config import Config
-from deepep_rt.dtypes import DTYPES
 from deepep_rt.results import DispatchHandle, LowLatencyHandle
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS, STREAM = 6, 256, 4, 8, 2, 77

@@ -15,18 +15,14 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, arguments, fake, like, make
 
-from deepep_rt import (
-    EPInputError,
-    EPTimeoutError,
-    EPUnavailableError,
-    driver,
-    frameworks,
-    jit,
-    layout,
-)
-from deepep_rt.calls import LowLatencyMemory
-from deepep_rt.inputs import low_latency_dispatch_inputs
-from deepep_rt.kernels import TABLE
+from deepep_rt import EPInputError, EPTimeoutError, EPUnavailableError
+from deepep_rt.arrays import frameworks
+from deepep_rt.backends.calls import LowLatencyMemory
+from deepep_rt.backends.inputs import low_latency_dispatch_inputs
+from deepep_rt.cuda import driver
+from deepep_rt.jit import build as jit
+from deepep_rt.kernels import layout
+from deepep_rt.kernels.table import TABLE
 
 __all__ = ["fake", "make"]
 
@@ -438,14 +434,14 @@ def test_only_kernels_that_wait_for_the_last_one_overlap_with_it(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
     """Others would run before what they read is there; and older GPUs know no such launch."""
-    monkeypatch.setattr("deepep_rt.jit.current_arch", lambda: arch)
+    monkeypatch.setattr("deepep_rt.jit.build.current_arch", lambda: arch)
     attributes = {}
 
     def cu_launch(config: Any, function: int, *rest: Any) -> tuple:
         attributes[fake.constants[function][0].name] = config.numAttrs
         return fake.launch(config, function, *rest)
 
-    monkeypatch.setattr("deepep_rt.launch.driver.cuLaunchKernelEx", cu_launch)
+    monkeypatch.setattr("deepep_rt.jit.launch.driver.cuLaunchKernelEx", cu_launch)
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         buffer.combine(Array(fake, "bfloat16", 40, 256), buffer.dispatch(x, idx, num_worst_tokens=40).handle)
@@ -543,7 +539,7 @@ def test_the_combine_buffer_is_for_the_callers_stream(
 
 
 def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("deepep_rt.jit.current_arch", lambda: "sm_80")
+    monkeypatch.setattr("deepep_rt.jit.build.current_arch", lambda: "sm_80")
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
         for options in ({}, {"use_ue8m0": True}, {"use_fp8": False}):
@@ -557,7 +553,7 @@ def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPa
 
 def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's, which is made before the call: bfloat16 rows would be twice as long."""
-    monkeypatch.setattr("deepep_rt.jit.current_arch", lambda: "sm_80")
+    monkeypatch.setattr("deepep_rt.jit.build.current_arch", lambda: "sm_80")
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
         call = buffer._backend.begin(x, False, None, None)

@@ -11,7 +11,9 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import Array, FakeGpu, arguments, fake, make
 
-from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError, alike, structs
+from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError
+from deepep_rt.comm import call_signature as alike
+from deepep_rt.kernels import structs
 
 __all__ = ["fake", "make"]
 
@@ -128,7 +130,7 @@ def test_kernels_of_two_buffers_do_not_overlap(fake: FakeGpu, make: Any, monkeyp
         launched.append(config.numAttrs)
         return fake.launch(config, function, *rest)
 
-    monkeypatch.setattr("deepep_rt.launch.driver.cuLaunchKernelEx", cu_launch)
+    monkeypatch.setattr("deepep_rt.jit.launch.driver.cuLaunchKernelEx", cu_launch)
 
     def overlaps(buffer: Any) -> bool:
         launched.clear()

@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from deepep_rt import EPOutOfMemoryError, driver
-from deepep_rt.calls import Call
-from deepep_rt.layout import arrange
-from deepep_rt.pool import Block
-from deepep_rt.result_memory import Place, ResultMemory
+from deepep_rt import EPOutOfMemoryError
+from deepep_rt.backends.calls import Call
+from deepep_rt.backends.cuda.result_memory import Place, ResultMemory
+from deepep_rt.cuda import driver
+from deepep_rt.cuda.pool import Block
+from deepep_rt.kernels.layout import arrange
 
 BASE, STREAM, CALLERS = 1 << 30, 9, 1
 REGIONS = arrange([("control", 256), ("landing", 4096), ("pool", 4096), ("sums", 2048)])

@@ -12,8 +12,10 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from deepep_rt import EPInputError, driver, frameworks
-from deepep_rt.streams import CallOrder
+from deepep_rt import EPInputError
+from deepep_rt.arrays import frameworks
+from deepep_rt.backends.cuda.stream_order import CallOrder
+from deepep_rt.cuda import driver
 
 OWN, CALLERS, OTHER, DEVICE = 3, 11, 12, 4
 

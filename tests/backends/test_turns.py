@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepep_rt import EPDestroyedError, EPInputError
-from deepep_rt.turns import Turns
+from deepep_rt.backends.call_lock import Turns
 
 
 class Context:

@@ -14,9 +14,12 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from memory_store import Store
 
-from deepep_rt import EPInputError, EPTimeoutError, driver, structs, watch
+from deepep_rt import EPInputError, EPTimeoutError
+from deepep_rt.backends.cuda import monitor as watch
+from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
-from deepep_rt.store_comm import StoreCommunicator
+from deepep_rt.cuda import driver
+from deepep_rt.kernels import structs
 
 
 def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

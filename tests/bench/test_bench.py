@@ -22,10 +22,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from without import without
 
-from deepep_rt import bench_figures, bench_page, cli
-from deepep_rt import bench_report as report
-from deepep_rt.bench_references import is_shown, load
-from deepep_rt.bench_results import Sizes, low_latency_rows, read, throughput_rows
+from deepep_rt.bench import figures as bench_figures
+from deepep_rt.bench import page as bench_page
+from deepep_rt.bench import report
+from deepep_rt.bench.references import is_shown, load
+from deepep_rt.bench.results import Sizes, low_latency_rows, read, throughput_rows
+from deepep_rt.cli import app as cli
 
 PEERS = ROOT / "bench/reference/h200x8_peers.json"
 THROUGHPUT = ROOT / "bench/results/h200x4_2026-11-22.json"
@@ -159,7 +161,7 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("""
 from mpi4py import MPI
-from deepep_rt import EPConfigError, bench_ranks
+from deepep_rt import EPConfigError; from deepep_rt.bench import ranks as bench_ranks
 with bench_ranks.together(MPI.COMM_WORLD) as comm:
     if comm.rank == 1:
         raise EPConfigError("out of luck")

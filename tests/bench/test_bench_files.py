@@ -15,9 +15,9 @@ from paths import ROOT
 
 pytest.importorskip("rich")
 
-from deepep_rt import bench_report
-from deepep_rt.bench_references import load
-from deepep_rt.bench_results import read
+from deepep_rt.bench import report as bench_report
+from deepep_rt.bench.references import load
+from deepep_rt.bench.results import read
 from deepep_rt.errors import EPConfigError
 
 FILES = {
@@ -95,7 +95,7 @@ def show(path: Path, *, is_drawn: bool) -> bool:
         bench_report.print_result(result, references)
     bench_report.print_result(plain, references)
     if is_drawn:
-        from deepep_rt import bench_page
+        from deepep_rt.bench import page as bench_page
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of letters that the font lacks

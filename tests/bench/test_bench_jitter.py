@@ -38,7 +38,7 @@ def test_a_run_writes_one_table(tmp_path):
 
 @pytest.mark.parametrize(("num_ranks", "wanted"), [(8, [64, 128, 256, 512]), (6, [66, 132, 258, 516]), (1, [64, 128, 256, 512])])
 def test_experts_that_the_ranks_can_share(num_ranks, wanted):
-    from deepep_rt import bench_jitter
+    from deepep_rt.bench import jitter as bench_jitter
 
     args = bench_jitter.parse_args(["--ranks", str(num_ranks)])
     assert args.experts == wanted
@@ -50,7 +50,7 @@ def test_experts_that_the_ranks_can_share(num_ranks, wanted):
 def test_the_two_quantiles_are_those_of_the_times():
     import numpy as np
 
-    from deepep_rt import bench_jitter
+    from deepep_rt.bench import jitter as bench_jitter
 
     row = bench_jitter.row_of(256, 8, np.array([*range(1, 100), 1000], np.float64))
     assert (row.steps, row.p50_us, row.max_us) == (100, 50.5, 1000.0)

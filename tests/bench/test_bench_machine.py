@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
-from deepep_rt import EPUnavailableError, bench_machine
+from deepep_rt import EPUnavailableError
+from deepep_rt.bench import machine as bench_machine
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

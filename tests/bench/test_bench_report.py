@@ -12,10 +12,10 @@ from without import without
 
 pytest.importorskip("rich")
 
-from deepep_rt import bench_report as report
-from deepep_rt.bench_ranks import make_room
-from deepep_rt.bench_references import Pair, Point, caution, compare, load
-from deepep_rt.bench_results import Row, Sizes, read, throughput_rows
+from deepep_rt.bench import report
+from deepep_rt.bench.ranks import make_room
+from deepep_rt.bench.references import Pair, Point, caution, compare, load
+from deepep_rt.bench.results import Row, Sizes, read, throughput_rows
 from deepep_rt.errors import EPConfigError
 
 PEERS = ROOT / "bench/reference/h200x8_peers.json"

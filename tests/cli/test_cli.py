@@ -20,12 +20,14 @@ from entries import entry
 from without import without
 
 import deepep_rt
-from deepep_rt import cli, jit, toolchain
-from deepep_rt.cache import SUFFIX, Store
+from deepep_rt.cli import app as cli
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError
-from deepep_rt.kernels import TABLE
-from deepep_rt.sources import kernel_constants
+from deepep_rt.jit import build as jit
+from deepep_rt.jit import compiler as toolchain
+from deepep_rt.jit.cache import SUFFIX, Store
+from deepep_rt.kernels.source import kernel_constants
+from deepep_rt.kernels.table import TABLE
 
 
 @pytest.fixture(autouse=True)

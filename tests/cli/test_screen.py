@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-PRINT = "from deepep_rt.screen import console; print(console(133).width)"
+PRINT = "from deepep_rt._console import console; print(console(133).width)"
 
 
 def width(stdout: int, **environment: str) -> None:

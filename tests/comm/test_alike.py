@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepep_rt import alike
+from deepep_rt.arrays.dtypes import DTYPES
+from deepep_rt.comm import call_signature as alike
 from deepep_rt.config import MAX_ROW_BYTES
-from deepep_rt.dtypes import DTYPES
 
 MOST_SCALE_BYTES = MAX_ROW_BYTES  # there are fewer scales than channels
 dtypes = st.sampled_from([None, *DTYPES])

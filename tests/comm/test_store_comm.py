@@ -22,10 +22,10 @@ from memory_store import Store, on_all
 from ports import free_port
 
 from deepep_rt import Buffer, EPUnavailableError
+from deepep_rt.comm.rendezvous import AllOrNone, LastWords
+from deepep_rt.comm.store import StoreCommunicator, _host
+from deepep_rt.comm.store_values import pack, unpack
 from deepep_rt.config import Config
-from deepep_rt.store_comm import StoreCommunicator, _host
-from deepep_rt.store_values import pack, unpack
-from deepep_rt.together import AllOrNone, LastWords
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 
@@ -149,7 +149,7 @@ def test_who_keeps_a_store_alive() -> None:
 
 def test_hosts_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr("deepep_rt.store_comm.Path", lambda name: boot)
+    monkeypatch.setattr("deepep_rt.comm.store.Path", lambda name: boot)
     names = [_host()]  # containers may hide the file
     for text in ("a", "b", "b"):
         boot.write_text(text)
@@ -310,7 +310,7 @@ def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicato
 
 
 def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.together._GRACE_S", 60.0)
+    monkeypatch.setattr("deepep_rt.comm.rendezvous._GRACE_S", 60.0)
     words = [LastWords(comm) for comm in ranks]
     speaker = threading.Thread(target=words[0].say, args=(KeyError("mine " * 50),))
     speaker.start()
@@ -318,7 +318,7 @@ def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommuni
         assert words[1].gone() == []
     time.sleep(0.01)
     assert words[1].gone() == []
-    monkeypatch.setattr("deepep_rt.together._GRACE_S", 0.0)
+    monkeypatch.setattr("deepep_rt.comm.rendezvous._GRACE_S", 0.0)
     assert words[1].gone() == [0]
     assert "mine " * 50 in str(words[1].error(0, "rows")), "and all of it is told"
     speaker.join()
@@ -327,8 +327,8 @@ def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommuni
 def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is told as well; and where time-outs mask, Buffers go on."""
     pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
-    from deepep_rt import driver
-    from deepep_rt.watch import Watch
+    from deepep_rt.backends.cuda.monitor import Watch
+    from deepep_rt.cuda import driver
 
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(driver, "write_beside", lambda ptr, value: told.append((ptr, value)))

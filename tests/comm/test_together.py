@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from memory_store import Store, on_all
 
-from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError, symmetric, timed_collectives, together
-from deepep_rt.store_comm import StoreCommunicator
-from deepep_rt.timed_collectives import named
-from deepep_rt.together import AllOrNone, LastWords, agree_to_measure, meet, own
+from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt.comm import rendezvous as together
+from deepep_rt.comm import timed_collectives
+from deepep_rt.comm.rendezvous import AllOrNone, LastWords, agree_to_measure, meet, own
+from deepep_rt.comm.store import StoreCommunicator
+from deepep_rt.comm.timed_collectives import named
+from deepep_rt.cuda import nvshmem as symmetric
 
 
 @pytest.fixture
@@ -181,7 +184,7 @@ class Nvshmem:
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts NVSHMEM on some of three ranks."""
-    driver = pytest.importorskip("deepep_rt.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+    driver = pytest.importorskip("deepep_rt.cuda.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
     monkeypatch.setattr(driver, "CurrentContext", lambda: threading.Lock())  # any context
     monkeypatch.setattr(driver, "num_devices", lambda: 8)
     for name, value in dict(_START_S=0.3, _ROLL_CALL_S=0.5, _REMINDER_S=0.1, _lost_start="").items():

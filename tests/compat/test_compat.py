@@ -224,7 +224,7 @@ if __name__ == "__main__":
     child.join()
     raise SystemExit(child.exitcode)
 """)
-    folder = _python("import sys; from deepep_rt.cli import run; run(['shim-path'])")
+    folder = _python("import sys; from deepep_rt.cli.app import run; run(['shim-path'])")
     (tmp_path / "link").symlink_to(folder)
     after = "from deepep_rt import compat; import deep_ep; compat.install(); print(deep_ep.__version__)"
     assert _python("import sys; sys.path.insert(0, sys.argv[1]); " + after, str(tmp_path / "link")) == "1.2.1"
@@ -279,7 +279,7 @@ def test_every_name_is_in_the_page_for_people_from_deepep() -> None:
 def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
     """A Buffer of that many bytes does not grow for as many tokens, give or take what rounding and a wider top-k take."""
     from deepep_rt import compat
-    from deepep_rt.compat_config import nvl_bytes
+    from deepep_rt.compat.config import nvl_bytes
 
     config = compat.Config(24, 6, 256)
     hint = config.get_nvl_buffer_size_hint(2 * 7168, num_ranks)
@@ -306,7 +306,7 @@ def test_the_normal_mode_alone_on_several_hosts(monkeypatch: pytest.MonkeyPatch)
 
     from deepep_rt import EPUnavailableError, compat
 
-    monkeypatch.setattr(compat, "ranks_per_host", lambda ranks: 0)
+    monkeypatch.setattr("deepep_rt.compat.buffer.ranks_per_host", lambda ranks: 0)
     with pytest.raises(EPUnavailableError, match=r"num_nvl_bytes=10000000 .* several hosts; expected 0.*low_latency_mode=True"):
         compat.Buffer(None, int(1e7), comm=MPI.COMM_SELF)
 
@@ -372,8 +372,10 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     import numpy as np
     import torch
 
-    from deepep_rt import Buffer, compat_routing, layout, structs
+    from deepep_rt import Buffer
+    from deepep_rt.compat import handle_tables as compat_routing
     from deepep_rt.config import Config
+    from deepep_rt.kernels import layout, structs
 
     config = Config(num_ranks=3, num_max_tokens_per_rank=4, hidden=64, num_topk=2, num_experts=6, low_latency=True)
     rows = config.num_max_recv_tokens  # of an expert; there are two
@@ -411,7 +413,7 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call waits for what it is told to, and beside the caller's stream for the caller's work, unless it is told."""
     import torch
 
-    from deepep_rt.compat_events import EventHandle, EventOverlap, Placement
+    from deepep_rt.compat.events import EventHandle, EventOverlap, Placement
 
     class Stream:
         def __init__(self, name: str) -> None:
@@ -445,7 +447,7 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_end_of_a_with_block_waits_for_its_event() -> None:
-    from deepep_rt.compat_events import EventOverlap
+    from deepep_rt.compat.events import EventOverlap
 
     waits: list[str] = []
     event = SimpleNamespace(current_stream_wait=lambda: waits.append("now"))
@@ -474,7 +476,7 @@ def test_a_capture_makes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from deepep_rt import EPInputError
-    from deepep_rt.compat_memory import check_not_capturing
+    from deepep_rt.compat.buffer_cache import check_not_capturing
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     check_not_capturing("host")
@@ -489,14 +491,14 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
     from deepep_rt.network import NetworkOptions
 
     made: list[dict] = []
-    monkeypatch.setattr(compat, "LowLatencyBuffers", lambda ranks, **settings: made.append(settings))
+    monkeypatch.setattr("deepep_rt.compat.buffer.LowLatencyBuffers", lambda ranks, **settings: made.append(settings))
     ibgda = NetworkOptions(ibgda=True, connections_per_peer=12)
     for ranks_here, options, settings in (
         (1, {}, {"on_timeout": "raise"}),
         (1, {"allow_nvlink_for_low_latency_mode": False}, {"on_timeout": "raise", "ranks_per_node": 1}),
         (0, {"num_qps_per_rank": 12}, {"on_timeout": "raise", "network": ibgda}),
     ):
-        monkeypatch.setattr(compat, "ranks_per_host", lambda ranks, here=ranks_here: here)
+        monkeypatch.setattr("deepep_rt.compat.buffer.ranks_per_host", lambda ranks, here=ranks_here: here)
         compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF, **options)
         assert made.pop() == settings
 

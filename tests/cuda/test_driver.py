@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import driver
+from deepep_rt.cuda import driver
 
 OWN, OTHERS = 5, 6
 

@@ -16,8 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError, NetworkOptions, agreement, placement, symmetric
+from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError, NetworkOptions
+from deepep_rt.backends import agreement
 from deepep_rt.config import Config
+from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.cuda import topology as placement
 from deepep_rt.network import TRANSPORTS
 
 ALL = NetworkOptions(
@@ -442,7 +445,7 @@ def _hosts_of(hosts):
 
 
 def _choose_device(monkeypatch, ranks):
-    driver = pytest.importorskip("deepep_rt.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+    driver = pytest.importorskip("deepep_rt.cuda.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
     monkeypatch.setattr(driver, "use_device", lambda number: number)
     monkeypatch.setattr(driver, "device_uuid", lambda number: f"GPU {number}")
     return placement.choose_device(ranks, types.SimpleNamespace(part=contextlib.nullcontext))

@@ -16,10 +16,12 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from cuda.bindings import driver as cuda
 
-from deepep_rt import EPUnavailableError, driver, pool, users
-from deepep_rt.arrays import Framework, View
-from deepep_rt.pool import Pool, Slots
-from deepep_rt.stream_memory import StreamPool
+from deepep_rt import EPUnavailableError
+from deepep_rt.arrays.view import Framework, View
+from deepep_rt.cuda import driver, pool
+from deepep_rt.cuda import stream_tracking as users
+from deepep_rt.cuda.pool import Pool, Slots
+from deepep_rt.cuda.stream_memory import StreamPool
 
 
 class FakeDriver:
@@ -779,7 +781,7 @@ def test_slots_grow_and_come_back(fake: FakeDriver) -> None:
 def test_what_is_held_when_python_ends_dies_in_silence(held: str) -> None:
     code = f"""
 import sys
-from deepep_rt import driver, pool, stream_memory
+from deepep_rt.cuda import driver, pool, stream_memory
 driver.allocate = driver.allocate_async = lambda *_: 4096
 driver.CurrentContext = lambda: None  # entering it raises
 sys.modules["keeper"] = {held}

@@ -24,8 +24,12 @@ from launch import mpirun
 from paths import ROOT
 from without import without
 
-from deepep_rt import Buffer, _env, cli, doctor_gpus, doctor_probes, doctor_run
-from deepep_rt.cache import SUFFIX, Store
+from deepep_rt import Buffer, _env
+from deepep_rt.cli import app as cli
+from deepep_rt.doctor import gpus as doctor_gpus
+from deepep_rt.doctor import probes as doctor_probes
+from deepep_rt.doctor import runner as doctor_run
+from deepep_rt.jit.cache import SUFFIX, Store
 
 HERE = Path(__file__).resolve().parent
 PAGE = (ROOT / "docs/when-it-does-not-work.md").read_text()
@@ -95,7 +99,7 @@ def test_what_is_installed_is_what_it_says(doctor: Doctor) -> None:
     for name, version in facts["python"]["packages"].items():
         assert importlib.metadata.version(name) == version
     assert facts["python"]["executable"] == sys.executable
-    from deepep_rt import toolchain
+    from deepep_rt.jit import compiler as toolchain
 
     assert facts["nvrtc"]["version"] == toolchain.nvrtc_version()
     assert facts["nvshmem_device"]["version"] == facts["nvshmem_host"]["version"] == toolchain.nvshmem().version
@@ -278,7 +282,7 @@ def test_what_libraries_print_is_no_answer(tmp_path: Path, doctor: Doctor) -> No
     (tmp_path / "sitecustomize.py").write_text('print(\'{"name": "noise"}\', flush=True)')
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = doctor.run(
-        [sys.executable, "-c", "from deepep_rt import doctor_run; print(doctor_run.examine(['settings']))"], PYTHONPATH=paths
+        [sys.executable, "-c", "from deepep_rt.doctor import runner; print(runner.examine(['settings']))"], PYTHONPATH=paths
     )
     assert "'failures': {}" in done.stdout
 
@@ -432,7 +436,7 @@ def test_the_page_shows_hidden_gpus_as_they_are_printed(doctor: Doctor, gpu_mach
 
 def test_the_page_shows_another_nvshmem_as_it_is_printed(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from deepep_rt import toolchain
+    from deepep_rt.jit import compiler as toolchain
 
     source, library = tmp_path / "host.c", tmp_path / "libnvshmem_host.so.3"
     source.write_text("void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) { *a = 3; *b = 99; *c = 0; }\n")

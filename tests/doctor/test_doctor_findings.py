@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-from deepep_rt.doctor_facts import Situation, differences, ranges, some
-from deepep_rt.doctor_findings import findings
-from deepep_rt.doctor_kinds import KINDS, MIN_NVSHMEM
+from deepep_rt.doctor.catalog import KINDS, MIN_NVSHMEM
+from deepep_rt.doctor.facts import Situation, differences, ranges, some
+from deepep_rt.doctor.findings import findings
 
 SIZES = dict(num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
 
@@ -375,7 +375,7 @@ def test_one_fault_makes_one_finding(kind: str, options: dict, change: Callable[
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_rule_needs_a_fact(ranks: int, backend: str) -> None:
     """Whatever probes failed, singly or all: no rule stumbles, and there is a screen."""
-    doctor = pytest.importorskip("deepep_rt.doctor")
+    doctor = pytest.importorskip("deepep_rt.doctor.report")
     from rich.console import Console
 
     probes = list(report()["facts"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from deepep_rt.doctor_kinds import KINDS
+from deepep_rt.doctor.catalog import KINDS
 
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "when-it-does-not-work.md").read_text()

@@ -9,9 +9,14 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
 
-from deepep_rt import bench, bench_figures, bench_jitter, bench_low_latency, bench_page, bench_throughput
-from deepep_rt import bench_report as report
-from deepep_rt.bench_results import Sizes, low_latency_rows, on_gpu, read, throughput_rows
+from deepep_rt.bench import figures as bench_figures
+from deepep_rt.bench import jitter as bench_jitter
+from deepep_rt.bench import low_latency as bench_low_latency
+from deepep_rt.bench import page as bench_page
+from deepep_rt.bench import report
+from deepep_rt.bench import run as bench
+from deepep_rt.bench import throughput as bench_throughput
+from deepep_rt.bench.results import Sizes, low_latency_rows, on_gpu, read, throughput_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepep_rt import EPInputError, EPUnavailableError, jit
-from deepep_rt.tuning import has_fp8
+from deepep_rt import EPInputError, EPUnavailableError
+from deepep_rt.jit import build as jit
+from deepep_rt.kernels.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")

@@ -15,18 +15,11 @@ torch = pytest.importorskip("torch")
 
 from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # noqa: E402
 
-from deepep_rt import (  # noqa: E402
-    EPCompileError,
-    EPConfigError,
-    EPInputError,
-    EPOutOfMemoryError,
-    EPTimeoutError,
-    EPUnavailableError,
-    driver,
-    jit,
-)
-from deepep_rt.arrays import View  # noqa: E402
-from deepep_rt.tuning import has_fp8  # noqa: E402
+from deepep_rt import EPCompileError, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError  # noqa: E402
+from deepep_rt.arrays.view import View  # noqa: E402
+from deepep_rt.cuda import driver  # noqa: E402
+from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 
 def same_dispatch(got, want, num_rows=None):

@@ -21,9 +21,11 @@ pytest.importorskip("typer")
 
 from gpu_buffers import make  # noqa: E402
 
-from deepep_rt import Buffer, doctor_run, jit  # noqa: E402
-from deepep_rt.doctor_facts import Situation, gpu_of  # noqa: E402
-from deepep_rt.doctor_findings import findings  # noqa: E402
+from deepep_rt import Buffer  # noqa: E402
+from deepep_rt.doctor import runner as doctor_run  # noqa: E402
+from deepep_rt.doctor.facts import Situation, gpu_of  # noqa: E402
+from deepep_rt.doctor.findings import findings  # noqa: E402
+from deepep_rt.jit import build as jit  # noqa: E402
 
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "HYDI_", "SLURM_", "DEEPEP_RT_SHARE_GPUS")
 

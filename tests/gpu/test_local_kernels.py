@@ -10,8 +10,11 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from deepep_rt import fp8, jit, local_kernels, torch_kernels  # noqa: E402
-from deepep_rt.tuning import has_fp8  # noqa: E402
+from deepep_rt.arrays import number_formats as fp8  # noqa: E402
+from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.jit import local_kernels  # noqa: E402
+from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
+from deepep_rt.torch import tensor_ops as torch_kernels  # noqa: E402
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -16,8 +16,10 @@ from gpu_buffers import SHARED_GPUS, TAKE_TURNS, cpu, make, read, routing, rows,
 from process_group import in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
-from deepep_rt import EPInputError, EPTimeoutError, jit, layout, structs  # noqa: E402
-from deepep_rt.tuning import has_fp8  # noqa: E402
+from deepep_rt import EPInputError, EPTimeoutError  # noqa: E402
+from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.kernels import layout, structs  # noqa: E402
+from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
 

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 
 from gpu_buffers import TAKE_TURNS, make  # noqa: E402
 
-from deepep_rt import jit  # noqa: E402
-from deepep_rt.tuning import has_fp8  # noqa: E402
+from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 SIZES = dict(num_max_tokens_per_rank=48, hidden=1024, num_topk=4, low_latency=True, num_slots=3)
 TURNS = 150 if TAKE_TURNS else 600

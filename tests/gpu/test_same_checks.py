@@ -7,8 +7,8 @@ import inspect
 import pytest
 from transports import transports
 
-from deepep_rt import jit
-from deepep_rt.tuning import has_fp8
+from deepep_rt.jit import build as jit
+from deepep_rt.kernels.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
 

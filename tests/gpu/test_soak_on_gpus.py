@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deepep_rt import soak
-from deepep_rt.soak_run import Session
+from deepep_rt.soak.session import Session
 
 pytestmark = pytest.mark.gpu
 

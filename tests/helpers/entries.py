@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepep_rt.cache import Entry
+from deepep_rt.jit.cache import Entry
 
 
 def entry(key: str = "ab" * 32, arch: str = "sm_90", code: bytes = b"code", **more: Any) -> Entry:

@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import Buffer, agreement, communicator, device, driver, frameworks, jit, launch, placement, symmetric
-from deepep_rt.arrays import Framework, View
-from deepep_rt.dtypes import DTYPES
-from deepep_rt.timed_collectives import TimedCollectives
+from deepep_rt import Buffer
+from deepep_rt.arrays import frameworks
+from deepep_rt.arrays.dtypes import DTYPES
+from deepep_rt.arrays.view import Framework, View
+from deepep_rt.backends import agreement
+from deepep_rt.backends.cuda import backend as device
+from deepep_rt.comm import communicator
+from deepep_rt.comm.timed_collectives import TimedCollectives
+from deepep_rt.cuda import driver
+from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.cuda import topology as placement
+from deepep_rt.jit import build as jit
+from deepep_rt.jit import launch
 
 BASE = 1 << 40  # of symmetric memory
 OWN_STREAM, CALLERS_STREAM = 3, 11

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from deepep_rt.dtypes import DTYPES
+from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.config import MAX_ROW_BYTES, MAX_TOPK, Config
 
 

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import torch
 
-from deepep_rt import Buffer, driver
+from deepep_rt import Buffer
+from deepep_rt.cuda import driver
 
 TIMEOUT_S = 20.0
 more = {}  # settings that a test adds to all of its Buffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from deepep_rt.store_comm import StoreCommunicator
+from deepep_rt.comm.store import StoreCommunicator
 
 
 class Store:

@@ -1,7 +1,7 @@
 """What dispatch and combine must give, worked out from the inputs of all ranks by plain loops over tokens.
 
-Nothing here comes from `deepep_rt.host`, nor is it built like it: there are no messages, no counts and no positions, only lists
-to which rows are appended in the documented order, and sums in float64. Every function takes the inputs of *all* ranks;
+Nothing here comes from `deepep_rt.backends.host`, nor is it built like it: there are no messages, no counts and no positions, only
+lists to which rows are appended in the documented order, and sums in float64. Every function takes the inputs of *all* ranks;
 `make_inputs` is deterministic for (seed, rank), so each rank can build the inputs of all others, and what must arrive, without
 communication.
 

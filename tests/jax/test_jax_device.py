@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("jax", exc_type=ImportError)
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from deepep_rt import EPUnavailableError, _env, driver
-from deepep_rt import jax_device as ep
+from deepep_rt import EPUnavailableError, _env
+from deepep_rt.cuda import driver
+from deepep_rt.jax import device as ep
 
 
 @pytest.mark.parametrize(

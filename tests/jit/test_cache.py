@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 from entries import entry
 
-from deepep_rt import EPCacheError, EPConfigError, cache
-from deepep_rt.cache import SUFFIX, CorruptEntry, Store
+from deepep_rt import EPCacheError, EPConfigError
+from deepep_rt.jit import cache
+from deepep_rt.jit.cache import SUFFIX, CorruptEntry, Store
 
 ENTRY = entry(code=bytes(range(256)) * 5)
 KEY, OTHER = "ab" * 32, "cd" * 32

@@ -19,8 +19,9 @@ import pytest
 from entries import entry
 from paths import HELPERS
 
-from deepep_rt import EPCacheError, cache
-from deepep_rt.cache import SUFFIX, CorruptEntry, Store
+from deepep_rt import EPCacheError
+from deepep_rt.jit import cache
+from deepep_rt.jit.cache import SUFFIX, CorruptEntry, Store
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 
@@ -334,7 +335,7 @@ BUILDER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from deepep_rt.cache import Store
+from deepep_rt.jit.cache import Store
 from entries import entry
 store, end, done = Store(Path(sys.argv[1])), time.monotonic() + 2, 0
 while time.monotonic() < end:
@@ -367,7 +368,7 @@ def test_builders_do_not_fail_while_the_cache_is_cleared(tmp_path: Path, caplog:
 @pytest.fixture
 def owned_by(store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let a path of the cache belong to another user, as far as this process can see."""
-    trusted_files = pytest.importorskip("deepep_rt.trusted_files")
+    trusted_files = pytest.importorskip("deepep_rt.jit.trusted_files")
     real, owners = os.fstat, {}
 
     def status_of(number: int) -> os.stat_result:
@@ -430,7 +431,7 @@ def test_an_open_folder_of_another_user_is_refused(
 def test_a_folder_that_others_may_write_is_refused(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int, message: str
 ) -> None:
-    trusted_files = pytest.importorskip("deepep_rt.trusted_files")
+    trusted_files = pytest.importorskip("deepep_rt.jit.trusted_files")
     monkeypatch.setattr(trusted_files, "_is_own_group", lambda group: False)
     monkeypatch.setattr(trusted_files, "_group_name", lambda group: "54321")
     (store.folder / "sm_90").chmod(mode)
@@ -493,7 +494,7 @@ def test_what_this_process_makes_is_for_it_alone_to_write(tmp_path: Path, umask:
 def test_root_uses_a_volume_of_another_user_but_not_what_anybody_could_put_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trusted_files = pytest.importorskip("deepep_rt.trusted_files")
+    trusted_files = pytest.importorskip("deepep_rt.jit.trusted_files")
     above = trusted_files._folders_above  # pytest's folders lie in /tmp, which others may write
     monkeypatch.setattr(trusted_files, "_folders_above", lambda path: [at for at in above(path) if at.is_relative_to(tmp_path)])
     (tmp_path / "shared").mkdir()

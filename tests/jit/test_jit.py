@@ -19,11 +19,14 @@ from types import SimpleNamespace
 import pytest
 
 import deepep_rt
-from deepep_rt import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError, jit, structs, toolchain
-from deepep_rt.cache import SUFFIX
+from deepep_rt import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from deepep_rt.config import COMBINE_DTYPES, Config
-from deepep_rt.kernels import TABLE, Kernel
-from deepep_rt.sources import kernel_constants, prelude, source_dir, unit
+from deepep_rt.jit import build as jit
+from deepep_rt.jit import compiler as toolchain
+from deepep_rt.jit.cache import SUFFIX
+from deepep_rt.kernels import structs
+from deepep_rt.kernels.source import kernel_constants, prelude, source_dir, unit
+from deepep_rt.kernels.table import TABLE, Kernel
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
 
@@ -324,8 +327,8 @@ WORKER = """
 import json, os, sys, time
 from dataclasses import replace
 from pathlib import Path
-from deepep_rt import jit, toolchain
-from deepep_rt.kernels import Kernel
+from deepep_rt.jit import build as jit, compiler as toolchain
+from deepep_rt.kernels.table import Kernel
 folder, go, params, constants = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 kernel = Kernel("tiny", params, threads="kTinyThreads", shared="kTinyShared")
 toolchain.known_archs()

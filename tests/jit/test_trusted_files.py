@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from deepep_rt import trusted_files
-from deepep_rt.trusted_files import objection
+from deepep_rt.jit import trusted_files
+from deepep_rt.jit.trusted_files import objection
 
 
 @pytest.fixture(autouse=True)

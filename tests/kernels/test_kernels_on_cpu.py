@@ -16,7 +16,8 @@ import oracle
 import pytest
 from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
 
-from deepep_rt import EPTimeoutError, sources
+from deepep_rt import EPTimeoutError
+from deepep_rt.kernels import source as sources
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
 

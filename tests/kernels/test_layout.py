@@ -11,9 +11,10 @@ from generated_configs import configs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepep_rt import Buffer, EPConfigError, layout, structs
+from deepep_rt import Buffer, EPConfigError
 from deepep_rt.config import MAX_ROUTE_BLOCKS, Config
-from deepep_rt.sources import source_dir
+from deepep_rt.kernels import layout, structs
+from deepep_rt.kernels.source import source_dir
 
 WORDS = {word for path in source_dir().rglob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
 """What the kernels' sources are made of."""

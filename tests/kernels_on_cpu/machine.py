@@ -30,23 +30,19 @@ import pytest
 from cuda.bindings import driver as cuda
 from fake_gpu import _Communicator as OneRank
 
-from deepep_rt import (
-    Buffer,
-    EPError,
-    agreement,
-    communicator,
-    device,
-    driver,
-    frameworks,
-    jit,
-    launch,
-    placement,
-    stream_memory,
-    symmetric,
-    watch,
-)
-from deepep_rt.arrays import Framework, View
-from deepep_rt.stream_memory import StreamMemory
+from deepep_rt import Buffer, EPError
+from deepep_rt.arrays import frameworks
+from deepep_rt.arrays.view import Framework, View
+from deepep_rt.backends import agreement
+from deepep_rt.backends.cuda import backend as device
+from deepep_rt.backends.cuda import monitor as watch
+from deepep_rt.comm import communicator
+from deepep_rt.cuda import driver, stream_memory
+from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.cuda import topology as placement
+from deepep_rt.cuda.stream_memory import StreamMemory
+from deepep_rt.jit import build as jit
+from deepep_rt.jit import launch
 
 from . import compiler
 

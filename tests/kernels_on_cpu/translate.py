@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepep_rt import sources
-from deepep_rt.kernels import Kernel
+from deepep_rt.kernels import source as sources
+from deepep_rt.kernels.table import Kernel
 
 _SETUP = ("setp", "selp", "mov.b32", ".reg")  # around the instruction that a piece of PTX is about
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepep_rt import Buffer, EPConfigError
+from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.config import MAX_ROW_BYTES, MAX_TIMEOUT_S, Config, rows_per_copy
-from deepep_rt.dtypes import DTYPES
-from deepep_rt.tuning import arch_number, combine_constants, tuning
+from deepep_rt.kernels.tuning import arch_number, combine_constants, tuning
 
 GOOD = dict(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
 

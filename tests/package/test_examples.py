@@ -21,7 +21,7 @@ def test_dispatch_combine(num_ranks):
 
 def test_cuda_without_a_gpu():
     """The Buffer's own sentence, and not what CuPy raises over a driver that is not there."""
-    from deepep_rt.agreement import why_no_gpu
+    from deepep_rt.backends.agreement import why_no_gpu
 
     if why_no_gpu() is None:
         pytest.skip("there is a GPU")

@@ -11,7 +11,8 @@ import pytest
 from launch import python_on
 
 import deepep_rt
-from deepep_rt import agreement, jit
+from deepep_rt.backends import agreement
+from deepep_rt.jit import build as jit
 
 PROGRAM = """
 import logging, sys
@@ -59,6 +60,6 @@ def test_the_line_tells_what_a_buffer_consists_of(caplog: pytest.LogCaptureFixtu
 
 def test_every_module_uses_the_one_logger() -> None:
     package = Path(deepep_rt.__file__).parent
-    named = {name for path in package.glob("*.py") for name in re.findall(r"getLogger\((.*?)\)", path.read_text())}
+    named = {name for path in package.rglob("*.py") for name in re.findall(r"getLogger\((.*?)\)", path.read_text())}
     assert named == {'"deepep_rt"', "__name__"}
     assert isinstance(logging.getLogger("deepep_rt").handlers[0], logging.NullHandler)

@@ -21,7 +21,7 @@ from without import without
 
 import deepep_rt
 from deepep_rt import errors
-from deepep_rt.sources import source_dir
+from deepep_rt.kernels.source import source_dir
 
 PACKAGE = Path(deepep_rt.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
@@ -185,7 +185,7 @@ def test_the_import_reader_sees_every_form() -> None:
 from . import agreement
 from .host import HostBackend
 import deepep_rt.device
-from deepep_rt.jit import load
+from deepep_rt.jit.build import load
 from . import __version__
 def f():
     if True:

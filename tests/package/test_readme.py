@@ -74,7 +74,7 @@ def check_command(words):
 def check_cli(words):
     """Parses the words after `python -m deepep_rt`; nothing is run."""
     typer = pytest.importorskip("typer")
-    from deepep_rt import cli
+    from deepep_rt.cli import app as cli
 
     command = typer.main.get_command(cli.app)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
@@ -245,7 +245,7 @@ def leaf_commands(command, *words):
 def test_the_command_line_reference_is_up_to_date():
     """CONTRIBUTING.md says how to write docs/cli.md anew."""
     typer = pytest.importorskip("typer")
-    from deepep_rt import cli
+    from deepep_rt.cli import app as cli
 
     page = PAGES["docs/cli.md"].read_text()
     sections = dict(re.findall(r"^#+ `python -m deepep_rt ([^`]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))

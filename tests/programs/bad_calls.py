@@ -133,7 +133,7 @@ def check_communicators_between_two_groups(comm: MPI.Intracomm) -> None:
 
 def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
     """More bytes for one peer than MPI counts in an int; the limit is lowered here, so that no such array is needed."""
-    import deepep_rt.host as host
+    from deepep_rt.backends.host import backend as host
 
     limit, host._MAX_PART_BYTES = host._MAX_PART_BYTES, 1000
     try:
@@ -151,8 +151,8 @@ def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
 
 def check_host_memory_that_does_not_suffice(comm: MPI.Intracomm) -> None:
     """The others hear of it at once, in every kind of call; none of them waits out its limit."""
-    import deepep_rt.host as host
-    import deepep_rt.host_low_latency as host_low_latency
+    from deepep_rt.backends.host import backend as host
+    from deepep_rt.backends.host import low_latency as host_low_latency
 
     ranks, guilty, start = comm.Get_size(), comm.Get_rank() == comm.Get_size() - 1, time.monotonic()
     x, idx = np.zeros((5, 32), ml_dtypes.bfloat16), np.tile(np.arange(4), (5, 1))

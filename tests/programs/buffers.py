@@ -32,11 +32,11 @@ from deepep_rt import (
     EPOutOfMemoryError,
     EPTimeoutError,
     EPUnavailableError,
-    symmetric,
-    together,
 )
-from deepep_rt.communicator import communicator_of
-from deepep_rt.together import AllOrNone
+from deepep_rt.comm import rendezvous as together
+from deepep_rt.comm.communicator import communicator_of
+from deepep_rt.comm.rendezvous import AllOrNone
+from deepep_rt.cuda import nvshmem as symmetric
 
 
 def _check_round(comm: MPI.Intracomm, buffer: Buffer, seed: int) -> None:
@@ -429,7 +429,10 @@ def check_the_ceiling_counts_what_goes_to_others(comm: MPI.Intracomm) -> None:
     if spmd.backend != "host":
         return
     clock = SimpleNamespace(perf_counter=iter([5.0, 7.0]).__next__)
-    with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer, unittest.mock.patch("deepep_rt.host.time", clock):
+    with (
+        make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer,
+        unittest.mock.patch("deepep_rt.backends.host.backend.time", clock),
+    ):
         assert buffer._backend.copy_ceiling(row_bytes=8, num_rows=3, iterations=4) == 3 * 8 * max(comm.Get_size() - 1, 1) / 0.5
 
 
@@ -446,10 +449,10 @@ def check_measurements_that_differ(comm: MPI.Intracomm) -> None:
         for name in ("num_rows", "iterations"):
             with raises(EPInputError, name, str(2**62)):
                 buffer.copy_ceiling(**{name: 2**62})
-        with unittest.mock.patch("deepep_rt.host._MOST_MEASURED_BYTES", 1 << 16):
+        with unittest.mock.patch("deepep_rt.backends.host.backend._MOST_MEASURED_BYTES", 1 << 16):
             assert buffer.copy_ceiling(num_rows=2**31 - 1, iterations=1) > 0
         if spmd.backend == "host":
-            full = unittest.mock.patch("deepep_rt.host.np.ones", side_effect=MemoryError)
+            full = unittest.mock.patch("deepep_rt.backends.host.backend.np.ones", side_effect=MemoryError)
             with full if rank == 1 else contextlib.nullcontext(), raises(EPOutOfMemoryError, "no memory for the rows on rank 1"):
                 buffer.copy_ceiling(num_rows=1)
         _check_round(comm, buffer, 1)

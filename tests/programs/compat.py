@@ -24,8 +24,8 @@ from deepep_rt import (
     EPTimeoutError,
     EPUnavailableError,
 )
-from deepep_rt.compat_memory import Board
-from deepep_rt.mpi_comm import MpiCommunicator
+from deepep_rt.comm.mpi import MpiCommunicator
+from deepep_rt.compat.buffer_cache import Board
 
 
 def check_normal(comm: MPI.Intracomm) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from deepep_rt import cli
-from deepep_rt.arrays import host_bytes
-from deepep_rt.host import HostBackend
-from deepep_rt.host_low_latency import HostLowLatencyBackend
+from deepep_rt.arrays.view import host_bytes
+from deepep_rt.backends.host.backend import HostBackend
+from deepep_rt.backends.host.low_latency import HostLowLatencyBackend
+from deepep_rt.cli import app as cli
 
 COMM = MPI.COMM_WORLD
 IS_LAST = COMM.Get_rank() == COMM.Get_size() - 1

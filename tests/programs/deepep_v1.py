@@ -279,7 +279,7 @@ def _check_bias(world: World, buffer: deep_ep.Buffer, x: torch.Tensor, layout: d
 
 def run_growth(world: World) -> None:
     """The number of tokens differs between ranks and calls; memory grows without messages, and what is held stays valid."""
-    from deepep_rt import compat_memory
+    from deepep_rt.compat import buffer_cache as compat_memory
 
     made, met = [], []
     make, meet = compat_memory.Buffer, compat_memory.meet

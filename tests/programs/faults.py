@@ -22,8 +22,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from deepep_rt import Buffer, EPError, EPTimeoutError, host
-from deepep_rt.store_comm import StoreCommunicator
+from deepep_rt import Buffer, EPError, EPTimeoutError
+from deepep_rt.backends.host import backend as host
+from deepep_rt.comm.store import StoreCommunicator
 
 RANKS, VICTIM, TOKENS, TOPK, EXPERTS, HIDDEN = 3, 1, 6, 2, 6, 64
 KINDS = ("raises", "no_memory", "killed_masked", "asleep", "killed")

@@ -10,7 +10,7 @@ import oracle
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer
 
-from deepep_rt.arrays import View
+from deepep_rt.arrays.view import View
 
 SIZES = dict(hidden=128, num_topk=4)
 

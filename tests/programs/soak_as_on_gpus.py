@@ -11,9 +11,12 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from deepep_rt import Buffer, cli, frameworks, soak
-from deepep_rt.soak_graph import _Graph
-from deepep_rt.soak_run import Session
+from deepep_rt import Buffer
+from deepep_rt.arrays import frameworks
+from deepep_rt.cli import app as cli
+from deepep_rt.soak import runner
+from deepep_rt.soak.graph import _Graph
+from deepep_rt.soak.session import Session
 
 
 class Array(np.ndarray):
@@ -141,7 +144,7 @@ def damage(call):
 def main():
     damage(sys.argv[1])
     sys.modules["cupy"] = make_cupy()
-    wrap, run, make_graph = frameworks._Numpy.wrap, soak._Run._backend, _Graph.__init__
+    wrap, run, make_graph = frameworks._Numpy.wrap, runner._Run._backend, _Graph.__init__
 
     def backend(self):
         run(self)
@@ -152,7 +155,7 @@ def main():
         make_graph(self, session)
 
     frameworks._Numpy.wrap = lambda self, view: wrap(self, view).view(Array)
-    soak._Run._backend, soak.Buffer, _Graph.__init__ = backend, on_host, init
+    runner._Run._backend, runner.Buffer, _Graph.__init__ = backend, on_host, init
     try:
         cli.run(["soak", "--backend", "host", *sys.argv[2:]])
     finally:

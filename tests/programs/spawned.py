@@ -17,7 +17,7 @@ from expect import raises
 from ports import free_port
 
 from deepep_rt import Buffer, EPTimeoutError
-from deepep_rt.store_comm import StoreCommunicator
+from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.torch import communicator
 
 HIDDEN, TOPK = 256, 2

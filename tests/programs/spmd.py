@@ -22,7 +22,7 @@ from expect import raises
 from mpi4py import MPI
 
 from deepep_rt import Buffer
-from deepep_rt.store_comm import StoreCommunicator
+from deepep_rt.comm.store import StoreCommunicator
 
 __all__ = ["raises"]
 

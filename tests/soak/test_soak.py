@@ -152,7 +152,8 @@ def test_minutes_end_it(tmp_path):
 
 def test_every_option_has_its_turn():
     """A run of some hundred rounds meets each of them; asked of the plan, not of a run."""
-    from deepep_rt import soak_buffers, soak_plan
+    from deepep_rt.soak import buffers as soak_buffers
+    from deepep_rt.soak import plan as soak_plan
 
     options = soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True)
     rounds = [soak_plan.round_of(options, number) for number in range(1500)]
@@ -185,7 +186,8 @@ def test_every_option_has_its_turn():
 
 
 def test_a_plan_comes_from_the_seed_alone():
-    from deepep_rt import soak_buffers, soak_plan
+    from deepep_rt.soak import buffers as soak_buffers
+    from deepep_rt.soak import plan as soak_plan
 
     options = soak_buffers.Options(seed=9, num_ranks=3, on_gpu=False)
     assert soak_plan.round_of(options, 77) == soak_plan.round_of(options, 77)
@@ -200,7 +202,7 @@ def test_a_plan_comes_from_the_seed_alone():
 
 def test_generated_bytes_do_not_change():
     """A receiver on another machine, perhaps with another NumPy, has to get the same ones; no two rows are alike."""
-    from deepep_rt.soak_arrays import Arrays, row_keys
+    from deepep_rt.soak.arrays import Arrays, row_keys
 
     keys = row_keys(12345, np.arange(3), np.array([7, 8, 9]))
     words = Arrays(on_gpu=False).words(keys, 4)
@@ -214,8 +216,9 @@ def test_positions_are_those_of_the_other_oracle():
     import low_latency_oracle
     import oracle
 
-    from deepep_rt import soak_buffers, soak_plan
-    from deepep_rt.soak_expected import ExpertRouting, Routing
+    from deepep_rt.soak import buffers as soak_buffers
+    from deepep_rt.soak import plan as soak_plan
+    from deepep_rt.soak.expected import ExpertRouting, Routing
 
     options = soak_buffers.Options(seed=4, num_ranks=3, on_gpu=False, rounds_per_buffer=4)
     for number in range(40):
@@ -245,8 +248,8 @@ def test_fp8_is_that_of_the_other_oracle(round_scale, ue8m0):
     import low_latency_oracle
     import ml_dtypes
 
-    from deepep_rt.soak_arrays import Arrays, row_keys
-    from deepep_rt.soak_expected import to_fp8
+    from deepep_rt.soak.arrays import Arrays, row_keys
+    from deepep_rt.soak.expected import to_fp8
 
     arrays = Arrays(on_gpu=False)
     rows = arrays.numbers(row_keys(5, np.arange(6)), 256, "bfloat16")
@@ -259,8 +262,8 @@ def test_fp8_is_that_of_the_other_oracle(round_scale, ue8m0):
 
 
 def test_fp8_ties_go_to_even():
-    from deepep_rt.soak_arrays import Arrays
-    from deepep_rt.soak_expected import to_fp8
+    from deepep_rt.soak.arrays import Arrays
+    from deepep_rt.soak.expected import to_fp8
 
     values = np.zeros((1, 128), np.float32)
     values[0, :4] = 448, 17, 19, -17  # between 16 and 18, and 18 and 20
@@ -310,7 +313,7 @@ def test_what_cannot_be_run_is_told(options, message):
 
 def test_differences_are_found_without_a_look_by_the_host():
     """As on a GPU, where the numbers of a comparison stay until they are asked for: none differ, or which do."""
-    from deepep_rt.soak_arrays import Arrays
+    from deepep_rt.soak.arrays import Arrays
 
     arrays = Arrays(on_gpu=False)
     arrays.on_gpu = True
@@ -340,7 +343,7 @@ def test_rounds_for_gpus(call, tmp_path):
 
 
 def test_the_watchdog_ends_a_silent_rank(monkeypatch, capfd):
-    from deepep_rt import soak_watchdog
+    from deepep_rt.soak import watchdog as soak_watchdog
 
     ended = threading.Event()
     comm = SimpleNamespace(Get_rank=lambda: 3, Abort=lambda status: ended.set())

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 def test_communicators_are_returned_as_they_are() -> None:
     from mpi4py import MPI
 
-    from deepep_rt.store_comm import StoreCommunicator
+    from deepep_rt.comm.store import StoreCommunicator
     from deepep_rt.torch import communicator
 
     store = StoreCommunicator(None, "none", 0, 1)
@@ -47,7 +47,7 @@ def test_ranks_that_are_not_in_a_group() -> None:
 @pytest.mark.parametrize("said", [[(0, 2), None], [(0, 1), (0, 1)], [(0, 2), (1, 2), (0, 2)], [(0, 1), (1, 2)]])
 def test_ranks_that_one_mpirun_did_not_start(monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, int] | None]) -> None:
     """None of them, or not all, or each by one of its own."""
-    from deepep_rt import torch_group
+    from deepep_rt.torch import process_group as torch_group
 
     monkeypatch.setattr(torch_group, "_gathered", lambda value, group: said)
     monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))  # must not be asked: it might wait for ever
@@ -55,7 +55,7 @@ def test_ranks_that_one_mpirun_did_not_start(monkeypatch: pytest.MonkeyPatch, sa
 
 
 def test_an_mpi4py_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepep_rt import torch_group
+    from deepep_rt.torch import process_group as torch_group
 
     class Broken(ModuleType):
         def __getattr__(self, name: str) -> None:
@@ -69,7 +69,7 @@ def test_rows_that_kernels_can_read() -> None:
     """Gradients come transposed, or from the middle of another tensor."""
     import torch
 
-    from deepep_rt.torch_kernels import aligned
+    from deepep_rt.torch.tensor_ops import aligned
 
     flat = torch.arange(65, dtype=torch.float32)
     for rows in (flat[1:].view(4, 16), flat[:64].view(16, 4).T, torch.ones(1, 1).expand(4, 16)):
@@ -84,7 +84,7 @@ def test_rows_that_kernels_can_read() -> None:
 def test_choices_that_are_no_experts_do_not_count() -> None:
     import torch
 
-    from deepep_rt.torch_kernels import count_choices
+    from deepep_rt.torch.tensor_ops import count_choices
 
     per_rank, per_expert, goes = count_choices(torch.tensor([[0, 3], [-1, 4], [9, -5]]), 4, 2)
     assert (per_rank.tolist(), per_expert.tolist()) == ([1, 1], [1, 0, 0, 1])

@@ -1,0 +1,58 @@
+"""Host memory of the host backend: results, Views as rows of bytes, and element types to float32 and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .dtypes import DTYPES
+from .view import HOST, Framework, View, host_bytes
+
+_ALIGNMENT = 64  # JAX adopts host memory only when it is aligned like this
+
+
+class Result:
+    """Aligned memory for a result: rows of bytes, and a View of them."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, fill: int | None = None) -> None:
+        self.shape, self.dtype = shape, dtype
+        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * DTYPES[dtype].itemsize
+        num_bytes = shape[0] * row_bytes
+        make = np.zeros if fill == 0 else np.empty  # zeros that nobody looks at take no memory
+        memory = make((-(-num_bytes // _ALIGNMENT) + 2) * _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        self.ptr = memory.ctypes.data + start
+        self.rows = memory[start : start + num_bytes].reshape(shape[0], row_bytes)
+        if fill:
+            self.rows[...] = fill
+
+    @staticmethod
+    def of(values: np.ndarray) -> Result:
+        """A copy of whole numbers as int32."""
+        made = Result(values.shape, "int32")
+        made.rows.view(np.int32).reshape(values.shape)[...] = values
+        return made
+
+    def view(self, framework: Framework) -> View:
+        return View(self.ptr, tuple(self.shape), self.dtype, HOST, self.rows, framework)
+
+
+def rows_of(view: View) -> np.ndarray:
+    """The memory of a View as `[rows, row_bytes]` uint8, without a copy."""
+    return host_bytes(view).reshape(view.shape[0], view.row_bytes)
+
+
+def to_float32(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Rows of bytes as numbers."""
+    if dtype == "bfloat16":  # NumPy does not know it: a bfloat16 is the upper half of a float32
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return rows.view(dtype).astype(np.float32, copy=False)
+
+
+def from_float32(values: np.ndarray, dtype: str, rows: np.ndarray) -> None:
+    """Round to nearest, ties to even, into `rows`."""
+    if dtype != "bfloat16":
+        rows.view(dtype)[...] = values
+        return
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    rows.view(np.uint16)[...] = np.where(np.isnan(values), 0x7FFF, rounded)  # the one NaN that a GPU's conversion gives

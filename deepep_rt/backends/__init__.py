@@ -1,0 +1,1 @@
+"""What carries calls out, and what both backends share."""

@@ -1,0 +1,154 @@
+"""The page of pinned memory in which kernels leave word for the host: time-outs, bad input, and the counts of a routing."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from ...comm import call_signature as alike
+from ...config import Config
+from ...cuda import driver
+from ...errors import EPInputError, EPTimeoutError
+from ...kernels import layout, structs
+from ..overflow import OverflowLog
+
+_LOW_HALF = 0xFFFFFFFF
+
+
+class HostPage:
+    """A Buffer's page.
+
+    Args:
+        config: The Buffer's sizes.
+        rank: This rank.
+    """
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._config, self._overflow = config, OverflowLog(rank)
+        self._map = layout.host_page(config)
+        self.ptr = driver.allocate_pinned(self._map.num_bytes)
+        ctypes.memset(self.ptr, 0, self._map.num_bytes)
+        self._report = self._part("report", structs.Report)
+        self._mailbox = self._part("mailbox", structs.Mailbox)
+        masked: Any = (ctypes.c_uint32 * config.num_ranks).from_address(self.ptr + self._map.offsets["masked"])
+        self.masked = np.frombuffer(masked, np.uint32)
+        """`[num_ranks]`: 1 for the ranks that low-latency calls leave out, as far as this GPU has come."""
+        self._timed_out = self._flag("report", self._report, "flag")
+        self._bad_input = self._flag("report", self._report, "bad_flag")
+        self._differs = self._flag("report", self._report, "differs")
+        self._noticed = self._flag("report", self._report, "noticed")
+        self._counted = self._flag("mailbox", self._mailbox, "flag")
+        self._started = self._flag("mailbox", self._mailbox, "started")
+
+    def free(self) -> None:
+        self._timed_out = self._bad_input = self._differs = self._noticed = ctypes.c_uint32(0)  # events may be asked later
+        driver.free_pinned(self.ptr)
+
+    def expect_counts(self) -> None:
+        """Before the launch of a routing that shall tell its counts."""
+        self._counted.value = self._started.value = 0
+
+    def has_started(self) -> bool:
+        """Whether the GPU has come to that routing."""
+        return bool(self._started.value)
+
+    def counts(self) -> tuple[int, list[int]] | None:
+        """Rows that the routing brings, in all and for each local expert; None until they are known."""
+        if not self._counted.value:
+            return None
+        return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
+
+    def check_peers(self) -> None:
+        """Raise EPTimeoutError if a wait on the device ran out of time, EPInputError if low-latency calls differ, or a replay came between
+        the halves of one: that is for good.
+        """
+        if self._differs.value and self._is_for_good():
+            raise self._difference("The buffer cannot be used any more")
+        if self._timed_out.value:
+            raise self._open_hook() if self._report[0]["phase"] == structs.LL_OPEN_HOOK else self._timeout()
+
+    def check_inputs(self) -> None:
+        """Raise EPInputError, once, for ranks that gave different arguments, a token that chose an expert that does not exist, or a combine
+        with other choices than its dispatch. Log, once, that rows did not fit.
+        """
+        if self._differs.value:
+            self.check_peers()
+            self._differs.value = 0
+            raise self._difference("No rows were sent")
+        if self._bad_input.value:
+            self._bad_input.value = 0
+            token, expert = int(self._report["bad_token"][0]), int(self._report["bad_expert"][0])
+            raise EPInputError(
+                f"topk_idx[{token}] holds expert {expert}; expected -1 or 0 to {self._config.num_experts - 1}. It was skipped"
+            )
+        if self._noticed.value:
+            self._noticed.value = 0
+            if rows := self._taken("no_room"):
+                self._overflow.rows(rows >> 32, rows & _LOW_HALF)
+            if rows := self._taken("full_expert"):
+                self._overflow.expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
+            if choice := self._taken("other_choice"):
+                raise self._other_choice(choice)
+
+    def _taken(self, name: str) -> int:
+        """A word of the report, which is 0 from then on."""
+        word = int(self._report[0][name])
+        self._report[0][name] = 0
+        return word
+
+    def _other_choice(self, word: int) -> EPInputError:
+        token, choice = divmod(word >> 32 & 0x7FFFFFFF, self._config.num_topk)
+        now, then = (word >> 16 & 0xFFFF) - 1, (word & 0xFFFF) - 1
+        given = "an expert that does not exist" if now == self._config.num_experts else now
+        return EPInputError(
+            f"low_latency_combine: topk_idx[{token}, {choice}]={given}; expected {then}, as low_latency_dispatch got it, or -1 for all of "
+            f"the token's experts on that rank. The sum counts what the dispatch got. Pass the same topk_idx to both calls"
+        )
+
+    def _is_for_good(self) -> bool:
+        return alike.is_low_latency(alike.unpacked(int(self._report[0]["alike"][0])))
+
+    def _difference(self, consequence: str) -> EPInputError:
+        report = self._report[0]
+        ranks = (int(report["rank"]), int(report["other"]))
+        said = {
+            rank: (*alike.unpacked(int(number)), serial)
+            for rank, number, serial in zip(ranks, report["alike"], report["serial"], strict=True)
+        }
+        return EPInputError(f"{alike.difference(dict(sorted(said.items())))}. {consequence}")
+
+    def _open_hook(self) -> EPInputError:
+        return EPInputError(
+            "a CUDA graph with a whole low-latency call was replayed while a hook of such a call was open, which would have received what "
+            "the replay sent; call hooks before. The buffer cannot be used any more"
+        )
+
+    def _timeout(self) -> EPTimeoutError:
+        report = self._report[0]
+        rank, peer, number = int(report["rank"]), int(report["peer"]), int(report["phase"])
+        expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
+        call_idx = expected
+        if number in structs.ROOM_PHASES:  # it waits for the call that used that room before
+            call_idx += self._config.low_latency_sides
+        return EPTimeoutError(
+            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {call_idx} of its kind "
+            f"(rank {peer} was at {seen}). "
+            f"Did rank {peer} make the same calls, or die? Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. "
+            f"The buffer cannot be used any more",
+            rank=rank,
+            peer=peer,
+            phase=phase,
+            expected=expected,
+            seen=seen,
+            call_idx=call_idx,
+        )
+
+    def _part(self, name: str, struct: structs.CStruct) -> Any:
+        dtype = struct.dtype(self._config.constants())
+        memory: Any = (ctypes.c_char * dtype.itemsize).from_address(self.ptr + self._map.offsets[name])
+        return np.frombuffer(memory, dtype)
+
+    def _flag(self, name: str, part: Any, member: str) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(self.ptr + self._map.offsets[name] + structs.offset(part.dtype, member))

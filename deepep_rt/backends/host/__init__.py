@@ -1,0 +1,1 @@
+"""The backend in NumPy and MPI, the oracle of the GPU tests."""

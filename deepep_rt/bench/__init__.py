@@ -1,0 +1,1 @@
+"""`python -m deepep_rt bench`, which travels with the wheel."""

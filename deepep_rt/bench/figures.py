@@ -1,0 +1,247 @@
+"""Draw a benchmark's results: bandwidth against SMs, latency against tokens, each with the copy ceiling and references."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from .references import Reference, low_latency_parts
+from .results import Sizes, fp8_or_bf16, low_latency_rows, on_gpu, throughput_rows, title
+
+WORKS = {"dispatch_bf16": "Dispatch, BF16", "dispatch_fp8": "Dispatch, FP8", "combine_bf16": "Combine, BF16"}
+ROUTINGS = {"known": "routing known", "unknown": "routing unknown", "worst": "fixed shapes"}
+
+# After Okabe and Ito: colour-blind people can tell them apart. References also differ by dashes, routings by markers.
+OURS = {"known": "#0072B2", "unknown": "#A87000", "worst": "#00805C"}
+THEIRS = ("#C24E00", "#B0558A", "#6B5B95", "#555555")
+MARKERS = {"known": "o", "unknown": "s", "worst": "^"}
+TEXT, CEILING, GRID, GROUND = "#1f2328", "#6e7781", "#d8dee4", "#ffffff"
+PANEL_INCHES = (4.9, 3.3)
+PANEL_POINTS = 0.78 * 72 * PANEL_INCHES[1]
+"""Height inside a panel's axes, roughly."""
+_STYLE = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor"), TEXT),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), GROUND),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), GRID),
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "text.parse_math": False,
+}
+
+
+@dataclass
+class _Line:
+    """A line and its label, which stands at its right end."""
+
+    points: Mapping[int, float]
+    label: str
+    colour: str
+    marker: str = "o"
+    dashes: str = "-"
+    band: Mapping[int, float] = field(default_factory=dict)  # an upper end at some points
+
+
+def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> Figure:
+    """Draw bandwidth against the number of SMs: a panel for each work and number of tokens."""
+    rows, sizes, others = throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
+    tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
+    alone = sizes.num_ranks == 1  # nothing crosses a link
+    ceilings = {int(sms): gb_s for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()}
+    panels: list[list[tuple[str, list[_Line]]]] = []
+    for num_tokens in tokens:
+        panels.append([])
+        for work in works:
+            here = [row for row in rows if row.tokens == num_tokens and row.work.startswith(work)]
+            lines = [_Line(ceilings, "copy ceiling", CEILING, "", ":")]
+            for routing, colour in OURS.items():
+                mine = [row for row in here if row.work in (f"{work}_{routing}", work if routing == "known" else None)]
+                points = {row.sms: row.gb_s if alone else row.remote_gb_s for row in mine}
+                label = "this run" if work.startswith("combine") else ROUTINGS[routing]
+                lines.append(_Line(points, label, colour, MARKERS[routing]))
+            for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
+                lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
+            panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
+    xlabel = "SMs of a call" if on_gpu(result) else "SMs of a call (without meaning on the host)"
+    ylabel = "GB/s, own rank" if alone else "GB/s from other ranks"
+    with rc_context(_STYLE):
+        figure, axes = _grid(result, len(tokens), len(works), "Throughput")
+        top = 1.12 * max(gb_s for row in panels for _, lines in row for line in lines for gb_s in line.points.values()) or 1.0
+        for i, row in enumerate(panels):
+            for j, (name, lines) in enumerate(row):
+                _draw(axes[i][j], name, lines, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
+                axes[i][j].set_ylim(0, top)
+                _label(axes[i][j], lines)
+        return figure
+
+
+def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> Figure:
+    """Draw latency against the number of tokens: a panel each for dispatch, combine, and both."""
+    rows, kind, sizes, gpu = low_latency_rows(result), fp8_or_bf16(result), Sizes.of(result), on_gpu(result)
+    parts = {f"dispatch_{kind}": f"Dispatch, {kind.upper()}", "combine": "Combine, BF16", f"both_{kind}": "Dispatch and combine"}
+    mine, others = low_latency_parts(result), [other for other in references if other.low_latency]
+    works = {f"dispatch_{kind}": [f"dispatch_{kind}"], "combine": ["combine_bf16"]}
+    works[f"both_{kind}"] = [f"dispatch_{kind}", "combine_bf16"]
+    panels = []
+    for part, name in parts.items():
+        lines = [_Line(_filled(mine[part]), "in a graph" if gpu else "a call", OURS["known"])]
+        if part.startswith("both") and gpu:
+            step = _filled({row.tokens: row.step_p50_us for row in rows})
+            p99 = _filled({row.tokens: row.step_p99_us for row in rows})
+            lines.append(_Line(step, "a step alone,\np50 to p99", OURS["worst"], "^", band=p99))
+            lines.append(_Line({row.tokens: row.call_us for row in rows}, "no graph", OURS["unknown"], "s"))
+        for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
+            theirs = {tokens: us for (what, tokens), us in reference.low_latency.items() if what == part}
+            lines.append(_Line(theirs, _name(reference, sizes), colour, "D", "--"))
+        lines = [line for line in lines if line.points]
+        gb_s = result["copy_ceiling_gb_s"]["used"]
+        if sizes.num_ranks > 1 and gb_s:
+            at = {row.tokens: sum(sizes.remote_bytes(work, row.tokens) for work in works[part]) / gb_s / 1e3 for row in rows}
+            lines.append(_Line(at, "rows at the\ncopy ceiling", CEILING, "", ":"))
+        panels.append((name, lines))
+    measured = [us for _, lines in panels for line in lines if line.marker for us in (*line.points.values(), *line.band.values())]
+    with rc_context(_STYLE):
+        figure, axes = _grid(result, 1, len(panels), "Low latency")
+        for j, (name, lines) in enumerate(panels):
+            _draw(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j else "µs")
+            axes[0][j].set_yscale("log")
+            axes[0][j].set_ylim(0.6 * min(measured), 1.4 * max(measured))
+            axes[0][j].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes[0][j].yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:,.10g}"))
+            axes[0][j].yaxis.set_minor_formatter(NullFormatter())
+            _label(axes[0][j], lines)
+        return figure
+
+
+def png(figure: Figure) -> bytes:
+    """Make the file of a picture."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
+
+
+def _filled(points: Mapping[int, float | None]) -> dict[int, float]:
+    return {x: y for x, y in points.items() if y is not None}
+
+
+def _name(reference: Reference, sizes: Sizes) -> str:
+    """Short enough for a label; says so if the ranks are not as many."""
+    name, theirs = reference.name.partition(" (")[0], reference.sizes.num_ranks
+    return name if theirs == sizes.num_ranks else f"{name}, {theirs} ranks"
+
+
+def _their_bandwidth(reference: Reference, sizes: Sizes, work: str, tokens: int, colour: str) -> list[_Line]:
+    lines = []
+    for routing in ROUTINGS:
+        names = (f"{work}_{routing}", work if routing == "known" else None)
+        points = {sms: p.remote_gb_s for (what, t, sms), p in reference.throughput.items() if what in names and t == tokens}
+        label = _name(reference, sizes) + ("" if work.startswith("combine") else f",\n{ROUTINGS[routing]}")
+        lines.append(_Line(points, label, colour, MARKERS[routing], "--"))
+    return lines
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------------------------
+
+
+def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str) -> tuple[Figure, Any]:
+    """Make a figure, and its panels by row and column."""
+    size = PANEL_INCHES[0] * num_columns, 0.6 + PANEL_INCHES[1] * num_rows
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(f"{what}: {title(result)}\n{result['date']}", fontsize=11)
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
+
+
+def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel: str) -> None:
+    if not lines:  # nothing was measured here
+        axes.set_visible(False)
+        return
+    for line in lines:
+        x = sorted(line.points)
+        y = [line.points[at] for at in x]
+        marker, size = (line.marker, 4.5) if line.marker or len(x) > 1 else ("_", 25)  # a line of one point has no length
+        axes.plot(x, y, line.dashes, color=line.colour, marker=marker, markersize=size, linewidth=1.6)
+        if line.band:
+            axes.fill_between(x, y, [line.band.get(at, low) for at, low in zip(x, y, strict=True)], color=line.colour, alpha=0.25)
+    ticks = sorted({x for line in lines for x in line.points})
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    room = 2.2 if len(ticks) == 1 else (ticks[-1] / ticks[0]) ** 0.5  # for the labels
+    axes.set_xlim(ticks[0] / (1.5 if len(ticks) == 1 else (ticks[-1] / ticks[0]) ** 0.04), ticks[-1] * room)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(axis="y", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=3)
+
+
+def _label(axes: Axes, lines: Sequence[_Line]) -> None:
+    """Name each line at its right end, in its colour; labels that would overlap move apart, and a thin line leads to each."""
+    if not lines:
+        return
+    shares = axes.transScale + axes.transLimits  # from data to shares of the panel
+    ends = [(max(line.points), line.points[max(line.points)]) for line in lines]
+    shown = [i for i, end in enumerate(ends) if 0 <= shares.transform(end)[1] <= 1]
+    order = sorted(shown, key=lambda i: shares.transform(ends[i])[1])
+    heights = [(10.5 * (1 + lines[i].label.count("\n")) + 2) / PANEL_POINTS for i in order]
+    places = _apart([shares.transform(ends[i])[1] for i in order], heights)
+    left = shares.transform((max(x for x, _ in ends), ends[0][1]))[0] + 0.05
+    for i, place in zip(order, places, strict=True):
+        axes.annotate(
+            lines[i].label,
+            xy=ends[i],
+            xytext=(left, place),
+            textcoords="axes fraction",
+            color=lines[i].colour,
+            fontsize=8.5,
+            va="center",
+            linespacing=0.95,
+            bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 0.5},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": lines[i].colour,
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def _apart(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Centres of labels in the order of `wanted` (ascending, 0 to 1): as near to it as possible, without overlap.
+
+    Labels that would touch become a block, which stands at the mean of what its labels want.
+    """
+    blocks: list[list[int]] = []
+    for i in range(len(wanted)):
+        blocks.append([i])
+        while len(blocks) > 1 and _bottom(blocks[-1], wanted, heights) < _top(blocks[-2], wanted, heights):
+            last = blocks.pop()
+            blocks[-1] += last
+    places = []
+    for block in blocks:
+        at = _bottom(block, wanted, heights)
+        for i in block:
+            places.append(at + heights[i] / 2)
+            at += heights[i]
+    return places
+
+
+def _bottom(block: Sequence[int], wanted: Sequence[float], heights: Sequence[float]) -> float:
+    height = sum(heights[i] for i in block)
+    return max(0.0, min(sum(wanted[i] for i in block) / len(block), 1.0 - height / 2) - height / 2)
+
+
+def _top(block: Sequence[int], wanted: Sequence[float], heights: Sequence[float]) -> float:
+    return _bottom(block, wanted, heights) + sum(heights[i] for i in block)

@@ -1,0 +1,135 @@
+"""Write the results of benchmarks as a Markdown report with pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from . import figures, report
+from .references import Reference, about_ratios, caution, is_shown, low_latency_parts
+from .report import markdown_table, markdown_text
+from .results import Sizes, figure, low_latency_rows, on_gpu, title
+
+HOST = (
+    "These are times of the host backend: the same calls in NumPy and MPI, made for tests and for machines without a GPU. "
+    "They say nothing about GPUs."
+)
+
+
+def write(results: Sequence[Mapping[str, Any]], references: Sequence[Reference], folder: Path) -> Path:
+    """Write `report.md` and its pictures.
+
+    Args:
+        results: What `bench_results.read` gives, or a run has made. Each gets a section and a picture.
+        references: Figures to compare with.
+        folder: Where the files go. It exists.
+
+    Returns:
+        The path of the report.
+    """
+    drawn: Counter[str] = Counter()
+    sections = ["# deepep_rt bench\n"]
+    for result in results:
+        kind = "low_latency" if low_latency_rows(result) else "throughput"
+        drawn[kind] += 1
+        file = f"{kind}_{drawn[kind]}.png" if drawn[kind] > 1 else f"{kind}.png"
+        (folder / file).write_bytes(figures.png(picture(result, references)))
+        sections.append(section(result, references, file))
+    path = folder / "report.md"
+    path.write_text("\n".join(sections))
+    return path
+
+
+def picture(result: Mapping[str, Any], references: Sequence[Reference]) -> Figure:
+    """Draw a result."""
+    draw = figures.low_latency if low_latency_rows(result) else figures.throughput
+    return draw(result, references)
+
+
+def section(result: Mapping[str, Any], references: Sequence[Reference], picture_file: str) -> str:
+    """Write the Markdown of a result.
+
+    Args:
+        result: As for `write`.
+        references: As for `write`.
+        picture_file: The file of the picture, relative to the report.
+    """
+    is_low_latency, used = bool(low_latency_rows(result)), [reference for reference in references if is_shown(result, reference)]
+    name, alt = ("Low latency", "Latency by tokens") if is_low_latency else ("Throughput", "Bandwidth by SMs")
+    commit = (result["commit"].get("id") or "unknown")[:12] + (", with changes" if result["commit"].get("dirty") else "")
+    parts = [
+        f"## {name}: {markdown_text(title(result))}",
+        markdown_text(
+            f"Measured {result['date']} with deepep_rt {result['deepep_rt']}, commit {commit}. Times: {result['boundary']}."
+        ),
+        *(f"> **Note:** {markdown_text(warning)}" for warning in _warnings(result, used)),
+        f"![{alt}]({picture_file})",
+        markdown_text(_low_latency_caption(result) if is_low_latency else _throughput_caption(used)),
+        "### All rows",
+        *_table(report.low_latency_table(result) if is_low_latency else report.throughput_table(result)),
+    ]
+    for reference in used:
+        if table := (_low_latency_comparison if is_low_latency else report.throughput_comparison)(result, reference):
+            parts += [f"### Compared with {markdown_text(reference.name)}", *_table(table)]
+    parts += [
+        "### What it was measured with",
+        "\n".join(markdown_text(f"- {name}: {value}") for name, value in _facts(result).items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: report.ResultTable) -> tuple[str, str]:
+    return markdown_table(table.heads, table.rows), markdown_text(table.caption)
+
+
+def _warnings(result: Mapping[str, Any], references: Iterable[Reference]) -> list[str]:
+    found = [] if on_gpu(result) else [HOST]
+    if result["settings"].get("quick"):
+        found.append("A quick run: too few calls for figures that hold.")
+    names: dict[str, list[str]] = {}
+    for reference in references:
+        names.setdefault(caution(Sizes.of(result), reference), []).append(reference.name)
+    return found + [f"{'; '.join(those)}: {text}" for text, those in names.items() if text]
+
+
+def _throughput_caption(references: Sequence[Reference]) -> str:
+    text = "The dotted line is the copy ceiling: what plain copies of rows from every rank to every other reach. "
+    expected = "For references, bytes are what random routing is expected to send with the sizes of their file. "
+    return text + (expected if references else "") + "Host us: time of the host in a call that it does not wait for."
+
+
+def _low_latency_caption(result: Mapping[str, Any]) -> str:
+    ceiling = f"{result['copy_ceiling_gb_s']['used']:.4g} GB/s"
+    text = f"The dotted line is the time of the rows that random routing is expected to send at the copy ceiling, {ceiling}. "
+    graphs = (
+        "Graph: mean of a call in a captured chain. Step: dispatch and combine in a graph of their own, one replay after the other. "
+        "Send, recv: the halves of a call with a hook. One by one: both calls without a graph. "
+    )
+    return text + (graphs if on_gpu(result) else "") + "Host: time of the host in a call."
+
+
+def _low_latency_comparison(result: Mapping[str, Any], reference: Reference) -> report.ResultTable | None:
+    other = caution(Sizes.of(result), reference)
+    rows = [
+        [part, str(tokens), figure(us), figure(their), "-" if other else f"{their / us:.2f}"]
+        for part, by_tokens in low_latency_parts(result).items()
+        for tokens, us in by_tokens.items()
+        if us is not None and (their := reference.low_latency.get((part, tokens))) is not None
+    ]
+    caption = f"Theirs: {reference.where}. {other or about_ratios(Sizes.of(result), reference)}"
+    return report.ResultTable("", ["part", "tokens", "us", "their us", "ratio"], rows, caption) if rows else None
+
+
+def _facts(result: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "machine": f"{result['num_ranks']} x {result['machine']}",
+        "MPI": str(result.get("mpi", "unknown")),
+        **{name: str(value) for name, value in (result.get("drivers") or {}).items()},
+        "settings": ", ".join(f"{name} {value}" for name, value in result["settings"].items()),
+        "commit": str(result["commit"].get("id")),
+        **{name: str(value) for name, value in (result.get("versions") or {}).items()},
+    }

@@ -1,0 +1,161 @@
+"""Figures of other systems, or of earlier results, and how ours compare with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import EPConfigError
+from .checks import Wrong, check_problem, check_references
+from .results import Row, Sizes, figure, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
+
+_ROUTING = re.compile("_(known|unknown|worst)$")
+
+
+class Point(NamedTuple):
+    """Time and bandwidth of one work."""
+
+    us: float
+    remote_gb_s: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Figures of another system, or of an earlier result, to compare with."""
+
+    name: str
+    where: str
+    """The file's own words about where and how it was measured."""
+    sizes: Sizes
+    throughput: Mapping[tuple[str, int, int], Point] = field(default_factory=dict)
+    """By work, tokens and SMs."""
+    low_latency: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """Microseconds by part (dispatch_fp8, dispatch_bf16, combine, both_fp8, both_bf16) and tokens."""
+
+
+_PEERS_PROBLEM = {"num_ranks": 8, "settings": {"hidden": 7168, "topk": 8, "experts": 256}}
+"""What was measured, where a file of references does not say it apart from its text."""
+
+
+def load(path: Path) -> list[Reference]:
+    """Read figures to compare with: a result of ours, or other systems' (`bench/reference/*.json`).
+
+    Raises:
+        EPConfigError: if the file cannot be read, or is neither.
+    """
+    found = read_json(path)
+    if "rows" in found:
+        return [_our_figures(read(path))]
+    problem = {**_PEERS_PROBLEM, **found}
+    try:
+        check_references(found)
+        check_problem(problem["num_ranks"], problem["settings"])
+    except Wrong as error:
+        raise EPConfigError(
+            f"{path} is neither a result of these benchmarks nor a file of references like bench/reference/h200x8_peers.json: {error}"
+        ) from None
+    where, sizes = f"{found['machine']}, {found['date']}: {found['boundary']}", Sizes.of(problem)
+    return [_peer_figures(name, where, sizes, entry) for name, entry in found["systems"].items()]
+
+
+def low_latency_parts(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Microseconds by part (as in `Reference.low_latency`) and tokens: in a graph, or, without a GPU, of a call."""
+    kind, rows = fp8_or_bf16(result), low_latency_rows(result)
+    names = ("graph_dispatch_us", "graph_combine_us", "graph_both_us")
+    if not on_gpu(result):
+        names = ("host_dispatch_us", "host_combine_us", "call_us")
+    parts = (f"dispatch_{kind}", "combine", f"both_{kind}")
+    return {part: {row.tokens: getattr(row, name) for row in rows} for part, name in zip(parts, names, strict=True)}
+
+
+def _our_figures(result: Mapping[str, Any]) -> Reference:
+    name = f"commit {(result['commit'].get('id') or 'unknown')[:12]}"
+    where = f"{result['num_ranks']} x {result['machine']}, {result['date']}: {result['boundary']}"
+    throughput = {(row.work, row.tokens, row.sms): Point(row.us, row.remote_gb_s) for row in throughput_rows(result)}
+    parts = low_latency_parts(result).items() if low_latency_rows(result) else ()
+    low_latency = {(part, tokens): us for part, by_tokens in parts for tokens, us in by_tokens.items() if us is not None}
+    return Reference(name, where, Sizes.of(result), throughput, low_latency)
+
+
+def _peer_figures(name: str, where: str, sizes: Sizes, entry: Mapping[str, Any]) -> Reference:
+    """Entries without a number of SMs, and other kinds of work, have no counterpart here."""
+    throughput = {}
+    for tokens, works in entry.get("throughput_us", {}).items():
+        for work, value in works.items():
+            named = re.fullmatch(r"(.+)_([1-9][0-9]{0,8})sm", work)
+            by_sms = value if isinstance(value, dict) else {named[2]: value} if named else {}
+            key = work if isinstance(value, dict) or not named else named[1]
+            for sms, us in by_sms.items():
+                throughput[key, int(tokens), int(sms)] = Point(us, sizes.remote_bytes(key, int(tokens)) / us / 1e3)
+    low_latency = {
+        (part.replace("graph_both", "both_fp8"), int(tokens)): us
+        for tokens, parts in entry.get("low_latency_us", {}).items()
+        for part, us in parts.items()
+    }
+    return Reference(name, where, sizes, throughput, low_latency)
+
+
+def is_shown(result: Mapping[str, Any], reference: Reference) -> bool:
+    """Whether a reference has a figure that stands beside one of a result, in a picture or a table."""
+    if low_latency_rows(result):
+        return any(part in low_latency_parts(result) for part, _ in reference.low_latency)
+    panels = {(_ROUTING.sub("", row.work), row.tokens) for row in throughput_rows(result)}
+    return any((_ROUTING.sub("", work), tokens) in panels for work, tokens, _ in reference.throughput)
+
+
+class Pair(NamedTuple):
+    """The same work of two systems."""
+
+    work: str
+    tokens: int
+    sms: int | str
+    """ "best": of each side, at any number of SMs."""
+    ours: Point
+    theirs: Point
+
+    def ratio(self, same_problem: bool) -> str:
+        """How many times faster ours is: by time, or by remote bandwidth if the problems differ. A dash if nothing crosses a link."""
+        if same_problem:
+            return f"{self.theirs.us / self.ours.us:.2f}"
+        return f"{self.ours.remote_gb_s / self.theirs.remote_gb_s:.2f}" if self.theirs.remote_gb_s else "-"
+
+
+def compare(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point]) -> list[Pair]:
+    """Pair our rows with another system's: the same work at the same number of SMs, and the best of each at any number."""
+    ours = {(row.work, row.tokens, row.sms): Point(row.us, row.remote_gb_s) for row in rows}
+    pairs = [Pair(*key, point, theirs[key]) for key, point in ours.items() if key in theirs]
+    for work, tokens in dict.fromkeys(key[:2] for key in ours):
+        mine, best = (min((p for key, p in side.items() if key[:2] == (work, tokens)), default=None) for side in (ours, theirs))
+        if mine is not None and best is not None:
+            pairs.append(Pair(work, tokens, "best", mine, best))
+    return sorted(pairs, key=lambda pair: pair[:2])
+
+
+COMPARED = ("tokens", "SMs", "µs", "their µs", "remote GB/s", "their remote GB/s", "ratio")
+"""Headings of a comparison, after the work."""
+
+
+def compared(pair: Pair, same_problem: bool) -> list[str]:
+    """The cells under `COMPARED`."""
+    bandwidths = (f"{pair.ours.remote_gb_s:.4g}", f"{pair.theirs.remote_gb_s:.4g}")
+    return [str(pair.tokens), str(pair.sms), figure(pair.ours.us), figure(pair.theirs.us), *bandwidths, pair.ratio(same_problem)]
+
+
+def about_ratios(sizes: Sizes, reference: Reference) -> str:
+    """What the ratio of a comparison is."""
+    if other := caution(sizes, reference):
+        return f"Ratio: of remote bandwidth, above 1 this run is faster. {other}"
+    return "Ratio: of times, above 1 this run is faster."
+
+
+def caution(sizes: Sizes, reference: Reference) -> str:
+    """A sentence if another problem was measured there, otherwise nothing."""
+    different = [
+        f"{name} {theirs} (here {ours})"
+        for name, ours, theirs in zip(("ranks", "hidden", "top-k", "experts"), sizes, reference.sizes, strict=True)
+        if ours != theirs
+    ]
+    return f"Another problem was measured there, times do not compare: {', '.join(different)}." if different else ""

@@ -1,0 +1,201 @@
+"""What the benchmark programs have in common: their options, and what they do with a result: print its tables, compare it, write it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from .._console import console
+from ..errors import EPError
+from .ranks import make_room, together
+from .references import COMPARED, Reference, about_ratios, caution, compare, compared, load
+from .results import BYTE_FORMULA, Row, Sizes, figure, fp8_or_bf16, low_latency_rows, throughput_rows, title, write
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_WIDTH_OF_LOGS = 120
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a list such as 24,64."""
+    return [int(part) for part in text.split(",")]
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every program, to which each adds its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a few calls of each kind: does it run at all?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="print the figures of another result, or of bench/reference/*.json, beside ours",
+    )
+    parser.add_argument("--commit", help="the commit to record, where this is no git checkout")
+    return parser
+
+
+def described(args: argparse.Namespace, boundary: str) -> dict[str, Any]:
+    """How it was measured, for `document`."""
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "compare", "commit")}
+    return {"boundary": boundary, "settings": settings}
+
+
+def program(
+    comm: Intracomm, args: argparse.Namespace, run: Callable[[Intracomm, argparse.Namespace], dict[str, Any] | None]
+) -> None:
+    """What `bench/*.py` do: measure, print, write and compare. An EPError becomes its message, on rank 0, and exit status 1."""
+    try:
+        with together(comm) as ranks:
+            references = load(args.compare) if args.compare else []
+            if args.json:
+                make_room(ranks, args.json, "--json", is_file=True)
+            result = run(ranks, args)
+    except EPError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    if result is None:
+        return
+    print_result(result, references)
+    if args.json:
+        write(args.json, result)
+
+
+# --- the terminal ------------------------------------------------------------------------------------------------------------------
+
+_LOW_LATENCY_COLUMNS = {
+    "graph D": "graph_dispatch_us",
+    "graph C": "graph_combine_us",
+    "graph D+C": "graph_both_us",
+    "step p50": "step_p50_us",
+    "step p99": "step_p99_us",
+    "D send": "dispatch_send_us",
+    "D recv": "dispatch_receive_us",
+    "C send": "combine_send_us",
+    "C recv": "combine_receive_us",
+    "one by one": "call_us",
+    "host D": "host_dispatch_us",
+    "host C": "host_combine_us",
+}
+
+
+def low_latency_columns(result: Mapping[str, Any]) -> dict[str, str]:
+    """Headings of the columns that a low-latency result fills, and the fields of `LowLatencyRow` that they show."""
+    rows = low_latency_rows(result)
+    return {head: name for head, name in _LOW_LATENCY_COLUMNS.items() if any(getattr(row, name) is not None for row in rows)}
+
+
+class ResultTable(NamedTuple):
+    """A table of a result, for the terminal and for the report."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str
+
+
+def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> None:
+    """Print the tables of a result, and the comparisons with other systems."""
+    if throughput_rows(result):
+        _print_table(throughput_table(result))
+        for reference in references:
+            if table := throughput_comparison(result, reference):
+                _print_table(table)
+            elif reference.throughput:
+                _console().print(f"compared with {reference.name}: no figure for this work and these numbers of tokens")
+    if low_latency_rows(result):
+        _print_table(low_latency_table(result, references))
+
+
+def throughput_table(result: Mapping[str, Any]) -> ResultTable:
+    """Make the table of all rows of a throughput result."""
+    ceiling = result["copy_ceiling_gb_s"]["used"]
+    what = "remote" if result["num_ranks"] > 1 else "within the one rank"
+    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling:.4g} GB/s {what}."
+    heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
+    return ResultTable(title(result), heads, [_throughput_cells(row, ceiling) for row in throughput_rows(result)], caption)
+
+
+def _throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
+    share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
+    bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share)
+    return [row.work, str(row.tokens), str(row.sms), figure(row.us), *bandwidths, figure(row.host_us)]
+
+
+def throughput_comparison(result: Mapping[str, Any], reference: Reference) -> ResultTable | None:
+    """Make the table of a result and a reference. Return None if they share no work with the same number of tokens."""
+    pairs, sizes = compare(throughput_rows(result), reference.throughput), Sizes.of(result)
+    if not pairs:
+        return None
+    rows = [[pair.work, *compared(pair, not caution(sizes, reference))] for pair in pairs]
+    caption = f"Theirs: {reference.where}. {about_ratios(sizes, reference)}"
+    return ResultTable(f"compared with {reference.name}", ["work", *COMPARED], rows, caption)
+
+
+def low_latency_table(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> ResultTable:
+    """Make the table of a low-latency result, with a column for each reference that has times of both calls."""
+    both, sizes = f"both_{fp8_or_bf16(result)}", Sizes.of(result)
+    others = [reference for reference in references if any(part == both for part, _ in reference.low_latency)]
+    cautions = dict.fromkeys(filter(None, (caution(sizes, reference) for reference in others)))
+    caption = " ".join([f"us; D: dispatch, C: combine. {result['boundary']}.", *cautions])
+    columns, cells = low_latency_columns(result), []
+    for row in low_latency_rows(result):
+        theirs = [reference.low_latency.get((both, row.tokens)) for reference in others]
+        figures = [getattr(row, column) for column in columns.values()]
+        cells.append([str(row.tokens), *map(figure, [*figures, *theirs])])
+    heads = ["tokens", *columns, *(f"{reference.name.partition(' (')[0]} D+C" for reference in others)]
+    return ResultTable(title(result), heads, cells, caption)
+
+
+def markdown_table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table in Markdown. The first column is aligned left, the others right."""
+    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(markdown_text(str(cell)) for cell in line)} |" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    """Escape what Markdown takes for markup. Texts come from files too."""
+    return re.sub(r"[\\`*\[\]<&|]", r"\\\g<0>", text)
+
+
+def _console() -> Console:
+    return console(_WIDTH_OF_LOGS)
+
+
+def _print_table(table: ResultTable) -> None:
+    """Print a table. Columns that do not fit on a line follow in another table, which begins with the first column again."""
+    out, columns = _console(), [0]
+    heading, heads, rows, caption = table
+    parts = [columns]
+    least, most = (
+        [3 + max(map(len, (*texts(head), *(row[i] for row in rows)))) for i, head in enumerate(heads)]
+        for texts in (str.split, lambda head: [head])
+    )
+    for i in range(1, len(heads)):
+        if len(columns) > 1 and 1 + sum(least[j] for j in (*columns, i)) > out.width:
+            columns = [0]
+            parts.append(columns)
+        columns.append(i)
+    for columns in parts:
+        part = Table(title=heading if columns is parts[0] else None)
+        is_wide = 1 + sum(most[i] for i in columns) > out.width
+        for i in columns:
+            part.add_column(heads[i].replace(" ", "\n") if is_wide else heads[i], justify="right" if i else "left")
+        for row in rows:
+            part.add_row(*(row[i] for i in columns))
+        out.print(part)
+    out.print(f"{caption}\n")

@@ -1,0 +1,213 @@
+"""Results of the benchmarks: their rows, the problem that was measured, and the file."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import EPConfigError
+from .checks import Wrong, check_result
+
+BYTE_FORMULA = (
+    "received rows (each token once for each destination rank, own rank included) x row bytes (with scales), mean over ranks; "
+    "remote: the same without the rows of the own rank"
+)
+_PACKAGES = re.compile(
+    r"deepep.rt|numpy|mpi4py|mpich|cupy.*|cuda-(python|core|bindings)|nvshmem4py.*|nvidia-(cuda-nvrtc|nvjitlink|nvshmem).*"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured point of the throughput mode. Bandwidths in GB/s (1e9 bytes)."""
+
+    work: str  # dispatch_bf16_unknown, dispatch_fp8_known, combine_bf16...
+    tokens: int
+    sms: int
+    us: float
+    gb_s: float
+    remote_gb_s: float
+    host_us: float | None = None  # time of the host in a call that it does not wait for
+
+
+@dataclass(frozen=True)
+class LowLatencyRow:
+    """One number of tokens in the low-latency mode; microseconds. None: not measured without a GPU."""
+
+    tokens: int
+    call_us: float  # dispatch and combine, launched one by one
+    host_dispatch_us: float
+    host_combine_us: float
+    graph_dispatch_us: float | None = None
+    graph_combine_us: float | None = None
+    graph_both_us: float | None = None
+    step_p50_us: float | None = None
+    step_p99_us: float | None = None
+    dispatch_send_us: float | None = None
+    dispatch_receive_us: float | None = None
+    combine_send_us: float | None = None
+    combine_receive_us: float | None = None
+
+
+# --- sizes -------------------------------------------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """The problem that was measured; figures of different problems do not compare."""
+
+    num_ranks: int
+    hidden: int
+    topk: int
+    experts: int
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Sizes:
+        """Of a result file, or of a file of references."""
+        settings = document["settings"]
+        return cls(document["num_ranks"], settings["hidden"], settings["topk"], settings["experts"])
+
+    def rows_per_peer(self, tokens: int) -> float:
+        """Rows that a rank is expected to send to each rank, if each token takes its experts at random."""
+        each = self.experts // self.num_ranks
+        return tokens * (1 - math.comb(self.experts - each, self.topk) / math.comb(self.experts, self.topk))
+
+    def remote_bytes(self, work: str, tokens: int) -> float:
+        """Bytes of the rows that a rank is expected to get from the other ranks in one call."""
+        return (self.num_ranks - 1) * self.rows_per_peer(tokens) * row_bytes(work, self.hidden)
+
+
+def row_bytes(work: str, hidden: int) -> int:
+    """Bytes of a row that a work moves, with its scales."""
+    return hidden + hidden // 128 * 4 if "fp8" in work else 2 * hidden
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------------
+
+
+def about(commit: str | None = None) -> dict[str, Any]:
+    """When and with which code a result was measured."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": {"id": commit} if commit else _git(),
+        "versions": _versions(),
+    }
+
+
+def document(
+    rows: Sequence[Row | LowLatencyRow],
+    ceilings_gb_s: Mapping[int, float],
+    settings: Mapping[str, Any],
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """The result file: everything that somebody else needs to repeat or to doubt the figures."""
+    return {
+        **about(commit),
+        "byte_formula": BYTE_FORMULA,
+        **settings,
+        "copy_ceiling_gb_s": {"by_sms": dict(ceilings_gb_s), "used": max(ceilings_gb_s.values())},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result file, and the folders that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a result file.
+
+    Raises:
+        EPConfigError: if it cannot be read, or is no result of these benchmarks.
+    """
+    found = read_json(path)
+    try:
+        check_result(found)
+    except Wrong as error:
+        raise EPConfigError(f"{path} is no result of bench/throughput.py or bench/low_latency.py: {error}") from None
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file.
+
+    Raises:
+        EPConfigError: if it cannot be read, or is something else.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, or a number of too many digits
+        raise EPConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise EPConfigError(
+            f"{path} holds a {type(found).__name__}; expected a result file of these benchmarks, or a file of references"
+        )
+    return found
+
+
+def throughput_rows(result: Mapping[str, Any]) -> list[Row]:
+    """The rows of a result of the throughput benchmark; none if it is another's."""
+    return [Row(**row) for row in result["rows"] if "work" in row]
+
+
+def low_latency_rows(result: Mapping[str, Any]) -> list[LowLatencyRow]:
+    """The rows of a result of the low-latency benchmark; none if it is another's."""
+    return [LowLatencyRow(**row) for row in result["rows"] if "work" not in row]
+
+
+def on_gpu(result: Mapping[str, Any]) -> bool:
+    """Whether a result was measured on GPUs."""
+    return result["settings"]["backend"] == "cuda"
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """Machine and sizes of a result, in a line."""
+    sizes, settings = Sizes.of(result), result["settings"]
+    machine = f"{sizes.num_ranks} x {result['machine']}" if on_gpu(result) else f"{sizes.num_ranks} ranks on {result['machine']}"
+    text = f"{machine}, hidden {sizes.hidden}, top-{sizes.topk} of {sizes.experts}"
+    if throughput_rows(result):
+        return f"{text}, random routing"
+    groups = "" if settings.get("ranks_per_node") is None else f", nodes of {settings['ranks_per_node']}"
+    return f"{text}, {fp8_or_bf16(result).upper()} dispatch{groups}" + (
+        f", {result['low_latency_sms']} SMs" if on_gpu(result) else ""
+    )
+
+
+def fp8_or_bf16(result: Mapping[str, Any]) -> str:
+    """What a low-latency result's dispatch sent."""
+    return "bf16" if result["settings"].get("bf16") else "fp8"
+
+
+def figure(value: float | None) -> str:
+    """Microseconds with one decimal; a dash for what was not measured."""
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _git() -> dict[str, Any]:
+    def ask(*words: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        ask("ls-files", "--error-unmatch", Path(__file__).name)  # an installation may lie in somebody else's checkout
+        return {"id": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {"id": None}  # an export without its history; --commit tells
+
+
+def _versions() -> dict[str, str]:
+    installed = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
+    return {
+        "python": platform.python_version(),
+        **{name: installed[name] for name in sorted(installed) if _PACKAGES.fullmatch(name)},
+    }

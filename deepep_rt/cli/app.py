@@ -1,0 +1,234 @@
+"""The commands of `python -m deepep_rt`. Results go to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from .. import _env
+from .. import _shim as compat_shim
+from .._console import console
+from .._version import __version__
+from ..bench import run as bench
+from ..config import COMBINE_DTYPES, Config
+from ..errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
+from ..jit import build as jit
+from ..jit import compiler as toolchain
+from ..kernels.source import kernel_constants
+from ..kernels.table import TABLE, Kernel
+from ..kernels.tuning import has_fp8
+from . import cache as cli_cache
+from . import tables
+from .doctor import doctor
+from .options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
+from .soak import soak
+
+app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app.add_typer(cli_cache.app, name="cache")
+app.command()(doctor)
+app.command()(soak)
+
+ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
+"""What `--arch all` means, as far as the installed NVRTC knows them."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version of deepep_rt.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def run(args: Sequence[str] | None = None) -> None:
+    """Run a command; an EPError becomes its message and exit status 1."""
+    try:
+        app(args=args, prog_name="python -m deepep_rt")
+    except EPError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+@app.command("shim-path")
+def shim_path() -> None:
+    """Print the folder to put in front of PYTHONPATH for programs that import `deep_ep` by themselves."""
+    print(compat_shim.shim_path())
+
+
+# --- compile -----------------------------------------------------------------------------------------------------------------------
+
+
+@app.command("compile")
+def compile_(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Target, such as sm_90; may be repeated. 'all': those of {', '.join(ALL_ARCHS)} that NVRTC knows."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks of the communicator.")] = 8,
+    tokens: Tokens = 4096,
+    hidden: Hidden = 7168,
+    topk: TopK = 8,
+    experts: Experts = 256,
+    dtype: Dtype = "bfloat16",
+    slots: Slots = 2,
+    ranks_per_node: RanksPerNode = None,
+    on_timeout: Annotated[str, typer.Option(help="What low-latency calls do about a silent peer: raise or mask.")] = "raise",
+    combine_dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Element type that combine adds up, and fp8=True converts; may be repeated. Default: --dtype."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if a kernel spills or has an undeclared stack frame.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compile every kernel of a configuration ahead of time; no GPU is needed. Without --arch: for the GPU of this machine."""
+    config = Config(
+        num_ranks=ranks,
+        num_max_tokens_per_rank=tokens,
+        hidden=hidden,
+        num_topk=topk,
+        num_experts=experts,
+        dtype=dtype,
+        num_slots=slots,
+        ranks_per_node=ranks_per_node,
+        on_timeout=on_timeout,
+    )
+    jobs = [
+        (kernel, element, target)
+        for target in _targets(arch)
+        for kernel, element in _variants(config, combine_dtype)
+        if has_fp8(target) or not kernel.needs_fp8
+    ]
+    rows = []
+    with _progress() as progress:
+        task = progress.add_task("", total=len(jobs))
+        for kernel, element, target in jobs:
+            progress.update(task, description=f"{tables.title(kernel.name, element)} for {target}")
+            rows.append(_build(config, kernel, element, target))
+            progress.advance(task)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_compiled(rows)
+    failed = [row["error"] for row in rows if row["status"] == "failed"] + (list(_excesses(rows)) if strict else [])
+    for message in failed:
+        typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _targets(archs: list[str] | None) -> list[str]:
+    if not archs:
+        try:
+            return [jit.current_arch()]
+        except EPUnavailableError as error:
+            raise EPConfigError(
+                f"there is no GPU to compile for; say --arch sm_90 (may be repeated), or --arch all. {error}"
+            ) from error
+    targets: list[str] = []
+    for arch in archs:
+        targets += [known for known in ALL_ARCHS if known in toolchain.known_archs()] if arch == "all" else [arch]
+    for target in targets:
+        toolchain.check_arch(target)
+    return list(dict.fromkeys(targets))
+
+
+def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Kernel, str | None]]:
+    """Every kernel that a Buffer of these sizes, and those who call it, can need; some of them once for each element type."""
+    # FP8 rows are only dispatched: combine_dtypes stays empty for them
+    elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
+    if wrong := set(elements) - set(COMBINE_DTYPES):
+        raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
+    kernels = [k for k in TABLE.values() if k.fits(config) or k.is_local]
+    return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
+
+
+def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:
+    """Build one kernel, and describe what became of it."""
+    row: dict[str, Any] = {"kernel": kernel.name, "dtype": element, "arch": arch}
+    constants = kernel_constants(config, arch, kernel, element)
+    if kernel.links_nvshmem(constants) and not arch.startswith("sm_") and not _has_gpu():
+        return {**row, "status": "skipped", "reason": "PTX is linked with NVSHMEM for one GPU, and there is none here"}
+    try:
+        built = jit.build(kernel, constants, arch)
+    except EPCompileError as error:
+        if isinstance(error, EPCacheError) and not _env.assert_cached():
+            raise  # the folder: no other kernel would fare better
+        return {**row, "status": "failed", "error": str(error)}
+    return {**row, **built.info, "key": built.key, "status": "compiled" if built.compiled else "cached"}
+
+
+def _has_gpu() -> bool:
+    try:
+        return bool(jit.device_arch())
+    except EPUnavailableError:
+        return False
+
+
+def _excesses(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
+    """What --strict objects to; PTX has no figures yet."""
+    for row in rows:
+        title, most = f"{tables.title(row['kernel'], row['dtype'])} for {row['arch']}", TABLE[row["kernel"]].max_stack_bytes
+        if row.get("spill_stores") or row.get("spill_loads"):
+            yield f"{title} spills registers: {row['spill_stores']} bytes of stores, {row['spill_loads']} of loads"
+        if (row.get("stack_bytes") or 0) > most:
+            yield f"{title} has a stack frame of {row['stack_bytes']} bytes; {most} are declared (max_stack_bytes in kernels.py)"
+
+
+def _print_compiled(rows: list[dict[str, Any]]) -> None:
+    table = tables.new_table("kernel", "arch", "registers", "shared", "stack", "spills", "bytes", "seconds", "")
+    for row in rows:
+        seconds = f"{row['compile_seconds']:.2f}" if row["status"] == "compiled" else "-"
+        name = tables.title(row["kernel"], row["dtype"])
+        table.add_row(
+            name, row["arch"], *tables.usage(row), tables.number(row.get("bytes")), seconds, row.get("reason") or row["status"]
+        )
+    console(tables.WIDTH_OF_LOGS).print(table)
+
+
+# --- bench -------------------------------------------------------------------------------------------------------------------------
+
+
+@app.command("bench")
+def bench_(
+    what: Annotated[str, typer.Argument(help="throughput, low-latency, all, or jitter.")] = "all",
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: bench-DATE-TIME.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few calls of each kind: does it run at all?")] = False,
+    compare: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Draw these results, or references, beside; may be repeated.")
+    ] = None,
+    from_: Annotated[
+        list[Path] | None, typer.Option("--from", metavar="FILE", help="Draw this result, and measure nothing; may be repeated.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="cuda, host (NumPy and MPI, at small sizes), or auto.")] = "auto",
+    hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: 7168; 512 without a GPU.")] = None,
+    topk: Annotated[int | None, typer.Option(help="Experts of a token. Default: 8.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 256.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to record, where this is no git checkout.")] = None,
+) -> None:
+    """Measure on the ranks of the current mpirun, and write a report with pictures: mpirun -n 8 python -m deepep_rt bench."""
+    if from_:
+        bench.draw(from_, out, compare or [])
+    else:
+        sizes = bench.AskedSizes(hidden, topk, experts)
+        bench.measure(what, out, compare or [], quick=quick, backend=backend, sizes=sizes, commit=commit)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------------------
+
+
+def _progress() -> Progress:
+    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    return Progress(*columns, console=Console(stderr=True), transient=True)

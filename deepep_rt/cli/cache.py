@@ -1,0 +1,114 @@
+"""`python -m deepep_rt cache`: what is in the disk cache of compiled kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from .._console import console
+from ..config import COMBINE_DTYPES
+from ..errors import EPConfigError
+from ..jit.cache import CorruptEntry, Entry, Store
+from . import tables
+from .options import Json
+
+app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
+
+_SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kNumSides", "kRanksPerNode")
+_MOST_CHOICES = 10  # keys that an ambiguous one is answered with
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """List the compiled kernels."""
+    store = Store()
+    entries = store.entries()
+    if as_json:
+        print(json.dumps([_described(entry) for entry in entries], indent=2))
+        return
+    if not entries:
+        print(f"The cache {store.folder} is empty; it fills when kernels are first used, or with: python -m deepep_rt compile")
+        return
+    numbers = ("bytes", "registers", "shared", "stack", "spills")
+    table = tables.new_table("kernel", "arch", "key", "compiled for", *numbers, "NVSHMEM", "built with", "created")
+    differences = _differences(entry for entry in entries if isinstance(entry, Entry))
+    for entry in entries:
+        if isinstance(entry, CorruptEntry):
+            table.add_row("CORRUPT", entry.arch, entry.key[:12], *["-"] * 7, entry.reason, "rebuilt when it is needed")
+            continue
+        info = entry.info
+        nvshmem = "linked" if info["nvshmem"] else "no"
+        tools = [name for name in ("deepep_rt", "nvrtc", "nvjitlink", "nvshmem") if name in info["versions"]]
+        built_with = ", ".join(f"{name} {info['versions'][name]}" for name in tools)
+        first = (tables.title(info["kernel"], _dtype(entry)), entry.arch, entry.key[:12], differences[entry.arch, entry.key])
+        table.add_row(*first, tables.number(info["bytes"]), *tables.usage(info), nvshmem, built_with, info["created"])
+    console(tables.WIDTH_OF_LOGS).print(table)
+    total = sum(len(entry.code) for entry in entries if isinstance(entry, Entry))
+    print(f"{len(entries)} {tables.plural(len(entries))}, {total:,} bytes, in {store.folder}")
+
+
+@app.command()
+def show(key: Annotated[str, typer.Argument(help="A key, or enough of its beginning.")], as_json: Json = False) -> None:
+    """Print everything that is known about one compiled kernel."""
+    if not key:
+        raise EPConfigError("the key is empty; give one, or enough of its beginning: python -m deepep_rt cache list shows them")
+    store = Store()
+    found = [entry for entry in store.entries() if entry.key.startswith(key)]
+    if len(found) != 1:
+        what = f"{len(found)} kernels have keys that begin with" if found else "no kernel has a key that begins with"
+        choices = "".join(f"\n  {entry.key} {_described(entry)['kernel']} {entry.arch}" for entry in found[:_MOST_CHOICES])
+        if len(found) > _MOST_CHOICES:
+            choices += f"\n  ... and {len(found) - _MOST_CHOICES} more"
+        raise EPConfigError(f"{what} {key!r} in the cache {store.folder}; see: python -m deepep_rt cache list{choices}")
+    described = _described(found[0])
+    if as_json:
+        print(json.dumps(described, indent=2))
+        return
+    for name, value in described.items():
+        if not isinstance(value, dict):
+            print(f"{name:22}{'-' if value is None else value}")
+            continue
+        print(name)
+        for inner, number in value.items():
+            print(f"  {inner:30}{number}")
+
+
+@app.command()
+def clear() -> None:
+    """Delete every compiled kernel."""
+    store = Store()
+    number = store.clear()
+    print(f"removed {number} {tables.plural(number)} from {store.folder}")
+
+
+def _described(entry: Entry | CorruptEntry) -> dict[str, Any]:
+    if isinstance(entry, CorruptEntry):
+        return {"kernel": None, "arch": entry.arch, "key": entry.key, "corrupt": entry.reason}
+    return {"kernel": entry.info["kernel"], "dtype": _dtype(entry), "arch": entry.arch, "key": entry.key, **entry.info}
+
+
+def _dtype(entry: Entry) -> str | None:
+    """The element type of a kernel that is compiled once for each."""
+    index = entry.info["constants"].get("kElement")
+    return COMBINE_DTYPES[index] if index in range(len(COMBINE_DTYPES)) else None
+
+
+def _differences(entries: Iterable[Entry]) -> dict[tuple[str, str], str]:
+    """By architecture and key: the constants in which entries of one kernel differ; sizes alone where they tell all apart."""
+    alike: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault((entry.arch, entry.info["kernel"], _dtype(entry)), []).append(entry)
+    found = {}
+    for group in alike.values():
+        constants = [entry.info["constants"] for entry in group]
+        names = sorted({name for each in constants for name in each if len({other.get(name) for other in constants}) > 1})
+        sizes = [name for name in _SIZES if name in names]
+        if len({tuple(each.get(name) for name in sizes) for each in constants}) == len(group):
+            names = sizes
+        for entry in group:
+            values = {name: entry.info["constants"].get(name, "-") for name in names}
+            found[entry.arch, entry.key] = ", ".join(f"{name} {value}" for name, value in values.items()) or "-"
+    return found

@@ -1,0 +1,57 @@
+"""`python -m deepep_rt doctor`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from .._console import console, printing
+from ..errors import EPConfigError
+from .options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
+
+_WIDTH_OF_LOGS = 150  # holds the table of 8 GPUs
+
+
+def doctor(
+    backend: Annotated[
+        str, typer.Option(help="What Buffers are to run on: auto, cuda (no usable GPU is an error) or host.")
+    ] = "auto",
+    ranks: Annotated[int | None, typer.Option(help="Ranks of the Buffer. Default: those of this mpirun, or else 8.")] = None,
+    tokens: Tokens = 4096,
+    hidden: Hidden = 7168,
+    topk: TopK = 8,
+    experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 32 for each rank.")] = None,
+    dtype: Dtype = "bfloat16",
+    slots: Slots = 2,
+    low_latency: Annotated[bool, typer.Option("--low-latency", help="With memory for the low-latency calls.")] = False,
+    ranks_per_node: RanksPerNode = None,
+    as_json: Json = False,
+) -> None:
+    """Examine this machine, or under mpirun all ranks, and say what is wrong and what to do. Exit status 1 if Buffers cannot work."""
+    from ..doctor import report as doctor
+    from ..doctor.findings import findings
+
+    if backend not in ("auto", "cuda", "host"):
+        raise EPConfigError(f"--backend is {backend!r}; expected auto, cuda or host")
+    sizes = dict(
+        num_max_tokens_per_rank=tokens,
+        hidden=hidden,
+        num_topk=topk,
+        **({} if experts is None else {"num_experts": experts}),
+        dtype=dtype,
+        num_slots=slots,
+        low_latency=low_latency,
+        ranks_per_node=ranks_per_node,
+    )
+    situation, speaks = doctor.examine(sizes, ranks, backend)
+    if not speaks:  # with status 0: a launcher that sees a rank fail ends the others, and rank 0 has not spoken yet
+        return
+    found = findings(situation)
+    with printing():
+        if as_json:
+            print(json.dumps(doctor.as_json(situation, found), indent=2))
+        else:
+            doctor.show(situation, found, console(_WIDTH_OF_LOGS))
+    raise typer.Exit(1 if doctor.is_broken(found) else 0)

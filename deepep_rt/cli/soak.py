@@ -1,0 +1,64 @@
+"""`python -m deepep_rt soak`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._console import printing
+from .options import RanksPerNode
+
+
+def soak(
+    minutes: Annotated[float | None, typer.Option(help="How long to run. Default: 10, unless --rounds is given.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="How many rounds to run.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="What all rounds are drawn from. Default: a new one, which is printed.")
+    ] = None,
+    round_: Annotated[int | None, typer.Option("--round", help="Repeat this round of a seed, and no other.")] = None,
+    since: Annotated[int | None, typer.Option(help="With --round: begin with this round.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, cuda or host.")] = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report; also while it runs.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Most tokens of a rank in throughput Buffers. Default: changes.")] = None,
+    low_latency_tokens: Annotated[int | None, typer.Option(help="The same in Buffers of both modes. Default: changes.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: changes from Buffer to Buffer.")] = None,
+    topk: Annotated[int | None, typer.Option(help="Experts of a token. Default: changes.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: changes.")] = None,
+    ranks_per_node: RanksPerNode = None,
+    rounds_per_buffer: Annotated[int, typer.Option(help="Rounds before the next Buffer is made.")] = 200,
+    timeout_s: Annotated[float, typer.Option(help="Seconds after which a silent rank ends the run.")] = 60.0,
+    progress_s: Annotated[float, typer.Option(help="Seconds between lines of progress.")] = 10.0,
+) -> None:
+    """Run random rounds of both modes on all ranks of this mpirun and check every byte. Exit status 1 if a byte or a call is wrong."""
+    from .. import soak
+
+    asked = soak.Asked(
+        minutes=minutes,
+        rounds=rounds,
+        seed=seed,
+        round=round_,
+        since=since,
+        backend=backend,
+        json_file=json_file,
+        sizes=dict(
+            tokens=tokens,
+            low_latency_tokens=low_latency_tokens,
+            hidden=hidden,
+            topk=topk,
+            experts=experts,
+            ranks_per_node=ranks_per_node,
+            rounds_per_buffer=rounds_per_buffer,
+        ),
+        timeout_s=timeout_s,
+        progress_s=progress_s,
+    )
+    document = soak.run(asked)
+    if document is None:  # with status 0: a launcher that sees a rank fail ends the others before rank 0 has printed
+        return
+    with printing():
+        print("\n".join(soak.lines(document)))
+    raise typer.Exit(0 if document["status"] == "passed" else 1)

@@ -1,0 +1,79 @@
+"""The tables of DeepEP V1, worked out from ours with PyTorch, on the current stream and without waiting on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..arrays.frameworks import framework_of
+from ..arrays.view import HOST, View
+from ..buffer import Buffer
+from ..kernels import layout, structs
+from ..results import DispatchHandle, LowLatencyHandle
+
+
+def choices_of_ranks(goes: torch.Tensor, num_topk: int, num_local_experts: int) -> torch.Tensor:
+    """A `topk_idx` that sends tokens to the ranks of `goes`: each rank's first expert stands for the rank."""
+    num_tokens, num_ranks = goes.shape
+    first = torch.arange(num_ranks, dtype=torch.int32, device=goes.device) * num_local_experts
+    chosen = torch.full((num_tokens, num_topk), -1, dtype=torch.int32, device=goes.device)
+    chosen[:, :num_ranks] = torch.where(goes, first, -1)
+    return chosen
+
+
+def rank_prefix_matrix(buffer: Buffer, handle: DispatchHandle) -> torch.Tensor:
+    """`[num_ranks, num_ranks]` int32: of the rows that rank j receives, how many come from the ranks up to i."""
+    num_ranks = buffer.config.num_ranks
+    if buffer._site.device == HOST:
+        sent = torch.from_numpy(handle._routing.num_sent)
+    else:
+        slot = handle._routing
+        sent = _slot_view(buffer, slot, layout.handle(buffer.config).offsets["num_rows"], (num_ranks, num_ranks))
+    return sent.cumsum(0, dtype=torch.int32)
+
+
+def expert_tables(buffer: Buffer, handle: LowLatencyHandle) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the rows of a low-latency dispatch come from.
+
+    Returns:
+        `[num_local_experts, rows]` int32: the token, at its source, of each row (-1 where there is none); and
+        `[num_local_experts, num_ranks]` int64: first row of each source in the upper 32 bits, number of rows in the lower ones.
+    """
+    config = buffer.config
+    if buffer._site.device == HOST:
+        routing = handle._routing
+        origin = routing.rows._views["src_idx"].owner.view("int32").reshape(-1, 2)[routing.row]
+        source, token = (torch.from_numpy(column) for column in origin.T)
+        row = torch.from_numpy(routing.slot)
+    else:
+        slot, _ = handle._routing
+        places, entry = layout.low_latency_handle(config).offsets, structs.LlEntry.dtype(config.constants())
+        words = _slot_view(buffer, slot, places["entries"], (config.num_max_recv_tokens, entry.itemsize // 4))
+        is_filled = torch.arange(len(words), device=words.device) < _slot_view(buffer, slot, places["num_entries"], (1,))
+        source, token, first = (structs.offset(entry, name) // 4 for name in ("source", "token", "row"))
+        row = torch.where(is_filled[:, None], words[:, first : first + config.num_topk], -1).flatten()
+        source, token = (words[:, column].repeat_interleave(config.num_topk) for column in (source, token))
+    return _tables(row.long(), source.long(), token, config.num_local_experts, config.num_max_recv_tokens, config.num_ranks)
+
+
+def _tables(
+    row: torch.Tensor, source: torch.Tensor, token: torch.Tensor, num_experts: int, num_rows: int, num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables from `[n]` entries; those with a negative row are none, and go to a place of their own past the end."""
+    device, end = row.device, num_experts * num_rows
+    is_row = row >= 0
+    row = torch.where(is_row, row, end)
+    tokens = torch.full((end + 1,), -1, dtype=torch.int32, device=device).scatter_(0, row, token.int())
+    pair = torch.where(is_row, torch.div(row, num_rows, rounding_mode="floor") * num_ranks + source, num_experts * num_ranks)
+    counts = torch.zeros(num_experts * num_ranks + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, pair, torch.ones_like(pair))
+    first = torch.full_like(counts, num_rows).scatter_reduce_(0, pair, row % num_rows, "amin")
+    ranges = torch.where(counts > 0, first << 32 | counts, 0)
+    return tokens[:-1].view(num_experts, num_rows), ranges[:-1].view(num_experts, num_ranks)
+
+
+def _slot_view(buffer: Buffer, slot: Any, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A part of a handle in GPU memory, as an int32 tensor."""
+    like = framework_of(torch.empty(0, device="cpu"), "handle")
+    return View(slot.ptr + offset, shape, "int32", buffer._site.device, slot, like).to_framework()

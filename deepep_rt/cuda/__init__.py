@@ -1,0 +1,1 @@
+"""The CUDA runtime without Buffers: driver, streams, memory, and NVSHMEM."""

@@ -1,0 +1,286 @@
+"""The CUDA driver, as little of it as is needed: checked calls, devices, streams, events and memory, all as plain integers."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cuda.bindings import driver
+
+from ..errors import EPOutOfMemoryError, EPUnavailableError
+
+# Members of enumerations that calls are compared with: looking one up takes longer than comparing.
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
+_CAPTURED_ELSEWHERE = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+_NOT_CAPTURED = _SUCCESS, driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+_device_uuid = getattr(
+    driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid
+)  # CUDA 13 has only the newer one, under the plain name
+
+
+def ok(result: tuple) -> Any:
+    """Unwrap what a driver call returns: its value, its values, or None.
+
+    Raises:
+        EPOutOfMemoryError: if the GPU is out of memory.
+        EPUnavailableError: for every other failure, with CUDA's name for it.
+    """
+    if result[0] != _SUCCESS:
+        kind = EPOutOfMemoryError if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else EPUnavailableError
+        raise kind(f"the CUDA driver reports {result[0].name}")
+    return result[1] if len(result) == 2 else result[1:] or None
+
+
+def use_device(local_rank: int) -> int:
+    """The GPU of the current context, or else the one with the number of `local_rank`; its primary context becomes current."""
+    ok(driver.cuInit(0))
+    if int(ok(driver.cuCtxGetCurrent())):
+        return current_device()
+    ordinal = local_rank % num_devices()
+    make_current(ordinal)
+    return ordinal
+
+
+def make_current(ordinal: int) -> None:
+    """Make a GPU's primary context current."""
+    ok(driver.cuCtxSetCurrent(ok(driver.cuDevicePrimaryCtxRetain(ok(driver.cuDeviceGet(ordinal))))))
+
+
+def has_started() -> bool:
+    """Whether somebody has started CUDA in this process, which settles what GPUs it sees."""
+    return driver.cuCtxGetCurrent()[0] != driver.CUresult.CUDA_ERROR_NOT_INITIALIZED
+
+
+class _Callers(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[int] = []
+
+
+class CurrentContext:
+    """`with` it, work goes to the context that was current when it was made; the caller's own comes back afterwards.
+
+    Other libraries change the current context without a word (JAX does when it starts). Every thread has its own (JAX calls from threads).
+    """
+
+    def __init__(self) -> None:
+        self._own = int(ok(driver.cuCtxGetCurrent()))
+        self._callers = _Callers()
+
+    def __enter__(self) -> None:
+        current = int(ok(driver.cuCtxGetCurrent()))
+        self._callers.contexts.append(current)
+        if current != self._own:
+            ok(driver.cuCtxSetCurrent(self._own))
+
+    def __exit__(self, *_: object) -> None:
+        caller = self._callers.contexts.pop()
+        if caller != self._own:
+            ok(driver.cuCtxSetCurrent(caller))
+
+
+def num_devices() -> int:
+    """The GPUs that this process sees."""
+    return int(ok(driver.cuDeviceGetCount()))
+
+
+def device_uuid(ordinal: int) -> str:
+    return bytes(ok(_device_uuid(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
+
+
+def current_device() -> int:
+    """The number of the current context's GPU."""
+    return int(ok(driver.cuCtxGetDevice()))
+
+
+def num_sms(ordinal: int) -> int:
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    return ok(driver.cuDeviceGetAttribute(attribute, ok(driver.cuDeviceGet(ordinal))))
+
+
+def free_bytes() -> int:
+    return ok(driver.cuMemGetInfo())[0]
+
+
+class CudaEvent:
+    """A CUDA event that is destroyed with its last reference."""
+
+    def __init__(self, stream: int, timing: bool = False) -> None:
+        flags = driver.CUevent_flags
+        self._event = ok(driver.cuEventCreate(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING))
+        self.handle = int(self._event)
+        self.record(stream)
+
+    def record(self, stream: int) -> None:
+        ok(driver.cuEventRecord(self._event, stream))  # from an integer, the event would be made anew in each call
+
+    def synchronize(self) -> None:
+        ok(driver.cuEventSynchronize(self.handle))
+
+    def done(self) -> bool:
+        return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY  # a failure is for who waits
+
+    def __del__(self, _destroy: Any = driver.cuEventDestroy) -> None:
+        if hasattr(self, "handle"):
+            _destroy(self.handle)
+
+
+def wait_event(stream: int, event: int) -> None:
+    ok(driver.cuStreamWaitEvent(stream, event, 0))
+
+
+def wait_stream(stream: int, other: int) -> None:
+    """Make `stream` wait for what `other` holds now."""
+    event = CudaEvent(other)  # has to live until the wait is queued
+    wait_event(stream, event.handle)
+
+
+def wait_value(stream: int, ptr: int, value: int) -> None:
+    """Make `stream` wait until the uint32 at `ptr` is `value`. Nothing bounds the wait."""
+    ok(driver.cuStreamWaitValue32(stream, ptr, value, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ))
+
+
+class Work:
+    """What a stream will have done. Whoever needs that may ask at any time, whatever context is current then."""
+
+    __slots__ = ("_context", "stream")
+
+    def __init__(self, stream: int, context: CurrentContext) -> None:
+        self.stream, self._context = stream, context
+
+    def let_wait(self, consumer: int) -> None:
+        """Make another stream wait for it."""
+        with self._context:
+            wait_stream(consumer, self.stream)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream is part of a graph capture; the default stream is, in a way, while one that waits for it is."""
+    said = driver.cuStreamIsCapturing(stream)
+    if said == _NOT_CAPTURED:
+        return False
+    if said[0] != _CAPTURED_ELSEWHERE:
+        ok(said)
+    return True
+
+
+def capture_id(stream: int) -> int | None:
+    """The number of the graph capture that the stream is part of, if any."""
+    return int(ok(driver.cuStreamGetCaptureInfo(stream))[1]) if is_capturing(stream) else None
+
+
+@contextmanager
+def outside_of_captures() -> Iterator[None]:
+    """Within, what no graph can hold may be asked of the driver while a stream is captured."""
+    before = ok(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    finally:
+        ok(driver.cuThreadExchangeStreamCaptureMode(before))
+
+
+def synchronize(stream: int) -> None:
+    ok(driver.cuStreamSynchronize(stream))
+
+
+def synchronize_all() -> None:
+    """Wait for all streams of the current context, as far as captures let one."""
+    driver.cuCtxSynchronize()
+
+
+def new_stream() -> int:
+    return int(ok(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+
+_idle_streams: dict[int, list[int]] = {}  # by context
+
+
+def take_stream() -> int:
+    """A stream that nobody else uses, until `give_stream_back`. None is destroyed: results that outlive their Buffer come back on it."""
+    idle = _idle_streams.setdefault(int(ok(driver.cuCtxGetCurrent())), [])
+    return idle.pop() if idle else new_stream()
+
+
+def give_stream_back(stream: int) -> None:
+    """The work on it is done."""
+    _idle_streams[int(ok(driver.cuCtxGetCurrent()))].append(stream)
+
+
+def elapsed_ms(begin: CudaEvent, end: CudaEvent) -> float:
+    ok(driver.cuEventSynchronize(end.handle))
+    return ok(driver.cuEventElapsedTime(begin.handle, end.handle))
+
+
+def allocate(num_bytes: int) -> int:
+    """Device memory, also in the middle of a graph capture (of which it is no part)."""
+    with outside_of_captures():
+        return int(ok(driver.cuMemAlloc(max(num_bytes, 1))))
+
+
+def free(ptr: int) -> None:
+    driver.cuMemFree(ptr)
+
+
+def fill(ptr: int, byte: int, num_bytes: int) -> None:
+    ok(driver.cuMemsetD8(ptr, byte, num_bytes))
+
+
+def allocate_pinned(num_bytes: int) -> int:
+    """Host memory that kernels can write; one address serves both sides. What was there before may still be in it."""
+    flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+    return int(ok(driver.cuMemHostAlloc(num_bytes, flags)))
+
+
+def free_pinned(ptr: int) -> None:
+    driver.cuMemFreeHost(ptr)
+
+
+def copy_async(to: int, source: int, num_bytes: int, stream: int) -> None:
+    """Copy between any two of host and device memory."""
+    if num_bytes:
+        ok(driver.cuMemcpyAsync(to, source, num_bytes, stream))
+
+
+def write_beside(ptr: int, value: int) -> None:
+    """Write an int32 to device memory now, whatever all streams are busy with."""
+    stream, number = new_stream(), ctypes.c_int32(value)
+    ok(driver.cuMemcpyHtoDAsync(ptr, ctypes.addressof(number), 4, stream))
+    synchronize(stream)
+    ok(driver.cuStreamDestroy(stream))
+
+
+_memory_pools: dict[int, Any] = {}  # by context
+
+
+def allocate_async(num_bytes: int, stream: int) -> int:
+    """Memory from a stream-ordered pool of this library's, on the current context's GPU, which keeps what is freed.
+
+    The driver takes that back when this process finds no other memory. It is one pool, for good: the driver may be asked to destroy one
+    with memory in use (results outlive Buffers), but was seen to crash then.
+    """
+    context = int(ok(driver.cuCtxGetCurrent()))
+    pool = _memory_pools.get(context) or _memory_pools.setdefault(context, _new_memory_pool())
+    return int(ok(driver.cuMemAllocFromPoolAsync(max(num_bytes, 1), pool, stream)))
+
+
+def _new_memory_pool() -> Any:
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = current_device()
+    pool = ok(driver.cuMemPoolCreate(properties))
+    threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    ok(driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(2**64 - 1)))
+    return pool
+
+
+def trim_memory_pool() -> None:
+    """Give back what the pool of the current context keeps."""
+    if pool := _memory_pools.get(int(ok(driver.cuCtxGetCurrent()))):
+        driver.cuMemPoolTrimTo(pool, 0)
+
+
+def free_async(ptr: int, stream: int) -> None:
+    driver.cuMemFreeAsync(ptr, stream)

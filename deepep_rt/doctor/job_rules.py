@@ -1,0 +1,265 @@
+"""Rules about all ranks together: functions of the situation alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from .. import _env
+from ..config import MAX_RANKS_PER_NODE
+from ..errors import EPConfigError
+from ..kernels import layout
+from .facts import (
+    CACHE_FOLDER,
+    MPI_FAMILIES,
+    VERSIONS,
+    Finding,
+    Situation,
+    access_between,
+    differences,
+    fact,
+    free_bytes,
+    gpu_of,
+    gpus,
+    nvml_access_between,
+    path_between,
+    ranges,
+    some,
+)
+
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
+"""Of `_env.SETTINGS`, those that may well differ between ranks."""
+_MUST_AGREE = ("deepep_rt", "NVSHMEM (host)", "NVSHMEM (device)")
+
+
+def _mpi_start(s: Situation) -> Iterator[Finding]:
+    if s.mpi_failure is not None and not _is_foreign(s.reports[0]):
+        yield Finding.of("mpi-does-not-start", "error", s.mpi_failure)
+
+
+def _is_foreign(report: Mapping[str, Any]) -> bool:
+    """Whether the launcher is known to belong to another MPI than mpi4py."""
+    launcher, family = (report.get("launch") or {}).get("launcher"), fact(report, "mpi", "family")
+    return family is not None and launcher in MPI_FAMILIES and launcher != family
+
+
+def _launcher(s: Situation) -> Iterator[Finding]:
+    report = s.reports[0]
+    launch, library, family = report.get("launch"), fact(report, "mpi", "library"), fact(report, "mpi", "family")
+    if library is None:
+        return
+    if s.mpi_failure is not None:
+        if launch and _is_foreign(report):
+            yield Finding.of(
+                "wrong-mpirun", "error", f"the launcher is of {launch['launcher']}, but mpi4py uses {library}; {s.mpi_failure}"
+            )
+    elif launch and launch["size"] > 1 and len(s.reports) == 1:
+        yield Finding.of(
+            "wrong-mpirun",
+            "error",
+            f"the launcher ({launch['launcher']}) started {launch['size']} processes, but to mpi4py's MPI ({library}, "
+            f"{fact(report, 'mpi', 'path')}) this one is alone",
+        )
+    elif not launch:
+        found, theirs = fact(report, "mpi", "mpirun"), fact(report, "mpi", "mpirun_family")
+        if found is None:
+            beside = fact(report, "mpi", "mpirun_beside_python")
+            yield Finding.of("no-mpirun", "warning", "no mpirun on the PATH" + (f"; there is {beside}" if beside else ""))
+        elif family and theirs and family != theirs:
+            version = fact(report, "mpi", "mpirun_version")
+            yield Finding.of("wrong-mpirun", "warning", f"{found} is of {theirs} {version}, but mpi4py uses {library}")
+
+
+def _other_launcher(s: Situation) -> Iterator[Finding]:
+    report = s.reports[0]
+    launch, other, library = report.get("launch"), report.get("other_launch"), fact(report, "mpi", "library")
+    if len(s.reports) > 1 or s.mpi_failure is not None or library is None or (launch and launch["size"] > 1):
+        return
+    if other and other["size"] > 1:
+        path = fact(report, "mpi", "path")
+        yield Finding.of(
+            "other-launcher",
+            "warning",  # communicator(group) does without MPI, and containers may have WORLD_SIZE before anything is started in them
+            f"WORLD_SIZE is {other['size']}, but to mpi4py's MPI ({library}, {path}) this process is alone",
+        )
+
+
+def _gpus_on_some_ranks(s: Situation) -> Iterator[Finding]:
+    without = [report["rank"] for report in s.reports if not gpus(report)]
+    if s.backend != "host" and 0 < len(without) < len(s.reports):
+        yield Finding.of("gpus-on-some-ranks", "error", f"no GPU on ranks {ranges(without)} of {len(s.reports)}")
+
+
+def _shared_gpus(s: Situation) -> Iterator[Finding]:
+    if s.backend == "host":
+        return
+    users = _users(s)
+    allowed = all(fact(report, "settings", "share_gpus") for report in s.reports)
+    shared = [f"{_ranks(ranks)} would use GPU {uuid[:8]} of {host}" for (host, uuid), ranks in users.items() if len(ranks) > 1]
+    if not shared:
+        return
+    if not allowed:
+        level, outcome = "error", ""
+    elif len(shared) < len(users):
+        level, outcome = "error", "; other ranks have one to themselves: NVSHMEM does not start so"
+    else:
+        level, outcome = "note", "; DEEPEP_RT_SHARE_GPUS=1: they take turns"
+    yield Finding.of("shared-gpu", level, some(shared) + outcome)
+
+
+def _users(s: Situation) -> dict[tuple[str, str], list[int]]:
+    """The ranks of each GPU."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for host, reports in s.hosts.items():
+        for report in reports:
+            if (gpu := gpu_of(report)) is not None:
+                users.setdefault((host, gpu["uuid"]), []).append(report["rank"])
+    return users
+
+
+def _placement(s: Situation) -> Iterator[Finding]:
+    held = {host: [report["rank"] for report in reports] for host, reports in s.hosts.items()}
+    sizes = {len(ranks) for ranks in held.values()}
+    gaps = any(ranks[-1] - ranks[0] != len(ranks) - 1 for ranks in held.values())
+    node = s.sizes.get("ranks_per_node") or max(sizes)
+    if s.uses_gpus and (len(sizes) > 1 or gaps or node > MAX_RANKS_PER_NODE):
+        yield Finding.of(
+            "uneven-hosts", "error", "; ".join(f"{host} holds ranks {ranges(ranks)}" for host, ranks in held.items())
+        )
+
+
+def _memory(s: Situation) -> Iterator[Finding]:
+    try:
+        need = layout.size_hint(s.config())["total"]
+    except EPConfigError as error:
+        yield Finding.of("wrong-sizes", "error", str(error))
+        return
+    if s.backend == "host":
+        return
+    users = _users(s)
+    for host, reports in s.hosts.items():
+        short = []
+        for uuid, free in {gpu["uuid"]: free_bytes(report, gpu["uuid"]) for report in reports for gpu in gpus(report)}.items():
+            num_users = len(users.get((host, uuid), [])) if len(s.reports) > 1 else 1
+            if free is not None and free < need * num_users:
+                times = f"{num_users} times " if num_users > 1 else ""
+                short.append(f"GPU {uuid[:8]} has {free / 1e9:.2f} GB free and is to hold {times}{need / 1e9:.2f} GB")
+        if short:
+            yield Finding.of("not-enough-memory", "error", f"on {host}, {some(short)}")
+
+
+def _lost(s: Situation) -> Iterator[Finding]:
+    for host, reports in s.hosts.items():
+        if lost := fact(reports[0], "nvml", "lost"):
+            yield Finding.of("gpu-lost", "warning", f"on {host}, {some(lost)}")
+
+
+def _peers(s: Situation) -> Iterator[Finding]:
+    """GPUs that ranks of a host use together, or, without other ranks, all that this process sees."""
+    for host, reports in s.hosts.items():
+        report, together = reports[0], len(reports) > 1
+        pairs = _neighbours(s, reports)
+        used = {uuid for pair in pairs for uuid in pair}
+        apart, slow = [], []
+        unseen: dict[bool | None, list[tuple[str, str]]] = {}  # by what NVML says of them
+        for a, b in pairs:
+            path, access = path_between(report, a, b), access_between(reports, a, b)
+            if access is False:
+                apart.append((a, b))
+            elif access is None:
+                unseen.setdefault(nvml_access_between(reports, a, b), []).append((a, b))
+            if access is not False and path is not None and not path.startswith("NV"):
+                slow.append((a, b, path))
+        if apart:
+            yield Finding.of("no-peer-access", "error" if together else "warning", f"on {host} between GPUs {_pairs(apart)}")
+        for reached, hidden in unseen.items() if s.backend != "host" else ():
+            level, said = _SAID_OF_HIDDEN[reached]
+            yield Finding.of("neighbours-hidden", level, f"on {host}, no rank sees both of GPUs {_pairs(hidden)}; {said}")
+        if slow:
+            yield Finding.of("no-nvlink", "warning", f"on {host} between GPUs {_pairs(slow)}")
+        links = [gpu for gpu in fact(report, "nvml", "gpus") or [] if gpu["uuid"] in used]
+        models: dict[str, dict[str, int]] = {}
+        for gpu in links:
+            models.setdefault(gpu["name"], {})[gpu["uuid"][:8]] = gpu["nvlinks"]
+        for name, numbers in models.items():
+            if len(set(numbers.values())) > 1:
+                most = max(numbers.values())
+                fewer = ", ".join(f"{uuid} has {number}" for uuid, number in numbers.items() if number < most)
+                yield Finding.of("nvlink-uneven", "warning", f"on {host}, of {name}: {fewer} active NVLinks of {most}")
+
+
+_SAID_OF_HIDDEN = {
+    True: ("note", "NVML says that they reach each other"),
+    None: ("warning", "whether they reach each other is not known"),
+    False: ("error", "to one of their ranks NVML does not show both, or it says that they do not reach each other"),
+}
+"""By what NVML says of two GPUs: how bad it is that ranks do not see each other's GPU."""
+
+
+def _neighbours(s: Situation, reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of GPUs between which rows are to travel directly."""
+    if len(reports) == 1:
+        return list(combinations([gpu["uuid"] for gpu in gpus(reports[0])], 2))
+    node = s.sizes.get("ranks_per_node") or len(reports)
+    groups: dict[int, list[str]] = {}
+    for report in reports:
+        if (gpu := gpu_of(report)) is not None:
+            groups.setdefault(report["rank"] // node, []).append(gpu["uuid"])
+    return [(a, b) for uuids in groups.values() for a, b in combinations(sorted(set(uuids)), 2)]
+
+
+def _pairs(pairs: Sequence[tuple[str, ...]]) -> str:
+    return some([f"{a[:8]} and {b[:8]}" + "".join(f" ({path})" for path in more) for a, b, *more in pairs])
+
+
+def _several_hosts(s: Situation) -> Iterator[Finding]:
+    if len(s.hosts) > 1 and s.uses_gpus:
+        without = [host for host, reports in s.hosts.items() if not any(map(_is_up, fact(reports[0], "network", "nics") or []))]
+        if without:
+            yield Finding.of("no-nic", "error", f"no usable NIC on {some(without)}")
+
+
+def _is_up(nic: Mapping[str, Any]) -> bool:
+    return nic["usable"] and any(port["state"] == "ACTIVE" for port in nic["ports"])
+
+
+def _ranks_differ(s: Situation) -> Iterator[Finding]:
+    different = differences(s.reports)
+    versions = [item for item in different if item in VERSIONS or item.startswith("package ")]
+    if versions:
+        level = "error" if set(versions) & set(_MUST_AGREE) else "warning"
+        yield Finding.of("versions-differ", level, _who_has_what(different, versions))
+    variables = [item for item in different if item.startswith(_env.SETTINGS) and item not in _OWN_VARIABLES]
+    if variables:
+        yield Finding.of("environment-differs", "warning", _who_has_what(different, variables))
+    for host, reports in s.hosts.items():
+        folders = differences(reports).get(CACHE_FOLDER)
+        if folders:
+            yield Finding.of("caches-differ", "warning", f"on {host}: {_who_has_what({CACHE_FOLDER: folders}, [CACHE_FOLDER])}")
+
+
+def _who_has_what(different: Mapping[str, Mapping[str, list[int]]], items: Sequence[str]) -> str:
+    def one(item: str) -> str:
+        return f"{item} " + " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in different[item].items())
+
+    return some([one(item) for item in items])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+RULES: tuple[Callable[[Situation], Iterator[Finding]], ...] = (
+    _mpi_start,
+    _launcher,
+    _other_launcher,
+    _gpus_on_some_ranks,
+    _shared_gpus,
+    _placement,
+    _memory,
+    _lost,
+    _peers,
+    _several_hosts,
+    _ranks_differ,
+)

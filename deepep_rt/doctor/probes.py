@@ -1,0 +1,254 @@
+"""What doctor finds out about a machine: probes, each of which looks at one thing and returns plain data (JSON).
+
+A probe may fail, hang or crash: `doctor_run` runs them in processes of their own. What an answer means is for `doctor_findings` to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import _env
+from .._version import __version__
+from ..config import Config
+from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
+from ..jit import compiler as toolchain
+from ..jit.cache import CorruptEntry, Store
+from . import gpus as doctor_gpus
+
+_PACKAGES = re.compile(
+    r"numpy|mpi4py|mpich|openmpi|impi-rt|ml-dtypes|torch|jax|jaxlib|cupy-cuda1\dx|cuda-(bindings|core|pathfinder|python)"
+    r"|nvshmem4py-cu1\d|nvidia-(ml-py|cuda-nvrtc|nvjitlink|cuda-runtime|cuda-cccl|nvshmem)(-cu1\d)?"
+)
+_MPIRUN_LIMIT_S = 10
+_NVIDIA_PCI_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
+
+
+def python() -> dict[str, Any]:
+    """The interpreter and the installed packages that matter."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if _PACKAGES.fullmatch(name):
+            found.setdefault(name, distribution.version)  # the first on the path is what an import finds
+    return {
+        "version": platform.python_version(),
+        "executable": sys.executable,
+        "deepep_rt": __version__,
+        "folder": str(Path(__file__).parents[1]),
+        "packages": dict(sorted(found.items())),
+    }
+
+
+def settings() -> dict[str, Any]:
+    """The environment variables that matter, what is wrong with ours, and the two that decide what is wrong elsewhere."""
+    mistakes = _env.mistakes()
+    for name, read in (("DEEPEP_RT_TIMEOUT_S", lambda: Config(1, 1, 16, 1, 1, check_inputs=False)), ("DEEPEP_RT_ARCH", _arch)):
+        try:  # what can be read may still be out of range
+            read()
+        except (EPConfigError, EPCompileError) as error:
+            if str(error) not in mistakes:
+                mistakes.append(f"{name}: {error}")
+    found: dict[str, Any] = {"variables": _env.variables(), "mistakes": mistakes, "unknown": _env.unknown()}
+    for flag in (_env.share_gpus, _env.assert_cached):
+        with contextlib.suppress(EPConfigError):  # it is among the mistakes
+            found[flag.__name__] = flag()
+    return found
+
+
+def _arch() -> None:
+    if arch := _env.arch():
+        with contextlib.suppress(EPUnavailableError):  # without NVRTC, which has a finding of its own
+            toolchain.check_arch(arch)
+
+
+def machine(root: Path = Path("/")) -> dict[str, Any]:
+    """The host: its name, its limits, and the NVIDIA GPUs on its PCI bus, whether or not this process may use them."""
+    devices = [(_read(path / "vendor"), _read(path / "class")) for path in (root / "sys/bus/pci/devices").glob("*")]
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "pci_gpus": sum(vendor == _NVIDIA_PCI_VENDOR and kind.startswith(_DISPLAY_CLASS) for vendor, kind in devices),
+        "shm_free_bytes": shutil.disk_usage(root / "dev/shm").free if (root / "dev/shm").is_dir() else None,
+        "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
+    }
+
+
+def mpi() -> dict[str, Any]:
+    """mpi4py, the MPI library behind it, and the mpirun that a shell would find. MPI is not started."""
+    return {**_mpi_library(), **_mpirun()}
+
+
+def _mpi_library() -> dict[str, Any]:
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except Exception as error:  # ImportError; RuntimeError when no MPI library can be loaded
+        return {"error": f"{type(error).__name__}: {error}"}
+    text = MPI.Get_library_version().rstrip("\0")
+    return {
+        "mpi4py": mpi4py.__version__,
+        "library": re.sub(r"[\s:]+", " ", text.splitlines()[0].partition(",")[0].replace("Version", "")).strip(),
+        "family": mpi_family(text),
+        "path": doctor_gpus.loaded("libmpi"),
+    }
+
+
+def _mpirun() -> dict[str, Any]:
+    found = shutil.which("mpirun") or shutil.which("mpiexec")
+    if found is None:
+        beside = Path(sys.executable).with_name("mpirun")
+        return {"mpirun": None, "mpirun_beside_python": str(beside) if beside.exists() else None}
+    done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=_MPIRUN_LIMIT_S, check=False)
+    text = done.stdout + done.stderr
+    version = re.search(r"\d+\.\d+(\.\d+)*", text)
+    return {"mpirun": found, "mpirun_version": version[0] if version else None, "mpirun_family": mpi_family(text)}
+
+
+def mpi_family(text: str) -> str | None:
+    """Which launcher and library go together: those of Open MPI, or those of MPICH and what came from it."""
+    if "Open MPI" in text or "OpenRTE" in text or "open-mpi" in text:
+        return "Open MPI"
+    return "MPICH" if re.search(r"MPICH|HYDRA|Intel\(R\) MPI|MVAPICH", text) else None
+
+
+def nvrtc() -> dict[str, Any]:
+    """NVRTC, which compiles the kernels."""
+    version = toolchain.nvrtc_version()
+    return {"version": version, "path": doctor_gpus.loaded("libnvrtc.so"), "archs": list(toolchain.known_archs())}
+
+
+def nvjitlink() -> dict[str, Any]:
+    """nvJitLink, which links them with NVSHMEM."""
+    version = toolchain.nvjitlink_version()
+    return {"version": version, "path": doctor_gpus.loaded("libnvJitLink.so")}
+
+
+def nvshmem_device() -> dict[str, Any]:
+    """NVSHMEM as the kernels see it: headers and device library."""
+    found = toolchain.nvshmem()
+    return {"version": found.version, "path": str(found.device_library), "include": str(found.include)}
+
+
+def nvshmem_host() -> dict[str, Any]:
+    """NVSHMEM's host library: it is loaded, not started."""
+    from cuda import pathfinder
+
+    path = pathfinder.load_nvidia_dynamic_lib("nvshmem_host").abs_path
+    numbers = [ctypes.c_int() for _ in range(3)]
+    ctypes.CDLL(path).nvshmemx_vendor_get_version_info(*(ctypes.byref(number) for number in numbers))
+    return {"version": ".".join(str(number.value) for number in numbers), "path": path}
+
+
+def bindings() -> dict[str, Any]:
+    """The Python bindings that the CUDA backend imports; `error` names the first that does not come."""
+    for module in ("cuda.bindings.driver", "cuda.core", "nvshmem.bindings"):
+        try:
+            if module == "nvshmem.bindings":
+                nvshmem_host()  # the bindings find only a host library that is loaded
+            __import__(module)
+        except Exception as error:
+            return {"module": module, "error": f"{type(error).__name__}: {error}"}
+    return {"module": None}
+
+
+def network(root: Path = Path("/")) -> dict[str, Any]:
+    """RDMA NICs, and what lets GPUs and NICs talk to each other. Files of the kernel only: nothing is opened for writing."""
+    modules = {line.split()[0] for line in _read(root / "proc/modules").splitlines() if line}
+    nics = [_nic(folder, root) for folder in sorted((root / "sys/class/infiniband").glob("*"))]
+    lines = (line.partition(":") for line in _read(root / "proc/driver/nvidia/params").splitlines())
+    return {
+        "nics": nics,
+        "peermem": bool(modules & {"nvidia_peermem", "nv_peer_mem"}),
+        "open_driver": "Open Kernel Module" in _read(root / "proc/driver/nvidia/version"),
+        "gdrdrv": "gdrdrv" in modules or (root / "dev/gdrdrv").exists(),
+        "gdrapi": _loads("libgdrapi.so.2") or _loads("libgdrapi.so"),
+        "driver_parameters": {name: value.strip().strip('"') for name, _, value in lines},
+    }
+
+
+def _nic(folder: Path, root: Path) -> dict[str, Any]:
+    ports = []
+    for port in sorted((folder / "ports").glob("*")):
+        state = _read(port / "state").rpartition(":")[2].strip()
+        ports.append({"port": port.name, "state": state, "rate": _read(port / "rate"), "link": _read(port / "link_layer")})
+    verbs = [path.name for path in (folder / "device/infiniband_verbs").glob("uverbs*")]
+    usable = all(os.access(root / "dev/infiniband" / name, os.R_OK | os.W_OK) for name in verbs)
+    return {"name": folder.name, "type": _read(folder / "hca_type"), "ports": ports, "usable": bool(verbs) and usable}
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def kernel_cache() -> dict[str, Any]:
+    """The disk cache of compiled kernels. The folder is not made if it is not there."""
+    store = Store()
+    entries, unreadable = [], None
+    try:
+        entries = store.entries()
+    except EPCacheError as error:
+        unreadable = str(error)
+    corrupt = [entry for entry in entries if isinstance(entry, CorruptEntry)]
+    files = (path.lstat().st_size for path in store.folder.glob("*/*"))
+    return {
+        "folder": str(store.folder),
+        "exists": store.folder.is_dir(),
+        "error": _why_not_writable(store.folder) or unreadable,
+        "entries": len(entries) - len(corrupt),
+        "corrupt": [f"{entry.arch}/{entry.key[:12]}: {entry.reason}" for entry in corrupt],
+        "bytes": sum(files),
+    }
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return f"{existing}: {error.strerror}"
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    "python": python,
+    "settings": settings,
+    "machine": machine,
+    "mpi": mpi,
+    "driver": doctor_gpus.driver,
+    "nvml": doctor_gpus.nvml,
+    "nvrtc": nvrtc,
+    "nvjitlink": nvjitlink,
+    "nvshmem_host": nvshmem_host,
+    "nvshmem_device": nvshmem_device,
+    "bindings": bindings,
+    "network": network,
+    "cache": kernel_cache,
+}

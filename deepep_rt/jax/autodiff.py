@@ -1,0 +1,277 @@
+"""`dispatch` and `combine` inside compiled functions, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from .._checks import whole_number
+from ..backends.host import handle_tables as tables
+from ..backends.inputs import combine_inputs, dispatch_inputs
+from ..config import COMBINE_DTYPES
+from ..errors import EPInputError
+from ..results import DispatchHandle
+from .callbacks import (
+    Combined,
+    as_array,
+    call,
+    run_combine,
+    run_dispatch,
+    run_known_dispatch,
+    token_of,
+    tokens_and_indices,
+    traced,
+)
+from .device import check_buffer, check_threads
+
+if TYPE_CHECKING:
+    from ..buffer import Buffer
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tables", "num_recv_tokens", "token"],
+    meta_fields=["num_tokens", "num_recv_rows", "buffer"],
+)
+@dataclass(frozen=True)
+class Handle:
+    """The routing of a `dispatch`, for its `combine`: a pytree of arrays that may go wherever arrays go."""
+
+    tables: jax.Array
+    """The buffer's own tables, `[n]` int32."""
+    num_recv_tokens: jax.Array
+    """Rows that arrived, `[1]` int32; may be more than there was room for."""
+    token: jax.Array
+    """Orders later calls after the dispatch, `[1]` float32; see `after`."""
+    num_tokens: int
+    """Tokens that this rank dispatched."""
+    num_recv_rows: int
+    """Rows of `recv_x`."""
+    buffer: int
+    """Number of the Buffer in this process."""
+
+
+class Dispatched(NamedTuple):
+    """What arrived at this rank, in the order (source rank, source token), in `num_worst_tokens` rows; the rest is padding."""
+
+    recv_x: jax.Array
+    """Rows, `[num_worst_tokens, hidden]`, dtype of `x`; padding is zero."""
+    recv_topk_idx: jax.Array
+    """Local expert numbers, `[num_worst_tokens, num_topk]` int32; -1 where the expert lives on another rank, and in padding."""
+    recv_topk_weights: jax.Array | None
+    """Weights, `[num_worst_tokens, num_topk]` float32; 0 where the expert lives on another rank, and in padding."""
+    num_recv_tokens_per_expert: jax.Array
+    """Received tokens of each local expert, `[num_local_experts]` int32."""
+    handle: Handle
+
+
+def dispatch(
+    buffer: Buffer,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None = None,
+    *,
+    num_worst_tokens: int | None = None,
+    after: jax.Array | None = None,
+) -> Dispatched:
+    """Send each token to the ranks that hold its experts, once to each rank. See `Buffer.dispatch`.
+
+    Differentiable in `x` and `topk_weights`: the gradient is a combine along the same routing.
+
+    Args:
+        buffer: The Buffer, on the GPU that JAX computes on (`use_gpu_of_rank`), or on the host backend where JAX computes on the CPU.
+        x: `[num_tokens, hidden]`, at least one row; for gradients bfloat16, float16 or float32.
+        topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers; -1 skips.
+        topk_weights: `[num_tokens, num_topk]` float32, or None.
+        num_worst_tokens: Rows of the result, whatever arrives; default and most: `num_ranks * num_max_tokens_per_rank`. Rows past it are
+            dropped (their tokens lack these experts, and so do their gradients), and count in `handle.num_recv_tokens`.
+        after: The `token` of a call that this one comes after on all ranks, where nothing else of it depends on that call.
+
+    Returns:
+        What arrived at this rank, in the order (source rank, source token): see `Dispatched`.
+
+    Raises:
+        EPInputError: while it is traced, if a shape or dtype is wrong.
+        EPUnavailableError: if MPI may not be called from XLA's threads (host backend).
+
+    Example:
+        >>> sent = dispatch(buffer, x, topk_idx, topk_weights)
+        >>> y = experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights)
+        >>> out = combine(buffer, y, sent.handle).x
+    """
+    check_threads(buffer)
+    config = buffer.config
+    most = config.num_max_recv_tokens
+    rows = most if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, most)
+    x, topk_idx = tokens_and_indices(x, topk_idx)
+    weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
+    rows_, idx_, weights_ = (None if array is None else traced(buffer, array) for array in (x, topk_idx, weights))
+    dispatch_inputs(buffer._site, None, rows_, idx_, weights_, None, None, rows, 1)
+    return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
+
+
+def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | None = None) -> Combined:
+    """Send rows back to the ranks of their tokens and add up the rows of each token there, in float32. See `Buffer.combine`.
+
+    Differentiable in `x`: the gradient is a dispatch along the same routing.
+
+    Args:
+        buffer: The Buffer of the dispatch.
+        x: `[num_worst_tokens, hidden]` bfloat16, float16 or float32, in the order of `recv_x`; padding is not read.
+        handle: The handle of the dispatch that brought the tokens.
+        after: As in `dispatch`; default: the token of `handle`.
+
+    Returns:
+        `x` `[num_tokens, hidden]`, dtype of `x`, and the `token` of the call.
+
+    Raises:
+        EPInputError: while it is traced, if a shape or dtype is wrong.
+
+    Example:
+        >>> out = combine(buffer, y, sent.handle).x
+    """
+    check_buffer(buffer)
+    x = as_array(x, "x")
+    if not isinstance(handle, Handle):
+        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.dispatch")
+    return _combine(buffer, x, handle, token_of(handle.token if after is None else after))
+
+
+def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute a layer again for its gradient instead of keeping what it computed, calls included; `jax.checkpoint` in good order.
+
+    XLA may start what `jax.checkpoint` computes again at any time, also before the gradients of the layers above: on the CPU, ranks then
+    make their calls in different orders. Here the layer's first call waits for the gradient. `jax.checkpoint` is in order inside of
+    `jax.lax.scan`, and with a policy that keeps what calls return (they have the names "deepep_rt.dispatch" and "deepep_rt.combine").
+
+    Args:
+        layer: `layer(*arrays, after=token)` gives `after` to its first call. What it is to be differentiated in has to be among the arrays;
+            it cannot be closed over.
+
+    Returns:
+        The same function, as `layer(*arrays, after=None)`.
+
+    Example:
+        >>> def layer(parameters, x, after):
+        ...     sent = dispatch(buffer, x, *router(parameters, x), after=after)
+        ...     return x + combine(buffer, experts(parameters, sent), sent.handle).x
+        >>> loss = lambda parameters, x: (checkpoint(layer)(parameters, x) ** 2).sum()
+    """
+
+    def once(after: jax.Array, *arguments: Any) -> Any:
+        return layer(*arguments, after=after)
+
+    def forward(after: jax.Array, *arguments: Any) -> tuple[Any, Any]:
+        out = once(after, *arguments)
+        return out, (arguments, _sum(out))
+
+    def backward(kept: Any, gradient: Any) -> tuple[Any, ...]:
+        arguments, done = kept
+        # The barrier is there so that XLA does not keep what it shall compute again.
+        after, arguments = jax.lax.optimization_barrier((done + _sum(gradient), arguments))
+        _, pull = jax.vjp(once, after, *arguments)
+        return tuple(pull(gradient))
+
+    run = jax.custom_vjp(once)
+    run.defvjp(forward, backward)
+
+    def checkpointed(*arrays: Any, after: Any = None) -> Any:
+        return run(token_of(after), *arrays)
+
+    return checkpointed
+
+
+def _dispatch_once(
+    buffer: Buffer, rows: int, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, after: jax.Array
+) -> Dispatched:
+    config = buffer.config
+    topk = (rows, config.num_topk)
+    shapes = [((rows, config.hidden), x.dtype), (topk, jnp.int32), ((1,), jnp.int32), ((config.num_local_experts,), jnp.int32)]
+    shapes += [((tables.num_words(config, buffer.backend),), jnp.int32)]
+    given = [x, topk_idx]
+    if topk_weights is not None:
+        given, shapes = [*given, topk_weights], [*shapes, (topk, jnp.float32)]
+
+    token, recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = _named(
+        "deepep_rt.dispatch", call(buffer, run_dispatch, (rows,), [after], given, shapes)
+    )
+    handle = Handle(table, num_recv, token, x.shape[0], rows, buffer._site.serial)
+    return Dispatched(recv_x, recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
+
+
+def _dispatch_forward(buffer: Buffer, rows: int, *arguments: Any) -> tuple[Dispatched, Any]:
+    if (dtype := arguments[0].dtype.name) not in COMBINE_DTYPES:
+        raise EPInputError(f"x is {dtype}, and its gradient would be a combine of {dtype}; use {', '.join(COMBINE_DTYPES)}")
+    sent = _dispatch_once(buffer, rows, *arguments)  # not `_dispatch`, whose inside policies do not see, nor the names there
+    return sent, (sent.handle, sent.recv_topk_idx)
+
+
+def _dispatch_backward(buffer: Buffer, rows: int, kept: Any, gradient: Dispatched) -> tuple[Any, ...]:
+    """Rows go back and are added up; a weight's gradient is where its expert is, the other ranks' zeros were no copies of it."""
+    handle, recv_idx = kept
+    weights = gradient.recv_topk_weights
+    if weights is not None:
+        weights = jnp.where(recv_idx >= 0, weights, 0)
+    token, x, *weights = _send_back(buffer, gradient.recv_x, weights, handle, gradient.handle.token)
+    return x, None, *(weights or [None]), token
+
+
+_dispatch = jax.custom_vjp(_dispatch_once, nondiff_argnums=(0, 1))
+_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+def _combine_once(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> Combined:
+    token, out = _named("deepep_rt.combine", _send_back(buffer, x, None, handle, after))
+    return Combined(out, token)
+
+
+def _combine_forward(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> tuple[Combined, Any]:
+    out = _combine_once(buffer, x, handle, after)
+    return out, (handle, out.token)
+
+
+def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[Any, ...]:
+    """Each row gets the gradient of its token. A combine that was computed again for the sake of gradients comes before."""
+    handle, done = kept
+
+    shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
+    given = [handle.tables, handle.num_recv_tokens, gradient.x]
+    token, rows = call(buffer, run_known_dispatch, _sizes(handle), [gradient.token, done], given, shapes)
+    return rows, None, token
+
+
+_combine = jax.custom_vjp(_combine_once, nondiff_argnums=(0,))
+_combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _send_back(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array) -> list[jax.Array]:
+    """Combine rows, and weights if there are any: the token, and what they add up to."""
+    config, tokens = buffer.config, handle.num_tokens
+    known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {})
+    seen = [None if array is None else traced(buffer, array) for array in (x, weights)]
+    combine_inputs(buffer._site, None, seen[0], known, seen[1], None)
+
+    shapes = [((tokens, config.hidden), x.dtype)] + ([] if weights is None else [((tokens, config.num_topk), jnp.float32)])
+    given = [handle.tables, x] + ([] if weights is None else [weights])
+    return call(buffer, run_combine, _sizes(handle), [after], given, shapes)
+
+
+def _sizes(handle: Handle) -> tuple[int, int]:
+    return handle.num_tokens, handle.num_recv_rows
+
+
+def _sum(tree: Any) -> jax.Array:
+    """A token that depends on every element of a tree of arrays."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return sum((leaf.sum(dtype=jnp.float32) for leaf in leaves), start=jnp.zeros(1, jnp.float32))
+
+
+def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:
+    """Results that policies of `jax.checkpoint` can name."""
+    return [checkpoint_name(result, name) for result in results]

@@ -1,0 +1,230 @@
+"""The low-latency calls inside `jax.jit`, for decoding. What arrives, and the routing, lie in XLA's own memory.
+
+XLA may therefore capture these calls into CUDA graphs (command buffers): it replays them without any Python, and no memory of theirs is
+handed out again in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays.dtypes import FP8_GROUP
+from ..arrays.view import Framework, View
+from ..backends.calls import LowLatencyMemory
+from ..backends.host import handle_tables as tables
+from ..backends.inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
+from ..errors import EPInputError
+from ..results import LowLatencyHandle as _Handle
+from .callbacks import Combined, as_array, as_int32, call, token_of, tokens_and_indices, traced
+from .device import check_buffer, check_threads
+
+if TYPE_CHECKING:
+    from ..buffer import Buffer
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["tables", "token"], meta_fields=["num_tokens", "has_weights", "buffer"])
+@dataclass(frozen=True)
+class LowLatencyHandle:
+    """The routing of a `low_latency_dispatch`, for its `low_latency_combine`: a pytree of arrays."""
+
+    tables: jax.Array
+    """The buffer's own tables, `[n]` int32."""
+    token: jax.Array
+    """Orders later calls after the dispatch, `[1]` float32; see `after`."""
+    num_tokens: int
+    """Tokens that this rank dispatched."""
+    has_weights: bool
+    """Whether `topk_weights` travelled with the rows."""
+    buffer: int
+    """Number of the Buffer in this process."""
+
+
+class LowLatencyDispatched(NamedTuple):
+    """What arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
+
+    recv_x: jax.Array
+    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn; those of expert e past the first
+    `num_recv_tokens_per_expert[e]` are undefined."""
+    recv_x_scales: jax.Array | None
+    """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]` float32, or uint8 exponents; None without FP8."""
+    num_recv_tokens_per_expert: jax.Array
+    """Rows of each local expert, `[num_local_experts]` int32."""
+    handle: LowLatencyHandle
+
+
+def low_latency_dispatch(
+    buffer: Buffer,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None = None,
+    *,
+    use_fp8: bool = True,
+    round_scale: bool = False,
+    use_ue8m0: bool = False,
+    after: jax.Array | None = None,
+) -> LowLatencyDispatched:
+    """Send a few tokens to their experts as fast as possible. See `Buffer.low_latency_dispatch`. For decoding: it has no gradient.
+
+    XLA may make it a part of a CUDA graph (command buffer); a time-out in a replay is raised by the next call outside of graphs, or by
+    `Buffer.synchronize`.
+
+    Args:
+        buffer: A Buffer with `low_latency=True`, on the GPU that JAX computes on, or on the host backend where JAX computes on the CPU.
+        x: `[num_tokens, hidden]` bfloat16, at least one row.
+        topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers, a token's all different; -1 skips.
+        topk_weights: `[num_tokens, num_topk]` float32, or None. Given here, `low_latency_combine` is a message round shorter.
+        use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_89 and newer).
+        round_scale: Make the scales powers of two.
+        use_ue8m0: Deliver such scales as their 8-bit exponents.
+        after: The `token` of a call that this one comes after on all ranks, where nothing else of it depends on that call.
+
+    Returns:
+        What arrived at this rank, expert by expert: see `LowLatencyDispatched`.
+
+    Raises:
+        EPInputError: while it is traced, if a shape or dtype is wrong, or the buffer was made without `low_latency=True`.
+        EPUnavailableError: if MPI may not be called from XLA's threads (host backend); when it runs, if `use_fp8` is asked of an sm_80 GPU
+            (see `errors`).
+
+    Example:
+        >>> sent = low_latency_dispatch(buffer, x, topk_idx, topk_weights)
+        >>> y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
+        >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle).x
+    """
+    check_threads(buffer)
+    buffer._low_latency()
+    x, topk_idx = tokens_and_indices(x, topk_idx)
+    weights = [] if topk_weights is None else [as_array(topk_weights, "topk_weights")]
+    seen = [traced(buffer, array) for array in (x, topk_idx, *weights)]
+    inputs = low_latency_dispatch_inputs(
+        buffer._site, None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
+    )
+    formats = (inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0)
+    return _without_gradient(partial(_dispatch, buffer, formats), x, topk_idx, weights, token_of(after))
+
+
+def low_latency_combine(
+    buffer: Buffer,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    handle: LowLatencyHandle,
+    *,
+    allow_multiple_reduction: bool = True,
+    after: jax.Array | None = None,
+) -> Combined:
+    """Send the experts' outputs back and add them up, weighted, in float32. See `Buffer.low_latency_combine`. It has no gradient.
+
+    Args:
+        buffer: The Buffer of the dispatch.
+        x: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the places of `recv_x`; rows past
+            `num_recv_tokens_per_expert` are not read.
+        topk_idx: As the dispatch was given.
+        topk_weights: `[num_tokens, num_topk]` float32; where the dispatch was given some, the same.
+        handle: The handle of the dispatch that brought the tokens.
+        allow_multiple_reduction: Add up a rank's outputs for a token before they are sent; the same on all ranks.
+        after: As in `low_latency_dispatch`; default: the token of `handle`.
+
+    Returns:
+        `x` `[num_tokens, hidden]` bfloat16, and the `token` of the call.
+
+    Raises:
+        EPInputError: while it is traced, if a shape or dtype is wrong.
+
+    Example:
+        >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle).x
+    """
+    check_buffer(buffer)
+    if not isinstance(handle, LowLatencyHandle):
+        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.low_latency_dispatch")
+    given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
+    known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, Framework())
+    y, idx, weights = (traced(buffer, array) for array in given)
+    low_latency_combine_inputs(buffer._site, None, y, idx, weights, known, allow_multiple_reduction, None)
+    sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction)
+    return _without_gradient(
+        partial(_combine, buffer, sizes), handle.tables, *given, token_of(handle.token if after is None else after)
+    )
+
+
+def _dispatch(
+    buffer: Buffer,
+    formats: tuple[bool, bool, bool],
+    x: jax.Array,
+    topk_idx: jax.Array,
+    weights: list[jax.Array],
+    after: jax.Array,
+) -> LowLatencyDispatched:
+    config, (use_fp8, _, use_ue8m0) = buffer.config, formats
+    rows = (config.num_local_experts, config.num_max_recv_tokens)
+    words = tables.num_low_latency_words(config, buffer.backend)
+    shapes: list[Any] = [((*rows, config.hidden), jnp.float8_e4m3fn if use_fp8 else jnp.bfloat16), ((words,), jnp.int32)]
+    if use_fp8:
+        shapes.append(((*rows, config.hidden // FP8_GROUP), jnp.uint8 if use_ue8m0 else jnp.float32))
+    given = [x, topk_idx, *weights]
+    token, recv_x, table, *scales = call(buffer, _run_dispatch, formats, [after], given, shapes, may_be_captured=True)
+    counts = table[tables.low_latency_counts(config, buffer.backend)]
+    handle = LowLatencyHandle(table, token, x.shape[0], bool(weights), buffer._site.serial)
+    return LowLatencyDispatched(recv_x, scales[0] if scales else None, counts, handle)
+
+
+def _combine(buffer: Buffer, sizes: tuple[int, bool, bool], *arrays: jax.Array) -> Combined:
+    *given, after = arrays
+    shapes = [((sizes[0], buffer.config.hidden), jnp.bfloat16)]
+    token, out = call(buffer, _run_combine, sizes, [after], given, shapes, may_be_captured=True)
+    return Combined(out, token)
+
+
+def _run_dispatch(
+    buffer: Buffer,
+    stream: int | None,
+    arguments: list[View],
+    results: list[View],
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> None:
+    x, idx, *weights = arguments
+    recv_x, table, *scales = results
+    backend = buffer._low_latency()
+    given = x, idx, weights[0] if weights else None
+    with buffer._turns:
+        inputs = low_latency_dispatch_inputs(buffer._site, stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
+        inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
+        sent = backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
+    if stream is None:  # the host backend has memory of its own
+        tables.copy(sent.recv_x.ptr, recv_x, None)
+        for out in scales:
+            tables.copy(sent.recv_x_scales.ptr, out, None)
+        tables.save_low_latency(sent.handle, buffer.config, table)
+
+
+def _run_combine(
+    buffer: Buffer,
+    stream: int | None,
+    arguments: list[View],
+    results: list[View],
+    num_tokens: int,
+    has_weights: bool,
+    reduce_early: bool,
+) -> None:
+    table, y, idx, weights = arguments
+    handle = tables.load_low_latency(buffer._site, table, num_tokens, has_weights)
+    buffer.low_latency_combine(y, idx, weights, handle, allow_multiple_reduction=reduce_early, out=results[0], stream=stream)
+
+
+def _without_gradient(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Run it; who differentiates hears that there is nothing to differentiate, and where there is."""
+
+    def forward(*arguments: Any) -> Any:
+        raise EPInputError("low-latency calls have no gradient; train with dispatch and combine, or use jax.lax.stop_gradient")
+
+    once = jax.custom_vjp(run)
+    once.defvjp(forward, forward)
+    return once(*arguments)

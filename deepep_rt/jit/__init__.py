@@ -1,0 +1,1 @@
+"""Compilation at run time: compilers, the cache of kernels, and their launch."""

@@ -1,0 +1,262 @@
+"""The kernel table: one entry for each .cu file in cuda_src, whose entry point has the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..config import MAX_RANKS_PER_NODE, Config
+from .structs import CStruct
+
+_COMMON = """
+    u64 peers[kNumRanks];   // symmetric base of each rank, as addressed from here
+    u64 state;              // local memory (layout.local)
+    u64 page;               // pinned host memory (layout.host_page)
+    u64 timeout_ns;
+    i32 rank;
+    i32 pes[kNumRanks];     // NVSHMEM's number of each rank
+"""
+
+_LOW_LATENCY_COMBINE = (
+    _COMMON
+    + """
+    i32 phases;
+    i32 num_tokens;
+    u64 y;                  // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden] bfloat16
+    u64 topk_idx;
+    u64 topk_weights;
+    u64 handle;
+    u64 out;                // [num_tokens, kHidden] bfloat16
+    i32 idx_bytes;
+    i32 reduce_early;       // one row for each rank, added up there
+    i32 has_weights;        // the weights came with the dispatch
+    u32 alike;              // what all ranks must give alike, see alike.py
+"""
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: the members of its Params, its file, the constants that give its block size and dynamic shared memory, and its links."""
+
+    name: str
+    params: str
+    threads: str
+    folder: str = ""  # of cuda_src
+    shared: str | None = None
+    per_dtype: bool = False  # compiled once for each element type that combine can add up
+    is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
+    needs_fp8: bool = False  # only for GPUs that convert to FP8
+    low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if ranks are far apart
+    near_only: bool = False  # needs all ranks to reach each other directly
+    overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
+    max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
+
+    def fits(self, config: Config) -> bool:
+        """Whether a Buffer of these sizes can launch it."""
+        if not self.low_latency:
+            return config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
+        return config.fits_low_latency and not (self.near_only and config.has_network)
+
+    def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
+        """Whether NVSHMEM's device library is a part of the kernel, compiled with these constants."""
+        return self.low_latency and constants["kRanksPerNode"] < constants["kNumRanks"]
+
+    @property
+    def source(self) -> str:
+        """The file with the kernel's entry point, relative to the folder of the CUDA sources."""
+        return f"{self.folder}/{self.name}.cu" if self.folder else f"{self.name}.cu"
+
+    @property
+    def struct(self) -> CStruct:
+        return CStruct("Params", self.params)
+
+
+TABLE: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            "route",
+            _COMMON
+            + """
+    i32 num_tokens;
+    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
+    u64 handle;             // out
+    i32 idx_bytes;          // 4 or 8
+    i32 expert_alignment;
+    i32 check;              // report expert numbers out of range
+    i32 to_host;            // tell the host what arrives
+""",
+            folder="throughput",
+            threads="kRouteThreads",
+        ),
+        Kernel(
+            "dispatch",
+            _COMMON
+            + """
+    i32 row_bytes;
+    u64 x;                  // [num_tokens, row_bytes]
+    u64 scales;             // [num_tokens, scale_bytes], or 0
+    u64 topk_idx;           // [num_tokens, kNumTopk], or 0
+    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
+    u64 handle;
+    u64 land_x;             // where this rank's rows shall land: offsets from its symmetric base
+    u64 land_scales;
+    u64 land_topk_idx;
+    u64 land_topk_weights;
+    u64 land_src_idx;
+    i64 capacity;           // rows that fit there
+    u64 num_recv;              // for the caller: [1] int32
+    u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
+    i32 scale_bytes;
+    i32 idx_bytes;
+    i32 rows_per_copy;
+    u64 alike;              // what all ranks must give alike, see alike.py
+""",
+            folder="throughput",
+            threads="kDispatchThreads",
+            shared="kDispatchSharedBytes",
+        ),
+        Kernel(
+            "combine",
+            _COMMON
+            + """
+    i32 num_tokens;
+    u64 y;                  // [rows received in dispatch, kRowBytes]
+    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
+    u64 bias_0;             // [num_tokens, kRowBytes], or 0
+    u64 bias_1;
+    u64 handle;
+    u64 out;                // [num_tokens, kRowBytes]
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
+    u64 land_x;             // where the rows of this rank's tokens shall land: offsets from its symmetric base
+    u64 land_topk_weights;
+    i64 capacity;           // rows of y
+    u64 alike;              // what all ranks must give alike, see alike.py
+""",
+            folder="throughput",
+            threads="kCombineThreads",
+            shared="kCombineSharedBytes",
+            per_dtype=True,
+        ),
+        Kernel(
+            "ll_dispatch",
+            _COMMON
+            + """
+    i32 phases;             // 1: send, 2: receive, 3: both
+    i32 num_tokens;
+    u64 x;                  // [num_tokens, kHidden] bfloat16
+    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
+    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
+    u64 handle;             // out
+    u64 recv_x;             // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden]
+    u64 recv_scales;        // [..., kHidden / 128] float32, or u8 (use_ue8m0)
+    u64 recv_stats;         // [kNumLocalExperts] int32, or 0: added to
+    u64 wait_stats;         // [kNumRanks] int64, or 0: added to
+    i32 idx_bytes;
+    i32 use_fp8;
+    i32 round_scale;
+    i32 use_ue8m0;
+    i32 check;              // report expert numbers out of range
+    u32 alike;              // what all ranks must give alike, see alike.py
+""",
+            folder="low_latency",
+            threads="kLlThreads",
+            shared="kLlTableBytes",
+            low_latency=True,
+            overlaps=True,
+            max_stack_bytes=8,  # of what NVSHMEM's functions are called with
+        ),
+        Kernel(
+            "ll_combine",
+            _LOW_LATENCY_COMBINE,
+            folder="low_latency",
+            threads="kLlThreads",
+            low_latency=True,
+            overlaps=True,
+            max_stack_bytes=8,  # of what NVSHMEM's functions are called with
+        ),
+        Kernel(
+            "ll_combine_many",
+            _LOW_LATENCY_COMBINE,
+            folder="low_latency",
+            threads="kLlThreads",
+            low_latency=True,
+            near_only=True,
+            overlaps=True,
+        ),
+        Kernel(
+            "fp8_encode",
+            """
+    u64 x;                  // [num_groups, 128]
+    u64 out;                // [num_groups, 128] e4m3
+    u64 scales;             // [num_groups] float32
+    i64 num_groups;
+""",
+            folder="elementwise",
+            threads="kLocalThreads",
+            per_dtype=True,
+            is_local=True,
+            needs_fp8=True,
+        ),
+        Kernel(
+            "fp8_decode",
+            """
+    u64 x;                  // [num_rows, num_channels] e4m3
+    u64 scales;             // [num_rows, num_channels / 128] float32
+    u64 out;                // [num_rows, num_channels]
+    u64 num_kept;           // int32, or 0: all rows
+    i64 num_rows;
+    i32 num_channels;
+""",
+            folder="elementwise",
+            threads="kLocalThreads",
+            per_dtype=True,
+            is_local=True,
+            needs_fp8=True,
+        ),
+        Kernel(
+            "keep_rows",
+            """
+    u64 x;                  // [num_rows, row_bytes]
+    u64 out;                // the same, or the same memory
+    u64 num_kept;           // int32
+    i64 num_rows;
+    i64 row_bytes;
+""",
+            folder="elementwise",
+            threads="kLocalThreads",
+            is_local=True,
+        ),
+        Kernel(
+            "count_choices",
+            """
+    u64 topk_idx;           // [num_tokens, num_topk] int32 or int64
+    u64 per_rank;           // [num_ranks] int32: added to
+    u64 per_expert;         // [num_experts] int32: added to
+    u64 goes;               // [num_tokens, num_ranks] u8: whether the token goes there
+    i32 idx_bytes;          // 4 or 8
+    i32 num_tokens;
+    i32 num_topk;
+    i32 num_experts;
+    i32 num_ranks;
+""",
+            folder="elementwise",
+            threads="kLocalThreads",
+            is_local=True,
+        ),
+        Kernel(
+            "ceiling",
+            _COMMON
+            + """
+    i32 num_rows;           // rows for each peer
+    u64 src;                // [kNumRanks, num_rows, row_bytes]
+    u64 land_x;             // offset from the symmetric base
+    i64 row_bytes;
+""",
+            folder="elementwise",
+            threads="kDispatchThreads",
+            shared="kDispatchSharedBytes",
+        ),
+    )
+}

@@ -1,0 +1,152 @@
+"""The Buffers of a soak run and their sizes, drawn from the seed alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._checks import is_whole
+from ..errors import EPConfigError
+
+BUFFERS, ROUNDS, POOLS, CHOICES, LEFT_OUT = range(5)
+"""What keeps the draws of one seed apart."""
+
+
+class Shape(NamedTuple):
+    """What kernels are compiled for. The list is short, so that a long run compiles them once."""
+
+    hidden: int
+    topk: int
+    local_experts: int
+    tokens: int
+    dtype: str
+    num_slots: int
+    low_latency: bool
+    on_timeout: str = "raise"
+
+
+_GPU_SHAPES = (
+    Shape(7168, 8, 32, 128, "bfloat16", 3, True),
+    Shape(7168, 8, 32, 4096, "bfloat16", 2, False),
+    Shape(2048, 6, 8, 64, "float32", 4, True, "mask"),
+    Shape(4104, 4, 5, 200, "float32", 2, True),  # rows that are no multiple of 128 bytes; FP8 does not fit
+    Shape(512, 1, 1, 32, "bfloat16", 1, True),
+    Shape(5120, 9, 16, 1024, "float16", 3, False),
+)
+_HOST_SHAPES = (
+    Shape(128, 4, 4, 24, "bfloat16", 3, True),
+    Shape(32, 2, 3, 96, "float32", 2, False),
+    Shape(1024, 8, 8, 16, "float32", 4, True, "mask"),
+    Shape(264, 6, 2, 20, "float32", 2, True),
+    Shape(512, 1, 1, 9, "bfloat16", 1, True),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that a plan depends on.
+
+    Args:
+        seed: What is drawn depends on it.
+        num_ranks: Ranks of the run.
+        on_gpu: Draw the shapes for GPUs, which are larger, and rounds with CUDA graphs.
+        rounds_per_buffer: Rounds before the next Buffer is made.
+        has_fp8: Draw FP8 conversion in low-latency dispatches.
+        tokens: Most tokens of a rank in Buffers of the throughput mode alone; None: those of the shape.
+        low_latency_tokens: Most tokens of a rank in Buffers of both modes; None: those of the shape.
+        hidden: Elements of a row; None: those of the shape.
+        topk: Experts of a token; None: those of the shape.
+        experts: Experts over all ranks; None: those of the shape.
+        ranks_per_node: As in `Buffer`.
+    """
+
+    seed: int
+    num_ranks: int
+    on_gpu: bool
+    rounds_per_buffer: int = 200
+    has_fp8: bool = True
+    tokens: int | None = None
+    low_latency_tokens: int | None = None
+    hidden: int | None = None
+    topk: int | None = None
+    experts: int | None = None
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("seed", 0), ("rounds_per_buffer", 1)):
+            if not is_whole(value := getattr(self, name), least, 1 << 62):
+                option = "--" + name.replace("_", "-")
+                raise EPConfigError(f"{option} is {value}; expected a whole number from {least} on. Choose another one.")
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One Buffer and its sizes."""
+
+    number: int
+    shape: Shape
+    num_experts: int
+    num_sms: int
+    low_latency_sms: int
+    has_graph: bool
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        """Arguments of `Buffer`."""
+        shape = self.shape
+        return dict(
+            num_max_tokens_per_rank=shape.tokens,
+            hidden=shape.hidden,
+            num_topk=shape.topk,
+            num_experts=self.num_experts,
+            dtype=shape.dtype,
+            num_slots=shape.num_slots,
+            low_latency=shape.low_latency,
+            on_timeout=shape.on_timeout,
+            num_sms=self.num_sms,
+            low_latency_sms=self.low_latency_sms,
+            ranks_per_node=options.ranks_per_node,
+        )
+
+
+class Draw:
+    """Random choices of a plan."""
+
+    def __init__(self, *seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def chance(self, share: float) -> bool:
+        return bool(self.rng.random() < share)
+
+    def one_of(self, *choices: Any) -> Any:
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def number(self, least: int, most: int) -> int:
+        return int(self.rng.integers(least, most + 1))
+
+
+@functools.lru_cache(maxsize=4)
+def buffer_of(options: Options, number: int) -> BufferPlan:
+    """The Buffer of rounds `number * rounds_per_buffer` and on."""
+    draw = Draw(options.seed, BUFFERS, number)
+    shapes = _GPU_SHAPES if options.on_gpu else _HOST_SHAPES
+    shape = shapes[(number + options.seed) % len(shapes)]
+    asked_tokens = options.low_latency_tokens if shape.low_latency else options.tokens
+    ranks = options.num_ranks
+    experts = options.experts or shape.local_experts * ranks
+    shape = shape._replace(
+        hidden=options.hidden or shape.hidden,
+        topk=options.topk or min(shape.topk, experts),
+        tokens=asked_tokens or shape.tokens,
+        local_experts=experts // ranks,
+    )
+    return BufferPlan(
+        number=number,
+        shape=shape,
+        num_experts=experts,
+        num_sms=draw.one_of(8, 16, 24, 32),
+        low_latency_sms=draw.one_of(32, 64, 128),
+        has_graph=options.on_gpu and shape.low_latency,
+    )

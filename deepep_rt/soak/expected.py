@@ -1,0 +1,253 @@
+"""What the calls of a soak round must return at one rank, from the choices of all ranks. Nothing here comes from a backend.
+
+Positions are worked out by NumPy on the host, contents where the Buffer works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.dtypes import FP8_GROUP
+from .arrays import Arrays
+
+_LARGEST = np.float32(448)  # of e4m3fn
+_LEAST = np.float32(1e-4)  # largest channel that a group is taken to have
+
+
+class Rows(NamedTuple):
+    """Rows that a rank receives: source rank and source token of each, `[n]` int64."""
+
+    source: np.ndarray
+    token: np.ndarray
+
+
+class Routing:
+    """The routing of one dispatch, as one rank sees it.
+
+    Args:
+        choices: For each rank `[tokens, topk]`, experts or -1.
+        rank: This one.
+        num_experts: Experts over all ranks.
+        worst: `num_worst_tokens` of each rank; None: all rows fit.
+    """
+
+    def __init__(self, choices: Sequence[np.ndarray], rank: int, num_experts: int, worst: Sequence[int] | None = None) -> None:
+        self.choices, self.rank, self.num_ranks = choices, rank, len(choices)
+        self.local = num_experts // len(choices)
+        self._worst = worst
+        homes = [np.where(idx >= 0, idx // self.local, -1) for idx in choices]
+        self._goes = [
+            np.stack([(home == peer).any(axis=1) for peer in range(self.num_ranks)], axis=1) for home in homes
+        ]  # for each source [tokens, ranks]
+
+    @property
+    def mine(self) -> np.ndarray:
+        """Choices of this rank's tokens."""
+        return self.choices[self.rank]
+
+    @cached_property
+    def num_sent_here(self) -> int:
+        """Rows that are sent to this rank, whether or not they fit."""
+        return int(sum(goes[:, self.rank].sum() for goes in self._goes))
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of the result."""
+        return self.num_sent_here if self._worst is None else self._worst[self.rank]
+
+    @cached_property
+    def kept(self) -> Rows:
+        """The rows that fit, in the order of the result."""
+        tokens = [np.flatnonzero(goes[:, self.rank]) for goes in self._goes]
+        source = np.repeat(np.arange(self.num_ranks), [len(t) for t in tokens])
+        return Rows(source[: self.num_rows], np.concatenate(tokens)[: self.num_rows])
+
+    @cached_property
+    def num_per_expert(self) -> np.ndarray:
+        """Choices of each local expert, rows that do not fit included."""
+        every = np.concatenate([idx.reshape(-1) for idx in self.choices])
+        first = self.rank * self.local
+        return np.bincount(every[(every >= first) & (every < first + self.local)] - first, minlength=self.local)
+
+    @cached_property
+    def local_choices(self) -> np.ndarray:
+        """Local experts of each row of the result, `[num_rows, topk]`, -1 elsewhere."""
+        made = np.full((self.num_rows, self.mine.shape[1]), -1, np.int64)
+        for source in range(self.num_ranks):
+            at = np.flatnonzero(self.kept.source == source)
+            idx = self.choices[source][self.kept.token[at]]
+            is_here = (idx >= 0) & (idx // self.local == self.rank)
+            made[at] = np.where(is_here, idx - self.rank * self.local, -1)
+        return made
+
+    def came_back_from(self, peer: int) -> np.ndarray:
+        """Tokens of this rank that have a row at `peer`, ascending."""
+        tokens = np.flatnonzero(self._goes[self.rank][:, peer])
+        if self._worst is None:
+            return tokens
+        before = sum(int(goes[:, peer].sum()) for goes in self._goes[: self.rank])
+        return tokens[: max(self._worst[peer] - before, 0)]
+
+
+class Entries(NamedTuple):
+    """Rows of a low-latency dispatch, expert by expert, `[n]` int64 each: where they lie and where they come from."""
+
+    expert: np.ndarray  # local
+    row: np.ndarray  # of the expert
+    source: np.ndarray
+    token: np.ndarray
+    choice: np.ndarray
+
+
+class ExpertRouting:
+    """The routing of one low-latency dispatch, as one rank sees it. A token may name an expert more than once.
+
+    Args:
+        choices: For each rank `[tokens, topk]`, experts or -1.
+        rank: This one.
+        num_experts: Experts over all ranks.
+        capacity: Rows that an expert has room for; later ones are dropped.
+    """
+
+    def __init__(self, choices: Sequence[np.ndarray], rank: int, num_experts: int, capacity: int) -> None:
+        self.choices, self.rank, self.num_ranks, self.capacity = choices, rank, len(choices), capacity
+        self.local, self._num_experts = num_experts // len(choices), num_experts
+
+    @property
+    def mine(self) -> np.ndarray:
+        """Choices of this rank's tokens."""
+        return self.choices[self.rank]
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The rows that fit, in the order of the result."""
+        first = self.rank * self.local
+        at = [np.nonzero((idx >= first) & (idx < first + self.local)) for idx in self.choices]
+        source = np.repeat(np.arange(self.num_ranks), [len(token) for token, _ in at])
+        token, choice = (np.concatenate(parts) for parts in zip(*at, strict=True))
+        expert = np.concatenate([idx[where] for idx, where in zip(self.choices, at, strict=True)]) - first
+        order = np.argsort(expert, kind="stable")
+        expert = expert[order]
+        row = np.arange(len(expert)) - np.searchsorted(expert, expert)
+        fits = row < self.capacity
+        return Entries(expert[fits], row[fits], source[order][fits], token[order][fits], choice[order][fits])
+
+    @cached_property
+    def num_per_expert(self) -> np.ndarray:
+        """Rows of each local expert."""
+        return np.bincount(self.entries.expert, minlength=self.local)
+
+    @cached_property
+    def fits(self) -> np.ndarray:
+        """Which choices of this rank's tokens have a row, `[tokens, topk]` bool."""
+        before = sum(np.bincount(idx[idx >= 0], minlength=self._num_experts) for idx in self.choices[: self.rank])
+        found = np.zeros(self.mine.shape, bool)
+        for expert in np.unique(self.mine[self.mine >= 0]):
+            token, choice = np.nonzero(self.mine == expert)
+            room = self.capacity - (before[expert] if self.rank else 0)  # type: ignore[index]
+            found[token[: max(room, 0)], choice[: max(room, 0)]] = True
+        return found
+
+
+def summed(
+    arrays: Arrays, routing: Routing, width: int, dtype: str, row: Callable[[int, np.ndarray], Any], biases: Sequence[Any] = ()
+) -> Any:
+    """The sums of a combine: float32 in rank order, then the biases, rounded once.
+
+    Args:
+        arrays: Where to compute.
+        routing: Of the dispatch.
+        width: Elements of a row.
+        dtype: Of the rows.
+        row: Gives what rank `peer` returns for some of this rank's tokens, as unsigned integers.
+        biases: Of all tokens, as unsigned integers.
+    """
+    total = arrays.xp.zeros((len(routing.mine), width), np.float32)
+    for peer in range(routing.num_ranks):
+        tokens = routing.came_back_from(peer)
+        if len(tokens):
+            total[arrays.put(tokens)] += arrays.to_float32(row(peer, tokens), dtype)
+    for bias in biases:
+        total += arrays.to_float32(bias, dtype)
+    return arrays.from_float32(total, dtype)
+
+
+def weighted(
+    arrays: Arrays,
+    homes: np.ndarray,
+    width: int,
+    weights: Any,
+    row: Callable[[int], Any],
+    *,
+    num_ranks: int,
+    reduce_early: bool,
+) -> Any:
+    """The sums of a low-latency combine as bfloat16, in unsigned integers.
+
+    Args:
+        arrays: Where to compute.
+        homes: `[tokens, topk]`, the rank that returns a row for a choice, or -1 where none is added.
+        width: Elements of a row.
+        weights: `[tokens, topk]` float32 of this rank.
+        row: Gives the rows that a choice brings, for all tokens, as unsigned integers.
+        num_ranks: Of the Buffer.
+        reduce_early: Expert ranks add up their rows of a token and round the sum.
+    """
+    xp, shape = arrays.xp, (len(homes), width)
+    sums: dict[int, Any] = {peer: xp.zeros(shape, np.float32) for peer in (range(num_ranks) if reduce_early else [0])}
+    for choice in range(homes.shape[1]):
+        term = weights[:, choice, None] * arrays.to_float32(row(choice), "bfloat16")
+        for peer, partial in sums.items():
+            chosen = homes[:, choice] == peer if reduce_early else homes[:, choice] >= 0
+            if chosen.any():
+                partial += xp.where(arrays.put(chosen)[:, None], term, xp.float32(0))
+    if not reduce_early:
+        return arrays.from_float32(sums[0], "bfloat16")
+    total = xp.zeros(shape, np.float32)
+    for peer in range(num_ranks):
+        total += arrays.to_float32(arrays.from_float32(sums[peer], "bfloat16"), "bfloat16")
+    return arrays.from_float32(total, "bfloat16")
+
+
+def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tuple[Any, Any]:
+    """Rows of finite bfloat16 as e4m3fn with a scale for each 128 channels: the nearest of all 127 sizes, ties to even.
+
+    Args:
+        arrays: Where to compute.
+        rows: `[n, hidden]` uint16.
+        round_scale: Scales are powers of two.
+        ue8m0: Scales as their exponents.
+
+    Returns:
+        `[n, hidden]` uint8, and `[n, hidden // 128]` float32 or uint8.
+    """
+    xp = arrays.xp
+    groups = arrays.to_float32(rows, "bfloat16").reshape(len(rows), rows.shape[1] // FP8_GROUP, FP8_GROUP)
+    largest = xp.maximum(abs(groups).max(axis=2), _LEAST)
+    scales, factors = largest / _LARGEST, _LARGEST / largest
+    if round_scale:
+        bits = scales.view(np.uint32)
+        up = ((bits & xp.uint32(0x7FFFFF)) != 0).astype(np.uint32)
+        scales = (((bits >> xp.uint32(23)) + up) << xp.uint32(23)).view(np.float32)
+        factors = xp.float32(1) / scales
+    scaled = xp.minimum(abs(groups) * factors[:, :, None], _LARGEST)
+    middles = arrays.put(_middles())
+    codes = xp.searchsorted(middles, scaled.reshape(-1))
+    is_tie = middles[xp.minimum(codes, len(middles) - 1)] == scaled.reshape(-1)
+    codes += is_tie & (codes % 2 == 1)
+    codes = codes.astype(np.uint8).reshape(rows.shape) | (rows >> np.uint16(8) & np.uint16(0x80)).astype(np.uint8)
+    if ue8m0:
+        return codes, (scales.view(np.uint32) >> xp.uint32(23)).astype(np.uint8)
+    return codes, scales
+
+
+def _middles() -> np.ndarray:
+    """The numbers between neighbouring sizes of e4m3fn, ascending."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    return ((sizes[1:] + sizes[:-1]) / 2).astype(np.float32)

@@ -1,0 +1,98 @@
+"""Rounds that replay a CUDA graph of both modes with new data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import row_keys
+from .expected import ExpertRouting, Routing, summed, weighted
+from .plan import RoundPlan, experts_of
+from .session import Session
+
+
+def play(session: Session, plan: RoundPlan) -> None:
+    """Replay the graph of this Buffer, which the first such round captures."""
+    if session.graph is None:
+        session.graph = _Graph(session)
+    session.graph.play(plan)
+
+
+class _Graph:
+    """Dispatch and combine of both modes in one graph, and the arrays that it reads."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.arrays = session, session.arrays
+        shape, xp = session.plan.shape, session.arrays.xp
+        self.hidden, self.topk = shape.hidden, shape.topk
+        self.worst = shape.tokens * session.options.num_ranks
+        raw = xp.zeros((shape.tokens, shape.hidden), np.uint16)
+        self.x = self.arrays.typed(raw, "bfloat16", raw.shape)
+        self.idx = xp.full((shape.tokens, shape.topk), -1, np.int64)
+        self.weights = xp.zeros((shape.tokens, shape.topk), np.float32)
+        session.doing = "the capture of a graph"
+        session.check_held()  # nothing is allocated in a capture: the pool has to have room
+        session.settle()
+        held = self._calls()  # memory of results is allocated now, and not in the capture
+        session.buffer.synchronize()
+        session.meet()
+        del held
+        stream = xp.cuda.get_current_stream()
+        stream.begin_capture()
+        self.results = self._calls()
+        self.graph = stream.end_capture()
+
+    def _calls(self) -> tuple[Any, Any, Any, Any]:
+        buffer = self.session.buffer
+        sent = buffer.low_latency_dispatch(self.x, self.idx, topk_weights=self.weights, use_fp8=False)
+        decoded = buffer.low_latency_combine(sent.recv_x, self.idx, self.weights, sent.handle)
+        routed = buffer.dispatch(self.x, self.idx, self.weights, num_worst_tokens=self.worst)
+        return sent, decoded, routed, buffer.combine(routed.recv_x, routed.handle)
+
+    def play(self, plan: RoundPlan) -> None:
+        """Write new inputs, overwrite the outputs, replay and check."""
+        session, arrays = self.session, self.arrays
+        choices = [experts_of(session.options, plan, 0, rank) for rank in range(session.options.num_ranks)]
+        routing = Routing(choices, session.rank, session.plan.num_experts, (self.worst,) * len(choices))
+        x_key, weights_key = (session.key(plan, 0, what) for what in ("x", "weights"))
+        mine, tokens = np.full(len(routing.mine), session.rank), np.arange(len(routing.mine))
+        arrays.write(self.x, arrays.numbers(row_keys(x_key, mine, tokens), self.hidden, "bfloat16"))
+        arrays.write(self.idx, arrays.put(routing.mine))
+        arrays.write(self.weights, arrays.numbers(row_keys(weights_key, mine, tokens), self.topk, "float32"))
+        sent, decoded, routed, summed_up = self.results
+        for output in (sent.recv_x, decoded.x, routed.recv_x, routed.recv_topk_idx, summed_up.x):
+            arrays.poison(output)
+        session.doing = "the replay of a graph"
+        self.graph.launch()
+        self._check(plan, routing, x_key)
+
+    def _check(self, plan: RoundPlan, routing: Routing, x_key: int) -> None:
+        session, arrays, hidden = self.session, self.arrays, self.hidden
+        sent, decoded, routed, summed_up = self.results
+        tokens = np.arange(len(routing.mine))
+
+        def sent_rows(keys: np.ndarray) -> Any:
+            return arrays.numbers(keys, hidden, "bfloat16")
+
+        def own_rows(at: np.ndarray) -> Any:
+            return sent_rows(row_keys(x_key, np.full(len(at), session.rank), at))
+
+        def compare(call: str, name: str, got: Any, keys: np.ndarray, make: Any) -> None:
+            shape = tuple(got.shape)
+            session.check.rows(plan.number, f"replayed {call}", name, got, shape, "bfloat16", keys, make)
+
+        experts = ExpertRouting(routing.choices, session.rank, session.plan.num_experts, self.worst)
+        entries, call = experts.entries, "replayed low_latency_dispatch"
+        flat = arrays.rows(sent.recv_x, 2).reshape(experts.local * self.worst, -1)
+        keys, at = row_keys(x_key, entries.source, entries.token), entries.expert * self.worst + entries.row
+        session.check.raw_rows(plan.number, call, "recv_x", flat, keys, sent_rows, at=at)
+        compare("dispatch", "recv_x", routed.recv_x, row_keys(x_key, *routing.kept), sent_rows)
+        session.check.array(plan.number, "replayed dispatch", "recv_topk_idx", routed.recv_topk_idx, routing.local_choices)
+        # Experts return what they got, so a row of the sum is the sum of a token's own rows.
+        homes, ranks = np.where(experts.fits, routing.mine // routing.local, -1), routing.num_ranks
+        own = own_rows(tokens)
+        wanted = weighted(arrays, homes, hidden, self.weights, lambda choice: own, num_ranks=ranks, reduce_early=True)
+        compare("low_latency_combine", "x", decoded.x, tokens, lambda part: wanted[part[0] : part[-1] + 1])
+        total = summed(arrays, routing, hidden, "bfloat16", lambda peer, at: own_rows(at))
+        compare("combine", "x", summed_up.x, tokens, lambda part: total[part[0] : part[-1] + 1])

@@ -1,0 +1,211 @@
+"""A round of the low-latency mode: one or more micro-batches, whose halves overlap where they have hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays.dtypes import FP8_GROUP
+from ..results import LowLatencyCombineResult, LowLatencyDispatchResult
+from .arrays import row_keys
+from .expected import ExpertRouting, to_fp8, weighted
+from .plan import RoundPlan, Step, experts_of, left_out_of
+from .session import Session
+
+_STATS_START = 7
+
+
+def play(session: Session, plan: RoundPlan) -> None:
+    """Make the calls of a round and check all that they return."""
+    batches = [_Batch(session, plan, step, number) for number, step in enumerate(plan.steps)]
+    for batch in batches:
+        batch.dispatch()
+    for batch in batches:
+        batch.receive()
+        batch.combine()
+    for batch in batches:
+        batch.finish()
+
+
+class _Batch:
+    """A low-latency dispatch and its combine."""
+
+    def __init__(self, session: Session, plan: RoundPlan, step: Step, number: int) -> None:
+        self.session, self.plan, self.step, self.number = session, plan, step, number
+        self.arrays, self.check, self.rank = session.arrays, session.check, session.rank
+        choices = [experts_of(session.options, plan, number, rank) for rank in range(session.options.num_ranks)]
+        self.hidden, self.topk = session.plan.shape.hidden, session.plan.shape.topk
+        self.capacity = session.options.num_ranks * session.plan.shape.tokens
+        self.routing = ExpertRouting(choices, self.rank, session.plan.num_experts, self.capacity)
+        self.left_out = left_out_of(session.options, plan, number, self.rank, choices[self.rank])
+        self.tokens = np.arange(plan.tokens[self.rank])
+        self.keys = {what: session.key(plan, number, what) for what in ("x", "weights", "y")}
+        self.idx = self.arrays.put(self.routing.mine.astype(plan.idx_dtype))
+        mine = np.full(len(self.tokens), self.rank)
+        self.weights = self.arrays.numbers(row_keys(self.keys["weights"], mine, self.tokens), self.topk, "float32").view(
+            np.float32
+        )
+        raw = self.arrays.numbers(row_keys(self.keys["x"], mine, self.tokens), self.hidden, "bfloat16")
+        self.x = self.arrays.typed(raw, "bfloat16", (len(self.tokens), self.hidden))
+        self.recv_stats: Any = None
+        self.wait_stats: Any = None
+        if step.stats:
+            self.recv_stats = self.arrays.put(np.full(self.routing.local, _STATS_START, np.int32))
+            self.wait_stats = self.arrays.put(np.full(session.options.num_ranks, _STATS_START, np.int64))
+
+    # --- dispatch ----------------------------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> None:
+        """Send; without a hook, receive too."""
+        step = self.step
+        self.sent: LowLatencyDispatchResult = self.session.timed(
+            "low_latency_dispatch",
+            step.way,
+            lambda way: self.session.buffer.low_latency_dispatch(
+                self.x,
+                self.idx,
+                topk_weights=self.weights if step.early_weights else None,
+                use_fp8=step.use_fp8,
+                round_scale=step.round_scale,
+                use_ue8m0=step.use_ue8m0,
+                return_recv_hook=step.hook,
+                cumulative_local_expert_recv_stats=self.recv_stats,
+                wait_recv_cost_stats=self.wait_stats,
+                **way,
+            ),
+            has_hook=step.hook,
+        )
+
+    def receive(self) -> None:
+        """Call the hook and check what arrived."""
+        if self.sent.hook is not None:
+            self.session.doing = "the hook of low_latency_dispatch"
+            self.sent.hook()
+            self.sent.event.wait()
+        self._check_arrived()
+        if self.step.stats:
+            wanted = self.routing.num_per_expert.astype(np.int32) + _STATS_START
+            self._array("cumulative_local_expert_recv_stats", self.recv_stats, wanted)
+            grew = (self.wait_stats >= _STATS_START).all()
+            self._array("wait_recv_cost_stats did not shrink", self.arrays.xp.asarray(grew).reshape(1), np.array([True]))
+
+    def _check_arrived(self) -> None:
+        counts, step, config = self.routing.num_per_expert, self.step, (self.routing.local, self.capacity)
+        self._array("num_recv_tokens_per_expert", self.sent.num_recv_tokens_per_expert, counts.astype(np.int32))
+        dtype = "float8_e4m3fn" if step.use_fp8 else "bfloat16"
+        self._check_rows("recv_x", self.sent.recv_x, (*config, self.hidden), dtype, 0)
+        if step.use_fp8:
+            dtype = "uint8" if step.use_ue8m0 else "float32"
+            self._check_rows("recv_x_scales", self.sent.recv_x_scales, (*config, self.hidden // FP8_GROUP), dtype, 1)
+        else:
+            self._value("recv_x_scales", self.sent.recv_x_scales, None)
+
+    def _check_rows(self, name: str, got: Any, shape: tuple[int, ...], dtype: str, part: int) -> None:
+        """Compare the rows of each expert; `part` 0: rows, 1: scales."""
+        found = None if got is None else (tuple(got.shape), np.dtype(got.dtype).name)
+        self._value(f"{name}.shape and dtype", found, (shape, dtype))
+        if found != (shape, dtype):
+            return
+        entries, call = self.routing.entries, self._call("dispatch")
+
+        def note(number: int) -> str:
+            expert, row, source, token, choice = (int(values[number]) for values in entries)
+            return f"row {row} of local expert {expert}, which is choice {choice} of token {token} of rank {source}"
+
+        keys = row_keys(self.keys["x"], entries.source, entries.token)
+        rows, at = self._flat(got), entries.expert * self.capacity + entries.row
+        self.check.raw_rows(self.plan.number, call, name, rows, keys, lambda k: self._sent_rows(k)[part], note, at)
+
+    def _flat(self, array: Any) -> Any:
+        """`[local experts * capacity, row bytes]` of `[local experts, capacity, ...]`."""
+        return self.arrays.rows(array, 2).reshape(self.routing.local * self.capacity, -1)
+
+    def _sent_rows(self, keys: np.ndarray) -> tuple[Any, Any]:
+        """Rows as they arrive, and their scales."""
+        rows = self.arrays.numbers(keys, self.hidden, "bfloat16")
+        if not self.step.use_fp8:
+            return rows, None
+        return to_fp8(self.arrays, rows, round_scale=self.step.round_scale, ue8m0=self.step.use_ue8m0)
+
+    # --- combine -----------------------------------------------------------------------------------------------------------------
+
+    def combine(self) -> None:
+        """Write the experts' outputs and send them; without a hook, receive too."""
+        step, buffer = self.step, self.session.buffer
+        idx = self.idx
+        if self.left_out.any():
+            idx = self.arrays.put(np.where(self.left_out, -1, self.routing.mine).astype(self.plan.idx_dtype))
+        self.combine_idx = idx  # read until the call, or its hook, has run
+        shape = self.routing.local, self.capacity, self.hidden
+        if step.zero_copy:
+            y = buffer.get_low_latency_combine_buffer(self.sent.handle)
+            self.arrays.fill_not_numbers(y)
+        else:
+            y = self.arrays.not_numbers(shape, "bfloat16")  # rows past the counts stay NaN: nothing may read them
+        entries = self.routing.entries
+        where = entries.expert + self.rank * self.routing.local, entries.source, entries.token, entries.choice
+        made = self.arrays.numbers(row_keys(self.keys["y"], *where), self.hidden, "bfloat16")
+        self.arrays.scatter(self._flat(y), entries.expert * self.capacity + entries.row, made)
+        self.out = self.arrays.not_numbers((len(self.tokens), self.hidden), "bfloat16") if step.out else None
+        self.y = y
+        self.back: LowLatencyCombineResult = self.session.timed(
+            "low_latency_combine",
+            step.combine_way,
+            lambda way: buffer.low_latency_combine(
+                y,
+                idx,
+                self.weights,
+                self.sent.handle,
+                allow_multiple_reduction=step.reduce_early,
+                zero_copy=step.zero_copy,
+                out=self.out,
+                return_recv_hook=step.combine_hook,
+                **way,
+            ),
+            has_hook=step.combine_hook,
+        )
+
+    def finish(self) -> None:
+        """Call the hook of the combine, check the sums and let go of both results."""
+        if self.back.hook is not None:
+            self.session.doing = "the hook of low_latency_combine"
+            self.back.hook()
+            self.back.event.wait()
+        self._check_sums()
+        if self.step.out:
+            self._value("x is out", self.arrays.is_same_memory(self.back.x, self.out), True)
+        self.session.let_go(self.plan, self.sent, self._check_arrived, ("recv_x", "recv_x_scales", "num_recv_tokens_per_expert"))
+        self.session.let_go(self.plan, self.back, self._check_sums, ("x",))
+
+    def _check_sums(self) -> None:
+        mine = self.routing.mine
+
+        def row(choice: int) -> Any:
+            where = np.full(len(self.tokens), self.rank), self.tokens, np.full(len(self.tokens), choice)
+            return self.arrays.numbers(row_keys(self.keys["y"], mine[:, choice], *where), self.hidden, "bfloat16")
+
+        homes = np.where(self.routing.fits & ~self.left_out, mine // self.routing.local, -1)
+        num_ranks, early = self.session.options.num_ranks, self.step.reduce_early
+        wanted = weighted(self.arrays, homes, self.hidden, self.weights, row, num_ranks=num_ranks, reduce_early=early)
+        self.check.rows(
+            self.plan.number,
+            self._call("combine"),
+            "x",
+            self.back.x,
+            (len(self.tokens), self.hidden),
+            "bfloat16",
+            self.tokens,
+            lambda part: wanted[part[0] : part[-1] + 1],
+        )
+
+    # --- checks ------------------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str) -> str:
+        return f"low_latency_{name} {self.number}"
+
+    def _array(self, name: str, got: Any, want: np.ndarray) -> None:
+        self.check.array(self.plan.number, self._call("dispatch"), name, got, want)
+
+    def _value(self, name: str, got: Any, want: Any) -> None:
+        self.check.value(self.plan.number, self._call("dispatch"), name, got, want)

@@ -1,0 +1,249 @@
+"""The plan of a round: which calls it makes with which options and routing, drawn from the seed alone.
+
+All ranks draw the same plan without a message, and a round that failed can be drawn again by its number.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from ..arrays.dtypes import DTYPES, FP8_GROUP
+from ..config import COMBINE_DTYPES, MAX_ROW_BYTES, ROW_ALIGNMENT
+from .buffers import CHOICES, LEFT_OUT, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of
+
+_PAYLOADS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8")
+_LONGEST_DELAY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Call:
+    """A dispatch of the throughput mode and its combine."""
+
+    is_repeat: bool  # along the routing of the first one, by its handle
+    dtype: str
+    scale_words: int
+    scale_dtype: str
+    has_idx: bool
+    has_weights: bool
+    way: str  # plain, async, event or stream
+    combine_dtype: str
+    combine_way: str
+    sums_weights: bool
+    biases: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A low-latency dispatch and its combine."""
+
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+    early_weights: bool
+    hook: bool
+    combine_hook: bool
+    stats: bool
+    reduce_early: bool
+    zero_copy: bool
+    out: bool
+    leaves_out: bool  # the combine names some choices no more
+    way: str
+    combine_way: str
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """One round: calls of one mode with new data."""
+
+    number: int
+    kind: str  # throughput, low_latency or graph
+    tokens: tuple[int, ...]  # of each rank
+    pool_size: int  # experts that tokens choose among
+    pool_rank: int  # the rank whose experts these are; -1: experts of all ranks
+    skip: float  # share of the choices that are -1
+    idx_dtype: str
+    delays_s: tuple[float, ...]  # of each rank, before the round
+    hold: int  # rounds after which kept results are checked again; 0: none is kept
+    worst: tuple[int, ...] | None = None  # num_worst_tokens of each rank
+    alignment: int = 1
+    calls: tuple[Call, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+
+def round_of(options: Options, number: int) -> RoundPlan:
+    """The plan of one round."""
+    buffer = buffer_of(options, number // options.rounds_per_buffer)
+    draw = Draw(options.seed, ROUNDS, number)
+    kind = "throughput"
+    if buffer.shape.low_latency and draw.chance(0.6):
+        kind = "graph" if buffer.has_graph and draw.chance(0.2) else "low_latency"
+    pool_size, pool_rank = _pool(draw, options, buffer)
+    common = dict(
+        number=number,
+        kind=kind,
+        tokens=_tokens(draw, options.num_ranks, buffer.shape.tokens, kind),
+        pool_size=pool_size,
+        pool_rank=pool_rank,
+        skip=draw.one_of(0.0, 0.0, 0.1, 0.5, 1.0) if draw.chance(0.5) else 0.0,
+        idx_dtype=draw.one_of("int32", "int64"),
+        delays_s=_delays(draw, options.num_ranks),
+        hold=draw.number(1, 12) if draw.chance(0.3) else 0,
+    )
+    if kind == "graph":
+        return RoundPlan(**{**common, "idx_dtype": "int64"})  # the graph reads the same arrays each time
+    if kind == "low_latency":
+        return RoundPlan(**common, steps=_steps(draw, options, buffer))
+    most = options.num_ranks * buffer.shape.tokens
+    worst = None
+    if draw.chance(0.4):
+        worst = (most,) * options.num_ranks
+        if draw.chance(0.5):
+            worst = tuple(draw.number(0, most) for _ in range(options.num_ranks))
+    return RoundPlan(
+        **common, worst=worst, alignment=draw.one_of(1, 1, 4, 16, 128), calls=_calls(draw, buffer.shape, worst is not None)
+    )
+
+
+def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.ndarray:
+    """The experts that the tokens of a rank choose.
+
+    Args:
+        options: Of the run.
+        plan: Of the round.
+        step: Of a low-latency round, whose steps have a routing each; otherwise 0.
+        rank: The source.
+
+    Returns:
+        `[tokens, topk]` int64, -1 for none. A token's experts differ unless the pool has fewer than `topk`.
+    """
+    buffer = buffer_of(options, plan.number // options.rounds_per_buffer)
+    pool_rng = np.random.default_rng((options.seed, POOLS, plan.number, step))
+    if plan.pool_rank < 0:
+        pool = pool_rng.permutation(buffer.num_experts)[: plan.pool_size]
+    else:
+        pool = plan.pool_rank * buffer.shape.local_experts + pool_rng.permutation(buffer.shape.local_experts)
+    rng = np.random.default_rng((options.seed, CHOICES, plan.number, step, rank))
+    size, tokens = len(pool), plan.tokens[rank]
+    first = rng.integers(0, size, tokens)
+    stride = rng.choice(_strides(size), tokens)
+    idx = pool[(first[:, None] + stride[:, None] * np.arange(buffer.shape.topk)) % size]
+    return np.where(rng.random(idx.shape) < plan.skip, -1, idx)
+
+
+def left_out_of(options: Options, plan: RoundPlan, step: int, rank: int, idx: np.ndarray) -> np.ndarray:
+    """Choices that a low-latency combine names no more, `[tokens, topk]` bool; of a rank that adds up early all of a token or none."""
+    if not plan.steps[step].leaves_out:
+        return np.zeros(idx.shape, bool)
+    rng = np.random.default_rng((options.seed, LEFT_OUT, plan.number, step, rank))
+    if not plan.steps[step].reduce_early:
+        return (idx >= 0) & (rng.random(idx.shape) < 0.3)
+    local = buffer_of(options, plan.number // options.rounds_per_buffer).shape.local_experts
+    ranks = rng.random((len(idx), options.num_ranks)) < 0.3
+    return (idx >= 0) & np.take_along_axis(ranks, np.maximum(idx, 0) // local, axis=1)
+
+
+@functools.lru_cache
+def _strides(size: int) -> list[int]:
+    """Steps through a ring of so many experts that meet each of them before the first one again."""
+    return [step for step in range(1, size + 1) if gcd(step, size) == 1]
+
+
+def _pool(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[int, int]:
+    """How skewed the routing is."""
+    shape = buffer.shape
+    how = draw.one_of("all", "all", "few", "one rank")
+    if how == "one rank":
+        return shape.local_experts, draw.number(0, options.num_ranks - 1)
+    if how == "few":  # with fewer than a token chooses, it names some of them again
+        return min(buffer.num_experts, max(shape.topk + draw.number(-2, 2), 1)), -1
+    return buffer.num_experts, -1
+
+
+def _tokens(draw: Draw, num_ranks: int, most: int, kind: str) -> tuple[int, ...]:
+    if kind == "graph":
+        return (most,) * num_ranks
+    how = draw.one_of("random", "random", "all", "few", "none", "one")
+    if how == "all":
+        return (most,) * num_ranks
+    if how == "few":
+        return tuple(draw.number(0, min(2, most)) for _ in range(num_ranks))
+    if how == "none":  # on some ranks, now and then on all
+        return tuple(draw.one_of(0, draw.number(0, most)) for _ in range(num_ranks))
+    if how == "one":
+        full = draw.number(0, num_ranks - 1)
+        return tuple(most if rank == full else draw.number(0, 1) for rank in range(num_ranks))
+    return tuple(draw.number(0, most) for _ in range(num_ranks))
+
+
+def _delays(draw: Draw, num_ranks: int) -> tuple[float, ...]:
+    if draw.chance(0.8):
+        return (0.0,) * num_ranks
+    return tuple(_LONGEST_DELAY_S * float(draw.rng.random()) ** 4 if draw.chance(0.5) else 0.0 for _ in range(num_ranks))
+
+
+def _fits(shape: Shape, dtype: str) -> bool:
+    row_bytes = shape.hidden * DTYPES[dtype].itemsize
+    width = min(shape.hidden * DTYPES[shape.dtype].itemsize, MAX_ROW_BYTES)
+    return row_bytes <= width and row_bytes % ROW_ALIGNMENT == 0
+
+
+def _way(draw: Draw) -> str:
+    return draw.one_of("plain", "plain", "async", "event", "stream")
+
+
+def _calls(draw: Draw, shape: Shape, is_fixed: bool) -> tuple[Call, ...]:
+    payloads = [dtype for dtype in _PAYLOADS if _fits(shape, dtype)]
+    sums = [dtype for dtype in COMBINE_DTYPES if _fits(shape, dtype)]
+    made = []
+    for number in range(draw.one_of(1, 1, 2, 3)):
+        has_idx = number == 0 or draw.chance(0.5)
+        made.append(
+            Call(
+                is_repeat=number > 0,
+                dtype=draw.one_of(*payloads),
+                scale_words=draw.number(1, -(-shape.hidden // FP8_GROUP)) if draw.chance(0.4) else 0,
+                scale_dtype=draw.one_of("float32", "int32"),
+                has_idx=has_idx,
+                has_weights=has_idx and draw.chance(0.7),
+                way=_way(draw),
+                combine_dtype=draw.one_of(*sums),
+                combine_way=_way(draw),
+                sums_weights=draw.chance(0.4),
+                biases=draw.one_of(0, 0, 1, 2),
+            )
+        )
+    return tuple(made)
+
+
+def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]:
+    shape, made = buffer.shape, []
+    many = draw.number(2, min(3, shape.num_slots)) if shape.num_slots > 1 and draw.chance(0.4) else 1
+    use_fp8 = options.has_fp8 and shape.hidden % FP8_GROUP == 0
+    # On GPUs, rows that are not reduced early do not go with time-outs that mask.
+    may_reduce_late = shape.on_timeout == "raise"
+    for _ in range(many):
+        fp8 = use_fp8 and draw.chance(0.6)
+        ue8m0 = fp8 and draw.chance(0.3)
+        zero_copy = draw.chance(0.3) and many == 1  # a Buffer has one such array
+        made.append(
+            Step(
+                use_fp8=fp8,
+                round_scale=fp8 and (ue8m0 or draw.chance(0.4)),
+                use_ue8m0=ue8m0,
+                early_weights=draw.chance(0.6),
+                hook=many > 1 or draw.chance(0.4),
+                combine_hook=many > 1 or draw.chance(0.4),
+                stats=draw.chance(0.3),
+                reduce_early=not (may_reduce_late and draw.chance(0.4)),
+                zero_copy=zero_copy,
+                out=draw.chance(0.3),
+                leaves_out=draw.chance(0.3),
+                way=draw.one_of("plain", "plain", "async", "stream"),
+                combine_way=draw.one_of("plain", "plain", "async", "stream"),
+            )
+        )
+    return tuple(made)

@@ -1,0 +1,282 @@
+"""`python -m deepep_rt soak`: random rounds of both modes on all ranks, every byte checked.
+
+`soak_plan` draws what each round does from the seed, `soak_throughput`, `soak_low_latency` and `soak_graph` make the calls,
+`soak_expected` and `soak_arrays` know what must come back, `soak_check` compares and `soak_report` tells. The ranks follow the same plan
+without a message. They meet now and then, to stop together when time is up or when one of them has found a difference.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..bench.ranks import make_room, together
+from ..buffer import Buffer
+from ..comm.rendezvous import meet
+from ..config import Config
+from ..errors import EPError, EPUnavailableError
+from . import graph as soak_graph
+from . import low_latency as soak_low_latency
+from . import throughput as soak_throughput
+from .arrays import Arrays
+from .asked import Asked
+from .buffers import Options, buffer_of
+from .check import MOST_REPORTED, Checker, Mismatch
+from .plan import round_of
+from .report import command, mismatch, percentiles, with_commands, write
+from .session import CALLS, Session, Times
+from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+_PLAYERS = {"throughput": soak_throughput.play, "low_latency": soak_low_latency.play, "graph": soak_graph.play}
+_ROUNDS_BETWEEN_MEETINGS = 16
+_DEFAULT_MINUTES = 10.0
+_COMPILING_S = 900.0  # what making a Buffer on GPUs may take besides
+
+
+def run(asked: Asked) -> dict[str, Any] | None:
+    """Run on all ranks of the current mpirun.
+
+    Returns:
+        The report, on rank 0; its "status" is "passed" or "mismatch".
+
+    Raises:
+        EPConfigError: if an option is wrong.
+        EPUnavailableError: if a library is missing, or there is no GPU where one was asked for.
+        EPError: if a call of a round raised; names the round and the command that repeats it.
+    """
+    from mpi4py import MPI
+
+    with together(MPI.COMM_WORLD) as comm:
+        asked.check()
+        try:
+            import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and FP8)
+        except ImportError as error:
+            raise EPUnavailableError(
+                f"soak needs ml_dtypes ({error}). Run: pip install 'deepep_rt[test]' or ml-dtypes."
+            ) from None
+        if asked.json_file:
+            make_room(comm, asked.json_file, "--json", is_file=True)
+        return _Run(comm, asked).play()
+
+
+class _Run:
+    """One rank's part of a run."""
+
+    def __init__(self, comm: Intracomm, asked: Asked) -> None:
+        from ..comm.communicator import communicator_of
+
+        self.comm, self.asked, self.rank = comm, asked, comm.rank
+        self.ranks = communicator_of(comm)
+        self.backend, has_fp8 = self._backend()
+        seed = comm.bcast(int.from_bytes(os.urandom(4), "little") if asked.seed is None else asked.seed)
+        sizes: dict[str, Any] = asked.sizes
+        self.options = Options(seed=seed, num_ranks=comm.size, on_gpu=self.backend == "cuda", has_fp8=has_fp8, **sizes)
+        last = asked.round
+        self.first = (last if asked.since is None else asked.since) if last is not None else 0
+        if last is None and asked.rounds is not None:
+            last = asked.rounds - 1
+        self.end = None if last is None else last + 1
+        self.limit_s = 60 * (asked.minutes or _DEFAULT_MINUTES) if self.end is None or asked.minutes else None
+        self.start = time.monotonic()
+        self.arrays = Arrays(self.options.on_gpu)
+        self.check = Checker(self.arrays, self.rank)
+        self.times = Times()
+        self.num_rounds = self.num_buffers = 0
+        self.session: Session | None = None
+        self.spoke = self.start
+        self.watchdog = Watchdog(comm, self._where)
+
+    def _backend(self) -> tuple[str, bool]:
+        """The backend of all ranks, and whether it converts to FP8."""
+        from ..backends.agreement import agree
+        from ..bench.machine import Machine
+        from ..jit import build as jit
+        from ..kernels.tuning import has_fp8
+
+        config = Config(self.comm.size, 1, 512, 1, self.comm.size, timeout_s=self.asked.timeout_s)
+        backend = agree(self.ranks, config, self.asked.backend, "copy")
+        self.machine = Machine(self.comm, backend)
+        return backend, backend == "host" or has_fp8(jit.current_arch())
+
+    def play(self) -> dict[str, Any] | None:
+        """Run all rounds; gives the report on rank 0."""
+        try:
+            with self.arrays.main_stream(), self.watchdog:
+                self._say("started", force=True)
+                self._buffers()
+                return self._finish()
+        except Exception as error:
+            self._write(self._document("error", error=f"rank {self.rank}: {error}"))
+            raise
+
+    def _buffers(self) -> None:
+        number, ended = self.first, False
+        while not ended and number != self.end:
+            plan = buffer_of(self.options, number // self.options.rounds_per_buffer)
+            last = (plan.number + 1) * self.options.rounds_per_buffer
+            last = last if self.end is None else min(last, self.end)
+            self.watchdog.feed(self.asked.timeout_s + (_COMPILING_S if self.options.on_gpu else 0))
+            settings = plan.settings(self.options)
+            with Buffer(self.comm, backend=self.backend, timeout_s=self.asked.timeout_s, **settings) as buffer:
+                self.session = session = Session(
+                    self.options, plan, buffer, self.arrays, self.check, self.times, self.rank, self._meet
+                )
+                self.num_buffers += 1
+                number, ended = self._rounds(session, number, last)
+                self.session = None
+            self.arrays.release()
+
+    def _rounds(self, session: Session, first: int, last: int) -> tuple[int, bool]:
+        """The rounds of one Buffer. Gives the next round, and whether the run has ended."""
+        ended, number = False, first
+        try:
+            for number in range(first, last):
+                self._round(session, number)
+                if (number + 1) % _ROUNDS_BETWEEN_MEETINGS == 0:
+                    ended = self._settle_and_meet(session)
+                if ended:
+                    break
+            session.doing = "the end of a Buffer"
+            session.check_held()
+            self._check_masks(session, number)
+            ended = self._settle_and_meet(session) or ended
+        except Exception as error:
+            self._tell_mismatches()
+            again = command(self.options, self.backend, self.asked.timeout_s, number)
+            raise EPError(
+                f"round {number} of seed {self.options.seed}, {session.doing}: {type(error).__name__}: {error}. Repeat it: {again}"
+            ) from error
+        session.graph = None  # not before the last replay has ended
+        return number + 1, ended
+
+    def _settle_and_meet(self, session: Session) -> bool:
+        session.settle()
+        session.doing = "a meeting"
+        return self._meet()
+
+    def _where(self) -> str:
+        """What this rank is doing, for the watchdog."""
+        doing = self.session.doing if self.session else "making or destroying a Buffer"
+        return f"round {self.first + self.num_rounds} of seed {self.options.seed}, {doing}"
+
+    def _tell_mismatches(self) -> None:
+        """Print what was found before an error: the ranks do not meet any more."""
+        for found in self._mismatches(self.check.mismatches):
+            print("\n".join(mismatch(found, self.options.seed)), file=sys.stderr, flush=True)
+
+    def _mismatches(self, found: Iterable[Mismatch]) -> list[dict[str, Any]]:
+        return [with_commands(one, self.options, self.backend, self.asked.timeout_s) for one in found]
+
+    def _round(self, session: Session, number: int) -> None:
+        plan = round_of(self.options, number)
+        self.watchdog.feed(self.asked.timeout_s)
+        self.check.now = number
+        self.arrays.delay(plan.delays_s[self.rank])
+        session.is_timed = not any(plan.delays_s)
+        session.doing = plan.kind
+        _PLAYERS[plan.kind](session, plan)
+        self._check_masks(session, number)
+        session.check_held(number)
+        session.buffer.check()
+        self.num_rounds += 1
+
+    def _check_masks(self, session: Session, number: int) -> None:
+        """Raise where a silent rank was masked. What differs since then follows from it, and is no finding of its own."""
+        masked = session.buffer.query_masked_ranks() if session.plan.shape.low_latency else []
+        if masked:
+            self.check.forget(number)
+            raise EPError(
+                f"ranks {masked} did not answer within timeout_s={self.asked.timeout_s:g}, and rank {self.rank} masked them; expected all "
+                f"ranks to answer. See whether they ended or hang"
+            )
+
+    def _meet(self) -> bool:
+        """Meet all ranks; whether the run ends: time is up on rank 0, or some rank has found a difference."""
+        is_late = self.rank == 0 and self.limit_s is not None and time.monotonic() - self.start >= self.limit_s
+        ends = bool(is_late or self.check.mismatches)
+        hint = "all ranks of a soak run to meet every few rounds"
+        said = meet(self.ranks, (ends,), self.asked.timeout_s, "a meeting of all ranks", hint)
+        self._say(f"round {self.first + self.num_rounds - 1}")
+        return any(theirs for (theirs,) in said)
+
+    # --- what is told ------------------------------------------------------------------------------------------------------------
+
+    def _say(self, what: str, *, force: bool = False) -> None:
+        """A line of progress on rank 0, with its own figures."""
+        now = time.monotonic()
+        if self.rank or (now - self.spoke < self.asked.progress_s and not force):
+            return
+        self.spoke = now
+        until = "" if self.limit_s is None else f" of {self.limit_s:.0f}"
+        text = f"soak: {now - self.start:.0f}{until} s, seed {self.options.seed}, {what}"
+        if not force:
+            text += f", {self.num_buffers} Buffers, rank 0 checked {self.check.num_bytes / 1e9:.2f} GB"
+            for name in ("dispatch", "low_latency_dispatch"):
+                found = percentiles(self.times.seconds[name])
+                if found["count"]:
+                    text += f"; {name} p50 {found['p50_us']:.0f} p99 {found['p99_us']:.0f} max {found['max_us']:.0f} us"
+        print(text, file=sys.stderr, flush=True)
+        self._write(self._document("running"))
+
+    def _finish(self) -> dict[str, Any] | None:
+        """Bring the figures of all ranks together."""
+        from mpi4py import MPI
+
+        slowest = {}
+        for name in CALLS:
+            mine = np.array(self.times.seconds[name])
+            slowest[name] = np.empty_like(mine)
+            self.comm.Allreduce(mine, slowest[name], MPI.MAX)
+        num_bytes = self.comm.allreduce(self.check.num_bytes)
+        found = self.comm.gather(self.check.mismatches)
+        if self.rank:
+            return None
+        every = sorted(itertools.chain(*(found or [])), key=lambda one: (one.round, one.rank))[: 2 * MOST_REPORTED]
+        document = self._document("mismatch" if every else "passed", ranks=self.comm.size, checked_bytes=num_bytes)
+        document["calls"] = {name: percentiles(seconds) for name, seconds in slowest.items()}
+        document["mismatches"] = self._mismatches(every)
+        self._write(document)
+        return document
+
+    def _document(self, status: str, ranks: int = 1, **more: Any) -> dict[str, Any]:
+        """The report by what this rank knows."""
+        return {
+            "status": status,
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            **self.described,
+            "backend": self.backend,
+            "seed": self.options.seed,
+            "settings": {name: value for name, value in vars(self.options).items() if name != "seed"},
+            "timeout_s": self.asked.timeout_s,
+            "first_round": self.first,
+            "rounds": self.num_rounds,
+            "buffers": self.num_buffers,
+            "seconds": round(time.monotonic() - self.start, 1),
+            "ranks_counted": ranks,  # 1: the figures are those of rank 0
+            "checked_bytes": self.check.num_bytes,
+            "calls": {name: percentiles(self.times.seconds[name]) for name in CALLS},
+            "mismatches": self._mismatches(self.check.mismatches),
+            "error": None,
+            **more,
+        }
+
+    @property
+    def described(self) -> dict[str, Any]:
+        if not hasattr(self, "_described"):
+            self._described = self.machine.described()
+        return self._described
+
+    def _write(self, document: dict[str, Any]) -> None:
+        if self.rank == 0 and self.asked.json_file:
+            write(self.asked.json_file, document)

@@ -1,0 +1,196 @@
+"""A round of the throughput mode: dispatch, combine, and both again along the same routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..arrays.dtypes import DTYPES
+from ..results import CombineResult, DispatchHandle, DispatchResult
+from .arrays import row_keys
+from .expected import Routing, summed
+from .plan import Call, RoundPlan, experts_of
+from .session import Session
+
+_ARRAYS = (
+    "recv_x",
+    "recv_x_scales",
+    "recv_topk_idx",
+    "recv_topk_weights",
+    "recv_src_idx",
+    "num_recv_tokens",
+    "num_recv_tokens_per_expert",
+)
+
+
+def play(session: Session, plan: RoundPlan) -> None:
+    """Make the calls of a round and check all that they return."""
+    choices = [experts_of(session.options, plan, 0, rank) for rank in range(session.options.num_ranks)]
+    routing = Routing(choices, session.rank, session.plan.num_experts, plan.worst)
+    handle = None
+    for number, call in enumerate(plan.calls):
+        handle = _Exchange(session, plan, call, number, routing, handle).play()
+
+
+class _Exchange:
+    """One dispatch and its combine."""
+
+    def __init__(
+        self, session: Session, plan: RoundPlan, call: Call, number: int, routing: Routing, handle: DispatchHandle | None
+    ) -> None:
+        self.session, self.plan, self.call, self.number, self.routing, self.handle = session, plan, call, number, routing, handle
+        self.arrays, self.check, self.rank = session.arrays, session.check, session.rank
+        self.hidden, self.topk = session.plan.shape.hidden, session.plan.shape.topk
+        self.tokens = np.arange(plan.tokens[self.rank])
+        self.keys = {
+            what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0", "bias1")
+        }
+
+    def play(self) -> DispatchHandle:
+        """Make both calls; gives the handle."""
+        sent = self._dispatch()
+        check_sent = self._dispatch_check(sent)
+        check_sent()
+        back = self._combine(sent.handle)
+        check_back = self._combine_check(back)
+        check_back()
+        # The next call takes its routing from the handle, which may lie where recv_src_idx does.
+        is_last = self.number + 1 == len(self.plan.calls)
+        self.session.let_go(self.plan, sent, check_sent, _ARRAYS if is_last else [n for n in _ARRAYS if n != "recv_src_idx"])
+        self.session.let_go(self.plan, back, check_back, ("x", "topk_weights"))
+        return sent.handle
+
+    # --- dispatch ----------------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> DispatchResult:
+        call, arrays, session = self.call, self.arrays, self.session
+        mine, num_tokens = np.full(len(self.tokens), self.rank), len(self.tokens)
+        words = self.hidden * DTYPES[call.dtype].itemsize // 4
+        x = arrays.typed(arrays.words(self._keys("x", mine, self.tokens), words), call.dtype, (num_tokens, self.hidden))
+        scales = None
+        if call.scale_words:
+            raw = arrays.words(self._keys("scales", mine, self.tokens), call.scale_words)
+            scales = arrays.typed(raw, call.scale_dtype, (num_tokens, call.scale_words))
+        idx = arrays.put(self.routing.mine.astype(self.plan.idx_dtype)) if call.has_idx else None
+        weights = None
+        if call.has_weights:
+            raw = arrays.numbers(self._keys("weights", mine, self.tokens), self.topk, "float32")
+            weights = arrays.typed(raw, "float32", (num_tokens, self.topk))
+        more: dict[str, Any] = {"handle": self.handle} if call.is_repeat else {"expert_alignment": self.plan.alignment}
+        if self.plan.worst is not None:
+            more["num_worst_tokens"] = self.plan.worst[self.rank]
+        return session.timed(
+            "dispatch",
+            call.way,
+            lambda way: session.buffer.dispatch(x, idx, weights, x_scales=scales, **more, **way),
+        )
+
+    def _dispatch_check(self, sent: DispatchResult) -> Callable[[], None]:
+        """Compares all that the dispatch returned; may be asked again later."""
+        call, routing, check, arrays, made_in = self.call, self.routing, self.check, self.arrays, self.plan.number
+        what = f"dispatch {self.number}" + (" with a handle" if call.is_repeat else "")
+        kept, num_rows = routing.kept, routing.num_rows
+        aligned = -(-routing.num_per_expert // self.plan.alignment) * self.plan.alignment
+        src_idx = np.stack(kept, axis=1).astype(np.int32)
+
+        def note(row: int) -> str:
+            return f"which is token {kept.token[row]} of rank {kept.source[row]}"
+
+        def run() -> None:
+            words = self.hidden * DTYPES[call.dtype].itemsize // 4
+            keys, shape = self._keys("x", *kept), (num_rows, self.hidden)
+            check.rows(made_in, what, "recv_x", sent.recv_x, shape, call.dtype, keys, lambda k: arrays.words(k, words), note)
+            if call.scale_words:
+                keys, shape = self._keys("scales", *kept), (num_rows, call.scale_words)
+                make = lambda k: arrays.words(k, call.scale_words)  # noqa: E731
+                check.rows(made_in, what, "recv_x_scales", sent.recv_x_scales, shape, call.scale_dtype, keys, make, note)
+            else:
+                check.value(made_in, what, "recv_x_scales", sent.recv_x_scales, None)
+            if call.has_idx:
+                wanted = routing.local_choices.astype(self.plan.idx_dtype)
+                check.array(made_in, what, "recv_topk_idx", sent.recv_topk_idx, wanted)
+            else:
+                check.value(made_in, what, "recv_topk_idx", sent.recv_topk_idx, None)
+            if call.has_weights:
+                check.array(made_in, what, "recv_topk_weights", sent.recv_topk_weights, self._weights_here())
+            else:
+                check.value(made_in, what, "recv_topk_weights", sent.recv_topk_weights, None)
+            check.value(made_in, what, "recv_src_idx.shape", tuple(sent.recv_src_idx.shape), (num_rows, 2))
+            check.array(made_in, what, "recv_src_idx", sent.recv_src_idx[: len(src_idx)], src_idx)
+            total = np.array([routing.num_sent_here], np.int32)
+            check.array(made_in, what, "num_recv_tokens", sent.num_recv_tokens, total)
+            counts = sent.num_recv_tokens_per_expert
+            check.array(made_in, what, "num_recv_tokens_per_expert", counts, aligned.astype(np.int32))
+            told = aligned.tolist() if self.plan.worst is None else None
+            check.value(made_in, what, "num_recv_tokens_per_expert_list", sent.num_recv_tokens_per_expert_list, told)
+            check.value(made_in, what, "num_recv_rows", sent.handle.num_recv_rows, num_rows)
+
+        return run
+
+    def _weights_here(self) -> np.ndarray:
+        """`recv_topk_weights`, on the host: 0 for experts elsewhere and past the rows that fit."""
+        kept = self.routing.kept
+        numbers = self.session.on_host.numbers(self._keys("weights", *kept), self.topk, "float32").view(np.float32)
+        made = np.zeros((self.routing.num_rows, self.topk), np.float32)
+        made[: len(numbers)] = numbers
+        made[self.routing.local_choices < 0] = 0
+        return made
+
+    # --- combine -----------------------------------------------------------------------------------------------------------------
+
+    def _combine(self, handle: DispatchHandle) -> CombineResult:
+        call, arrays, session, kept = self.call, self.arrays, self.session, self.routing.kept
+        num_rows, num_kept = self.routing.num_rows, len(self.routing.kept.token)
+        here = np.full(num_kept, self.rank)
+        # Rows past those that fit are NaN: nothing may read them.
+        y = arrays.not_numbers((num_rows, self.hidden), call.combine_dtype)
+        arrays.write(y, arrays.numbers(self._keys("y", here, *kept), self.hidden, call.combine_dtype))
+        weights = None
+        if call.sums_weights:
+            weights = arrays.not_numbers((num_rows, self.topk), "float32")
+            arrays.write(weights, arrays.numbers(self._keys("sums_weights", here, *kept), self.topk, "float32"))
+        shape = len(self.tokens), self.hidden
+        biases = [arrays.typed(self._bias(i), call.combine_dtype, shape) for i in range(call.biases)]
+        bias = {0: None, 1: biases[0] if biases else None, 2: biases}[call.biases]
+        return session.timed(
+            "combine",
+            call.combine_way,
+            lambda way: session.buffer.combine(y, handle, topk_weights=weights, bias=bias, **way),
+        )
+
+    def _combine_check(self, back: CombineResult) -> Callable[[], None]:
+        call, arrays, check, made_in = self.call, self.arrays, self.check, self.plan.number
+        what, num_tokens = f"combine {self.number}", len(self.tokens)
+
+        def rows_of(name: str, width: int, dtype: str) -> Callable[[int, np.ndarray], Any]:
+            def row(peer: int, tokens: np.ndarray) -> Any:
+                keys = self._keys(name, np.full(len(tokens), peer), np.full(len(tokens), self.rank), tokens)
+                return arrays.numbers(keys, width, dtype)
+
+            return row
+
+        def compare(name: str, got: Any, width: int, dtype: str, wanted: Any) -> None:
+            at = np.arange(num_tokens)
+            check.rows(made_in, what, name, got, (num_tokens, width), dtype, at, lambda part: wanted[part[0] : part[-1] + 1])
+
+        def run() -> None:
+            dtype = call.combine_dtype
+            biases = [self._bias(i) for i in range(call.biases)]
+            wanted = summed(arrays, self.routing, self.hidden, dtype, rows_of("y", self.hidden, dtype), biases)
+            compare("x", back.x, self.hidden, dtype, wanted)
+            if not call.sums_weights:
+                check.value(made_in, what, "topk_weights", back.topk_weights, None)
+                return
+            wanted = summed(arrays, self.routing, self.topk, "float32", rows_of("sums_weights", self.topk, "float32"))
+            compare("topk_weights", back.topk_weights, self.topk, "float32", wanted)
+
+        return run
+
+    def _bias(self, number: int) -> Any:
+        keys = self._keys(f"bias{number}", np.full(len(self.tokens), self.rank), self.tokens)
+        return self.arrays.numbers(keys, self.hidden, self.call.combine_dtype)
+
+    def _keys(self, what: str, *coordinates: np.ndarray) -> np.ndarray:
+        return row_keys(self.keys[what], *coordinates)

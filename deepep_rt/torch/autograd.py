@@ -1,0 +1,291 @@
+"""`dispatch` and `combine` that gradients flow through."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .._checks import flag, instance
+from ..arrays.dtypes import FP8_GROUP
+from ..arrays.frameworks import not_dense
+from ..buffer import Buffer
+from ..config import COMBINE_DTYPES
+from ..errors import EPInputError
+from ..results import DispatchHandle, DispatchResult
+from .tensor_ops import FLOATS, aligned, from_fp8, to_fp8, zero_padding
+
+
+def _backward_pass() -> int:
+    """The number of the backward pass that this runs in; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+class _Link:
+    """Ties a combine to its dispatch by a tensor without elements.
+
+    A rank whose experts got no row may have nothing else that connects the two, and its backward pass would leave out the dispatch,
+    in which the other ranks wait for it.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self._pass = _backward_pass()
+
+    def of_this_graph(self) -> Any:
+        """The tensor; None for a combine that is computed again in a backward pass (`checkpoint(use_reentrant=True)`) while its dispatch
+        was not: it gets a graph and a backward pass of its own, which must not go on into the dispatch's.
+        """
+        return self.tensor if self._pass == _backward_pass() else None
+
+
+@dataclass(eq=False)
+class Handle(DispatchHandle):
+    """The routing of a dispatch, for `combine` here and for every call of `Buffer` that takes a handle."""
+
+    _plain: DispatchHandle = field(repr=False)  # without the link: what the graph may hold without holding itself
+    _link: _Link = field(repr=False)
+
+    def detach(self) -> DispatchHandle:
+        """The routing alone: a combine with it does not bring the backward pass of the dispatch along.
+
+        For backward passes in pieces, where the gradient of `recv_x` is given to the dispatch by hand, later and on all ranks.
+
+        Returns:
+            A handle for `combine`.
+
+        Example:
+            >>> rows = sent.recv_x.detach().requires_grad_()
+            >>> combine(buffer, experts(rows), sent.handle.detach()).backward(gradient)
+            >>> sent.recv_x.backward(rows.grad)  # a combine, along the same routing
+        """
+        return self._plain
+
+
+class Dispatched(NamedTuple):
+    """What arrived at this rank, in the order (source rank, source token).
+
+    With `num_worst_tokens`, rows past `num_recv_tokens` are padding: `recv_x` 0, `recv_topk_idx` -1, `recv_topk_weights` 0.
+    """
+
+    recv_x: Any
+    """Rows, `[num_recv, hidden]`, dtype of `x`. Differentiable."""
+    recv_topk_idx: Any
+    """Local expert numbers, `[num_recv, num_topk]`, dtype of `topk_idx`; -1 where the expert lives on another rank. None without
+    `topk_idx`."""
+    recv_topk_weights: Any
+    """Weights, `[num_recv, num_topk]` float32; 0 where the expert lives on another rank. Differentiable. None without
+    `topk_weights`."""
+    num_recv_tokens: Any
+    """Rows that arrived, `[1]` int32, on the device."""
+    num_recv_tokens_per_expert: Any
+    """Received tokens of each local expert, `[num_local_experts]` int32, on the device."""
+    handle: Handle
+    """For `combine`."""
+
+    @property
+    def num_recv_tokens_per_expert_list(self) -> list[int] | None:
+        """The counts on the host, as grouped matrix products want them; None with `num_worst_tokens`."""
+        return self.handle.num_recv_tokens_per_expert_list
+
+
+@torch.compiler.disable
+def dispatch(
+    buffer: Buffer,
+    x: Any,
+    topk_idx: Any = None,
+    topk_weights: Any = None,
+    *,
+    handle: DispatchHandle | None = None,
+    num_worst_tokens: int | None = None,
+    expert_alignment: int = 1,
+    fp8: bool = False,
+) -> Dispatched:
+    """`Buffer.dispatch` for tensors, on the current stream; gradients flow back from `recv_x` to `x`, and likewise for the weights.
+
+    Backward, the gradients of a token's rows are added up over the ranks in float32. No second derivatives. `torch.compile` leaves
+    the call out of its graphs.
+
+    Args:
+        buffer: The Buffer; it is kept for the backward pass, which has to come before `destroy`.
+        x: `[num_tokens, hidden]` bfloat16, float16 or float32; any dtype of `Buffer.dispatch` if it needs no gradient.
+        topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. Not needed with `handle`.
+        topk_weights: `[num_tokens, num_topk]` float32, or None. Whether it requires a gradient has to be the same on all ranks, as for `x`.
+        handle: As in `Buffer.dispatch`.
+        num_worst_tokens: As in `Buffer.dispatch`; padding is set to zero here, so that it may take part in matrix products.
+        expert_alignment: As in `Buffer.dispatch`.
+        fp8: Rows travel as float8_e4m3fn with a float32 scale for each 128 channels, and arrive in the dtype of `x`, off by up to
+            1/16 of a number or 1/450000 of the largest one of its 128. Gradients do not see the rounding, and travel in the dtype of `x`.
+
+    Returns:
+        Rows, experts, weights, counts and the handle.
+
+    Raises:
+        EPInputError: if an argument is wrong; nothing was launched.
+        EPOutOfMemoryError: as in `Buffer.dispatch`.
+        EPTimeoutError: as in `Buffer.dispatch`.
+        EPDestroyedError: after `destroy()`, also in the backward pass.
+
+    Example:
+        >>> sent = dispatch(buffer, x, topk_idx, topk_weights)
+        >>> y = experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights)
+        >>> combine(buffer, y, sent.handle).sum().backward()
+    """
+    _check_buffer(buffer)
+    for what, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        _check_tensor(tensor, what, needed=what == "x")
+    fp8 = _check_fp8(buffer, fp8, "fp8")
+    if (fp8 or x.requires_grad) and x.dtype not in FLOATS:
+        why = "fp8=True converts" if fp8 else "gradients come back as"
+        raise EPInputError(f"x has dtype {x.dtype}; {why} {', '.join(COMBINE_DTYPES)}. Convert x, or detach() it")
+    options = (_plain(handle), num_worst_tokens, expert_alignment, fp8)
+    recv_x, recv_idx, recv_weights, num_recv, per_expert, plain, tensor = _Dispatch.apply(
+        x, topk_weights, topk_idx, buffer, *options
+    )
+    link = _Link(tensor)
+    if tensor.requires_grad:
+        tensor.grad_fn.link = weakref.ref(link)
+    fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(DispatchHandle)}
+    return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, Handle(**fields, _plain=plain, _link=link))
+
+
+@torch.compiler.disable
+def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None, fp8_grad: bool = False) -> Any:
+    """`Buffer.combine` for tensors, on the current stream; gradients flow back to `x` and to `bias`.
+
+    Backward, the gradient of a token travels to each rank that its rows came from. No second derivatives. `torch.compile` leaves the
+    call out of its graphs.
+
+    Args:
+        buffer: The Buffer of the dispatch.
+        x: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`.
+        handle: The handle of the dispatch that brought the tokens. If it comes from the `dispatch` of this module, this backward pass
+            also runs that of the dispatch, on all ranks, whatever their experts did with the rows.
+        bias: None, one tensor or two of them, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
+        fp8_grad: The rows of the gradient travel as float8_e4m3fn with scales, as with `fp8` in `dispatch`.
+
+    Returns:
+        `[num_tokens, hidden]`, dtype of `x`: for each token the sum of its rows.
+
+    Raises:
+        EPInputError: if an argument is wrong; nothing was launched.
+        EPTimeoutError: as in `Buffer.combine`.
+        EPDestroyedError: after `destroy()`, also in the backward pass.
+
+    Example:
+        >>> out = combine(buffer, y, sent.handle, bias=shared_expert_output)
+    """
+    _check_buffer(buffer)
+    _check_tensor(x, "x", needed=True)
+    fp8_grad = _check_fp8(buffer, fp8_grad, "fp8_grad")
+    link = handle._link.of_this_graph() if isinstance(handle, Handle) else None
+    biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
+    return _Combine.apply(x, link, buffer, _plain(handle), fp8_grad, *biases)
+
+
+class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """`(x, topk_weights)` to `(recv_x, recv_topk_weights)`, and a combine back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Any,
+        topk_weights: Any,
+        topk_idx: Any,
+        buffer: Buffer,
+        handle: DispatchHandle | None,
+        num_worst_tokens: int | None,
+        expert_alignment: int,
+        fp8: bool,
+    ) -> tuple:
+        rows, scales = to_fp8(x) if fp8 else (x, None)
+        options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment)
+        sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
+        recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
+        recv_x = _rows(sent, x.dtype)
+        if fp8:  # the rows were converted out of the buffer's memory, which is free again when these are out too
+            recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
+        ctx.buffer, ctx.handle, ctx.link = buffer, sent.handle, lambda: None
+        ctx.set_materialize_grads(False)
+        # A tensor is saved in any case: torch.utils.checkpoint then repeats the forward pass on all ranks, whatever their experts saved.
+        ctx.save_for_backward(recv_idx < 0 if ctx.needs_input_grad[1] else x.new_empty(0))
+        ctx.like = dict(dtype=x.dtype, device=x.device)
+        ctx.mark_non_differentiable(
+            *(t for t in (recv_idx, sent.num_recv_tokens, sent.num_recv_tokens_per_expert) if t is not None)
+        )
+        counts = (sent.num_recv_tokens, sent.num_recv_tokens_per_expert)
+        return recv_x, recv_idx, recv_weights, *counts, sent.handle, x.new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: Any, _: Any, grad_weights: Any, *__: Any) -> tuple:
+        (elsewhere,) = ctx.saved_tensors
+        config, handle = ctx.buffer.config, ctx.handle
+        if (link := ctx.link()) is not None:
+            link.tensor = None  # a later combine with this handle belongs to another graph
+        # What is sent depends on what was asked for in the forward pass, not on which gradients there are: all ranks send alike.
+        if grad_x is None:
+            grad_x = torch.zeros(handle.num_recv_rows, config.hidden, **ctx.like)
+        if not ctx.needs_input_grad[1]:
+            grad_weights = None
+        elif grad_weights is None:
+            grad_weights = torch.zeros(elsewhere.shape, dtype=torch.float32, device=elsewhere.device)
+        else:
+            grad_weights = aligned(grad_weights.masked_fill(elsewhere, 0))  # those zeros do not depend on the weights
+        back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights)
+        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 6
+
+
+class _Combine(torch.autograd.Function):  # type: ignore[misc]
+    """`x` and biases to their sum, and a dispatch back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, link: Any, buffer: Buffer, handle: DispatchHandle, fp8_grad: bool, *biases: Any) -> Any:
+        ctx.buffer, ctx.handle, ctx.fp8_grad = buffer, handle, fp8_grad
+        return buffer.combine(x, handle, bias=biases or None).x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> tuple:
+        grad_x = None
+        if any(ctx.needs_input_grad[:2]):  # a rank whose own rows need none has those of the other ranks to serve
+            rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
+            grad_x = _rows(ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle), grad.dtype)
+        num_biases = len(ctx.needs_input_grad) - 5
+        return grad_x, None, None, None, None, *[grad] * num_biases
+
+
+def _plain(handle: Any) -> Any:
+    return handle._plain if isinstance(handle, Handle) else handle
+
+
+def _rows(sent: DispatchResult, dtype: Any) -> Any:
+    """The rows of a dispatch in this dtype, padding set to zero (without telling the host how much there is)."""
+    num_kept = sent.num_recv_tokens if sent.num_recv_tokens_per_expert_list is None else None
+    if sent.recv_x_scales is not None:
+        return from_fp8(sent.recv_x, sent.recv_x_scales, dtype, num_kept)
+    return sent.recv_x if num_kept is None else zero_padding(sent.recv_x, num_kept)
+
+
+def _check_tensor(value: Any, what: str, needed: bool) -> None:
+    if not isinstance(value, torch.Tensor) and (needed or value is not None):
+        raise EPInputError(
+            f"{what} is a {type(value).__name__}; expected a torch.Tensor. Buffer.dispatch and combine take other arrays"
+        )
+    if value is not None and (value.layout is not torch.strided or value.is_nested):
+        raise not_dense(value, what)
+
+
+def _check_buffer(buffer: Any) -> None:
+    instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
+
+
+def _check_fp8(buffer: Buffer, fp8: bool, name: str) -> bool:
+    fp8 = flag(fp8, name)
+    if fp8 and buffer.config.hidden % FP8_GROUP:
+        raise EPInputError(f"hidden is {buffer.config.hidden}, no multiple of {FP8_GROUP}, the channels of an FP8 scale")
+    return fp8

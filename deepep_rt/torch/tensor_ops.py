@@ -1,0 +1,144 @@
+"""What tensors need besides the calls of a Buffer: FP8 and back, zeros for padding, counts; on PyTorch's current stream.
+
+On GPUs a kernel does each in one pass over memory, and no host waits. PyTorch's operators, which take several passes, do it in host memory,
+and convert to FP8 on GPUs that have no instructions for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..arrays.dtypes import FP8_GROUP
+from ..arrays.number_formats import LARGEST, LEAST_AMAX
+from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
+from ..jit import build as jit
+from ..kernels.tuning import has_fp8
+
+FLOATS = {getattr(torch, name): name for name in COMBINE_DTYPES}
+"""The dtypes that rows are converted from and to."""
+
+_MOST_COUNTING_BLOCKS = 128  # each adds its counts of all experts at the end
+
+
+def aligned(rows: Any) -> Any:
+    """The same rows one behind the other, where kernels can read them. Gradients come expanded, transposed, or amid another tensor."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % ROW_ALIGNMENT == 0 else rows.clone()
+
+
+def to_fp8(rows: Any) -> tuple[Any, Any]:
+    """Rows `[n, hidden]` (bfloat16, float16 or float32) as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32.
+
+    Kernels go by the rule of `fp8.to_fp8`. PyTorch's operators divide, which may round otherwise, and let NaN spread over its 128 channels.
+    """
+    if not _has_kernels(rows):
+        groups = rows.contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
+        amax = torch.linalg.vector_norm(groups, math.inf, dim=-1)  # in one pass
+        scales = amax.float().clamp_(min=float(LEAST_AMAX)) / float(LARGEST)
+        return (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
+    rows = aligned(rows)
+    out = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(*rows.shape[:-1], rows.shape[-1] // FP8_GROUP, dtype=torch.float32, device=rows.device)
+    values = {"x": rows.data_ptr(), "out": out.data_ptr(), "scales": scales.data_ptr(), "num_groups": scales.numel()}
+    _launch("fp8_encode", rows, values, -(-rows.numel() // 4096), FLOATS[rows.dtype])  # 16 elements a thread
+    return out, scales
+
+
+def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
+    """What `to_fp8` made, in `dtype` again; zeros from row `num_kept` (int32 `[1]`, on the device) on."""
+    if not _has_kernels(rows):
+        groups = rows.to(dtype).unflatten(-1, (scales.shape[-1], FP8_GROUP))  # exact: every such dtype has the numbers of FP8
+        out = torch.mul(groups, scales[..., None], out=torch.empty_like(groups)).flatten(-2)  # in float32, rounded once
+        return out if num_kept is None else zero_padding(out, num_kept)
+    out = torch.empty_like(rows, dtype=dtype)
+    values = {
+        "x": rows.data_ptr(),
+        "scales": scales.data_ptr(),
+        "out": out.data_ptr(),
+        "num_kept": 0 if num_kept is None else num_kept.data_ptr(),
+        "num_rows": rows.shape[0],
+        "num_channels": rows.shape[1],
+    }
+    _launch("fp8_decode", rows, values, rows.shape[0], FLOATS[dtype])
+    return out
+
+
+def zero_padding(rows: Any, num_kept: Any) -> Any:
+    """The same rows, `[n, hidden]` of any dtype, with zeros from row `num_kept` (int32 `[1]`, on the device) on."""
+    if rows.is_cuda:
+        from ..jit import local_kernels  # needs the CUDA bindings, which programs on the host backend do without
+
+        ptr, row_bytes = rows.data_ptr(), rows.shape[1] * rows.element_size()
+        with _gpu_of(rows) as stream:
+            local_kernels.keep_rows(stream, ptr, ptr, num_kept.data_ptr(), rows.shape[0], row_bytes)
+    else:
+        rows.view(torch.uint8)[int(num_kept) :] = 0
+    return rows
+
+
+def count_choices(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any, Any, Any]:
+    """Where tokens go.
+
+    Args:
+        topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; others than those of experts do not count.
+        num_experts: Experts over all ranks, a multiple of `num_ranks`.
+        num_ranks: The ranks.
+
+    Returns:
+        Tokens for each rank, `[num_ranks]` int32; choices of each expert, `[num_experts]` int32; and whether a token goes to a rank,
+        `[num_tokens, num_ranks]` bool.
+    """
+    num_tokens, num_topk = topk_idx.shape
+    if not topk_idx.is_cuda:
+        is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
+        expert, token = topk_idx[is_choice].long(), is_choice.nonzero()[:, 0]
+        goes = torch.zeros(num_tokens, num_ranks, dtype=torch.bool)
+        goes[token, expert // (num_experts // num_ranks)] = True
+        return goes.sum(0, dtype=torch.int32), expert.bincount(minlength=num_experts).int(), goes
+    topk_idx = topk_idx.contiguous()
+    like = dict(dtype=torch.int32, device=topk_idx.device)
+    per_rank, per_expert = torch.zeros(num_ranks + num_experts, **like).split([num_ranks, num_experts])
+    goes = topk_idx.new_empty(num_tokens, num_ranks, dtype=torch.bool)
+    values = {
+        "topk_idx": topk_idx.data_ptr(),
+        "per_rank": per_rank.data_ptr(),
+        "per_expert": per_expert.data_ptr(),
+        "goes": goes.data_ptr(),
+        "idx_bytes": topk_idx.element_size(),
+        "num_tokens": num_tokens,
+        "num_topk": num_topk,
+        "num_experts": num_experts,
+        "num_ranks": num_ranks,
+    }
+    _launch("count_choices", topk_idx, values, min(-(-num_tokens // 32), _MOST_COUNTING_BLOCKS))
+    return per_rank, per_expert, goes
+
+
+def _has_kernels(rows: Any) -> bool:
+    if not rows.is_cuda:
+        return False
+    with _gpu_of(rows):
+        return has_fp8(jit.current_arch())
+
+
+def _launch(kernel: str, like: Any, values: dict[str, int], most_blocks: int, dtype: str | None = None) -> None:
+    from ..jit import local_kernels
+
+    with _gpu_of(like) as stream:
+        local_kernels.launch(kernel, stream, values, most_blocks, dtype)
+
+
+@contextmanager
+def _gpu_of(tensor: Any) -> Iterator[int]:
+    """Makes a tensor's GPU current; gives PyTorch's stream there."""
+    from ..cuda import driver
+
+    with torch.cuda.device(tensor.device):
+        # A thread may have no context yet, as that of a backward pass, and PyTorch makes one with its own first kernel there.
+        driver.use_device(tensor.device.index)
+        yield torch.cuda.current_stream().cuda_stream
