@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import importlib
 import importlib.util
 import inspect
@@ -24,176 +25,150 @@ from deepep_rt import errors
 from deepep_rt.kernels.source import source_dir
 
 PACKAGE = Path(deepep_rt.__file__).parent
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")
+}
+"""Each file by its module's name below `deepep_rt`: "jit.build", "jit" for a folder's __init__.py, "__init__" for the package's own."""
 
-# A file imports only from files before it in this list.
-ORDER = [
-    "errors",
-    "_env",
-    "checks",
-    "_version",
-    "dtypes",
-    "dlpack",
-    "handles",
+# A file imports only from files of its own layer and of those before it. A layer is a folder, or files at the top of the package.
+LAYERS = [
+    "errors _version _shim _env _checks _console",
     "arrays",
-    "frameworks",
-    "alike",
-    "config",
-    "tuning",
-    "fp8",
-    "structs",
-    "layout",
-    "kernels",
-    "driver",
-    "toolchain",
-    "trusted_files",
-    "cache_entry",
-    "cache",
-    "sources",
-    "jit",
-    "launch",
-    "local_kernels",
-    "overflow",
-    "page",
-    "users",
-    "pool",
-    "stream_memory",
-    "network",
-    "timed_collectives",
-    "store_values",
-    "store_comm",
-    "mpi_comm",
-    "communicator",
-    "together",
-    "agreement",
-    "symmetric",
-    "placement",
+    "config network",
     "results",
-    "calls",
-    "inputs",
-    "streams",
-    "result_memory",
-    "hooks",
-    "turns",
-    "mail",
-    "host_arrays",
-    "host",
-    "host_low_latency",
-    "watch",
-    "transfer",
-    "device",
-    "device_low_latency",
-    "tables",
+    "comm",
+    "kernels",
+    "cuda",
+    "jit",
+    "backends",
+    "backends.host",
+    "backends.cuda",
     "buffer",
     "__init__",
-    "torch_group",
-    "torch_kernels",
     "torch",
-    "jax_device",
-    "jax_calls",
-    "jax_low_latency",
     "jax",
-    "compat_config",
-    "compat_events",
-    "compat_routing",
-    "compat_handles",
-    "compat_memory",
-    "compat_calls",
-    "compat_normal",
-    "compat_low_latency",
-    "compat_runtime",
-    "compat_shim",
     "compat",
-    "screen",
-    "doctor_gpus",
-    "doctor_probes",
-    "doctor_run",
-    "doctor_kinds",
-    "doctor_facts",
-    "doctor_rules",
-    "doctor_rank_rules",
-    "doctor_findings",
+    "shim",
     "doctor",
-    "cli_options",
-    "cli_tables",
-    "cli_cache",
-    "cli_doctor",
-    "bench_checks",
-    "bench_results",
-    "bench_references",
-    "bench_ranks",
-    "bench_report",
-    "bench_machine",
-    "bench_timing",
-    "bench_throughput",
-    "bench_low_latency",
-    "bench_jitter",
-    "bench_figures",
-    "bench_page",
     "bench",
-    "soak_buffers",
-    "soak_plan",
-    "soak_arrays",
-    "soak_expected",
-    "soak_check",
-    "soak_run",
-    "soak_throughput",
-    "soak_low_latency",
-    "soak_graph",
-    "soak_report",
-    "soak_watchdog",
-    "soak_asked",
     "soak",
-    "cli_soak",
     "cli",
     "__main__",
 ]
 HEAVY = ("mpi4py", "cuda", "cupy", "torch", "jax", "jaxlib", "nvshmem", "pynvml", "ml_dtypes", "typer", "rich", "matplotlib")
 
 
-def _imports(tree: ast.AST) -> set[str]:
-    """Modules of this package that a file imports, also inside functions; but not for type checking alone."""
+def _imports(tree: ast.AST, folder: str) -> set[str]:
+    """Modules of this package that a file in `folder` imports, also inside functions and for type checking alone."""
     found: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level == 1, "the package is flat"
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {name.partition(".")[0] if name in ORDER else "__init__" for name in names}
-        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "deepep_rt":
-            found.add(node.module.partition(".")[2] or "__init__")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            if node.level:
+                above = f"deepep_rt.{folder}".rstrip(".").split(".")
+                module = ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
+            else:
+                module = node.module or ""
+            found |= {f"{module}.{name}" if f"{module}.{name}".removeprefix("deepep_rt.") in FILES else module for name in names}
         elif isinstance(node, ast.Import):
-            found |= {
-                alias.name.partition(".")[2] or "__init__" for alias in node.names if alias.name.partition(".")[0] == "deepep_rt"
-            }
-        else:
-            found |= _imports(node)
+            found |= {alias.name for alias in node.names}
+    return {name.partition(".")[2] or "__init__" for name in found if name.partition(".")[0] == "deepep_rt"}
+
+
+@functools.cache
+def _arrows() -> dict[str, set[str]]:
+    """What each module imports."""
+    found = {}
+    for name, path in FILES.items():
+        folder = ".".join(path.relative_to(PACKAGE).parts[:-1])
+        found[name] = _imports(ast.parse(path.read_text()), folder)
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_upward(module: str) -> None:
-    assert module in ORDER, f"{module}.py has no place in ORDER yet"
-    allowed = set(ORDER[: ORDER.index(module)])
-    below = _imports(ast.parse((PACKAGE / f"{module}.py").read_text())) - allowed
-    assert not below, f"{module}.py imports {sorted(below)}, which stand below it"
+def _layer_of(module: str) -> str:
+    """The layer of a module: the one that names the file, or the innermost of its folders."""
+    places = {place: layer for layer in LAYERS for place in layer.split()}
+    while module not in places:
+        module, _, _ = module.rpartition(".")
+        assert module, "the module is in no layer"
+    return places[module]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_to_layers_before(layer: str) -> None:
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    modules = [module for module in FILES if _layer_of(module) == layer]
+    assert modules
+    for module in modules:
+        above = {name for name in _arrows()[module] if _layer_of(name) not in allowed}
+        assert not above, f"deepep_rt.{module} imports {sorted(above)}, of later layers"
+
+
+def test_imports_point_in_no_circle() -> None:
+    graphlib.TopologicalSorter(_arrows()).prepare()
 
 
 def test_the_import_reader_sees_every_form() -> None:
     text = """
-from . import agreement
-from .host import HostBackend
-import deepep_rt.device
-from deepep_rt.jit.build import load
-from . import __version__
+from . import call_order, view
+from .backend import HostBackend
+import deepep_rt.jit.build
+from deepep_rt.jit.cache import Store
+from ... import __version__
+from ...arrays import view
+from .. import hooks
 def f():
     if True:
-        from .pool import Pool
+        from ...cuda.pool import Pool
 if TYPE_CHECKING:
-    from .cli import app
+    from ...cli.app import app
 """
-    assert _imports(ast.parse(text)) == {"agreement", "host", "device", "jit", "__init__", "pool"}
+    found = _imports(ast.parse(text), "backends.host")
+    expected = "__init__ arrays.view backends.hooks backends.host backends.host.backend cli.app cuda.pool jit.build jit.cache"
+    assert found == set(expected.split())
+
+
+def test_folders_load_nothing() -> None:
+    """Importing one module must not load the others of its folder; only folders that are public hand out names."""
+    public = ("__init__", "torch", "jax", "compat", "soak")
+    for name, path in FILES.items():
+        if path.name == "__init__.py" and name not in public and not name.startswith("shim."):
+            assert len(ast.parse(path.read_text()).body) == 1, f"deepep_rt.{name} holds more than a docstring"
+
+
+PUBLIC = {
+    "deepep_rt": "Buffer NetworkOptions Event DispatchHandle DispatchResult CombineResult LowLatencyHandle LowLatencyDispatchResult "
+    "LowLatencyCombineResult EPError EPCacheError EPCompileError EPConfigError EPDestroyedError EPInputError EPOutOfMemoryError "
+    "EPTimeoutError EPUnavailableError __version__",
+    "deepep_rt.buffer": "Buffer",
+    "deepep_rt.config": "Config",
+    "deepep_rt.errors": "EPError EPTimeoutError",
+    "deepep_rt.network": "NetworkOptions",
+    "deepep_rt.results": "DispatchResult",
+    "deepep_rt.torch": "dispatch combine communicator Dispatched Handle",
+    "deepep_rt.jax": "dispatch combine low_latency_dispatch low_latency_combine checkpoint errors use_gpu_of_rank Combined Dispatched "
+    "Handle LowLatencyDispatched LowLatencyHandle",
+    "deepep_rt.compat": "Buffer Config EventHandle EventOverlap check_nvlink_connections install shim_path topk_idx_t "
+    "get_low_latency_rdma_size_hint is_sm90_compiled __version__",
+    "deepep_rt.compat.buffer": "Buffer Config EventOverlap",
+    "deepep_rt.soak": "Asked lines run",
+    "deepep_rt.doctor.report": "examine show",
+    "deepep_rt.bench.run": "measure draw",
+    "deepep_rt.cli.app": "run",
+    "deepep_rt.__main__": "",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_paths_stay(module: str) -> None:
+    library = {"torch": "torch", "jax": "jax", "compat": "torch"}.get(f"{module}.".split(".")[1])
+    if library:
+        pytest.importorskip(library)
+    found = importlib.import_module(module)
+    assert not [name for name in PUBLIC[module].split() if not hasattr(found, name)]
+    if module.startswith("deepep_rt.compat."):
+        compat = importlib.import_module("deepep_rt.compat")
+        assert all(getattr(found, name) is getattr(compat, name) for name in PUBLIC[module].split())
 
 
 def _python(code: str, **environment: str) -> str:
@@ -243,7 +218,7 @@ def read(self, key):
     return real(self, key)
 type(os.environ).__getitem__ = read
 type(os.environ).__contains__ = lambda self, key: (read(self, key), True)[1] if key.startswith('DEEPEP_RT_') else key in self._data
-import deepep_rt, deepep_rt.config, deepep_rt.layout
+import deepep_rt, deepep_rt.config, deepep_rt.kernels.layout
 try:
     deepep_rt.config._env.timeout_s()
 except AssertionError:
@@ -252,13 +227,13 @@ except AssertionError:
     assert _python(code, DEEPEP_RT_TIMEOUT_S="nonsense", DEEPEP_RT_DEBUG="nonsense") == "the trap works"
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "_env"])
-def test_only_env_reads_the_environment(module: str) -> None:
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
-        names = {getattr(node, "attr", None), getattr(node, "id", None)}
-        if isinstance(node, ast.ImportFrom):
-            names |= {alias.name for alias in node.names}
-        assert not names & {"environ", "environb", "getenv", "putenv"}, f"{module}.py, line {node.lineno}"
+def test_only_env_reads_the_environment() -> None:
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())) if module != "_env" else ():
+            names = {getattr(node, "attr", None), getattr(node, "id", None)}
+            if isinstance(node, ast.ImportFrom):
+                names |= {alias.name for alias in node.names}
+            assert not names & {"environ", "environb", "getenv", "putenv"}, f"{path.name}, line {node.lineno}"
 
 
 def test_public_names() -> None:
@@ -283,11 +258,8 @@ def test_everything_travels_with_the_wheel(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl"), "nothing is built before a kernel is needed"
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info" not in name.partition("/")[0]}
-    package = {f"deepep_rt/{path.name}" for path in PACKAGE.iterdir() if path.is_file()}
-    package |= {
-        f"deepep_rt/{path.relative_to(PACKAGE)}"
-        for path in (PACKAGE / "shim").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+    package = {
+        f"deepep_rt/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"
     }
     cuda = {f"deepep_rt/cuda_src/{path.relative_to(source_dir())}" for path in source_dir().rglob("*.cu*")}
     assert names == package | cuda
@@ -319,7 +291,7 @@ def _public_calls() -> Iterator[tuple[str, Any, Any]]:
     """(name, what has the docstring, what has the signature) of everything public that users call: not what only results have."""
     modules = [deepep_rt]
     for name in ("torch", "jax"):
-        if f"{name}" in MODULES and importlib.util.find_spec(name):
+        if importlib.util.find_spec(name):
             modules.append(importlib.import_module(f"deepep_rt.{name}"))
     for module in modules:
         defined = (name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__)
