@@ -1,6 +1,6 @@
 """`Buffer`: expert-parallel dispatch and combine over the ranks of a communicator. Readers start here.
 
-A call goes one way: the arguments become checked Views (`inputs`), the backend moves the rows (`device` on GPUs, `host` without),
+A call goes one way: the arguments become checked Views (`inputs`), the backend moves the rows (`backends/cuda` or `backends/host`),
 and the results are Views that turn into arrays of the caller's framework when they are first looked at (`results`).
 """
 

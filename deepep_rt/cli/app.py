@@ -184,7 +184,7 @@ def _excesses(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
         if row.get("spill_stores") or row.get("spill_loads"):
             yield f"{title} spills registers: {row['spill_stores']} bytes of stores, {row['spill_loads']} of loads"
         if (row.get("stack_bytes") or 0) > most:
-            yield f"{title} has a stack frame of {row['stack_bytes']} bytes; {most} are declared (max_stack_bytes in kernels.py)"
+            yield f"{title} has a stack frame of {row['stack_bytes']} bytes; {most} are declared (max_stack_bytes in kernels/table.py)"
 
 
 def _print_compiled(rows: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """What doctor finds out about a machine: probes, each of which looks at one thing and returns plain data (JSON).
 
-A probe may fail, hang or crash: `doctor_run` runs them in processes of their own. What an answer means is for `doctor_findings` to say.
+A probe may fail, hang or crash: `runner` runs them in processes of their own. What an answer means is for `findings` to say.
 """
 
 from __future__ import annotations

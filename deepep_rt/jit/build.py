@@ -1,4 +1,4 @@
-"""Kernels at run time: NVRTC (and nvJitLink, with NVSHMEM) compiles what `sources` puts together, the cache keeps, `load` loads.
+"""Kernels at run time: NVRTC (and nvJitLink, with NVSHMEM) compiles what `kernels.source` puts together, the cache keeps, `load` loads.
 
     function = load(TABLE["dispatch"], sources.kernel_constants(config, "sm_90", TABLE["dispatch"]))
 

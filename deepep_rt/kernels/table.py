@@ -30,7 +30,7 @@ _LOW_LATENCY_COMBINE = (
     i32 idx_bytes;
     i32 reduce_early;       // one row for each rank, added up there
     i32 has_weights;        // the weights came with the dispatch
-    u32 alike;              // what all ranks must give alike, see alike.py
+    u32 alike;              // what all ranks must give alike, see call_signature.py
 """
 )
 
@@ -111,7 +111,7 @@ TABLE: dict[str, Kernel] = {
     i32 scale_bytes;
     i32 idx_bytes;
     i32 rows_per_copy;
-    u64 alike;              // what all ranks must give alike, see alike.py
+    u64 alike;              // what all ranks must give alike, see call_signature.py
 """,
             folder="throughput",
             threads="kDispatchThreads",
@@ -132,7 +132,7 @@ TABLE: dict[str, Kernel] = {
     u64 land_x;             // where the rows of this rank's tokens shall land: offsets from its symmetric base
     u64 land_topk_weights;
     i64 capacity;           // rows of y
-    u64 alike;              // what all ranks must give alike, see alike.py
+    u64 alike;              // what all ranks must give alike, see call_signature.py
 """,
             folder="throughput",
             threads="kCombineThreads",
@@ -158,7 +158,7 @@ TABLE: dict[str, Kernel] = {
     i32 round_scale;
     i32 use_ue8m0;
     i32 check;              // report expert numbers out of range
-    u32 alike;              // what all ranks must give alike, see alike.py
+    u32 alike;              // what all ranks must give alike, see call_signature.py
 """,
             folder="low_latency",
             threads="kLlThreads",

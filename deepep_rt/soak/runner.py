@@ -1,7 +1,7 @@
-"""`python -m deepep_rt soak`: random rounds of both modes on all ranks, every byte checked.
+"""Random rounds of both modes on all ranks, every byte checked.
 
-`soak_plan` draws what each round does from the seed, `soak_throughput`, `soak_low_latency` and `soak_graph` make the calls,
-`soak_expected` and `soak_arrays` know what must come back, `soak_check` compares and `soak_report` tells. The ranks follow the same plan
+`plan` draws what each round does from the seed, `throughput`, `low_latency` and `graph` make the calls,
+`expected` and `arrays` know what must come back, `check` compares and `report` tells. The ranks follow the same plan
 without a message. They meet now and then, to stop together when time is up or when one of them has found a difference.
 """
 

@@ -1,4 +1,4 @@
-"""`together` and `timed_collectives`: ranks come, come late, or do not come, and those that wait are told which."""
+"""`rendezvous` and `timed_collectives`: ranks come, come late, or do not come, and those that wait are told which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels for tensors alone (`torch_kernels`): against NumPy and PyTorch's operators, bit for bit."""
+"""Kernels for tensors alone (`torch/tensor_ops.py`): against NumPy and PyTorch's operators, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA backend: dispatch and combine as kernel launches over symmetric memory. `host.py` has the same face."""
+"""The CUDA backend: dispatch and combine as kernel launches over symmetric memory. `backends/host/backend.py` has the same face."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from ...errors import EPInputError, EPTimeoutError
 from ...kernels.structs import PHASES
 
 _NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, LAST_WORDS_TAG + 1
-_NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has so many, and one more, which `mpi_comm` uses
+_NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has so many, and one more, which `comm/mpi.py` uses
 _SIGNS_PER_TIMEOUT = 8
 _THROUGHPUT = 0  # what a notice carries instead of the number of a low-latency call; those count from 1
 _logger = logging.getLogger("deepep_rt")
@@ -309,7 +309,7 @@ class _Post:
     """A message on its way."""
 
     peer: int
-    request: Any  # of mpi4py, or of `store_comm`
+    request: Any  # of mpi4py, or of `comm/store.py`
     is_receive: bool
     parts: Sequence[np.ndarray]  # what MPI reads or writes
 
