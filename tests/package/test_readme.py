@@ -218,6 +218,12 @@ def test_extras_variables_and_links_exist(page):
         assert link.startswith("https://") or (PAGES[page].parent / link).exists(), f"{link} leads nowhere"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:bench|cuda_src|deepep_rt|docs|examples|tests)/[\w./-]+)`", PAGES[page].read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_every_variable_is_in_the_table():
     read = set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", (ROOT / "deepep_rt/_env.py").read_text()))
     page = PAGES["docs/configuration.md"].read_text()
