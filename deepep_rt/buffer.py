@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._checks import choice, flag, refusal, whole_number
 from .arrays import stream_handles as handles
-from .backends.calls import Call, Site
+from .backends.calls import BufferInfo, Call
 from .backends.inputs import (
     check_low_latency_handle,
     combine_inputs,
@@ -60,7 +60,7 @@ def _leave_to_parent() -> None:
     """In a process that was forked off: its messages would be taken for its parent's."""
     for buffer in _alive:
         if buffer._backend is not None:
-            buffer._turns.refuse(_OF_PARENT)
+            buffer._call_lock.refuse(_OF_PARENT)
             buffer._of_parent, buffer._backend = buffer._backend, None
 
 
@@ -188,8 +188,8 @@ class Buffer(SharedByCopies):
             self._backend = DeviceLowLatencyBackend(
                 ranks, self.config, serial, copy_when_full=on_exhausted == "copy", network=network
             )
-        self._turns = self._backend.turns
-        self._site = Site(serial, self.config, self._backend.device)
+        self._call_lock = self._backend.call_lock
+        self._info = BufferInfo(serial, self.config, self._backend.device)
         self._of_parent: Any = None  # the backend, in a process that was forked off: kept, so that nothing is given back there
         _alive.add(self)
 
@@ -308,10 +308,10 @@ class Buffer(SharedByCopies):
             >>> sent.recv_x.shape, sent.num_recv_tokens_per_expert_list
         """
         backend = self._live()
-        with self._turns:
+        with self._call_lock:
             call = self._begin(x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
-                self._site, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
+                self._info, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
             )
             return backend.dispatch(inputs, call)
 
@@ -351,9 +351,9 @@ class Buffer(SharedByCopies):
             >>> out = buffer.combine(y, sent.handle, bias=shared_expert_output).x
         """
         backend = self._live()
-        with self._turns:
+        with self._call_lock:
             call = self._begin(x, async_finish, previous_event, stream)
-            inputs = combine_inputs(self._site, call.stream, x, handle, topk_weights, bias)
+            inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias)
             return backend.combine(inputs, call)
 
     def low_latency_dispatch(
@@ -408,10 +408,10 @@ class Buffer(SharedByCopies):
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
         backend, return_recv_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
-        with self._turns:
+        with self._call_lock:
             call = self._begin(x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
-                self._site,
+                self._info,
                 call.stream,
                 x,
                 topk_idx,
@@ -469,10 +469,10 @@ class Buffer(SharedByCopies):
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
         backend, return_recv_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
-        with self._turns:
+        with self._call_lock:
             call = self._begin(y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
-                self._site, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out
+                self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out
             )
             if flag(zero_copy, "zero_copy") and inputs.y.ptr != backend.low_latency_combine_view(handle._framework).ptr:
                 raise EPInputError("zero_copy=True, but y is not what get_low_latency_combine_buffer returned")
@@ -497,12 +497,12 @@ class Buffer(SharedByCopies):
             >>> y = buffer.get_low_latency_combine_buffer(sent.handle)
         """
         backend = self._low_latency()
-        check_low_latency_handle(self._site, handle)
+        check_low_latency_handle(self._info, handle)
         if handle._framework.name == "jax":
             raise EPInputError(
                 "get_low_latency_combine_buffer: JAX arrays cannot be written to; give low_latency_combine an array of yours"
             )
-        with self._turns:
+        with self._call_lock:
             return backend.low_latency_combine_view(handle._framework).to_framework()
 
     def mask_rank(self, rank: int) -> None:
@@ -579,7 +579,7 @@ class Buffer(SharedByCopies):
         num_rows = whole_number(num_rows, "num_rows", 1, _MOST_ROWS)
         iterations = whole_number(iterations, "iterations", 1, _MOST_ITERATIONS)
         backend = self._live()
-        with self._turns:
+        with self._call_lock:
             return backend.copy_ceiling(row_bytes, num_rows, iterations)
 
     def check(self) -> None:
@@ -640,7 +640,7 @@ class Buffer(SharedByCopies):
         self._destroy(flag(in_touch, "in_touch"))
 
     def _destroy(self, in_touch: bool, error: BaseException | None = None) -> None:
-        self._turns.refuse("this Buffer was destroyed; make a new one")
+        self._call_lock.refuse("this Buffer was destroyed; make a new one")
         backend, self._backend = self._backend, None
         if backend is None:
             return
@@ -648,7 +648,7 @@ class Buffer(SharedByCopies):
         def finish(thrown: BaseException | None) -> None:
             backend.destroy(in_touch and thrown is None, error or thrown)
 
-        self._turns.end(finish)
+        self._call_lock.drain(finish)
 
     def _begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Check how a call is to run, also where a backend has no streams, and begin it."""
@@ -660,7 +660,7 @@ class Buffer(SharedByCopies):
         return self._live().begin(x, async_finish, previous_event, stream)
 
     def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
-        self._turns.check()
+        self._call_lock.check()
         assert self._backend is not None  # it goes after calls are refused
         return self._backend
 
@@ -675,7 +675,7 @@ class Buffer(SharedByCopies):
         rank = whole_number(rank, "rank", 0, self.config.num_ranks - 1, remedy=remedy)
         if rank == mine:
             raise refusal(rank, "rank", f"0 to {self.config.num_ranks - 1}, other than this one ({mine})", "Pass another rank.")
-        with self._turns:
+        with self._call_lock:
             backend.set_mask(rank, masked)
 
     def __enter__(self) -> Buffer:

@@ -1,4 +1,4 @@
-"""Calls of a Buffer come one after the other: on all ranks in the same order, and so from one thread at a time."""
+"""Calls of a Buffer run one after the other, in the same order on all ranks, and so in one thread at a time."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from typing import Any
 from ..errors import EPDestroyedError, EPInputError
 
 
-class Turns:
-    """Entered for the time of a call. Calls that come in the middle of another one are refused, from any thread: their order would be
-    chance, and different on other ranks.
+class CallLock:
+    """Hold this lock during a call; a second call meanwhile is refused, from any thread.
+
+    The order of two calls that overlap is chance, and differs between ranks. So the second one raises instead of waiting.
 
     Args:
-        context: Entered with it.
+        context: Entered and left with the lock, such as the Buffer's CUDA context.
     """
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self._lock, self.context = threading.RLock(), context
-        # Looked up once: this is a part of what each call costs.
+        # Bound once: each call pays for a lookup.
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._enter, self._leave = context.__enter__, context.__exit__
         self._in_call = False
-        self._ended = ""  # why calls are refused for good
-        self._finish: Callable[[BaseException | None], None] | None = None  # left to the call that runs
-        self._cut_short: EPDestroyedError | None = None
+        self._reason = ""  # why every later call is refused
+        self._finish: Callable[[BaseException | None], None] | None = None  # for the running call to execute at its end
+        self._interruption: EPDestroyedError | None = None
 
     def __enter__(self) -> None:
         if not self._acquire(False):
             self.check()
             raise EPInputError(
-                "another thread is in the middle of a call of this Buffer; let threads take turns, in the same order on all ranks, or make "
-                "a Buffer for each"
+                "another thread is in the middle of a call of this Buffer; expected one call at a time. Let threads call it one after the "
+                "other, in the same order on all ranks, or make a Buffer for each"
             )
         if self._in_call:
             self._release()
@@ -55,7 +56,7 @@ class Turns:
             self._leave(kind, error, trace)
         finally:
             if isinstance(error, EPDestroyedError):
-                self._cut_short = error
+                self._interruption = error
             self._end_call(error)
 
     def _end_call(self, error: BaseException | None) -> None:
@@ -68,26 +69,26 @@ class Turns:
         finally:
             self._release()
         if finish is not None and error is None:
-            self.check()  # what the call returned was of a Buffer that is gone
+            self.check()  # the result belongs to a Buffer that is gone
 
     def check(self) -> None:
-        """Raise EPDestroyedError if the Buffer has ended. To be asked by a call that waits, too."""
-        if self._ended:
-            raise EPDestroyedError(self._ended)
+        """Raise EPDestroyedError if the Buffer has ended. A call that waits checks this too."""
+        if self._reason:
+            raise EPDestroyedError(self._reason)
 
-    def refuse(self, why: str) -> None:
-        """Refuse all calls from now on, with the first reason that is given."""
-        self._ended = self._ended or why
+    def refuse(self, reason: str) -> None:
+        """Refuse all calls from now on. The first reason stays."""
+        self._reason = self._reason or reason
 
-    def end(self, finish: Callable[[BaseException | None], None]) -> None:
-        """Run `finish` once no call runs; `refuse` comes first.
+    def drain(self, finish: Callable[[BaseException | None], None]) -> None:
+        """Run `finish` as soon as no call runs. Call `refuse` first.
 
-        A call of another thread is waited for; if it waits itself, it notices. A call of this thread, which a signal handler has
-        interrupted, runs `finish` when it ends. `finish` gets the exception that threw such a call out of its middle.
+        This waits for a call of another thread, and such a call notices the refusal if it waits itself. If a signal handler has
+        interrupted a call of this thread, that call runs `finish` at its end. `finish` gets the exception that ended such a call.
         """
         with self._lock:
             if self._in_call:
                 self._finish = finish
                 return
             with self.context:
-                finish(self._cut_short)
+                finish(self._interruption)

@@ -26,7 +26,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Site:
+class BufferInfo:
     """The Buffer that a call belongs to: its serial number in this process, its sizes and its device."""
 
     serial: int

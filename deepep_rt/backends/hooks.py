@@ -1,4 +1,4 @@
-"""The order of receiving hooks: what `return_recv_hook=True` hands out, and when it may be called."""
+"""Hooks of `return_recv_hook=True`: a call sends, and its hook receives later. They run in the order of their calls."""
 
 from __future__ import annotations
 
@@ -13,135 +13,135 @@ from ..errors import EPInputError
 
 
 @dataclass(slots=True)
-class Reception:
-    """Whether what a call sent has been received. A handle keeps this, and not the hook: who has but the handle cannot call the hook."""
+class HookState:
+    """Whether a hook has run. Handles keep this state and not the hook: a caller that dropped the hook cannot call it any more."""
 
     is_done: bool = False
 
 
 class Hook:
-    """The receiving half of a call. Calling it receives; that happens once, and in the order of the calls."""
+    """The receiving half of a call. It runs once, and after the hooks of earlier calls."""
 
-    def __init__(self, order: HookOrder, reception: Reception) -> None:
-        self._order = order
-        self.reception = reception
+    def __init__(self, queue: HookQueue, state: HookState) -> None:
+        self._queue = queue
+        self.state = state
 
     def __call__(self) -> None:
-        with self._order._turns:
-            if self.reception.is_done:
-                raise EPInputError(f"this hook of {self._order.what} was called already; each is called once")
-            self._order._call(self)
-
-
-def _outside() -> None:
-    return None
+        self._queue.run(self)
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCall:
     """A call whose receiving half has not run."""
 
     hook: weakref.ref[Hook]
     receive: Callable[[], None]
-    reception: Reception
-    capture_now: Callable[[], int | None]
+    state: HookState
+    current_capture: Callable[[], int | None]
     captured_in: int | None
 
     def run(self) -> None:
-        self.reception.is_done = True
+        self.state.is_done = True
         self.receive()
 
+    def is_in_other_capture(self) -> bool:
+        return self.captured_in != self.current_capture()
 
-class HookOrder:
-    """The open hooks of one kind of call, oldest first.
 
-    A hook that nobody can call any more (an exception took the caller past it) is called here, when its turn comes: the other ranks have
-    made the call.
+class HookQueue:
+    """The open calls of one kind, oldest first.
+
+    An exception may take the caller past a hook. The next call or hook then runs the lost hook in its place, because the other ranks have
+    made that call too.
 
     Args:
-        limit: How many may be open (the buffer's `num_slots`).
-        what: The call's name, for messages.
-        turns: Entered for the time of a hook, which is half a call.
+        limit: How many calls may be open (the buffer's `num_slots`).
+        name: The call's name, for messages.
+        call_lock: Held while a hook runs, which is half a call.
     """
 
-    def __init__(self, limit: int, what: str, turns: AbstractContextManager[Any]) -> None:
-        self.what, self._limit, self._turns = what, limit, turns
-        self._open: deque[_Open] = deque()
+    def __init__(self, limit: int, name: str, call_lock: AbstractContextManager[Any]) -> None:
+        self.name, self._limit, self._call_lock = name, limit, call_lock
+        self._open: deque[_OpenCall] = deque()
 
-    def start(self, has_hook: bool) -> None:
-        """Raise EPInputError if such a call may not start now. Nothing is noted yet: the call may still fail."""
+    def check_can_start(self, has_hook: bool) -> None:
+        """Raise EPInputError if a call may not start now. This records nothing: the call may still fail."""
         if self._open:
-            self._call_abandoned()
+            self._run_lost_hooks()
         if not has_hook and self._open:
-            raise EPInputError(f"{self.what} without return_recv_hook, but {len(self._open)} hooks are open; call them first")
+            raise EPInputError(f"{self.name} without return_recv_hook, but {len(self._open)} hooks are open; call them first")
         if has_hook and len(self._open) >= self._limit:
             raise EPInputError(
-                f"{self.what}: {len(self._open)} open hooks are all that num_slots={self._limit} allows; call the oldest first"
+                f"{self.name}: {len(self._open)} open hooks are all that num_slots={self._limit} allows; call the oldest first"
             )
 
-    def check_none_open(self, doing: str) -> None:
-        """Raise EPInputError if a call waits for its hook."""
-        self._call_abandoned()
+    def check_none_open(self, action: str) -> None:
+        """Raise EPInputError if a call waits for its hook. `action` names what the caller is about to do."""
+        self._run_lost_hooks()
         if self._open:
-            raise EPInputError(f"{doing}: hooks of {self.what} are open ({len(self._open)}); call them first")
+            raise EPInputError(f"{action}: hooks of {self.name} are open ({len(self._open)}); call them first")
 
-    def hook(self, receive: Callable[[], None], capture_now: Callable[[], int | None] = _outside) -> Hook:
-        """Note a call that was made, and wrap what receives for it.
+    def append(self, receive: Callable[[], None], current_capture: Callable[[], int | None] = lambda: None) -> Hook:
+        """Record a call that was made, and return its hook.
 
         Args:
-            receive: Receives. It must not hold the hook.
-            capture_now: The number of the CUDA graph capture that the call's stream is part of.
+            receive: Runs the receiving half. It must not hold the hook.
+            current_capture: Returns the number of the CUDA graph capture of the call's stream, or None.
         """
-        made = Hook(self, Reception())
-        self._open.append(_Open(weakref.ref(made), receive, made.reception, capture_now, capture_now()))
-        return made
+        hook = Hook(self, HookState())
+        self._open.append(_OpenCall(weakref.ref(hook), receive, hook.state, current_capture, current_capture()))
+        return hook
 
-    def _call(self, hook: Hook) -> None:
-        self._call_abandoned()
-        first = self._open[0]
-        if first.hook() is not hook:
-            raise EPInputError(f"an earlier hook of {self.what} is open; call hooks in the order of their calls")
-        if first.captured_in != first.capture_now():
-            raise EPInputError(
-                f"a {self.what} and its hook belong in the same capture of a CUDA graph, or both outside of any; drop this hook if "
-                f"its capture has ended"
-            )
-        self._open.popleft().run()  # forgotten, so that the hook keeps no memory alive
+    def run(self, hook: Hook) -> None:
+        """Run a hook of this queue; raise EPInputError if it has run, or if an earlier one is open."""
+        with self._call_lock:
+            if hook.state.is_done:
+                raise EPInputError(f"this hook of {self.name} was called already; expected one call. Call each hook once")
+            self._run_lost_hooks()
+            first = self._open[0]
+            if first.hook() is not hook:
+                raise EPInputError(f"an earlier hook of {self.name} is open; call hooks in the order of their calls")
+            if first.is_in_other_capture():
+                raise EPInputError(
+                    f"a {self.name} and its hook belong in the same capture of a CUDA graph, or both outside of any; drop this hook if "
+                    f"its capture has ended"
+                )
+            self._open.popleft().run()  # removed first, so that the hook keeps no memory alive
 
-    def _call_abandoned(self) -> None:
+    def _run_lost_hooks(self) -> None:
         while self._open and self._open[0].hook() is None:
             first = self._open[0]
-            elsewhere = first.captured_in != first.capture_now()
-            if elsewhere and first.captured_in is None:
+            in_other_capture = first.is_in_other_capture()
+            if in_other_capture and first.captured_in is None:
                 raise EPInputError(
-                    f"a hook of {self.what} was lost and has to be called first, which cannot be in a capture of a CUDA graph; make a "
+                    f"a hook of {self.name} was lost and has to be called first, which cannot be in a capture of a CUDA graph; make a "
                     f"call before it"
                 )
             self._open.popleft()
-            if not elsewhere:
+            if not in_other_capture:
                 first.run()
-            # Otherwise nothing was sent, or it is when the graph is replayed, and nobody receives: the caller lost half of a graph.
+            # A hook lost in another capture cannot run: the caller dropped half of that graph.
 
 
 class Hooks:
-    """Those of a Buffer's low-latency calls.
+    """The hooks of a Buffer's low-latency calls.
 
     Args:
-        limit: As of `HookOrder`.
-        turns: As of `HookOrder`.
+        limit: As of `HookQueue`.
+        call_lock: As of `HookQueue`.
     """
 
-    def __init__(self, limit: int, turns: AbstractContextManager[Any]) -> None:
-        self.dispatch = HookOrder(limit, "low_latency_dispatch", turns)
-        self.combine = HookOrder(limit, "low_latency_combine", turns)
+    def __init__(self, limit: int, call_lock: AbstractContextManager[Any]) -> None:
+        self.dispatch = HookQueue(limit, "low_latency_dispatch", call_lock)
+        self.combine = HookQueue(limit, "low_latency_combine", call_lock)
 
-    def check_none_open(self, doing: str) -> None:
+    def check_none_open(self, action: str) -> None:
         """Raise EPInputError if a call of either kind waits for its hook."""
-        for order in (self.dispatch, self.combine):
-            order.check_none_open(doing)
+        for queue in (self.dispatch, self.combine):
+            queue.check_none_open(action)
 
 
-def check_received(reception: Reception | None) -> None:
+def check_hook_called(state: HookState | None) -> None:
     """Raise EPInputError if the dispatch of a handle has a hook that was not called."""
-    if reception is not None and not reception.is_done:
+    if state is not None and not state.is_done:
         raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")

@@ -25,7 +25,7 @@ def choices_of_ranks(goes: torch.Tensor, num_topk: int, num_local_experts: int) 
 def rank_prefix_matrix(buffer: Buffer, handle: DispatchHandle) -> torch.Tensor:
     """`[num_ranks, num_ranks]` int32: of the rows that rank j receives, how many come from the ranks up to i."""
     num_ranks = buffer.config.num_ranks
-    if buffer._site.device == HOST:
+    if buffer._info.device == HOST:
         sent = torch.from_numpy(handle._routing.num_sent)
     else:
         slot = handle._routing
@@ -41,7 +41,7 @@ def expert_tables(buffer: Buffer, handle: LowLatencyHandle) -> tuple[torch.Tenso
         `[num_local_experts, num_ranks]` int64: first row of each source in the upper 32 bits, number of rows in the lower ones.
     """
     config = buffer.config
-    if buffer._site.device == HOST:
+    if buffer._info.device == HOST:
         routing = handle._routing
         origin = routing.rows._views["src_idx"].owner.view("int32").reshape(-1, 2)[routing.row]
         source, token = (torch.from_numpy(column) for column in origin.T)
@@ -76,4 +76,4 @@ def _tables(
 def _slot_view(buffer: Buffer, slot: Any, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A part of a handle in GPU memory, as an int32 tensor."""
     like = framework_of(torch.empty(0, device="cpu"), "handle")
-    return View(slot.ptr + offset, shape, "int32", buffer._site.device, slot, like).to_framework()
+    return View(slot.ptr + offset, shape, "int32", buffer._info.device, slot, like).to_framework()

@@ -112,7 +112,7 @@ def dispatch(
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
     rows_, idx_, weights_ = (None if array is None else traced(buffer, array) for array in (x, topk_idx, weights))
-    dispatch_inputs(buffer._site, None, rows_, idx_, weights_, None, None, rows, 1)
+    dispatch_inputs(buffer._info, None, rows_, idx_, weights_, None, None, rows, 1)
     return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
 
 
@@ -201,7 +201,7 @@ def _dispatch_once(
     token, recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = _named(
         "deepep_rt.dispatch", call(buffer, run_dispatch, (rows,), [after], given, shapes)
     )
-    handle = Handle(table, num_recv, token, x.shape[0], rows, buffer._site.serial)
+    handle = Handle(table, num_recv, token, x.shape[0], rows, buffer._info.serial)
     return Dispatched(recv_x, recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
 
 
@@ -255,7 +255,7 @@ def _send_back(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: 
     config, tokens = buffer.config, handle.num_tokens
     known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {})
     seen = [None if array is None else traced(buffer, array) for array in (x, weights)]
-    combine_inputs(buffer._site, None, seen[0], known, seen[1], None)
+    combine_inputs(buffer._info, None, seen[0], known, seen[1], None)
 
     shapes = [((tokens, config.hidden), x.dtype)] + ([] if weights is None else [((tokens, config.num_topk), jnp.float32)])
     given = [handle.tables, x] + ([] if weights is None else [weights])

@@ -104,7 +104,7 @@ def _callback(
         with _one_at_a_time:
             try:
                 buffer._live()
-                with buffer._turns.context:  # the calls below are entered one by one
+                with buffer._call_lock.context:  # the calls below are entered one by one
                     if not checked:
                         check_device(buffer, out[0])
                         checked = True
@@ -133,7 +133,7 @@ def token_of(after: Any) -> jax.Array:
 
 def _look(buffer: Buffer, array: Any, form: tuple[tuple[int, ...], str]) -> View:
     """An array of XLA's, while the callback runs."""
-    return View(dlpack.address(array.__dlpack__()), *form, buffer._site.device, None, _PLAIN)
+    return View(dlpack.address(array.__dlpack__()), *form, buffer._info.device, None, _PLAIN)
 
 
 def _copy_of(buffer: Buffer, array: Any, form: tuple[tuple[int, ...], str]) -> View:
@@ -184,7 +184,7 @@ def traced(buffer: Buffer, array: jax.Array) -> View:
     """Stands for an array whose address is not known yet, so that its shape and dtype are checked by those who check all others."""
     if array.dtype.name not in DTYPES:
         raise EPInputError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(DTYPES)}")
-    return View(0, array.shape, array.dtype.name, buffer._site.device, None, _PLAIN)
+    return View(0, array.shape, array.dtype.name, buffer._info.device, None, _PLAIN)
 
 
 def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int) -> None:
@@ -199,13 +199,13 @@ def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], resu
 
 def run_known_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
     table, num_recv, x = arguments
-    sent = buffer.dispatch(x, handle=tables.load(buffer._site, table, *sizes), stream=stream)
+    sent = buffer.dispatch(x, handle=tables.load(buffer._info, table, *sizes), stream=stream)
     _copy_rows(stream, sent.recv_x, num_recv, results[0])
 
 
 def run_combine(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
     table, x, *weights = arguments
-    handle = tables.load(buffer._site, table, *sizes)
+    handle = tables.load(buffer._info, table, *sizes)
     done = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, stream=stream)
     _copy(stream, *zip((done.x, done.topk_weights), results, strict=False))
 

@@ -80,9 +80,9 @@ def check_device(buffer: Buffer, array: Any) -> None:
         ptr = dlpack.address(array.__dlpack__())
         attribute = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         device = int(ok(cuda.cuPointerGetAttribute(attribute, ptr)))
-        if device != buffer._site.device:
+        if device != buffer._info.device:
             raise EPInputError(
-                f"JAX computes on GPU {device}, but this Buffer is on GPU {buffer._site.device}; call use_gpu_of_rank before JAX is used"
+                f"JAX computes on GPU {device}, but this Buffer is on GPU {buffer._info.device}; call use_gpu_of_rank before JAX is used"
             )
 
 

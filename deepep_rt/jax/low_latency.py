@@ -103,7 +103,7 @@ def low_latency_dispatch(
     weights = [] if topk_weights is None else [as_array(topk_weights, "topk_weights")]
     seen = [traced(buffer, array) for array in (x, topk_idx, *weights)]
     inputs = low_latency_dispatch_inputs(
-        buffer._site, None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
+        buffer._info, None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
     )
     formats = (inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0)
     return _without_gradient(partial(_dispatch, buffer, formats), x, topk_idx, weights, token_of(after))
@@ -146,7 +146,7 @@ def low_latency_combine(
     given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
     known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, Framework())
     y, idx, weights = (traced(buffer, array) for array in given)
-    low_latency_combine_inputs(buffer._site, None, y, idx, weights, known, allow_multiple_reduction, None)
+    low_latency_combine_inputs(buffer._info, None, y, idx, weights, known, allow_multiple_reduction, None)
     sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction)
     return _without_gradient(
         partial(_combine, buffer, sizes), handle.tables, *given, token_of(handle.token if after is None else after)
@@ -170,7 +170,7 @@ def _dispatch(
     given = [x, topk_idx, *weights]
     token, recv_x, table, *scales = call(buffer, _run_dispatch, formats, [after], given, shapes, may_be_captured=True)
     counts = table[tables.low_latency_counts(config, buffer.backend)]
-    handle = LowLatencyHandle(table, token, x.shape[0], bool(weights), buffer._site.serial)
+    handle = LowLatencyHandle(table, token, x.shape[0], bool(weights), buffer._info.serial)
     return LowLatencyDispatched(recv_x, scales[0] if scales else None, counts, handle)
 
 
@@ -194,8 +194,8 @@ def _run_dispatch(
     recv_x, table, *scales = results
     backend = buffer._low_latency()
     given = x, idx, weights[0] if weights else None
-    with buffer._turns:
-        inputs = low_latency_dispatch_inputs(buffer._site, stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
+    with buffer._call_lock:
+        inputs = low_latency_dispatch_inputs(buffer._info, stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
         inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
         sent = backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
     if stream is None:  # the host backend has memory of its own
@@ -215,7 +215,7 @@ def _run_combine(
     reduce_early: bool,
 ) -> None:
     table, y, idx, weights = arguments
-    handle = tables.load_low_latency(buffer._site, table, num_tokens, has_weights)
+    handle = tables.load_low_latency(buffer._info, table, num_tokens, has_weights)
     buffer.low_latency_combine(y, idx, weights, handle, allow_multiple_reduction=reduce_early, out=results[0], stream=stream)
 
 

@@ -14,13 +14,13 @@ from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.arrays.view import HOST, Framework, View
 from deepep_rt.backends import inputs
-from deepep_rt.backends.calls import Site
+from deepep_rt.backends.calls import BufferInfo
 from deepep_rt.config import Config
 from deepep_rt.results import DispatchHandle, LowLatencyHandle
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS, STREAM = 6, 256, 4, 8, 2, 77
 CONFIG = Config(RANKS, num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK, num_experts=EXPERTS, dtype="float32")
-SITE = Site(5, CONFIG, 0)
+SITE = BufferInfo(5, CONFIG, 0)
 PLACE = 1 << 20
 
 
@@ -89,21 +89,21 @@ EACH = [(call, name) for call, given in ARGUMENTS.items() for name in given]
 ROWS = [(call, name) for call, name in EACH if name in ("x", "bias[0]", "bias[1]", "y", "out")]
 
 
-def check(call: str, site: Site = SITE, **changed: Any) -> Any:
+def check(call: str, info: BufferInfo = SITE, **changed: Any) -> Any:
     """Check the arguments of a call."""
     given = {**ARGUMENTS[call], **changed}
-    handle = DispatchHandle(TOKENS, 20, None, site.serial, None, {})
+    handle = DispatchHandle(TOKENS, 20, None, info.serial, None, {})
     if call == "dispatch":
-        return inputs.dispatch_inputs(site, STREAM, *given.values(), None, None, 1)
+        return inputs.dispatch_inputs(info, STREAM, *given.values(), None, None, 1)
     if call == "combine":
         x, weights, *biases = given.values()
-        return inputs.combine_inputs(site, STREAM, x, handle, weights, biases)
+        return inputs.combine_inputs(info, STREAM, x, handle, weights, biases)
     if call == "low_latency_dispatch":
         x, idx, weights, *stats = given.values()
-        return inputs.low_latency_dispatch_inputs(site, STREAM, x, idx, weights, False, False, False, *stats)
+        return inputs.low_latency_dispatch_inputs(info, STREAM, x, idx, weights, False, False, False, *stats)
     y, idx, weights, out = given.values()
-    own = LowLatencyHandle(TOKENS, site.serial, None, True, Framework())
-    return inputs.low_latency_combine_inputs(site, STREAM, y, idx, weights, own, True, out)
+    own = LowLatencyHandle(TOKENS, info.serial, None, True, Framework())
+    return inputs.low_latency_combine_inputs(info, STREAM, y, idx, weights, own, True, out)
 
 
 def moved(array: Array, **changed: Any) -> Array:
@@ -160,7 +160,7 @@ def test_arrays_are_on_the_gpu_of_the_buffer_or_in_host_memory(call: str, name: 
         check(call, **{name: there})
     assert str(caught.value).startswith(f"{name} is on GPU 1, but this buffer works in GPU 0")
     with pytest.raises(EPInputError) as caught:
-        check(call, Site(5, CONFIG, HOST), **{name: there})
+        check(call, BufferInfo(5, CONFIG, HOST), **{name: there})
     assert "GPU 1" in str(caught.value) or "GPU 0" in str(caught.value)
 
 
@@ -269,7 +269,7 @@ def test_formats_that_do_not_go_together() -> None:
     given = ARGUMENTS["low_latency_dispatch"]
     with pytest.raises(EPInputError, match="use_ue8m0 is a format of FP8 scales; pass use_fp8=True"):
         inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, False, False, True, None, None)
-    odd = Site(5, Config(RANKS, num_max_tokens_per_rank=8, hidden=64, num_topk=TOPK, num_experts=EXPERTS), 0)
+    odd = BufferInfo(5, Config(RANKS, num_max_tokens_per_rank=8, hidden=64, num_topk=TOPK, num_experts=EXPERTS), 0)
     x = Array("bfloat16", (TOKENS, 64))
     with pytest.raises(EPInputError, match="hidden is 64, no multiple of 128, the channels of a scale; pass use_fp8=False"):
         inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, True, False, False, None, None)

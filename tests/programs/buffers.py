@@ -345,9 +345,9 @@ def check_a_buffer_that_ends_before_a_call_begins(comm: MPI.Intracomm) -> None:
         def __exit__(self, *error: Any) -> None:
             turns.__exit__(*error)
 
-    turns, late = buffer._turns, Late()
+    turns, late = buffer._call_lock, Late()
     with unittest.mock.patch.object(Late, "__getattr__", lambda _, name: getattr(turns, name), create=True):
-        buffer._turns = late
+        buffer._call_lock = late
         with raises(EPDestroyedError, "this Buffer was destroyed"):
             buffer.dispatch(np.zeros((2, 32), np.float32), np.zeros((2, 4), np.int64))
 

@@ -27,7 +27,7 @@ from ...kernels.table import TABLE
 from ...network import NetworkOptions
 from ...results import CombineResult, DispatchHandle, DispatchResult, Views
 from ..agreement import announce
-from ..call_lock import Turns
+from ..call_lock import CallLock
 from ..calls import Call, CombineInputs, DispatchInputs
 from .monitor import Watch
 from .result_memory import ResultMemory
@@ -72,7 +72,7 @@ class DeviceBackend:
             driver.trim_memory_pool()  # what other Buffers of this process have left there is free
             free_bytes, self._arch = driver.free_bytes(), jit.current_arch()
             symmetric.load()
-        self.turns = Turns(self.context)
+        self.call_lock = CallLock(self.context)
         all_free_bytes, self._archs = zip(*self._comm.allgather((free_bytes, self._arch)), strict=True)
         self._check_memory(all_free_bytes)
         self._memory = symmetric.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
@@ -236,7 +236,7 @@ class DeviceBackend:
         self._watch.check()
 
     def synchronize(self) -> None:
-        self._wait_for_calls(self.turns.check)
+        self._wait_for_calls(self.call_lock.check)
 
     def _wait_for_calls(self, check_ended: Callable[[], None] = lambda: None) -> None:
         end = self._order.end()
@@ -301,7 +301,7 @@ class DeviceBackend:
         self._counts = self._slots(self._counts_map.num_bytes, layout.num_handles(config))
         self._page = HostPage(config, self._comm.Get_rank())
         self._held.callback(self._page.free)
-        self._watch = Watch(self._comm, config, self._page, self._state, self.turns.check)
+        self._watch = Watch(self._comm, config, self._page, self._state, self.call_lock.check)
         self._order = CallOrder(self.device, self.context, self._watch.check)
         self._held.callback(driver.give_stream_back, self._order.own_stream)
         self._stream_pool = StreamPool()

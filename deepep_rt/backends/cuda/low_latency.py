@@ -22,7 +22,7 @@ from ...kernels.table import TABLE
 from ...kernels.tuning import has_fp8
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from ..calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs
-from ..hooks import Hook, HookOrder, Hooks, check_received
+from ..hooks import Hook, HookQueue, Hooks, check_hook_called
 from .backend import DeviceBackend, address_of
 from .transfer import to_host
 
@@ -78,7 +78,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._least_many = math.inf if config.has_network else config.least_many(self._num_blocks)
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
-        self._hooks = Hooks(config.num_slots, self.turns)
+        self._hooks = Hooks(config.num_slots, self.call_lock)
         if config.low_latency:
             self._clear_rows()
             for kernel in TABLE.values():
@@ -148,7 +148,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         config, stream = self.config, call.stream
         if inputs.use_fp8 and self._without_fp8:
             self._give_up_fp8(inputs)
-        self._hooks.dispatch.start(with_hook)
+        self._hooks.dispatch.check_can_start(with_hook)
         self._order.enter(call)
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         results = self._ll_results[inputs.use_fp8, inputs.use_ue8m0]
@@ -196,21 +196,19 @@ class DeviceLowLatencyBackend(DeviceBackend):
         leave = functools.partial(self._order.leave, call, (x, idx, weights, inputs), (slot, memory), *given)
         hooks = self._hooks.dispatch if with_hook else None
         event, made, hook = self._run("ll_dispatch", values, call, leave, hooks, views, inputs.x.device == HOST)
-        handle = LowLatencyHandle(
-            x.shape[0], self._serial, (slot, hook.reception if hook else None), weights is not None, framework
-        )
+        handle = LowLatencyHandle(x.shape[0], self._serial, (slot, hook.state if hook else None), weights is not None, framework)
         return LowLatencyDispatchResult(handle, event, hook, made)
 
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         config, stream, handle = self.config, call.stream, inputs.handle
-        slot, reception = handle._routing
-        check_received(reception)
+        slot, hook_state = handle._routing
+        check_hook_called(hook_state)
         if not inputs.reduce_early and (config.on_timeout == "mask" or self.masked_ranks()):
             # Such rows lie by choice, not by sender: what a lost rank has sent could be taken for another one's.
             raise EPInputError(
                 "allow_multiple_reduction=False goes neither with on_timeout='mask' nor with masked ranks on GPUs; leave it out"
             )
-        self._hooks.combine.start(with_hook)
+        self._hooks.combine.check_can_start(with_hook)
         self._order.enter(call)
         y, idx, weights = self._on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
         num_tokens = handle.num_tokens
@@ -265,7 +263,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         values: dict[str, Any],
         call: Call,
         leave: Callable[[], None],
-        hooks: HookOrder | None,
+        hooks: HookQueue | None,
         views: Callable[[], Views],
         on_host: bool,
         into: View | None = None,
@@ -308,4 +306,4 @@ class DeviceLowLatencyBackend(DeviceBackend):
             launch(stream, self._num_blocks, values)
             leave()
             event, made = self._order.event(call), views()
-            return event, lambda: made, hooks.hook(receive, lambda: driver.capture_id(stream))
+            return event, lambda: made, hooks.append(receive, lambda: driver.capture_id(stream))

@@ -27,7 +27,7 @@ from ...config import Config
 from ...errors import EPError, EPInputError, EPOutOfMemoryError
 from ...results import CombineResult, DispatchHandle, DispatchResult, Event
 from ..agreement import announce
-from ..call_lock import Turns
+from ..call_lock import CallLock
 from ..calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs
 from ..overflow import OverflowLog
 from .messages import Mail
@@ -110,10 +110,10 @@ class HostBackend:
         self._comm.timeout_s = config.timeout_s
         self._config, self._serial = config, serial
         self.context = contextlib.nullcontext()  # there is no device to make current
-        self.turns = Turns(self.context)
+        self.call_lock = CallLock(self.context)
         self.num_sms = config.num_sms  # of a GPU; here it is only kept
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
-        self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask", self.turns.check)
+        self._mail = Mail(self._comm, config.timeout_s, config.on_timeout == "mask", self.call_lock.check)
         self._num_rows_at = slice(_NOTICE_HEAD, _NOTICE_HEAD + self._num_ranks)
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._overflow = OverflowLog(self._rank)

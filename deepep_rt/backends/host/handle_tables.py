@@ -16,7 +16,7 @@ from ...arrays.view import HOST, View
 from ...config import Config
 from ...kernels import layout
 from ...results import DispatchHandle, LowLatencyHandle
-from ..calls import Site
+from ..calls import BufferInfo
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ def save(handle: DispatchHandle, config: Config, out: View, stream: int | None) 
         copy(handle._routing.ptr, out, stream)
 
 
-def load(site: Site, view: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
+def load(info: BufferInfo, view: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
     """A handle over such an array, which has to outlive the calls that it is given to."""
     on_host = view.device == HOST
-    routing = _load_host(site.config, arrays.host_bytes(view).view("int32")) if on_host else _DeviceTables(view.ptr)
-    return DispatchHandle(num_tokens, num_recv_rows, None, site.serial, routing, {})
+    routing = _load_host(info.config, arrays.host_bytes(view).view("int32")) if on_host else _DeviceTables(view.ptr)
+    return DispatchHandle(num_tokens, num_recv_rows, None, info.serial, routing, {})
 
 
 def num_low_latency_words(config: Config, backend: str) -> int:
@@ -77,12 +77,12 @@ def save_low_latency(handle: LowLatencyHandle, config: Config, out: View) -> Non
         parts[name][: values.size] = values.ravel()
 
 
-def load_low_latency(site: Site, view: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
+def load_low_latency(info: BufferInfo, view: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
     """A handle over such an array, which has to outlive the call that it is given to."""
     routing: object = (_DeviceTables(view.ptr), None)  # no hook
     if view.device == HOST:
-        routing = _load_low_latency_host(site, arrays.host_bytes(view).view("int32"), num_tokens, has_weights)
-    return LowLatencyHandle(num_tokens, site.serial, routing, has_weights, view.framework)
+        routing = _load_low_latency_host(info, arrays.host_bytes(view).view("int32"), num_tokens, has_weights)
+    return LowLatencyHandle(num_tokens, info.serial, routing, has_weights, view.framework)
 
 
 def copy(source: int, out: View, stream: int | None) -> None:
@@ -133,12 +133,12 @@ def _low_latency_parts(config: Config, words: np.ndarray) -> dict[str, np.ndarra
     return dict(zip(sizes, np.split(words, np.cumsum(list(sizes.values())[:-1])), strict=True))
 
 
-def _load_low_latency_host(site: Site, words: np.ndarray, num_tokens: int, has_weights: bool) -> object:
+def _load_low_latency_host(info: BufferInfo, words: np.ndarray, num_tokens: int, has_weights: bool) -> object:
     from .low_latency import ExpertRouting
 
-    config, parts = site.config, _low_latency_parts(site.config, words)
+    config, parts = info.config, _low_latency_parts(info.config, words)
     num_rows = int(parts["num_rows"][0])
-    rows = DispatchHandle(num_tokens, num_rows, None, site.serial, _load_host(config, parts["rows"]), {})
+    rows = DispatchHandle(num_tokens, num_rows, None, info.serial, _load_host(config, parts["rows"]), {})
 
     def table(name: str, length: int) -> np.ndarray:
         return parts[name].reshape(-1, config.num_topk)[:length]

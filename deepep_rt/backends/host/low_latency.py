@@ -25,7 +25,7 @@ from ...config import Config
 from ...errors import EPInputError
 from ...results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 from ..calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
-from ..hooks import Hooks, Reception, check_received
+from ..hooks import Hooks, HookState, check_hook_called
 from .backend import HostBackend, Routing, tells_of_memory
 
 
@@ -42,7 +42,7 @@ class ExpertRouting:
     counts: np.ndarray  # [num_local_experts] entries of each expert, those without room included
     weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
     own_weights: np.ndarray | None  # [num_tokens, num_topk] of this rank, if it sent them with the rows
-    reception: Reception | None = None  # None: no hook
+    hook_state: HookState | None = None  # None: no hook
 
     @staticmethod
     def of(
@@ -75,7 +75,7 @@ class HostLowLatencyBackend(HostBackend):
     def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
         super().__init__(comm, config, serial)
         self._combine_memory: Result | None = None
-        self._hooks = Hooks(config.num_slots, self.turns)
+        self._hooks = Hooks(config.num_slots, self.call_lock)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""
@@ -101,7 +101,7 @@ class HostLowLatencyBackend(HostBackend):
     def low_latency_dispatch(
         self, inputs: LowLatencyDispatchInputs, call: Call, return_recv_hook: bool
     ) -> LowLatencyDispatchResult:
-        self._hooks.dispatch.start(return_recv_hook)
+        self._hooks.dispatch.check_can_start(return_recv_hook)
         config, x, framework = self._config, inputs.x, inputs.x.framework
         scales = None
         if inputs.use_fp8:
@@ -151,25 +151,25 @@ class HostLowLatencyBackend(HostBackend):
                 stats = host_bytes(inputs.wait_stats).view(np.int64)
                 stats[sources] += waited
 
-        hook = self._hooks.dispatch.hook(receive) if return_recv_hook else None
+        hook = self._hooks.dispatch.append(receive) if return_recv_hook else None
         if hook is None:
             receive()
         views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
         views.update({name: result.view(framework) for name, result in made.items()})
-        kept = dataclasses.replace(routing, reception=hook.reception if hook else None)
+        kept = dataclasses.replace(routing, hook_state=hook.state if hook else None)
         handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
 
     @tells_of_memory
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool) -> LowLatencyCombineResult:
         routing: ExpertRouting = inputs.handle._routing
-        check_received(routing.reception)
+        check_hook_called(routing.hook_state)
         left_out = self._left_out(inputs, routing)
         if routing.own_weights is not None and not np.array_equal(
             _values(inputs.topk_weights), routing.own_weights, equal_nan=True
         ):
             raise EPInputError("topk_weights differ from those that low_latency_dispatch was given; pass the same, or none there")
-        self._hooks.combine.start(return_recv_hook)
+        self._hooks.combine.check_can_start(return_recv_hook)
         total = self._reduce_early(inputs, call, left_out) if inputs.reduce_early else self._reduce_at_home(inputs, left_out)
         out = inputs.out
         if out is None:
@@ -178,7 +178,7 @@ class HostLowLatencyBackend(HostBackend):
         def receive() -> None:
             rows_of(out)[...] = total
 
-        hook = self._hooks.combine.hook(receive) if return_recv_hook else None
+        hook = self._hooks.combine.append(receive) if return_recv_hook else None
         if hook is None:
             receive()
         return LowLatencyCombineResult(event=Event(), hook=hook, _make_views=lambda: {"x": out})
