@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._checks import choice, flag, refusal, whole_number
 from .arrays import stream_handles as handles
+from .backends.base import Backend
 from .backends.calls import BufferInfo, Call
 from .backends.inputs import (
     check_low_latency_handle,
@@ -42,8 +43,6 @@ from .results import (
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-    from .backends.cuda.low_latency import DeviceLowLatencyBackend
-    from .backends.host.low_latency import HostLowLatencyBackend
     from .comm.communicator import Communicator
 
 _MOST_ROWS, _MOST_ITERATIONS = (1 << 31) - 1, 10**6  # of a measurement; kernels count rows in 32 bits
@@ -143,7 +142,8 @@ class Buffer(SharedByCopies):
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:
-        from .backends.agreement import agree, making_limit_s, private, refuse
+        from .backends.agreement import refuse  # agreement and factory load communicators, which import mpi4py
+        from .backends.factory import make_backend
         from .comm.communicator import communicator_of
 
         ranks = communicator_of(comm)
@@ -153,7 +153,7 @@ class Buffer(SharedByCopies):
             on_exhausted = choice(on_exhausted, "on_exhausted", ("copy", "error"), error=EPConfigError)
             if network is not None and not isinstance(network, NetworkOptions):
                 raise refusal(network, "network", "NetworkOptions, or None", "Pass one of them.", EPConfigError)
-            self.config = Config(
+            config = Config(
                 num_ranks=ranks.Get_size(),
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
                 hidden=hidden,
@@ -172,24 +172,10 @@ class Buffer(SharedByCopies):
             refuse(ranks, error, timeout_s)
             raise
         self._rank = ranks.Get_rank()
-        self._backend: HostLowLatencyBackend | DeviceLowLatencyBackend | None = None
-        backend = agree(ranks, self.config, backend, on_exhausted, network)
-        ranks = private(ranks, making_limit_s(self.config.timeout_s))
-        serial = next(_serials)
-        if backend == "host":
-            from .backends.host.low_latency import HostLowLatencyBackend
-
-            self._backend = HostLowLatencyBackend(ranks, self.config, serial)
-        else:
-            from .backends.cuda.low_latency import DeviceLowLatencyBackend
-            from .cuda.topology import placed
-
-            self.config = placed(ranks, self.config)
-            self._backend = DeviceLowLatencyBackend(
-                ranks, self.config, serial, copy_when_full=on_exhausted == "copy", network=network
-            )
-        self._call_lock = self._backend.call_lock
-        self._info = BufferInfo(serial, self.config, self._backend.device)
+        self._backend: Backend | None = None
+        made = make_backend(ranks, config, backend, next(_serials), on_exhausted, network)
+        self._backend, self._info, self._call_lock = made, made.info, made.call_lock
+        self.config = made.info.config
         self._of_parent: Any = None  # the backend, in a process that was forked off: kept, so that nothing is given back there
         _alive.add(self)
 
@@ -659,12 +645,12 @@ class Buffer(SharedByCopies):
             handles.of_stream(stream)
         return self._live().begin(x, async_finish, previous_event, stream)
 
-    def _live(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
+    def _live(self) -> Backend:
         self._call_lock.check()
         assert self._backend is not None  # it goes after calls are refused
         return self._backend
 
-    def _low_latency(self) -> HostLowLatencyBackend | DeviceLowLatencyBackend:
+    def _low_latency(self) -> Backend:
         if not self.config.low_latency:
             raise EPInputError("this Buffer has no memory for low-latency calls; make it with low_latency=True")
         return self._live()
@@ -688,3 +674,18 @@ class Buffer(SharedByCopies):
         if getattr(self, "_backend", None) is not None:  # freeing is collective, and a destructor runs at no agreed time
             _log.warning("a Buffer was dropped without destroy(): its memory stays taken until the process ends")
             warnings.warn("a Buffer was dropped without destroy(); use `with Buffer(...)`", ResourceWarning, stacklevel=2)
+
+
+def info_of(buffer: Buffer) -> BufferInfo:
+    """Return the number, sizes and device of a Buffer, for the wrappers of frameworks. It outlives the Buffer."""
+    return buffer._info
+
+
+def backend_of(buffer: Buffer, *, low_latency: bool = False) -> Backend:
+    """Return the backend of a Buffer, for the wrappers of frameworks.
+
+    Raises:
+        EPDestroyedError: After `destroy()`.
+        EPInputError: If `low_latency`, and the Buffer was made without it.
+    """
+    return buffer._low_latency() if low_latency else buffer._live()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..arrays.frameworks import framework_of
-from ..arrays.view import HOST, View
-from ..buffer import Buffer
-from ..kernels import layout, structs
+from ..arrays.view import Framework
+from ..buffer import Buffer, backend_of
 from ..results import DispatchHandle, LowLatencyHandle
 
 
@@ -24,13 +21,8 @@ def choices_of_ranks(goes: torch.Tensor, num_topk: int, num_local_experts: int) 
 
 def rank_prefix_matrix(buffer: Buffer, handle: DispatchHandle) -> torch.Tensor:
     """`[num_ranks, num_ranks]` int32: of the rows that rank j receives, how many come from the ranks up to i."""
-    num_ranks = buffer.config.num_ranks
-    if buffer._info.device == HOST:
-        sent = torch.from_numpy(handle._routing.num_sent)
-    else:
-        slot = handle._routing
-        sent = _slot_view(buffer, slot, layout.handle(buffer.config).offsets["num_rows"], (num_ranks, num_ranks))
-    return sent.cumsum(0, dtype=torch.int32)
+    rows = backend_of(buffer).tables.rows_between_ranks(handle, _pytorch()).to_framework()
+    return rows.cumsum(0, dtype=torch.int32)
 
 
 def expert_tables(buffer: Buffer, handle: LowLatencyHandle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,21 +32,17 @@ def expert_tables(buffer: Buffer, handle: LowLatencyHandle) -> tuple[torch.Tenso
         `[num_local_experts, rows]` int32: the token, at its source, of each row (-1 where there is none); and
         `[num_local_experts, num_ranks]` int64: first row of each source in the upper 32 bits, number of rows in the lower ones.
     """
-    config = buffer.config
-    if buffer._info.device == HOST:
-        routing = handle._routing
-        origin = routing.rows._views["src_idx"].owner.view("int32").reshape(-1, 2)[routing.row]
-        source, token = (torch.from_numpy(column) for column in origin.T)
-        row = torch.from_numpy(routing.slot)
-    else:
-        slot, _ = handle._routing
-        places, entry = layout.low_latency_handle(config).offsets, structs.LlEntry.dtype(config.constants())
-        words = _slot_view(buffer, slot, places["entries"], (config.num_max_recv_tokens, entry.itemsize // 4))
-        is_filled = torch.arange(len(words), device=words.device) < _slot_view(buffer, slot, places["num_entries"], (1,))
-        source, token, first = (structs.offset(entry, name) // 4 for name in ("source", "token", "row"))
-        row = torch.where(is_filled[:, None], words[:, first : first + config.num_topk], -1).flatten()
-        source, token = (words[:, column].repeat_interleave(config.num_topk) for column in (source, token))
-    return _tables(row.long(), source.long(), token, config.num_local_experts, config.num_max_recv_tokens, config.num_ranks)
+    config, entries = buffer.config, backend_of(buffer).tables.entries(handle, _pytorch())
+    words, num_entries = entries.words.to_framework(), entries.num_entries.to_framework()
+    is_filled = torch.arange(len(words), device=words.device) < num_entries
+    rows = torch.where(is_filled[:, None], words[:, entries.rows], -1)
+    source, token = (words[:, column].repeat_interleave(rows.shape[1]) for column in (entries.source, entries.token))
+    sizes = config.num_local_experts, config.num_max_recv_tokens, config.num_ranks
+    return _tables(rows.flatten().long(), source.long(), token, *sizes)
+
+
+def _pytorch() -> Framework:
+    return framework_of(torch.empty(0, device="cpu"), "handle")
 
 
 def _tables(
@@ -71,9 +59,3 @@ def _tables(
     first = torch.full_like(counts, num_rows).scatter_reduce_(0, pair, row % num_rows, "amin")
     ranges = torch.where(counts > 0, first << 32 | counts, 0)
     return tokens[:-1].view(num_experts, num_rows), ranges[:-1].view(num_experts, num_ranks)
-
-
-def _slot_view(buffer: Buffer, slot: Any, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A part of a handle in GPU memory, as an int32 tensor."""
-    like = framework_of(torch.empty(0, device="cpu"), "handle")
-    return View(slot.ptr + offset, shape, "int32", buffer._info.device, slot, like).to_framework()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._checks import whole_number
-from ..backends.host import handle_tables as tables
 from ..backends.inputs import combine_inputs, dispatch_inputs
+from ..buffer import Buffer, backend_of, info_of
 from ..config import COMBINE_DTYPES
 from ..errors import EPInputError
 from ..results import DispatchHandle
@@ -29,9 +29,6 @@ from .callbacks import (
     traced,
 )
 from .device import check_buffer, check_threads
-
-if TYPE_CHECKING:
-    from ..buffer import Buffer
 
 
 @partial(
@@ -112,7 +109,7 @@ def dispatch(
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
     rows_, idx_, weights_ = (None if array is None else traced(buffer, array) for array in (x, topk_idx, weights))
-    dispatch_inputs(buffer._info, None, rows_, idx_, weights_, None, None, rows, 1)
+    dispatch_inputs(info_of(buffer), None, rows_, idx_, weights_, None, None, rows, 1)
     return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
 
 
@@ -193,7 +190,7 @@ def _dispatch_once(
     config = buffer.config
     topk = (rows, config.num_topk)
     shapes = [((rows, config.hidden), x.dtype), (topk, jnp.int32), ((1,), jnp.int32), ((config.num_local_experts,), jnp.int32)]
-    shapes += [((tables.num_words(config, buffer.backend),), jnp.int32)]
+    shapes += [((backend_of(buffer).tables.num_words,), jnp.int32)]
     given = [x, topk_idx]
     if topk_weights is not None:
         given, shapes = [*given, topk_weights], [*shapes, (topk, jnp.float32)]
@@ -201,7 +198,7 @@ def _dispatch_once(
     token, recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = _named(
         "deepep_rt.dispatch", call(buffer, run_dispatch, (rows,), [after], given, shapes)
     )
-    handle = Handle(table, num_recv, token, x.shape[0], rows, buffer._info.serial)
+    handle = Handle(table, num_recv, token, x.shape[0], rows, info_of(buffer).serial)
     return Dispatched(recv_x, recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
 
 
@@ -255,7 +252,7 @@ def _send_back(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: 
     config, tokens = buffer.config, handle.num_tokens
     known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {})
     seen = [None if array is None else traced(buffer, array) for array in (x, weights)]
-    combine_inputs(buffer._info, None, seen[0], known, seen[1], None)
+    combine_inputs(info_of(buffer), None, seen[0], known, seen[1], None)
 
     shapes = [((tokens, config.hidden), x.dtype)] + ([] if weights is None else [((tokens, config.num_topk), jnp.float32)])
     given = [handle.tables, x] + ([] if weights is None else [weights])

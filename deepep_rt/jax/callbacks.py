@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,10 @@ from ..arrays import view as arrays
 from ..arrays.dtypes import DTYPES
 from ..arrays.frameworks import check_unmasked, not_shown
 from ..arrays.view import HOST, Framework, View
-from ..backends.host import handle_tables as tables
+from ..backends.base import Backend
+from ..buffer import Buffer, backend_of, info_of
 from ..errors import EPError, EPInputError
 from .device import check_device
-
-if TYPE_CHECKING:
-    from ..buffer import Buffer
 
 
 class Combined(NamedTuple):
@@ -103,8 +101,7 @@ def _callback(
         nonlocal checked
         with _one_at_a_time:
             try:
-                buffer._live()
-                with buffer._call_lock.context:  # the calls below are entered one by one
+                with backend_of(buffer).context:  # the calls below are entered one by one
                     if not checked:
                         check_device(buffer, out[0])
                         checked = True
@@ -133,7 +130,7 @@ def token_of(after: Any) -> jax.Array:
 
 def _look(buffer: Buffer, array: Any, form: tuple[tuple[int, ...], str]) -> View:
     """An array of XLA's, while the callback runs."""
-    return View(dlpack.address(array.__dlpack__()), *form, buffer._info.device, None, _PLAIN)
+    return View(dlpack.address(array.__dlpack__()), *form, info_of(buffer).device, None, _PLAIN)
 
 
 def _copy_of(buffer: Buffer, array: Any, form: tuple[tuple[int, ...], str]) -> View:
@@ -184,7 +181,7 @@ def traced(buffer: Buffer, array: jax.Array) -> View:
     """Stands for an array whose address is not known yet, so that its shape and dtype are checked by those who check all others."""
     if array.dtype.name not in DTYPES:
         raise EPInputError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(DTYPES)}")
-    return View(0, array.shape, array.dtype.name, buffer._info.device, None, _PLAIN)
+    return View(0, array.shape, array.dtype.name, info_of(buffer).device, None, _PLAIN)
 
 
 def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int) -> None:
@@ -192,22 +189,25 @@ def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], resu
     recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
     assert sent.num_recv_tokens is not None
     _copy_rows(stream, sent.recv_x, sent.num_recv_tokens, recv_x)
-    _copy(stream, (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
-    _copy(stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights))
-    tables.save(sent.handle, buffer.config, table, stream)
+    backend = backend_of(buffer)
+    _copy(backend, stream, (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
+    _copy(
+        backend, stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights)
+    )
+    backend.tables.save(sent.handle, table, stream)
 
 
 def run_known_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
     table, num_recv, x = arguments
-    sent = buffer.dispatch(x, handle=tables.load(buffer._info, table, *sizes), stream=stream)
+    sent = buffer.dispatch(x, handle=backend_of(buffer).tables.load(table, *sizes), stream=stream)
     _copy_rows(stream, sent.recv_x, num_recv, results[0])
 
 
 def run_combine(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
     table, x, *weights = arguments
-    handle = tables.load(buffer._info, table, *sizes)
-    done = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, stream=stream)
-    _copy(stream, *zip((done.x, done.topk_weights), results, strict=False))
+    backend = backend_of(buffer)
+    done = buffer.combine(x, backend.tables.load(table, *sizes), topk_weights=weights[0] if weights else None, stream=stream)
+    _copy(backend, stream, *zip((done.x, done.topk_weights), results, strict=False))
 
 
 def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> None:
@@ -222,7 +222,7 @@ def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> Non
         to[:kept], to[kept:] = arrays.host_bytes(rows)[:kept], 0
 
 
-def _copy(stream: int | None, *pairs: tuple[View | None, View]) -> None:
+def _copy(backend: Backend, stream: int | None, *pairs: tuple[View | None, View]) -> None:
     for source, out in pairs:
         assert source is not None
-        tables.copy(source.ptr, out, stream)
+        backend.copy(source.ptr, out, stream)

@@ -11,7 +11,7 @@ import jax
 from .. import _env
 from .._checks import instance
 from ..arrays import dlpack
-from ..buffer import Buffer
+from ..buffer import Buffer, info_of
 from ..comm.communicator import communicator_of
 from ..errors import EPInputError, EPUnavailableError
 
@@ -80,9 +80,9 @@ def check_device(buffer: Buffer, array: Any) -> None:
         ptr = dlpack.address(array.__dlpack__())
         attribute = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         device = int(ok(cuda.cuPointerGetAttribute(attribute, ptr)))
-        if device != buffer._info.device:
+        if device != info_of(buffer).device:
             raise EPInputError(
-                f"JAX computes on GPU {device}, but this Buffer is on GPU {buffer._info.device}; call use_gpu_of_rank before JAX is used"
+                f"JAX computes on GPU {device}, but this Buffer is on GPU {info_of(buffer).device}; call use_gpu_of_rank before JAX is used"
             )
 
 

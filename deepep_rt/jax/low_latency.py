@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,12 @@ import jax.numpy as jnp
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import Framework, View
 from ..backends.calls import LowLatencyMemory
-from ..backends.host import handle_tables as tables
 from ..backends.inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
+from ..buffer import Buffer, backend_of, info_of
 from ..errors import EPInputError
 from ..results import LowLatencyHandle as _Handle
 from .callbacks import Combined, as_array, as_int32, call, token_of, tokens_and_indices, traced
 from .device import check_buffer, check_threads
-
-if TYPE_CHECKING:
-    from ..buffer import Buffer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["tables", "token"], meta_fields=["num_tokens", "has_weights", "buffer"])
@@ -98,12 +95,12 @@ def low_latency_dispatch(
         >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle).x
     """
     check_threads(buffer)
-    buffer._low_latency()
+    backend_of(buffer, low_latency=True)
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = [] if topk_weights is None else [as_array(topk_weights, "topk_weights")]
     seen = [traced(buffer, array) for array in (x, topk_idx, *weights)]
     inputs = low_latency_dispatch_inputs(
-        buffer._info, None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
+        info_of(buffer), None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
     )
     formats = (inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0)
     return _without_gradient(partial(_dispatch, buffer, formats), x, topk_idx, weights, token_of(after))
@@ -146,7 +143,7 @@ def low_latency_combine(
     given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
     known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, Framework())
     y, idx, weights = (traced(buffer, array) for array in given)
-    low_latency_combine_inputs(buffer._info, None, y, idx, weights, known, allow_multiple_reduction, None)
+    low_latency_combine_inputs(info_of(buffer), None, y, idx, weights, known, allow_multiple_reduction, None)
     sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction)
     return _without_gradient(
         partial(_combine, buffer, sizes), handle.tables, *given, token_of(handle.token if after is None else after)
@@ -162,15 +159,16 @@ def _dispatch(
     after: jax.Array,
 ) -> LowLatencyDispatched:
     config, (use_fp8, _, use_ue8m0) = buffer.config, formats
+    tables = backend_of(buffer).tables
     rows = (config.num_local_experts, config.num_max_recv_tokens)
-    words = tables.num_low_latency_words(config, buffer.backend)
+    words = tables.num_low_latency_words
     shapes: list[Any] = [((*rows, config.hidden), jnp.float8_e4m3fn if use_fp8 else jnp.bfloat16), ((words,), jnp.int32)]
     if use_fp8:
         shapes.append(((*rows, config.hidden // FP8_GROUP), jnp.uint8 if use_ue8m0 else jnp.float32))
     given = [x, topk_idx, *weights]
     token, recv_x, table, *scales = call(buffer, _run_dispatch, formats, [after], given, shapes, may_be_captured=True)
-    counts = table[tables.low_latency_counts(config, buffer.backend)]
-    handle = LowLatencyHandle(table, token, x.shape[0], bool(weights), buffer._info.serial)
+    counts = table[tables.low_latency_counts]
+    handle = LowLatencyHandle(table, token, x.shape[0], bool(weights), info_of(buffer).serial)
     return LowLatencyDispatched(recv_x, scales[0] if scales else None, counts, handle)
 
 
@@ -192,17 +190,12 @@ def _run_dispatch(
 ) -> None:
     x, idx, *weights = arguments
     recv_x, table, *scales = results
-    backend = buffer._low_latency()
+    backend = backend_of(buffer, low_latency=True)
     given = x, idx, weights[0] if weights else None
-    with buffer._call_lock:
-        inputs = low_latency_dispatch_inputs(buffer._info, stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
+    with backend.call_lock:
+        inputs = low_latency_dispatch_inputs(info_of(buffer), stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
         inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
-        sent = backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
-    if stream is None:  # the host backend has memory of its own
-        tables.copy(sent.recv_x.ptr, recv_x, None)
-        for out in scales:
-            tables.copy(sent.recv_x_scales.ptr, out, None)
-        tables.save_low_latency(sent.handle, buffer.config, table)
+        backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
 
 
 def _run_combine(
@@ -215,7 +208,7 @@ def _run_combine(
     reduce_early: bool,
 ) -> None:
     table, y, idx, weights = arguments
-    handle = tables.load_low_latency(buffer._info, table, num_tokens, has_weights)
+    handle = backend_of(buffer).tables.load_low_latency(table, num_tokens, has_weights)
     buffer.low_latency_combine(y, idx, weights, handle, allow_multiple_reduction=reduce_early, out=results[0], stream=stream)
 
 

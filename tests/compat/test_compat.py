@@ -369,11 +369,13 @@ def test_an_mpi_communicator(how: str) -> None:
 
 def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read from entries as kernels leave them in memory: in any order, some lost, and old ones after the last."""
+    pytest.importorskip("cuda.bindings")
     import numpy as np
-    import torch
 
-    from deepep_rt import Buffer
-    from deepep_rt.compat import handle_tables as compat_routing
+    from deepep_rt.arrays.view import HOST
+    from deepep_rt.backends.calls import BufferInfo
+    from deepep_rt.backends.cuda.handle_tables import CudaHandleTables
+    from deepep_rt.compat import handle_tables
     from deepep_rt.config import Config
     from deepep_rt.kernels import layout, structs
 
@@ -396,12 +398,10 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     first = places_of.offsets["entries"] // 4
     memory[first : first + entries.nbytes // 4] = entries.view(np.int32)
 
-    def slot_view(buffer: Buffer, slot: object, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.from_numpy(memory[offset // 4 :][: np.prod(shape)].reshape(shape))
-
-    monkeypatch.setattr(compat_routing, "_slot_view", slot_view)
-    buffer = SimpleNamespace(config=config, _site=SimpleNamespace(device=0))
-    tokens, ranges = compat_routing.expert_tables(buffer, SimpleNamespace(_routing=(None, None)))
+    tables = CudaHandleTables(BufferInfo(1, config, HOST))  # memory of the host stands for memory of a GPU
+    monkeypatch.setattr(handle_tables, "backend_of", lambda buffer: SimpleNamespace(tables=tables))
+    handle = SimpleNamespace(_routing=(SimpleNamespace(ptr=memory.ctypes.data), None))
+    tokens, ranges = handle_tables.expert_tables(SimpleNamespace(config=config), handle)
     assert tokens.tolist() == [[1, 0, 3] + [-1] * (rows - 3), [1, 0, -1, 3] + [-1] * (rows - 4)]
     assert [[(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in expert] for expert in ranges] == [
         [(0, 1), (0, 0), (1, 2)],

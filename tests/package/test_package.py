@@ -43,6 +43,7 @@ LAYERS = [
     "backends",
     "backends.host",
     "backends.cuda",
+    "backends.factory",
     "buffer",
     "__init__",
     "torch",

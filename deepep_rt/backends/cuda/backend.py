@@ -28,7 +28,8 @@ from ...network import NetworkOptions
 from ...results import CombineResult, DispatchHandle, DispatchResult, Views
 from ..agreement import announce
 from ..call_lock import CallLock
-from ..calls import Call, CombineInputs, DispatchInputs
+from ..calls import BufferInfo, Call, CombineInputs, DispatchInputs
+from .handle_tables import CudaHandleTables
 from .monitor import Watch
 from .result_memory import ResultMemory
 from .status_page import HostPage
@@ -73,6 +74,8 @@ class DeviceBackend:
             free_bytes, self._arch = driver.free_bytes(), jit.current_arch()
             symmetric.load()
         self.call_lock = CallLock(self.context)
+        self.info = BufferInfo(serial, config, self.device)
+        self.tables = CudaHandleTables(self.info)
         all_free_bytes, self._archs = zip(*self._comm.allgather((free_bytes, self._arch)), strict=True)
         self._check_memory(all_free_bytes)
         self._memory = symmetric.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
@@ -230,6 +233,11 @@ class DeviceBackend:
         start_measuring(self._comm, config.timeout_s)
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
+
+    def copy(self, source: int, out: View, stream: int | None) -> None:
+        """Copy GPU memory in the order of the stream."""
+        assert stream is not None
+        driver.copy_async(out.ptr, source, out.nbytes, stream)
 
     def check(self) -> None:
         """Raise what kernels have reported; see `Buffer.check`."""

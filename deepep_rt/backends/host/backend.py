@@ -10,10 +10,10 @@ as if nobody had chosen their experts.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -28,9 +28,10 @@ from ...errors import EPError, EPInputError, EPOutOfMemoryError
 from ...results import CombineResult, DispatchHandle, DispatchResult, Event
 from ..agreement import announce
 from ..call_lock import CallLock
-from ..calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs
+from ..calls import BufferInfo, Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs
 from ..overflow import OverflowLog
 from .messages import Mail
+from .routing import Routing
 
 _MAX_PART_BYTES = 2**31 - 1  # MPI counts in C ints
 _MOST_MEASURED_BYTES = 1 << 26  # that a rank sends at once to measure its speed
@@ -78,37 +79,16 @@ def tells_of_memory(method: _Method) -> _Method:
     return cast(_Method, call)
 
 
-@dataclass(frozen=True, eq=False)
-class Routing:
-    """Where this rank's tokens go and where its rows come from; rows that did not fit, or did not come, are in neither."""
-
-    serial: int
-    sent_tokens: tuple[np.ndarray, ...]  # for each rank, the tokens that go there, ascending
-    num_received: np.ndarray  # [num_ranks] rows from each rank
-    first_row: np.ndarray  # [num_ranks] where they start
-    num_sent: np.ndarray  # [source, destination] rows, of all ranks
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are taken up, gaps of rows that did not come included."""
-        return int((self.first_row + self.num_received).max())
-
-    def only(self, sent: np.ndarray, received: np.ndarray) -> Routing:
-        """The part of it that goes to some ranks and comes from some ranks, `[num_ranks]` bool each."""
-        tokens = tuple(t if goes else t[:0] for t, goes in zip(self.sent_tokens, sent, strict=True))
-        return replace(self, sent_tokens=tokens, num_received=np.where(received, self.num_received, 0))
-
-
 class HostBackend:
     """Dispatch and combine by messages between processes, in host memory. The face is that of `device.DeviceBackend`."""
 
     name = "host"
-    device = HOST
 
     def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
         self._comm: Communicator | None = comm.Dup()  # our messages never meet the caller's
         self._comm.timeout_s = config.timeout_s
         self._config, self._serial = config, serial
+        self.info = BufferInfo(serial, config, HOST)
         self.context = contextlib.nullcontext()  # there is no device to make current
         self.call_lock = CallLock(self.context)
         self.num_sms = config.num_sms  # of a GPU; here it is only kept
@@ -157,6 +137,10 @@ class HostBackend:
             self._comm.Alltoall(outgoing, incoming)
         slowest = max(self._comm.allgather((time.perf_counter() - start) / iterations))
         return num_rows * max(self._num_ranks - 1, 1) * row_bytes / slowest
+
+    def copy(self, source: int, out: View, stream: int | None) -> None:
+        """Copy host memory at once."""
+        ctypes.memmove(out.ptr, source, out.nbytes)
 
     def synchronize(self) -> None:
         self._mail.check()

@@ -1,150 +1,114 @@
-"""A routing as plain numbers: what a `DispatchHandle` or a `LowLatencyHandle` knows, in one int32 array of a fixed size.
-
-Compiled programs (JAX) pass arrays around, no Python objects. With its routing in an array, a call depends on its arguments alone: it may
-be repeated, in any order, and nothing has to be kept or dropped at the right time.
-"""
+"""Handles of the host backend as arrays of a fixed size: see `base.HandleTables`."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
-
 import numpy as np
 
-from ...arrays import view as arrays
-from ...arrays.view import HOST, View
-from ...config import Config
-from ...kernels import layout
+from ...arrays.host_memory import Result
+from ...arrays.view import Framework, View, host_bytes
 from ...results import DispatchHandle, LowLatencyHandle
+from ..base import Entries
 from ..calls import BufferInfo
+from .routing import ExpertRouting, Routing
 
 
-@dataclass(frozen=True)
-class _DeviceTables:
-    """Stands for the backend's own memory of a handle, which has the same contents."""
+class HostHandleTables:
+    """See `base.HandleTables`.
 
-    ptr: int
+    The array of a dispatch holds the routing's serial number, three numbers for each rank, the rows between each two ranks, and the tokens
+    that go to each rank.
+    """
 
+    def __init__(self, info: BufferInfo) -> None:
+        self._info = info
+        config = info.config
+        rows, tokens, topk = config.num_max_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
+        self.num_words = 1 + config.num_ranks * (3 + config.num_ranks + tokens)
+        parts = {"counts": config.num_local_experts, "num_rows": 1, "rows": self.num_words, "recv_idx": rows * topk}
+        parts |= {"topk_idx": tokens * topk, "weights": rows * topk, "own_weights": tokens * topk}
+        self._parts = parts
+        self.num_low_latency_words = sum(parts.values())
+        self.low_latency_counts = slice(0, config.num_local_experts)
 
-def num_words(config: Config, backend: str) -> int:
-    """Length of the array of a dispatch."""
-    if backend == "cuda":
-        return layout.handle(config).num_bytes // 4
-    return 1 + config.num_ranks * (3 + config.num_ranks + config.num_max_tokens_per_rank)
+    def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
+        self._save_routing(handle._routing, host_bytes(out).view("int32"))
 
+    def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
+        return self._load_handle(host_bytes(words).view("int32"), num_tokens, num_recv_rows)
 
-def save(handle: DispatchHandle, config: Config, out: View, stream: int | None) -> None:
-    """Write the routing of a handle to `out`, `[num_words]` int32; on GPUs in the order of the stream."""
-    if stream is None:
-        _save_host(handle, config, arrays.host_bytes(out).view("int32"))
-    else:
-        copy(handle._routing.ptr, out, stream)
+    def save_low_latency(self, handle: LowLatencyHandle, out: View) -> None:
+        """Write the routing of a handle to `out`, `[num_low_latency_words]` int32."""
+        routing, parts = handle._routing, self._split(host_bytes(out).view("int32"))
+        self._save_routing(routing.rows._routing, parts["rows"])
+        parts["num_rows"][0] = routing.rows.num_recv_rows
+        parts["counts"][:] = routing.counts
+        recv_idx = parts["recv_idx"].reshape(-1, self._info.config.num_topk)
+        recv_idx[...] = -1
+        recv_idx[routing.row, routing.choice] = routing.expert
+        given = {"topk_idx": routing.topk_idx}
+        if handle._has_weights:
+            given |= {"weights": routing.weights.view("int32"), "own_weights": routing.own_weights.view("int32")}
+        for name, values in given.items():
+            parts[name][: values.size] = values.ravel()
 
+    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
+        parts, topk = self._split(host_bytes(words).view("int32")), self._info.config.num_topk
+        num_rows = int(parts["num_rows"][0])
+        rows = self._load_handle(parts["rows"], num_tokens, num_rows)
 
-def load(info: BufferInfo, view: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
-    """A handle over such an array, which has to outlive the calls that it is given to."""
-    on_host = view.device == HOST
-    routing = _load_host(info.config, arrays.host_bytes(view).view("int32")) if on_host else _DeviceTables(view.ptr)
-    return DispatchHandle(num_tokens, num_recv_rows, None, info.serial, routing, {})
+        def table(name: str, length: int) -> np.ndarray:
+            return parts[name].reshape(-1, topk)[:length]
 
+        weights = own_weights = None
+        if has_weights:
+            weights, own_weights = table("weights", num_rows).view("float32"), table("own_weights", num_tokens).view("float32")
+        routing = ExpertRouting.of(
+            rows,
+            table("topk_idx", num_tokens).astype("int64"),
+            table("recv_idx", num_rows),
+            weights,
+            own_weights,
+            self._info.config,
+        )
+        return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework)
 
-def num_low_latency_words(config: Config, backend: str) -> int:
-    """Length of the array of a low-latency dispatch."""
-    if backend == "cuda":
-        return layout.low_latency_handle(config).num_bytes // 4
-    return sum(_low_latency_sizes(config).values())
+    def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
+        return Result.of(handle._routing.num_sent).view(framework)
 
+    def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
+        routing: ExpertRouting = handle._routing
+        origins = routing.rows._views["src_idx"]
+        table = np.column_stack([host_bytes(origins).view("int32").reshape(-1, 2)[routing.row], routing.slot])
+        return Entries(
+            words=Result.of(table).view(framework),
+            num_entries=Result.of(np.array([len(table)])).view(framework),
+            source=0,
+            token=1,
+            rows=slice(2, 3),
+        )
 
-def low_latency_counts(config: Config, backend: str) -> slice:
-    """Where in that array the numbers of rows of the local experts are."""
-    start = layout.low_latency_handle(config).offsets["num_recv_per_expert"] // 4 if backend == "cuda" else 0
-    return slice(start, start + config.num_local_experts)
+    def _save_routing(self, routing: Routing, words: np.ndarray) -> None:
+        words[0] = routing.serial
+        per_rank, num_sent, sent = self._split_routing(words)
+        per_rank[:] = routing.num_received, routing.first_row, [len(tokens) for tokens in routing.sent_tokens]
+        num_sent[:] = routing.num_sent
+        for row, tokens in zip(sent, routing.sent_tokens, strict=True):
+            row[: len(tokens)], row[len(tokens) :] = tokens, -1
 
+    def _load_handle(self, words: np.ndarray, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
+        per_rank, num_sent, sent = self._split_routing(words)
+        num_received, first_row, counts = per_rank.astype("int64")
+        tokens = tuple(row[:count].copy() for row, count in zip(sent, counts, strict=True))
+        routing = Routing(int(words[0]), tokens, num_received, first_row, num_sent.copy())
+        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, routing, {})
 
-def save_low_latency(handle: LowLatencyHandle, config: Config, out: View) -> None:
-    """Write the routing of a handle of the host backend to `out`, `[num_low_latency_words]` int32. (On GPUs the call has done that.)"""
-    routing, parts = handle._routing, _low_latency_parts(config, arrays.host_bytes(out).view("int32"))
-    _save_host(routing.rows, config, parts["rows"])
-    parts["num_rows"][0] = routing.rows.num_recv_rows
-    parts["counts"][:] = routing.counts
-    recv_idx = parts["recv_idx"].reshape(-1, config.num_topk)
-    recv_idx[...] = -1
-    recv_idx[routing.row, routing.choice] = routing.expert
-    given = {"topk_idx": routing.topk_idx}
-    if handle._has_weights:
-        given |= {"weights": routing.weights.view("int32"), "own_weights": routing.own_weights.view("int32")}
-    for name, values in given.items():
-        parts[name][: values.size] = values.ravel()
+    def _split_routing(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the parts after the serial number: three numbers for each rank, rows between ranks, and tokens for each rank."""
+        config = self._info.config
+        ranks = config.num_ranks
+        per_rank, num_sent, sent = np.split(words[1:], np.cumsum([3 * ranks, ranks * ranks]))
+        return per_rank.reshape(3, ranks), num_sent.reshape(ranks, ranks), sent.reshape(ranks, config.num_max_tokens_per_rank)
 
-
-def load_low_latency(info: BufferInfo, view: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
-    """A handle over such an array, which has to outlive the call that it is given to."""
-    routing: object = (_DeviceTables(view.ptr), None)  # no hook
-    if view.device == HOST:
-        routing = _load_low_latency_host(info, arrays.host_bytes(view).view("int32"), num_tokens, has_weights)
-    return LowLatencyHandle(num_tokens, info.serial, routing, has_weights, view.framework)
-
-
-def copy(source: int, out: View, stream: int | None) -> None:
-    """Fill `out` from memory of the same kind (host, or GPU in the order of the stream)."""
-    if stream is None:
-        ctypes.memmove(out.ptr, source, out.nbytes)
-    else:
-        from ...cuda import driver
-
-        driver.copy_async(out.ptr, source, out.nbytes, stream)
-
-
-def _save_host(handle: DispatchHandle, config: Config, words: np.ndarray) -> None:
-    routing = handle._routing
-    words[0] = routing.serial
-    per_rank, num_sent, sent = _parts(config, words)
-    per_rank[:] = routing.num_received, routing.first_row, [len(tokens) for tokens in routing.sent_tokens]
-    num_sent[:] = routing.num_sent
-    for row, tokens in zip(sent, routing.sent_tokens, strict=True):
-        row[: len(tokens)], row[len(tokens) :] = tokens, -1
-
-
-def _load_host(config: Config, words: np.ndarray) -> object:
-    from .backend import Routing
-
-    per_rank, num_sent, sent = _parts(config, words)
-    num_received, first_row, counts = per_rank.astype("int64")
-    tokens = tuple(row[:count].copy() for row, count in zip(sent, counts, strict=True))
-    return Routing(int(words[0]), tokens, num_received, first_row, num_sent.copy())
-
-
-def _parts(config: Config, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What comes after the serial number: three numbers for each rank, `num_sent`, and the tokens that go to each rank."""
-    ranks = config.num_ranks
-    per_rank, num_sent, sent = np.split(words[1:], np.cumsum([3 * ranks, ranks * ranks]))
-    return per_rank.reshape(3, ranks), num_sent.reshape(ranks, ranks), sent.reshape(ranks, config.num_max_tokens_per_rank)
-
-
-def _low_latency_sizes(config: Config) -> dict[str, int]:
-    """Parts of the host backend's array, in order."""
-    rows, tokens, topk = config.num_max_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
-    sizes = {"counts": config.num_local_experts, "num_rows": 1, "rows": num_words(config, "host")}
-    return sizes | {"recv_idx": rows * topk, "topk_idx": tokens * topk, "weights": rows * topk, "own_weights": tokens * topk}
-
-
-def _low_latency_parts(config: Config, words: np.ndarray) -> dict[str, np.ndarray]:
-    sizes = _low_latency_sizes(config)
-    return dict(zip(sizes, np.split(words, np.cumsum(list(sizes.values())[:-1])), strict=True))
-
-
-def _load_low_latency_host(info: BufferInfo, words: np.ndarray, num_tokens: int, has_weights: bool) -> object:
-    from .low_latency import ExpertRouting
-
-    config, parts = info.config, _low_latency_parts(info.config, words)
-    num_rows = int(parts["num_rows"][0])
-    rows = DispatchHandle(num_tokens, num_rows, None, info.serial, _load_host(config, parts["rows"]), {})
-
-    def table(name: str, length: int) -> np.ndarray:
-        return parts[name].reshape(-1, config.num_topk)[:length]
-
-    topk_idx, recv_idx = table("topk_idx", num_tokens).astype("int64"), table("recv_idx", num_rows)
-    weights = own_weights = None
-    if has_weights:
-        weights, own_weights = table("weights", num_rows).view("float32"), table("own_weights", num_tokens).view("float32")
-    return ExpertRouting.of(rows, topk_idx, recv_idx, weights, own_weights, config)
+    def _split(self, words: np.ndarray) -> dict[str, np.ndarray]:
+        ends = np.cumsum(list(self._parts.values())[:-1])
+        return dict(zip(self._parts, np.split(words, ends), strict=True))

@@ -12,7 +12,6 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,50 +22,12 @@ from ...arrays.view import Framework, View, host_bytes
 from ...comm.communicator import Communicator
 from ...config import Config
 from ...errors import EPInputError
-from ...results import DispatchHandle, Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
-from ..calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
-from ..hooks import Hooks, HookState, check_hook_called
-from .backend import HostBackend, Routing, tells_of_memory
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertRouting:
-    """A routing, and where the rows that arrived lie. An entry is a choice of a local expert by a token that arrived."""
-
-    rows: DispatchHandle  # the routing of the rows
-    topk_idx: np.ndarray  # [num_tokens, num_topk] of this rank, int64
-    row: np.ndarray  # [entries] the row that arrived, ascending
-    choice: np.ndarray  # [entries] which of its token's choices, ascending in a row
-    expert: np.ndarray  # [entries] the local expert
-    slot: np.ndarray  # [entries] where it lies in `[experts * capacity, hidden]`, or -1: the expert has no room left
-    counts: np.ndarray  # [num_local_experts] entries of each expert, those without room included
-    weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
-    own_weights: np.ndarray | None  # [num_tokens, num_topk] of this rank, if it sent them with the rows
-    hook_state: HookState | None = None  # None: no hook
-
-    @staticmethod
-    def of(
-        rows: DispatchHandle,
-        topk_idx: np.ndarray,
-        recv_idx: np.ndarray,
-        weights: np.ndarray | None,
-        own_weights: np.ndarray | None,
-        config: Config,
-    ) -> ExpertRouting:
-        """Lay out entries by expert; those of an expert keep the order of rows, which is that of source ranks and tokens."""
-        routing: Routing = rows._routing
-        is_there = np.zeros(len(recv_idx), bool)
-        for first, count in zip(routing.first_row, routing.num_received, strict=True):
-            is_there[first : first + count] = True  # a gap is left by rows of a rank that was masked before they came
-        row, choice = np.nonzero((recv_idx >= 0) & is_there[:, None])
-        expert = recv_idx[row, choice].astype(np.int64)
-        counts = np.bincount(expert, minlength=config.num_local_experts)
-        by_expert = np.argsort(expert, kind="stable")
-        first = np.cumsum(counts) - counts
-        position = np.empty_like(expert)
-        position[by_expert] = np.arange(len(expert)) - first[expert[by_expert]]
-        slot = np.where(position < config.num_max_recv_tokens, expert * config.num_max_recv_tokens + position, -1)
-        return ExpertRouting(rows, topk_idx, row, choice, expert, slot, counts, weights, own_weights)
+from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+from ..calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyMemory
+from ..hooks import Hooks, check_hook_called
+from .backend import HostBackend, tells_of_memory
+from .handle_tables import HostHandleTables
+from .routing import ExpertRouting, Routing
 
 
 class HostLowLatencyBackend(HostBackend):
@@ -75,6 +36,7 @@ class HostLowLatencyBackend(HostBackend):
     def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
         super().__init__(comm, config, serial)
         self._combine_memory: Result | None = None
+        self.tables = HostHandleTables(self.info)
         self._hooks = Hooks(config.num_slots, self.call_lock)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
@@ -98,10 +60,8 @@ class HostLowLatencyBackend(HostBackend):
         return self._mail.masked
 
     @tells_of_memory
-    def low_latency_dispatch(
-        self, inputs: LowLatencyDispatchInputs, call: Call, return_recv_hook: bool
-    ) -> LowLatencyDispatchResult:
-        self._hooks.dispatch.check_can_start(return_recv_hook)
+    def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
+        self._hooks.dispatch.check_can_start(with_hook)
         config, x, framework = self._config, inputs.x, inputs.x.framework
         scales = None
         if inputs.use_fp8:
@@ -151,17 +111,27 @@ class HostLowLatencyBackend(HostBackend):
                 stats = host_bytes(inputs.wait_stats).view(np.int64)
                 stats[sources] += waited
 
-        hook = self._hooks.dispatch.append(receive) if return_recv_hook else None
+        hook = self._hooks.dispatch.append(receive) if with_hook else None
         if hook is None:
             receive()
         views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
         views.update({name: result.view(framework) for name, result in made.items()})
         kept = dataclasses.replace(routing, hook_state=hook.state if hook else None)
         handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
+        if inputs.into is not None:
+            self._copy_into(inputs.into, views, handle)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
 
+    def _copy_into(self, into: LowLatencyMemory, views: dict[str, View | None], handle: LowLatencyHandle) -> None:
+        for name, out in (("x", into.recv_x), ("scales", into.recv_scales)):
+            if out is not None:
+                made = views[name]
+                assert made is not None
+                self.copy(made.ptr, out, None)
+        self.tables.save_low_latency(handle, into.tables)
+
     @tells_of_memory
-    def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, return_recv_hook: bool) -> LowLatencyCombineResult:
+    def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         routing: ExpertRouting = inputs.handle._routing
         check_hook_called(routing.hook_state)
         left_out = self._left_out(inputs, routing)
@@ -169,7 +139,7 @@ class HostLowLatencyBackend(HostBackend):
             _values(inputs.topk_weights), routing.own_weights, equal_nan=True
         ):
             raise EPInputError("topk_weights differ from those that low_latency_dispatch was given; pass the same, or none there")
-        self._hooks.combine.check_can_start(return_recv_hook)
+        self._hooks.combine.check_can_start(with_hook)
         total = self._reduce_early(inputs, call, left_out) if inputs.reduce_early else self._reduce_at_home(inputs, left_out)
         out = inputs.out
         if out is None:
@@ -178,7 +148,7 @@ class HostLowLatencyBackend(HostBackend):
         def receive() -> None:
             rows_of(out)[...] = total
 
-        hook = self._hooks.combine.append(receive) if return_recv_hook else None
+        hook = self._hooks.combine.append(receive) if with_hook else None
         if hook is None:
             receive()
         return LowLatencyCombineResult(event=Event(), hook=hook, _make_views=lambda: {"x": out})

@@ -1,0 +1,136 @@
+"""The interface of a backend: `Buffer` and the wrappers of frameworks know no more of it.
+
+`backends.cuda` and `backends.host` implement it. `backends.factory` chooses one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..arrays.view import Framework, View
+from ..results import (
+    CombineResult,
+    DispatchHandle,
+    DispatchResult,
+    LowLatencyCombineResult,
+    LowLatencyDispatchResult,
+    LowLatencyHandle,
+)
+from .call_lock import CallLock
+from .calls import (
+    BufferInfo,
+    Call,
+    CombineInputs,
+    DispatchInputs,
+    LowLatencyCombineInputs,
+    LowLatencyDispatchInputs,
+)
+
+
+class Backend(Protocol):
+    """Moves rows between the ranks of one Buffer. All methods but `check` and `masked_ranks` are collective."""
+
+    name: str
+    """"cuda" or "host"."""
+    num_sms: int
+    """SMs of the next dispatch and combine."""
+    info: BufferInfo
+    call_lock: CallLock
+
+    @property
+    def context(self) -> AbstractContextManager[Any]:
+        """Enter it around CUDA work outside of a call."""
+
+    @property
+    def tables(self) -> HandleTables:
+        """Export handles as numbers, and make handles of them."""
+
+    def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
+        """Choose the stream of a call; raise if an earlier call timed out."""
+
+    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
+        """See `Buffer.dispatch`."""
+
+    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
+        """See `Buffer.combine`."""
+
+    def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
+        """See `Buffer.low_latency_dispatch`. If `inputs.into` is given, the results lie there."""
+
+    def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
+        """See `Buffer.low_latency_combine`."""
+
+    def low_latency_combine_view(self, framework: Framework) -> View:
+        """Return the memory of `Buffer.get_low_latency_combine_buffer`."""
+
+    def set_mask(self, rank: int, masked: bool) -> None:
+        """Exclude a rank from low-latency calls, or include it again."""
+
+    def masked_ranks(self) -> list[int]:
+        """List the ranks that low-latency calls exclude, ascending."""
+
+    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
+        """See `Buffer.copy_ceiling`."""
+
+    def copy(self, source: int, out: View, stream: int | None) -> None:
+        """Copy from the address `source` to `out`, in the order of a GPU's stream."""
+
+    def check(self) -> None:
+        """See `Buffer.check`."""
+
+    def synchronize(self) -> None:
+        """See `Buffer.synchronize`."""
+
+    def destroy(self, in_touch: bool, error: BaseException | None) -> None:
+        """Release everything. `error` is the exception that ends the Buffer, which the other ranks hear of."""
+
+
+class HandleTables(Protocol):
+    """Exports what handles know as plain numbers.
+
+    Compiled programs (JAX) pass arrays and no Python objects. If the routing is an array, a call depends on its arguments alone.
+    Such calls may run again, in any order.
+    """
+
+    num_words: int
+    """Length of the int32 array of a dispatch."""
+    num_low_latency_words: int
+    """Length of the int32 array of a low-latency dispatch."""
+    low_latency_counts: slice
+    """The place of the local experts' numbers of rows in that array."""
+
+    def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
+        """Write the routing of a handle to `out`, `[num_words]` int32, in the order of a GPU's stream."""
+
+    def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
+        """Make a handle of such an array. The array has to outlive the calls that get the handle."""
+
+    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
+        """Make a handle of the array that a low-latency dispatch wrote. The array has to outlive the call that gets the handle."""
+
+    def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
+        """Return `[source, destination]` int32: the rows that a rank sends to a rank."""
+
+    def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
+        """Return the tokens that a low-latency dispatch brought to this rank."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Tokens that arrived in a low-latency dispatch, one in each line of a table of int32.
+
+    Attributes:
+        words: `[lines, columns]` int32.
+        num_entries: `[1]` int32: lines that are filled.
+        source: The column of the source rank.
+        token: The column of the token's number there.
+        rows: The columns of its rows, expert by expert; -1 or less: none.
+    """
+
+    words: View
+    num_entries: View
+    source: int
+    token: int
+    rows: slice

@@ -1,0 +1,63 @@
+"""Handles of the CUDA backend as arrays: kernels keep their tables in one piece of GPU memory, which is copied as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays.view import Framework, View
+from ...cuda import driver
+from ...kernels import layout, structs
+from ...results import DispatchHandle, LowLatencyHandle
+from ..base import Entries
+from ..calls import BufferInfo
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Tables in memory of the caller; calls use them as they use a slot of the Buffer."""
+
+    ptr: int
+
+
+class CudaHandleTables:
+    """See `base.HandleTables`."""
+
+    def __init__(self, info: BufferInfo) -> None:
+        self._info = info
+        config = info.config
+        self._map, self._low_latency_map = layout.handle(config), layout.low_latency_handle(config)
+        self.num_words, self.num_low_latency_words = self._map.num_bytes // 4, self._low_latency_map.num_bytes // 4
+        first = self._low_latency_map.offsets["num_recv_per_expert"] // 4
+        self.low_latency_counts = slice(first, first + config.num_local_experts)
+
+    def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
+        assert stream is not None
+        driver.copy_async(out.ptr, handle._routing.ptr, out.nbytes, stream)
+
+    def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
+        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, _Tables(words.ptr), {})
+
+    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
+        no_hook = None
+        return LowLatencyHandle(num_tokens, self._info.serial, (_Tables(words.ptr), no_hook), has_weights, words.framework)
+
+    def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
+        num_ranks = self._info.config.num_ranks
+        return self._view(handle._routing, self._map.offsets["num_rows"], (num_ranks, num_ranks), framework)
+
+    def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
+        config, offsets = self._info.config, self._low_latency_map.offsets
+        entry = structs.LlEntry.dtype(config.constants())
+        source, token, row = (structs.offset(entry, name) // 4 for name in ("source", "token", "row"))
+        slot, _ = handle._routing
+        return Entries(
+            words=self._view(slot, offsets["entries"], (config.num_max_recv_tokens, entry.itemsize // 4), framework),
+            num_entries=self._view(slot, offsets["num_entries"], (1,), framework),
+            source=source,
+            token=token,
+            rows=slice(row, row + config.num_topk),
+        )
+
+    def _view(self, slot: Any, offset: int, shape: tuple[int, ...], framework: Framework) -> View:
+        return View(slot.ptr + offset, shape, "int32", self._info.device, slot, framework)
