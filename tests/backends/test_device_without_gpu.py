@@ -290,7 +290,7 @@ def test_ranks_without_a_direct_path(fake: FakeGpu, make: Any, monkeypatch: pyte
     fake.take()
     monkeypatch.setattr(symmetric.SymmetricMemory, "peers", (BASE, BASE + (1 << 36), 0, 0))
     with make(ranks_per_node=2, low_latency=True) as buffer:
-        handle._buffer = buffer._site.serial
+        handle._buffer = buffer._info.serial
         for call in (
             lambda: buffer.dispatch(*arguments(fake), num_worst_tokens=40),
             lambda: buffer.combine(Array(fake, "bfloat16", 40, 256), handle),

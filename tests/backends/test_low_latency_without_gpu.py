@@ -557,7 +557,7 @@ def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
         call = buffer._backend.begin(x, False, None, None)
-        given = low_latency_dispatch_inputs(buffer._site, call.stream, x, idx, None, True, False, False, None, None)
+        given = low_latency_dispatch_inputs(buffer._info, call.stream, x, idx, None, True, False, False, None, None)
         given.into = LowLatencyMemory(given.x, None, given.x)
         with pytest.raises(EPUnavailableError, match=r"sm_80 cannot convert to FP8\. Pass use_fp8=False"):
             buffer._backend.low_latency_dispatch(given, call, False)
