@@ -22,7 +22,7 @@ from ..errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUna
 from ..jit import build as jit
 from ..jit import compiler as toolchain
 from ..kernels.source import kernel_constants
-from ..kernels.table import TABLE, Kernel
+from ..kernels.table import KERNELS, Kernel
 from ..kernels.tuning import has_fp8
 from . import cache as cli_cache
 from . import tables
@@ -151,7 +151,7 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
     elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
     if wrong := set(elements) - set(COMBINE_DTYPES):
         raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
-    kernels = [k for k in TABLE.values() if k.fits(config) or k.is_local]
+    kernels = [k for k in KERNELS.values() if k.fits(config) or k.is_local]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
 
 
@@ -180,7 +180,7 @@ def _has_gpu() -> bool:
 def _excesses(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
     """What --strict objects to; PTX has no figures yet."""
     for row in rows:
-        title, most = f"{tables.title(row['kernel'], row['dtype'])} for {row['arch']}", TABLE[row["kernel"]].max_stack_bytes
+        title, most = f"{tables.title(row['kernel'], row['dtype'])} for {row['arch']}", KERNELS[row["kernel"]].max_stack_bytes
         if row.get("spill_stores") or row.get("spill_loads"):
             yield f"{title} spills registers: {row['spill_stores']} bytes of stores, {row['spill_loads']} of loads"
         if (row.get("stack_bytes") or 0) > most:

@@ -11,7 +11,7 @@ import typer
 from .._console import console
 from ..config import COMBINE_DTYPES
 from ..errors import EPConfigError
-from ..jit.cache import CorruptEntry, Entry, Store
+from ..jit.cache import CorruptEntry, Entry, KernelCache
 from . import tables
 from .options import Json
 
@@ -24,7 +24,7 @@ _MOST_CHOICES = 10  # keys that an ambiguous one is answered with
 @app.command("list")
 def list_(as_json: Json = False) -> None:
     """List the compiled kernels."""
-    store = Store()
+    store = KernelCache()
     entries = store.entries()
     if as_json:
         print(json.dumps([_described(entry) for entry in entries], indent=2))
@@ -55,7 +55,7 @@ def show(key: Annotated[str, typer.Argument(help="A key, or enough of its beginn
     """Print everything that is known about one compiled kernel."""
     if not key:
         raise EPConfigError("the key is empty; give one, or enough of its beginning: python -m deepep_rt cache list shows them")
-    store = Store()
+    store = KernelCache()
     found = [entry for entry in store.entries() if entry.key.startswith(key)]
     if len(found) != 1:
         what = f"{len(found)} kernels have keys that begin with" if found else "no kernel has a key that begins with"
@@ -79,7 +79,7 @@ def show(key: Annotated[str, typer.Argument(help="A key, or enough of its beginn
 @app.command()
 def clear() -> None:
     """Delete every compiled kernel."""
-    store = Store()
+    store = KernelCache()
     number = store.clear()
     print(f"removed {number} {tables.plural(number)} from {store.folder}")
 

@@ -25,7 +25,7 @@ from .._version import __version__
 from ..config import Config
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import compiler as toolchain
-from ..jit.cache import CorruptEntry, Store
+from ..jit.cache import CorruptEntry, KernelCache
 from . import gpus as doctor_gpus
 
 _PACKAGES = re.compile(
@@ -210,7 +210,7 @@ def _read(path: Path) -> str:
 
 def kernel_cache() -> dict[str, Any]:
     """The disk cache of compiled kernels. The folder is not made if it is not there."""
-    store = Store()
+    store = KernelCache()
     entries, unreadable = [], None
     try:
         entries = store.entries()

@@ -1,6 +1,6 @@
 """Kernels at run time: NVRTC (and nvJitLink, with NVSHMEM) compiles what `kernels.source` puts together, the cache keeps, `load` loads.
 
-    function = load(TABLE["dispatch"], sources.kernel_constants(config, "sm_90", TABLE["dispatch"]))
+    function = load(KERNELS["dispatch"], sources.kernel_constants(config, "sm_90", KERNELS["dispatch"]))
 
 `load` is a dictionary look-up after the first call; `build` is the same without a GPU.
 """
@@ -24,7 +24,7 @@ from ..errors import EPCacheError, EPUnavailableError
 from ..kernels.source import Constants, prelude, source_dir, sources_of, unit, used_constants
 from ..kernels.table import Kernel
 from . import compiler as toolchain
-from .cache import Entry, Store
+from .cache import Entry, KernelCache
 
 _log = logging.getLogger("deepep_rt")
 
@@ -44,7 +44,7 @@ stats = Stats()
 
 
 @dataclass(frozen=True)
-class Built:
+class CompiledKernel:
     """A compiled kernel, not loaded.
 
     Attributes:
@@ -61,7 +61,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Function:
+class LoadedKernel:
     """A loaded kernel.
 
     Attributes:
@@ -75,7 +75,7 @@ class Function:
     shared_bytes: int
 
 
-def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | None = None) -> Built:
+def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | None = None) -> CompiledKernel:
     """Get a kernel's code from the disk cache, or compile it and put it there; no GPU is needed.
 
     Of several processes that want the same kernel, one compiles and the others wait for it.
@@ -91,7 +91,7 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
         EPCacheError: if the cache cannot be written, or `DEEPEP_RT_ASSERT_CACHED=1` and the kernel is not there.
         EPUnavailableError: if NVRTC, nvJitLink or NVSHMEM is not installed.
     """
-    store = Store()
+    store = KernelCache()
     link_arch = _link_arch(arch) if kernel.links_nvshmem(constants) else None
     key = _key(kernel, constants, arch, link_arch, folder)
     versions = _versions(link_arch is not None)
@@ -111,13 +111,13 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
     stats.misses += 1
     seconds = entry.info["compile_seconds"]
     _log.info("compiled %s for %s in %.2f s (%d hits, %d misses)", kernel.name, arch, seconds, stats.hits, stats.misses)
-    return Built(key, entry.code, entry.info, compiled=True)
+    return CompiledKernel(key, entry.code, entry.info, compiled=True)
 
 
-def _hit(entry: Entry) -> Built:
+def _hit(entry: Entry) -> CompiledKernel:
     stats.hits += 1
     _log.debug("%s for %s is in the cache (%d hits, %d misses)", entry.info["kernel"], entry.arch, stats.hits, stats.misses)
-    return Built(entry.key, entry.code, entry.info, compiled=False)
+    return CompiledKernel(entry.key, entry.code, entry.info, compiled=False)
 
 
 def _options(nvshmem: bool) -> list[str]:
@@ -191,11 +191,11 @@ def _compile(kernel: Kernel, constants: Constants, arch: str, link_arch: str | N
 
 # --- loaded functions --------------------------------------------------------------------------------------------------------------
 
-_loaded: dict[tuple, Function] = {}
+_loaded: dict[tuple, LoadedKernel] = {}
 _loading = threading.Lock()
 
 
-def load(kernel: Kernel, constants: Constants, arch: str) -> Function:
+def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
     """Load a kernel into the current CUDA context; after the first call, a dictionary look-up.
 
     Args:
@@ -218,7 +218,7 @@ def load(kernel: Kernel, constants: Constants, arch: str) -> Function:
     return function
 
 
-def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
+def _load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
     from cuda.bindings import driver
 
     from ..cuda.driver import ok
@@ -242,7 +242,7 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> Function:
         import nvshmem.bindings
 
         nvshmem.bindings.culibrary_init(int(library))  # tells the device code where NVSHMEM's state is
-    return Function(int(function), constants[kernel.threads], shared_bytes)
+    return LoadedKernel(int(function), constants[kernel.threads], shared_bytes)
 
 
 def current_arch() -> str:

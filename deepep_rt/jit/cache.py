@@ -23,7 +23,7 @@ from ..errors import EPCacheError
 from .cache_entry import ARCH, FAMILY, KEY, CorruptEntry, Entry, pack, unpack
 from .trusted_files import Folder, objection, open_file, open_folder, open_inner, status_of
 
-__all__ = ["LOCK_TIMEOUT_S", "SUFFIX", "CorruptEntry", "Entry", "Store"]
+__all__ = ["LOCK_TIMEOUT_S", "SUFFIX", "CorruptEntry", "Entry", "KernelCache"]
 
 _log = logging.getLogger("deepep_rt")
 
@@ -41,7 +41,7 @@ _warned: set[tuple[Path, str]] = set()
 _T = TypeVar("_T")
 
 
-class Store:
+class KernelCache:
     """A folder of compiled kernels that any number of processes share.
 
     Only files of this user or of root are loaded, and only if no other user may write them; `DEEPEP_RT_TRUST_CACHE=1` allows the others.

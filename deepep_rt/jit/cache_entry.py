@@ -26,7 +26,7 @@ class Entry:
         key: 64 hexadecimal digits: the name of everything that decides the code.
         arch: Target, such as "sm_90".
         code: A cubin, or PTX.
-        info: See `jit.Built.info`; `FIELDS` names what is in it.
+        info: See `jit.CompiledKernel.info`; `FIELDS` names what is in it.
     """
 
     key: str

@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from ..cuda.driver import ok
 from ..kernels.structs import offset
 from ..kernels.table import Kernel
-from .build import Function
+from .build import LoadedKernel
 
 _FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
 
@@ -28,7 +28,7 @@ class Launcher:
         fixed: Values of the first members of Params, in order.
     """
 
-    def __init__(self, kernel: Kernel, function: Function, constants: Mapping[str, int], fixed: Mapping[str, Any]) -> None:
+    def __init__(self, kernel: Kernel, function: LoadedKernel, constants: Mapping[str, int], fixed: Mapping[str, Any]) -> None:
         dtype = kernel.struct.dtype(constants)
         names = kernel.struct.names
         self.names, self._name = names[len(fixed) :], kernel.name

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 
 from ..cuda import driver
-from ..kernels.table import TABLE
+from ..kernels.table import KERNELS
 from ..kernels.tuning import local_constants
 from . import build as jit
 from .launch import Launcher
@@ -41,7 +41,7 @@ def keep_rows(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_b
 @functools.cache
 def _launcher(name: str, dtype: str | None, arch: str, context: int) -> tuple[Launcher, int]:
     """A loaded kernel, and the most blocks that are worth launching."""
-    kernel, constants = TABLE[name], local_constants(arch, dtype)
+    kernel, constants = KERNELS[name], local_constants(arch, dtype)
     with driver.outside_of_captures():  # also where the first call is captured
         function = jit.load(kernel, constants, arch)
         return Launcher(kernel, function, constants, {}), _BLOCKS_PER_SM * driver.num_sms(driver.current_device())

@@ -72,7 +72,7 @@ class Kernel:
         return CStruct("Params", self.params)
 
 
-TABLE: dict[str, Kernel] = {
+KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         Kernel(

@@ -22,7 +22,7 @@ from deepep_rt.backends.inputs import low_latency_dispatch_inputs
 from deepep_rt.cuda import driver
 from deepep_rt.jit import build as jit
 from deepep_rt.kernels import layout
-from deepep_rt.kernels.table import TABLE
+from deepep_rt.kernels.table import KERNELS
 
 __all__ = ["fake", "make"]
 
@@ -449,7 +449,7 @@ def test_only_kernels_that_wait_for_the_last_one_overlap_with_it(
         buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, quick.handle)
     overlapping = [name for name, count in attributes.items() if count]
     assert len(attributes) == 5
-    assert overlapping == ([name for name in attributes if TABLE[name].overlaps] if arch == "sm_90" else [])
+    assert overlapping == ([name for name in attributes if KERNELS[name].overlaps] if arch == "sm_90" else [])
 
 
 def test_zero_copy(fake: FakeGpu, make: Any) -> None:

@@ -25,9 +25,9 @@ from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError
 from deepep_rt.jit import build as jit
 from deepep_rt.jit import compiler as toolchain
-from deepep_rt.jit.cache import SUFFIX, Store
+from deepep_rt.jit.cache import SUFFIX, KernelCache
 from deepep_rt.kernels.source import kernel_constants
-from deepep_rt.kernels.table import TABLE
+from deepep_rt.kernels.table import KERNELS
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +80,9 @@ def test_compile_makes_every_kernel_for_every_target(
     terminal: Terminal, compiled: tuple[list[dict[str, Any]], Path], filled: Path
 ) -> None:
     rows, _ = compiled
-    old = [name for name, kernel in TABLE.items() if not kernel.needs_fp8]
+    old = [name for name, kernel in KERNELS.items() if not kernel.needs_fp8]
     assert [(row["arch"], row["kernel"]) for row in rows] == [("sm_80", name) for name in old] + [
-        ("sm_90", name) for name in TABLE
+        ("sm_90", name) for name in KERNELS
     ]
     assert {row["status"] for row in rows} == {"compiled"}
     assert all(row["registers"] > 0 and row["spill_stores"] == 0 for row in rows)
@@ -105,7 +105,7 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
     sizes = ["--ranks", "3", "--tokens", "100", "--hidden", "512", "--topk", "2", "--experts", "6", "--dtype", "float32"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--combine-dtype", "float32", "--combine-dtype", "float16")
     assert [row["dtype"] for row in rows if row["kernel"] == "combine"] == ["float32", "float16"]
-    assert {row["constants"]["kNumRanks"] for row in rows if not TABLE[row["kernel"]].is_local} == {3}
+    assert {row["constants"]["kNumRanks"] for row in rows if not KERNELS[row["kernel"]].is_local} == {3}
     table = terminal("compile", "--arch", "sm_90", *sizes)
     assert "combine (float32)" in table
     assert "cached" in table
@@ -113,8 +113,8 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
 
 def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is made with: nodes, masks and slots are compiled in."""
-    low_latency = {name: kernel for name, kernel in TABLE.items() if kernel.low_latency and not kernel.near_only}
-    monkeypatch.setattr(cli, "TABLE", low_latency)
+    low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.near_only}
+    monkeypatch.setattr(cli, "KERNELS", low_latency)
     sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--slots", "3", "--ranks-per-node", "2", "--on-timeout", "mask")
     assert all(row["nvshmem"] for row in rows)
@@ -128,7 +128,7 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     sizes = dict(hidden=512, num_topk=4, num_experts=64, low_latency=True)
     names = [{kernel.name for kernel, _ in cli._variants(Config(ranks, 16, **sizes), None)} for ranks in (8, 16)]
     assert names[0] - names[1] == {"route", "dispatch", "combine", "ceiling"}
-    local = {name for name, kernel in TABLE.items() if kernel.is_local}
+    local = {name for name, kernel in KERNELS.items() if kernel.is_local}
     assert names[1] == {"ll_dispatch", "ll_combine", "ll_combine_many"} | local
     far = {kernel.name for kernel, _ in cli._variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
     assert names[1] - far == {"ll_combine_many"}
@@ -170,7 +170,7 @@ def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
 ) -> None:
     real = jit.build
 
-    def build(kernel: Any, *args: Any) -> jit.Built:
+    def build(kernel: Any, *args: Any) -> jit.CompiledKernel:
         if kernel.name == "dispatch":
             raise EPCompileError("dispatch.cu(7): error: nonsense")
         return real(kernel, *args)
@@ -179,7 +179,7 @@ def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     rows = terminal.json("compile", "--arch", "sm_90", status=1)
     assert "dispatch.cu(7): error: nonsense" in terminal.err
     assert {row["kernel"]: row["status"] for row in rows} == {
-        name: "failed" if name == "dispatch" else "compiled" for name in TABLE
+        name: "failed" if name == "dispatch" else "compiled" for name in KERNELS
     }
 
 
@@ -192,7 +192,7 @@ def test_strict_objects_to_spills_and_frames(
 ) -> None:
     real = jit.build
 
-    def build(*args: Any) -> jit.Built:
+    def build(*args: Any) -> jit.CompiledKernel:
         built = real(*args)
         built.info[figure] = 8
         return built
@@ -208,7 +208,7 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     assert terminal.json("cache", "list") == []
     terminal("compile", "--arch", "sm_90")
     listed = terminal.json("cache", "list")
-    assert {entry["kernel"] for entry in listed} == set(TABLE)
+    assert {entry["kernel"] for entry in listed} == set(KERNELS)
     table = terminal("cache", "list")
     assert all(entry["key"][:12] in table and entry["created"] in table for entry in listed)
     assert f"{len(listed)} kernels" in table
@@ -243,9 +243,9 @@ def test_entries_of_one_kernel_can_be_told_apart(terminal: Terminal, cache: Path
         {**sizes, "kElement": 99},
     ]
     for i, constants in enumerate(kinds):
-        Store(cache).put(entry(f"{i:064}", kernel="combine", constants=constants))
+        KernelCache(cache).put(entry(f"{i:064}", kernel="combine", constants=constants))
     for i, tuned in enumerate((5, 6)):
-        Store(cache).put(entry(f"{10 + i:064}", kernel="route", constants={**sizes, "kTuned": tuned}))
+        KernelCache(cache).put(entry(f"{10 + i:064}", kernel="route", constants={**sizes, "kTuned": tuned}))
     lines = [re.split(r"  +", line.strip())[:4] for line in terminal("cache", "list").splitlines()[1:-1]]
     key = "0" * 12
     assert sorted(lines) == [
@@ -262,7 +262,7 @@ def test_entries_of_one_kernel_can_be_told_apart(terminal: Terminal, cache: Path
 
 
 def test_texts_of_entries_are_no_markup(terminal: Terminal, cache: Path) -> None:
-    store = Store(cache)
+    store = KernelCache(cache)
     store.put(entry(created="[/red] :smile:", versions={"nvrtc": "[bold]12"}, spill_loads=None))
     (cache / "sm_90" / f"\x1b[31m{SUFFIX}").write_bytes(b"")
     (cache / "\x1b[31m").mkdir()
@@ -274,7 +274,7 @@ def test_texts_of_entries_are_no_markup(terminal: Terminal, cache: Path) -> None
 
 def test_show_names_the_first_of_many(terminal: Terminal, cache: Path) -> None:
     for number in range(13):
-        Store(cache).put(entry(f"ab{number:062}"))
+        KernelCache(cache).put(entry(f"ab{number:062}"))
     terminal("cache", "show", "ab", status=1)
     first, *keys, more = terminal.err.splitlines()
     assert "13 kernels have keys that begin with 'ab'" in first
@@ -305,7 +305,7 @@ def test_a_cache_in_no_home(terminal: Terminal, monkeypatch: pytest.MonkeyPatch,
 def test_compile_names_every_kernel_that_must_not_be_compiled(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     terminal("compile", "--arch", "sm_90", status=1)
-    assert terminal.err.count("is not in the cache") == len(TABLE)
+    assert terminal.err.count("is not in the cache") == len(KERNELS)
 
 
 def test_corrupt_entries_are_marked(terminal: Terminal, filled: Path) -> None:

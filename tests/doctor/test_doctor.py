@@ -29,7 +29,7 @@ from deepep_rt.cli import app as cli
 from deepep_rt.doctor import gpus as doctor_gpus
 from deepep_rt.doctor import probes as doctor_probes
 from deepep_rt.doctor import runner as doctor_run
-from deepep_rt.jit.cache import SUFFIX, Store
+from deepep_rt.jit.cache import SUFFIX, KernelCache
 
 HERE = Path(__file__).resolve().parent
 PAGE = (ROOT / "docs/when-it-does-not-work.md").read_text()
@@ -360,7 +360,7 @@ def test_a_cache_that_cannot_be_written(doctor: Doctor, tmp_path: Path) -> None:
 
 
 def test_a_cache_with_a_corrupt_entry(doctor: Doctor, tmp_path: Path) -> None:
-    store = Store(tmp_path / "cache")
+    store = KernelCache(tmp_path / "cache")
     for key in ("ab" * 32, "cd" * 32):
         store.put(entry(key))
     path = store.folder / "sm_90" / ("ab" * 32 + SUFFIX)

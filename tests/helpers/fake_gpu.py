@@ -80,10 +80,10 @@ class FakeGpu:
         self._pinned.append(ctypes.create_string_buffer(num_bytes))
         return ctypes.addressof(self._pinned[-1])
 
-    def load(self, kernel: Any, constants: Any, arch: str) -> jit.Function:
+    def load(self, kernel: Any, constants: Any, arch: str) -> jit.LoadedKernel:
         handle = len(self.constants) + 1
         self.constants[handle] = kernel, constants
-        return jit.Function(handle, constants[kernel.threads], 0)
+        return jit.LoadedKernel(handle, constants[kernel.threads], 0)
 
     def launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, constants = self.constants[function]

@@ -17,7 +17,7 @@ from entries import entry
 
 from deepep_rt import EPCacheError, EPConfigError
 from deepep_rt.jit import cache
-from deepep_rt.jit.cache import SUFFIX, CorruptEntry, Store
+from deepep_rt.jit.cache import SUFFIX, CorruptEntry, KernelCache
 
 ENTRY = entry(code=bytes(range(256)) * 5)
 KEY, OTHER = "ab" * 32, "cd" * 32
@@ -29,7 +29,7 @@ def _file(folder: Path) -> Path:
 
 
 def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
-    store = Store(tmp_path / "new" / "folder")
+    store = KernelCache(tmp_path / "new" / "folder")
     assert store.entries() == []
     assert store.get("sm_90", ENTRY.key) is None
     store.put(ENTRY)
@@ -41,33 +41,33 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "chosen"))
-    assert Store().folder == tmp_path / "chosen"
+    assert KernelCache().folder == tmp_path / "chosen"
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for base, folder in ((str(tmp_path / "base"), tmp_path / "base"), ("", tmp_path / "home" / ".cache")):
         monkeypatch.setenv("XDG_CACHE_HOME", base)
-        assert Store().folder == folder / "deepep_rt"
+        assert KernelCache().folder == folder / "deepep_rt"
 
 
 def test_a_folder_in_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
     with pytest.raises(EPConfigError, match="DEEPEP_RT_CACHE_DIR is '~nosuchuser/x', and that user has no home folder"):
-        Store()
+        KernelCache()
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container, for a user that it does not know
     for name in ("DEEPEP_RT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(EPConfigError, match="DEEPEP_RT_CACHE_DIR is not set, and this user has no home folder"):
-        Store()
+        KernelCache()
 
 
 def test_nothing_is_left_of_a_write_but_the_entry(tmp_path: Path) -> None:
-    Store(tmp_path).put(ENTRY)
-    Store(tmp_path).put(ENTRY)
+    KernelCache(tmp_path).put(ENTRY)
+    KernelCache(tmp_path).put(ENTRY)
     assert [path.name for path in (tmp_path / "sm_90").iterdir()] == [ENTRY.key + SUFFIX]
 
 
 def test_a_failed_write_keeps_the_old_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
+    store = KernelCache(tmp_path)
     store.put(ENTRY)
 
     def full(_: int) -> None:
@@ -90,7 +90,7 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
         named.append((tmp_path / "sm_90" / f"{KEY}{SUFFIX}").exists())
 
     monkeypatch.setattr(os, "fsync", fsync)
-    Store(tmp_path).put(ENTRY)
+    KernelCache(tmp_path).put(ENTRY)
     assert (sizes, named) == ([_file(tmp_path).stat().st_size], [False])
 
 
@@ -108,7 +108,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_noticed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    store = Store(tmp_path)
+    store = KernelCache(tmp_path)
     store.put(ENTRY)
     path = _file(tmp_path)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -123,15 +123,15 @@ def test_damage_is_noticed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureF
     assert store.get("sm_90", ENTRY.key) == ENTRY
 
 
-def _lock(store: Store) -> None:
+def _lock(store: KernelCache) -> None:
     with store.locked("sm_90", ENTRY.key):
         pass
 
 
 @pytest.mark.parametrize("action", [lambda store: store.put(ENTRY), _lock], ids=["put", "lock"])
-def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, action: Callable[[Store], None]) -> None:
+def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, action: Callable[[KernelCache], None]) -> None:
     (tmp_path / "file").write_text("not a folder")  # also a user who may write everything cannot write below it
-    store = Store(tmp_path / "file" / "cache")
+    store = KernelCache(tmp_path / "file" / "cache")
     assert store.get("sm_90", ENTRY.key) is None
     with pytest.raises(EPCacheError) as caught:
         action(store)
@@ -139,17 +139,17 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, action: Ca
     assert "DEEPEP_RT_CACHE_DIR" in str(caught.value)
 
 
-@pytest.mark.parametrize("action", [Store.entries, Store.clear], ids=["entries", "clear"])
+@pytest.mark.parametrize("action", [KernelCache.entries, KernelCache.clear], ids=["entries", "clear"])
 @pytest.mark.parametrize("name", ["file", "file/cache"])
-def test_a_folder_that_is_none_is_not_taken_for_empty(tmp_path: Path, name: str, action: Callable[[Store], object]) -> None:
+def test_a_folder_that_is_none_is_not_taken_for_empty(tmp_path: Path, name: str, action: Callable[[KernelCache], object]) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(EPCacheError, match=r"file.* cannot be read: .*Not a directory.*DEEPEP_RT_CACHE_DIR"):
-        action(Store(tmp_path / name))
+        action(KernelCache(tmp_path / name))
     assert (tmp_path / "file").read_text() == "not a folder"
 
 
 def test_clear_counts_and_removes_everything(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = KernelCache(tmp_path)
     assert store.clear() == 0
     store.put(ENTRY)
     store.put(entry(OTHER, "sm_80", kernel="other"))
@@ -162,7 +162,7 @@ def test_clear_counts_and_removes_everything(tmp_path: Path) -> None:
 
 
 def test_two_may_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = Store(tmp_path), os.unlink
+    store, real = KernelCache(tmp_path), os.unlink
     store.put(ENTRY)
 
     def late(*arguments: object, **options: object) -> None:
@@ -175,7 +175,7 @@ def test_two_may_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(tmp_path)
+    store = KernelCache(tmp_path)
     with store.locked("sm_90", KEY) as first:
         assert first
         with store.locked("sm_90", OTHER) as other:
@@ -189,7 +189,7 @@ def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: py
 
 def test_waiting_outlasts_the_slowest_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linking NVSHMEM takes 124 s for sm_100, on a fast machine."""
-    store, now, holder = Store(tmp_path), 0.0, ExitStack()
+    store, now, holder = KernelCache(tmp_path), 0.0, ExitStack()
 
     def sleep(seconds: float) -> None:
         nonlocal now
@@ -210,12 +210,12 @@ def test_what_cannot_be_locked_does(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(getattr(errno, error), "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with Store(tmp_path).locked("sm_90", KEY, timeout_s=60) as got:
+    with KernelCache(tmp_path).locked("sm_90", KEY, timeout_s=60) as got:
         assert not got
 
 
 def test_a_lock_that_another_user_left_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = Store(tmp_path), os.open
+    store, real = KernelCache(tmp_path), os.open
 
     def refuse(path: Path, *arguments: int, **options: int) -> int:
         if str(path).endswith(".lock"):
@@ -236,7 +236,7 @@ def test_a_lock_that_another_user_left_is_done_without(tmp_path: Path, monkeypat
 def test_an_entry_survives_that_the_cache_is_cleared_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    store, real, cleared = Store(tmp_path), getattr(os, step), []
+    store, real, cleared = KernelCache(tmp_path), getattr(os, step), []
 
     def late(*arguments: object, **options: object) -> None:
         if not cleared:

@@ -21,24 +21,24 @@ from paths import HELPERS
 
 from deepep_rt import EPCacheError
 from deepep_rt.jit import cache
-from deepep_rt.jit.cache import SUFFIX, CorruptEntry, Store
+from deepep_rt.jit.cache import SUFFIX, CorruptEntry, KernelCache
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> KernelCache:
     """A cache of one entry."""
-    store = Store(tmp_path / "cache")
+    store = KernelCache(tmp_path / "cache")
     store.put(entry())
     return store
 
 
-def file_of(store: Store, key: str = KEY, arch: str = "sm_90") -> Path:
+def file_of(store: KernelCache, key: str = KEY, arch: str = "sm_90") -> Path:
     return store.folder / arch / f"{key}{SUFFIX}"
 
 
-def reason(store: Store) -> str:
+def reason(store: KernelCache) -> str:
     (found,) = store.entries()
     assert isinstance(found, CorruptEntry)
     return found.reason
@@ -47,7 +47,7 @@ def reason(store: Store) -> str:
 # --- an entry belongs to its key -----------------------------------------------------------------------------------------------------
 
 
-def test_an_entry_under_the_name_of_another_is_none(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_under_the_name_of_another_is_none(store: KernelCache, caplog: pytest.LogCaptureFixture) -> None:
     """`route` for 4 ranks would be loaded as `route` for 8."""
     shutil.copy(file_of(store), file_of(store, OTHER))
     assert store.get("sm_90", OTHER) is None
@@ -56,7 +56,7 @@ def test_an_entry_under_the_name_of_another_is_none(store: Store, caplog: pytest
     assert [type(found).__name__ for found in store.entries()] == ["Entry", "CorruptEntry"]
 
 
-def test_an_entry_of_another_architecture_is_none(store: Store) -> None:
+def test_an_entry_of_another_architecture_is_none(store: KernelCache) -> None:
     (store.folder / "sm_80").mkdir()
     shutil.copy(file_of(store), file_of(store, arch="sm_80"))
     assert store.get("sm_80", KEY) is None
@@ -74,7 +74,7 @@ def test_an_entry_of_another_architecture_is_none(store: Store) -> None:
     ],
 )
 def test_kernel_and_versions_are_compared(
-    store: Store, caplog: pytest.LogCaptureFixture, kernel: str | None, versions: dict[str, str] | None, is_found: bool
+    store: KernelCache, caplog: pytest.LogCaptureFixture, kernel: str | None, versions: dict[str, str] | None, is_found: bool
 ) -> None:
     found = store.get("sm_90", KEY, kernel, versions)
     assert found == (entry() if is_found else None)
@@ -84,7 +84,7 @@ def test_kernel_and_versions_are_compared(
 # --- odd contents --------------------------------------------------------------------------------------------------------------------
 
 
-def written(store: Store, text: bytes, code: bytes = b"code", length: int | None = None) -> None:
+def written(store: KernelCache, text: bytes, code: bytes = b"code", length: int | None = None) -> None:
     """Replace the entry by one with this description, and a checksum that is right."""
     data = file_of(store).read_bytes()
     body = (len(text) if length is None else length).to_bytes(8, "little") + text + code
@@ -97,7 +97,7 @@ def written(store: Store, text: bytes, code: bytes = b"code", length: int | None
     [b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"3", b"null", b"{}", b'{"kernel": "tiny"}'],
     ids=lambda text: repr(text[:20]),
 )
-def test_a_description_that_is_none_makes_an_entry_corrupt(store: Store, text: bytes) -> None:
+def test_a_description_that_is_none_makes_an_entry_corrupt(store: KernelCache, text: bytes) -> None:
     written(store, text)
     assert store.get("sm_90", KEY) is None
     assert "its description" in reason(store)
@@ -130,7 +130,7 @@ def test_a_description_that_is_none_makes_an_entry_corrupt(store: Store, text: b
         ("more", 1),
     ],
 )
-def test_a_description_with_a_wrong_field_makes_an_entry_corrupt(store: Store, name: str, value: Any) -> None:
+def test_a_description_with_a_wrong_field_makes_an_entry_corrupt(store: KernelCache, name: str, value: Any) -> None:
     written(store, json.dumps({**entry().info, "key": KEY, name: value}).encode())
     assert store.get("sm_90", KEY) is None
     assert "its description" in reason(store)
@@ -138,12 +138,12 @@ def test_a_description_with_a_wrong_field_makes_an_entry_corrupt(store: Store, n
 
 
 @pytest.mark.parametrize("name", [*entry().info, "key"])
-def test_every_field_is_needed(store: Store, name: str) -> None:
+def test_every_field_is_needed(store: KernelCache, name: str) -> None:
     written(store, json.dumps({field: value for field, value in {**entry().info, "key": KEY}.items() if field != name}).encode())
     assert reason(store) == "its description has other fields"
 
 
-def test_lengths_that_are_wrong(store: Store) -> None:
+def test_lengths_that_are_wrong(store: KernelCache) -> None:
     text = json.dumps({**entry().info, "key": KEY}).encode()
     written(store, text, code=b"longer than it says")
     assert reason(store) == "it is the entry of another kernel"
@@ -154,7 +154,7 @@ def test_lengths_that_are_wrong(store: Store) -> None:
     assert store.get("sm_90", KEY) == entry()
 
 
-def test_a_huge_file_is_not_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_file_is_not_read(store: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     size = file_of(store).stat().st_size
     monkeypatch.setattr(cache, "_MOST_BYTES", size)
     assert store.get("sm_90", KEY) == entry()
@@ -170,7 +170,7 @@ def make_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_link, os.mkfifo, Path.mkdir], ids=["link", "FIFO", "folder"])
-def test_only_regular_files_are_entries(store: Store, make: Callable[[Path], None]) -> None:
+def test_only_regular_files_are_entries(store: KernelCache, make: Callable[[Path], None]) -> None:
     path = file_of(store, OTHER)
     make(path)
     ends = within(10, lambda: store.get("sm_90", OTHER))
@@ -191,21 +191,21 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("make", [make_link, os.mkfifo], ids=["link", "FIFO"])
-def test_an_odd_file_is_replaced_by_what_is_compiled(store: Store, make: Callable[[Path], None]) -> None:
+def test_an_odd_file_is_replaced_by_what_is_compiled(store: KernelCache, make: Callable[[Path], None]) -> None:
     make(file_of(store, OTHER))
     store.put(entry(OTHER))
     assert store.get("sm_90", OTHER) == entry(OTHER)
     assert not file_of(store, OTHER).is_symlink()
 
 
-def test_a_lock_that_is_a_link_creates_nothing(store: Store, tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_creates_nothing(store: KernelCache, tmp_path: Path) -> None:
     file_of(store).with_suffix(".lock").symlink_to(tmp_path / "made")
     with store.locked("sm_90", KEY, timeout_s=0.1) as got:
         assert not got
     assert not (tmp_path / "made").exists()
 
 
-def test_a_lock_that_is_a_fifo_is_done_without(store: Store) -> None:
+def test_a_lock_that_is_a_fifo_is_done_without(store: KernelCache) -> None:
     os.mkfifo(file_of(store).with_suffix(".lock"))
 
     def lock() -> bool:
@@ -215,14 +215,14 @@ def test_a_lock_that_is_a_fifo_is_done_without(store: Store) -> None:
     assert within(10, lock) is False
 
 
-def test_the_folder_of_an_architecture_may_not_be_a_link(store: Store) -> None:
+def test_the_folder_of_an_architecture_may_not_be_a_link(store: KernelCache) -> None:
     """The folder of the cache may: it is the user's own choice."""
     (store.folder / "sm_80").symlink_to(store.folder / "sm_90")
     assert store.get("sm_80", KEY) is None
     with pytest.raises(EPCacheError, match="no folder, or a link to one"):
         store.put(entry(arch="sm_80"))
     assert len(store.entries()) == 1
-    linked = Store(store.folder.parent / "linked")
+    linked = KernelCache(store.folder.parent / "linked")
     linked.folder.symlink_to(store.folder)
     assert linked.get("sm_90", KEY) == entry()
     (store.folder / "sm_80").unlink()
@@ -232,7 +232,7 @@ def test_the_folder_of_an_architecture_may_not_be_a_link(store: Store) -> None:
 
 
 @pytest.mark.parametrize("arch", ["..", "../other", "hopper", ""])
-def test_other_names_are_no_architectures(store: Store, arch: str) -> None:
+def test_other_names_are_no_architectures(store: KernelCache, arch: str) -> None:
     shutil.copytree(store.folder / "sm_90", store.folder / "hopper")
     assert store.get(arch, KEY) is None
     with pytest.raises(EPCacheError, match="no architecture has this name"):
@@ -243,7 +243,7 @@ def test_other_names_are_no_architectures(store: Store, arch: str) -> None:
 # --- clear -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_clear_leaves_what_is_not_ours(store: Store) -> None:
+def test_clear_leaves_what_is_not_ours(store: KernelCache) -> None:
     """It once removed a uv.lock."""
     inside = store.folder / "sm_90"
     ours = file_of(store).read_bytes()
@@ -278,7 +278,7 @@ def test_clear_leaves_what_is_not_ours(store: Store) -> None:
     assert {path for path in store.folder.rglob("*") if path.is_file()} == set(others)
 
 
-def test_clear_deletes_entries_of_earlier_versions(store: Store) -> None:
+def test_clear_deletes_entries_of_earlier_versions(store: KernelCache) -> None:
     file_of(store).write_bytes(b"deepep_rt kernel 1\n" + bytes(100))
     assert store.get("sm_90", KEY) is None
     assert reason(store) == "no entry of this version"
@@ -286,7 +286,7 @@ def test_clear_deletes_entries_of_earlier_versions(store: Store) -> None:
     assert store.entries() == []
 
 
-def test_clear_leaves_what_is_in_use(store: Store) -> None:
+def test_clear_leaves_what_is_in_use(store: KernelCache) -> None:
     with store.locked("sm_90", KEY) as got:
         assert got
         assert store.clear() == 1
@@ -299,7 +299,7 @@ def test_clear_leaves_what_is_in_use(store: Store) -> None:
 
 @pytest.mark.parametrize("is_made_anew", [False, True])
 def test_a_process_that_waits_for_a_deleted_lock_gets_the_new_one(
-    store: Store, monkeypatch: pytest.MonkeyPatch, is_made_anew: bool
+    store: KernelCache, monkeypatch: pytest.MonkeyPatch, is_made_anew: bool
 ) -> None:
     """Otherwise two would hold the lock of one entry: one of the file that is gone, one of the file that is there."""
     lock, real = file_of(store).with_suffix(".lock"), fcntl.flock
@@ -319,7 +319,7 @@ def test_a_process_that_waits_for_a_deleted_lock_gets_the_new_one(
             assert not second
 
 
-def test_no_descriptor_is_left_open(store: Store) -> None:
+def test_no_descriptor_is_left_open(store: KernelCache) -> None:
     before = set(os.listdir("/proc/self/fd"))
     file_of(store, OTHER).symlink_to("nowhere")
     os.mkfifo(file_of(store, "ef" * 32))
@@ -335,9 +335,9 @@ BUILDER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from deepep_rt.jit.cache import Store
+from deepep_rt.jit.cache import KernelCache
 from entries import entry
-store, end, done = Store(Path(sys.argv[1])), time.monotonic() + 2, 0
+store, end, done = KernelCache(Path(sys.argv[1])), time.monotonic() + 2, 0
 while time.monotonic() < end:
     key = f"{done % 4:064x}"
     with store.locked("sm_90", key):
@@ -354,8 +354,8 @@ def test_builders_do_not_fail_while_the_cache_is_cleared(tmp_path: Path, caplog:
     builders = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     removed = 0
     while any(builder.poll() is None for builder in builders):
-        removed += Store(folder).clear()
-        Store(folder).entries()
+        removed += KernelCache(folder).clear()
+        KernelCache(folder).entries()
         if removed % 3 == 0:
             shutil.rmtree(folder, ignore_errors=True)
     assert [builder.communicate()[1] for builder in builders] == [""] * 3
@@ -366,7 +366,7 @@ def test_builders_do_not_fail_while_the_cache_is_cleared(tmp_path: Path, caplog:
 
 
 @pytest.fixture
-def owned_by(store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def owned_by(store: KernelCache, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let a path of the cache belong to another user, as far as this process can see."""
     trusted_files = pytest.importorskip("deepep_rt.jit.trusted_files")
     real, owners = os.fstat, {}
@@ -388,7 +388,7 @@ def owned_by(store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     return give
 
 
-def check_refused(store: Store, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def check_refused(store: KernelCache, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It is an error everywhere, and a warning where the user says so."""
     lock = store.locked("sm_90", KEY)
     for action in (lambda: store.get("sm_90", KEY), lambda: store.put(entry(OTHER)), store.entries, lock.__enter__):
@@ -407,7 +407,7 @@ def check_refused(store: Store, message: str, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.parametrize("part", [".", "sm_90"])
 def test_a_folder_of_another_user_is_refused(
-    store: Store,
+    store: KernelCache,
     owned_by: Callable[..., None],
     part: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -418,7 +418,7 @@ def test_a_folder_of_another_user_is_refused(
 
 
 def test_an_open_folder_of_another_user_is_refused(
-    store: Store, owned_by: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: KernelCache, owned_by: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.folder.chmod(0o777)
     owned_by(store.folder, 1234)
@@ -429,7 +429,7 @@ def test_an_open_folder_of_another_user_is_refused(
     ("mode", "message"), [(0o777, "every user may write it"), (0o707, "every user"), (0o775, "group 54321 may")]
 )
 def test_a_folder_that_others_may_write_is_refused(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int, message: str
+    store: KernelCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int, message: str
 ) -> None:
     trusted_files = pytest.importorskip("deepep_rt.jit.trusted_files")
     monkeypatch.setattr(trusted_files, "_is_own_group", lambda group: False)
@@ -439,7 +439,7 @@ def test_a_folder_that_others_may_write_is_refused(
 
 
 def test_an_entry_that_others_own_or_may_write_is_compiled_again(
-    store: Store, owned_by: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: KernelCache, owned_by: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file_of(store).chmod(0o646)
     assert store.get("sm_90", KEY) is None
@@ -457,7 +457,7 @@ def test_an_entry_that_others_own_or_may_write_is_compiled_again(
     assert store.get("sm_90", KEY) == entry()
 
 
-def test_a_shared_cache_of_root_works(store: Store, owned_by: Callable[..., None]) -> None:
+def test_a_shared_cache_of_root_works(store: KernelCache, owned_by: Callable[..., None]) -> None:
     for path in (store.folder, store.folder / "sm_90", file_of(store)):
         owned_by(path, 0)
     store.folder.chmod(0o555)
@@ -466,7 +466,7 @@ def test_a_shared_cache_of_root_works(store: Store, owned_by: Callable[..., None
     store.folder.chmod(0o755)
 
 
-def test_an_open_folder_of_this_user_or_root_works(store: Store) -> None:
+def test_an_open_folder_of_this_user_or_root_works(store: KernelCache) -> None:
     """An empty volume of a container is one, and `/tmp`. What others put there belongs to them."""
     shutil.rmtree(store.folder)
     store.folder.mkdir()
@@ -477,7 +477,7 @@ def test_an_open_folder_of_this_user_or_root_works(store: Store) -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_what_this_process_makes_is_for_it_alone_to_write(tmp_path: Path, umask: int) -> None:
-    store, before = Store(tmp_path / "new" / "cache"), os.umask(umask)
+    store, before = KernelCache(tmp_path / "new" / "cache"), os.umask(umask)
     try:
         store.put(entry())
         with store.locked("sm_90", KEY):
@@ -498,7 +498,7 @@ def test_root_uses_a_volume_of_another_user_but_not_what_anybody_could_put_there
     above = trusted_files._folders_above  # pytest's folders lie in /tmp, which others may write
     monkeypatch.setattr(trusted_files, "_folders_above", lambda path: [at for at in above(path) if at.is_relative_to(tmp_path)])
     (tmp_path / "shared").mkdir()
-    volume, planted = Store(tmp_path / "volume"), Store(tmp_path / "shared" / "planted")
+    volume, planted = KernelCache(tmp_path / "volume"), KernelCache(tmp_path / "shared" / "planted")
     for store in (volume, planted):
         store.put(entry())
         for path in (store.folder, store.folder / "sm_90", file_of(store)):

@@ -26,7 +26,7 @@ from deepep_rt.jit import compiler as toolchain
 from deepep_rt.jit.cache import SUFFIX
 from deepep_rt.kernels import structs
 from deepep_rt.kernels.source import kernel_constants, prelude, source_dir, unit
-from deepep_rt.kernels.table import TABLE, Kernel
+from deepep_rt.kernels.table import KERNELS, Kernel
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
 
@@ -102,18 +102,18 @@ def test_unit_ends_with_the_source_under_its_own_name(sources: Path) -> None:
 def test_the_table_and_the_sources_agree() -> None:
     folder = source_dir()
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.cu")}
-    assert found == {kernel.source for kernel in TABLE.values()}
+    assert found == {kernel.source for kernel in KERNELS.values()}
 
 
 def test_constants_of_a_kernel() -> None:
-    route = kernel_constants(CONFIG, "sm_90", TABLE["route"])
+    route = kernel_constants(CONFIG, "sm_90", KERNELS["route"])
     assert route["kNumRanks"] == 8
     assert route["kHasTma"] == 1
     assert "kRowBytes" not in route
-    combine = kernel_constants(CONFIG, "sm_80", TABLE["combine"], "float16")
+    combine = kernel_constants(CONFIG, "sm_80", KERNELS["combine"], "float16")
     assert combine["kElement"] == combine["kFloat16"] not in (combine["kBfloat16"], combine["kFloat32"])
     with pytest.raises(EPConfigError, match="combine is compiled for one element type"):
-        kernel_constants(CONFIG, "sm_80", TABLE["combine"])
+        kernel_constants(CONFIG, "sm_80", KERNELS["combine"])
 
 
 # --- build -------------------------------------------------------------------------------------------------------------------------
@@ -405,9 +405,9 @@ def test_a_stack_frame_is_seen(sources: Path, cache: Path) -> None:
 def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def load(kernel: Kernel, constants: dict[str, int], arch: str) -> jit.Function:
+    def load(kernel: Kernel, constants: dict[str, int], arch: str) -> jit.LoadedKernel:
         calls.append((kernel.name, arch))
-        return jit.Function(1, 64, 0)
+        return jit.LoadedKernel(1, 64, 0)
 
     monkeypatch.setattr(jit, "_load", load)
     monkeypatch.setattr(jit, "current_context", lambda: 1)
@@ -437,14 +437,14 @@ def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuFuncSetAttribute", lambda function, name, value: asked.append(value) or (success,))
     for code in (b"\x7fELF cubin", b".version 8.0"):
         monkeypatch.setattr(jit, "build", lambda *_, code=code: SimpleNamespace(code=code))
-        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.Function(7, 64, 1024)
+        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.LoadedKernel(7, 64, 1024)
     assert given == [b"\x7fELF cubin", b".version 8.0\0"]
     assert asked == [1024, 1024]
 
 
 # --- the real kernels --------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [(kernel, dtype) for kernel in TABLE for dtype in (COMBINE_DTYPES if TABLE[kernel].per_dtype else [None])]
+VARIANTS = [(kernel, dtype) for kernel in KERNELS for dtype in (COMBINE_DTYPES if KERNELS[kernel].per_dtype else [None])]
 SHAPES = {
     "8 ranks": CONFIG,
     "1 rank, small rows": Config(num_ranks=1, num_max_tokens_per_rank=1, hidden=8, num_topk=1, num_experts=1),
@@ -470,7 +470,7 @@ def _archs() -> list[str]:
 def test_every_kernel_compiles_without_spills(
     arch: str, name: str, dtype: str | None, shape: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, config = TABLE[name], SHAPES[shape]
+    kernel, config = KERNELS[name], SHAPES[shape]
     if (config.has_network or config.on_timeout == "mask") and not kernel.low_latency:
         return  # the same as without
     if config.has_network and kernel.near_only:

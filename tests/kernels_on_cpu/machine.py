@@ -375,11 +375,11 @@ class Machine(AbstractContextManager):
         stream = self._stream(number)
         self._wait(lambda: not stream.queue)
 
-    def _load(self, kernel: Any, constants: Any, arch: str) -> jit.Function:
+    def _load(self, kernel: Any, constants: Any, arch: str) -> jit.LoadedKernel:
         shared_bytes = constants[kernel.shared] if kernel.shared else 0
         address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src, every_access=self._weak_memory))
         self._functions.append((kernel, kernel.struct.dtype(constants).itemsize, address))
-        return jit.Function(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
+        return jit.LoadedKernel(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
 
     def _launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, num_bytes, address = self._functions[function]

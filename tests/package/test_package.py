@@ -114,7 +114,7 @@ def test_the_import_reader_sees_every_form() -> None:
 from . import call_order, view
 from .backend import HostBackend
 import deepep_rt.jit.build
-from deepep_rt.jit.cache import Store
+from deepep_rt.jit.cache import KernelCache
 from ... import __version__
 from ...arrays import view
 from .. import hooks

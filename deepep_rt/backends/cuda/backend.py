@@ -23,7 +23,7 @@ from ...jit import build as jit
 from ...jit.launch import Launcher
 from ...kernels import layout
 from ...kernels.source import kernel_constants
-from ...kernels.table import TABLE
+from ...kernels.table import KERNELS
 from ...network import NetworkOptions
 from ...results import CombineResult, DispatchHandle, DispatchResult, Views
 from ..agreement import announce
@@ -342,7 +342,7 @@ class DeviceBackend:
     def _launcher(self, name: str, dtype: str | None = None) -> Launcher:
         found = self._launchers.get((name, dtype))
         if found is None:
-            kernel = TABLE[name]
+            kernel = KERNELS[name]
             constants = kernel_constants(self.config, self._arch, kernel, dtype)
             function = jit.load(kernel, constants, self._arch)
             fixed = {

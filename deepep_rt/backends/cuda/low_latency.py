@@ -18,7 +18,7 @@ from ...cuda.pool import Slot, Slots
 from ...errors import EPInputError, EPUnavailableError
 from ...kernels import layout
 from ...kernels.structs import LL_RECEIVE, LL_SEND
-from ...kernels.table import TABLE
+from ...kernels.table import KERNELS
 from ...kernels.tuning import has_fp8
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from ..calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs
@@ -81,7 +81,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._hooks = Hooks(config.num_slots, self.call_lock)
         if config.low_latency:
             self._clear_rows()
-            for kernel in TABLE.values():
+            for kernel in KERNELS.values():
                 if kernel.low_latency and kernel.fits(config):
                     self._launcher(kernel.name)
             _living.add(self)
