@@ -91,7 +91,7 @@ def _mixed_packages(s: Situation, report: Mapping[str, Any]) -> Iterator[Finding
     for name, version in (fact(report, "python", "packages") or {}).items():
         if match := re.search(r"-(?:cu|cuda)(1\d)x?$", name):
             majors[f"{name} {version}"] = match[1]
-        elif name == "cuda-bindings" or name.startswith("nvidia-"):
+        elif name == "cuda-bindings" or (name.startswith("nvidia-") and name != "nvidia-ml-py"):  # NVML serves every CUDA version
             majors[f"{name} {version}"] = version.partition(".")[0]
     numbers = Counter(majors.values())
     if len(numbers) > 1:

@@ -31,7 +31,8 @@ def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 
     facts: dict[str, Any] = {
         "python": {
             "version": "3.12.3", "executable": "python", "deepep_rt": "0.1.0", "folder": "",
-            "packages": {"numpy": "2.4", "cuda-bindings": "13.1.0", "nvidia-cuda-nvrtc": "13.1.8", "nvshmem4py-cu13": "0.4"},
+            "packages": {"numpy": "2.4", "cuda-bindings": "13.1.0", "nvidia-cuda-nvrtc": "13.1.8", "nvidia-ml-py": "12.575.51",
+                         "nvshmem4py-cu13": "0.4"},
         },
         "settings": {"variables": {}, "mistakes": [], "unknown": [], "share_gpus": False, "assert_cached": False},
         "machine": {"host": f"host{rank // per_host}", "pci_gpus": 8, "shm_free_bytes": 1 << 34, "memlock_bytes": None},
