@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import meet, own
+from ..comm.rendezvous import private_comm, timed_allgather
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPTimeoutError, EPUnavailableError
 from ..jit import build as jit
@@ -75,13 +75,13 @@ def refuse(comm: Communicator, error: EPConfigError, timeout_s: float | None) ->
 def _exchanged(comm: Communicator, timeout_s: float, mine: Any) -> list[Any]:
     """What all ranks say who make a Buffer now."""
     comm = private(comm, timeout_s)
-    meet(comm, (), timeout_s, *_MAKING)
+    timed_allgather(comm, (), timeout_s, *_MAKING)
     return comm.allgather(mine)
 
 
 def private(comm: Communicator, timeout_s: float) -> Communicator:
     """A communicator of the library's own over the ranks of a Buffer that is made, whose collectives end in time."""
-    return own(comm, timeout_s, *_MAKING)
+    return private_comm(comm, timeout_s, *_MAKING)
 
 
 def making_limit_s(timeout_s: float) -> float:

@@ -28,11 +28,11 @@ _HINT = "all ranks to make their part of it"
 class MpiCommunicator(TimedCollectives, MPI.Intracomm):
     """The same communicator as the one it is made from; its duplicates are of this kind too."""
 
-    carrier = "MPI"
-    outlasts_its_owner = True
+    transport_name = "MPI"
+    outlives_owner = True
     _steps = 0  # collective steps so far; the same on all ranks
 
-    def begin_own(self) -> tuple[MpiCommunicator, Any]:
+    def begin_private_comm(self) -> tuple[MpiCommunicator, Any]:
         """A duplicate, made once and kept with the communicator, and the request that is over when it can be used.
 
         Kept: whoever gives up waiting for the others leaves half of an `Idup` behind, which only other non-blocking collectives could meet.
@@ -50,18 +50,18 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
         made.timeout_s = self.timeout_s
         return made
 
-    def lasting(self) -> MpiCommunicator:
+    def dup_for_process(self) -> MpiCommunicator:
         """A duplicate for as long as the process lives."""
         return self.Dup()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Part without waiting for the others: MPI's communicators are freed by all ranks or by none."""
 
-    def keep(self, *held: Any) -> None:
+    def retain(self, *held: Any) -> None:
         """Hold on to requests that nobody waits for any more, and to what they use."""
         _unfinished.append(held)
 
-    def ranks_here(self) -> list[int]:
+    def ranks_on_host(self) -> list[int]:
         """The ranks on this host, ascending. Collective."""
         self.Barrier()  # all ranks are here: MPI has no split that can be given up
         host = MpiCommunicator(self.Split_type(MPI.COMM_TYPE_SHARED))
@@ -103,12 +103,12 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
         self._steps += 1
         super().finish(request, *given, **options)
 
-    def _announce(self) -> None:
+    def _announce_arrival(self) -> None:
         for peer in self._peers():
             with suppress(MPI.Exception):  # MPI may know that it has ended
-                self.keep(self.isend(self._steps, peer, ARRIVAL_TAG))
+                self.retain(self.isend(self._steps, peer, ARRIVAL_TAG))
 
-    def _absent(self, request: Any) -> list[int]:
+    def _missing_ranks(self, request: Any) -> list[int]:
         self._hear_arrivals()
         arrivals = self._arrivals()
         return [peer for peer in self._peers() if arrivals.get(peer, 0) < self._steps]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 
 from ..config import MAX_TIMEOUT_S
 from ..errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from .communicator import Communicator
-from .timed_collectives import are_done, named
+from .timed_collectives import format_ranks, wait_all
 
 _ARRIVING, _ARRIVED = 1, 2
 _NUM_WORDS = 8  # always: what one rank says in a meeting that it gave up may be met by what another one says in the next
 
 
-def meet(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:
+def timed_allgather(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:
     """Gather some numbers of each rank, but do not wait longer than `timeout_s` for a rank that does not come.
 
     A rank that comes too late finds the words of those who have given up, and must not go on alone. So all say again that they have heard
@@ -43,7 +43,7 @@ def meet(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str
 _MEASURE = "copy_ceiling", "all ranks to call it"
 
 
-def agree_to_measure(comm: Communicator, timeout_s: float, *, has_memory: bool = True, **given: int) -> None:
+def agree_on_measurement(comm: Communicator, timeout_s: float, *, has_memory: bool = True, **given: int) -> None:
     """Compare the arguments of a measurement that all ranks begin.
 
     Raises:
@@ -51,7 +51,7 @@ def agree_to_measure(comm: Communicator, timeout_s: float, *, has_memory: bool =
         EPOutOfMemoryError: on every rank, if one has no memory for it.
         EPTimeoutError: if a rank does not come.
     """
-    said = meet(comm, (has_memory, *given.values()), timeout_s, *_MEASURE)
+    said = timed_allgather(comm, (has_memory, *given.values()), timeout_s, *_MEASURE)
     if any(theirs[1:] != said[0][1:] for theirs in said):
         rows = "; ".join(
             f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(given, theirs[1:], strict=True))
@@ -60,21 +60,21 @@ def agree_to_measure(comm: Communicator, timeout_s: float, *, has_memory: bool =
         raise EPInputError(f"copy_ceiling: {rows}; expected the same on all ranks. Call it with the same arguments everywhere")
     if without := [rank for rank, theirs in enumerate(said) if not theirs[0]]:
         raise EPOutOfMemoryError(
-            f"copy_ceiling: no memory for the rows on {named(without)}; expected room. Give a smaller num_rows"
+            f"copy_ceiling: no memory for the rows on {format_ranks(without)}; expected room. Give a smaller num_rows"
         )
 
 
-def start_measuring(comm: Communicator, timeout_s: float) -> None:
+def begin_measurement(comm: Communicator, timeout_s: float) -> None:
     """Wait until all ranks begin, as exactly as messages can tell."""
-    meet(comm, (), timeout_s, *_MEASURE)
+    timed_allgather(comm, (), timeout_s, *_MEASURE)
     comm.Barrier()
 
 
-def own(comm: Communicator, timeout_s: float, phase: str, hint: str) -> Communicator:
+def private_comm(comm: Communicator, timeout_s: float, phase: str, hint: str) -> Communicator:
     """A communicator of ours over the same ranks: who gives up waiting leaves half of a collective behind, and on the caller's, that would
     be taken for one of the caller's.
     """
-    own, request = comm.begin_own()
+    own, request = comm.begin_private_comm()
     comm.finish(request, own, phase, hint, timeout_s)
     own.timeout_s = timeout_s
     return own
@@ -87,7 +87,7 @@ _COMPILING_S = 900.0  # for a part of making a Buffer: one rank may compile all 
 _MAKE = "make their part of a Buffer"
 
 
-class AllOrNone:
+class Consensus:
     """What all ranks do together, or none: the parts of making a Buffer, and freeing symmetric memory.
 
     A rank that cannot - an error threw it out, or it leaves others out - says so and goes its way, and is not asked again. The others wait
@@ -100,10 +100,10 @@ class AllOrNone:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm.Dup()  # of its own: who goes early says so in the middle of anything
         self._round = 0
-        self.silent: list[int] = []
+        self.silent_ranks: list[int] = []
         """The ranks from which the last `holds` heard nothing in time."""
 
-    def holds(self, sound: bool, what: str, timeout_s: float) -> bool:
+    def all_ok(self, sound: bool, what: str, timeout_s: float) -> bool:
         """Whether all ranks are here and sound, as this one is or is not.
 
         Args:
@@ -111,16 +111,16 @@ class AllOrNone:
             what: What they are here to do, for the warning where one keeps the others waiting.
             timeout_s: After how long a silent rank is taken for lost.
         """
-        self._waited_for, self.silent = (what, timeout_s), []
+        self._waited_for, self.silent_ranks = (what, timeout_s), []
         try:  # A rank that comes too late finds everybody's word all the same; nobody answers it the second time.
             return all(self._hear_all(sound, what, timeout_s) for _ in range(2))
         except EPUnavailableError:  # the process that held the store has ended
             return False
 
-    def too_late(self) -> EPTimeoutError:
+    def timeout_error(self) -> EPTimeoutError:
         """The error for the ranks that were silent in the last `holds`."""
         what, timeout_s = self._waited_for
-        return self._comm.too_late(self.silent, f"waiting for all ranks to {what}", f"all ranks to {what}", timeout_s)
+        return self._comm.timeout_error(self.silent_ranks, f"waiting for all ranks to {what}", f"all ranks to {what}", timeout_s)
 
     def _hear_all(self, sound: bool, what: str, timeout_s: float) -> bool:
         """Tell every rank, and hear of all whether they are sound too. Who is not hears nobody.
@@ -132,26 +132,26 @@ class AllOrNone:
         word, words = np.array([sound]), np.zeros(len(peers), bool)
         requests = [self._comm.Isend(word, peer, self._round) for peer in peers]
         if not sound:
-            self._comm.keep(requests, word)
+            self._comm.retain(requests, word)
             return False
         requests += [self._comm.Irecv(words[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
         start = time.monotonic()
-        while not are_done(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
+        while not wait_all(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
             waited_s = time.monotonic() - start
-            self.silent = sorted({peer for peer, request in zip(2 * peers, requests, strict=True) if not request.Test()})
+            self.silent_ranks = sorted({peer for peer, request in zip(2 * peers, requests, strict=True) if not request.Test()})
             if waited_s > timeout_s:
-                self._comm.keep(requests, word, words)
+                self._comm.retain(requests, word, words)
                 return False
             warnings.warn(  # no log line, which nobody might see: this may be why the program stands still
-                f"rank {self._comm.Get_rank()} has waited {waited_s:.0f} of {timeout_s:g} s for {named(self.silent)} to {what}. Check that "
-                f"they are alive, and come to this call",
+                f"rank {self._comm.Get_rank()} has waited {waited_s:.0f} of {timeout_s:g} s for {format_ranks(self.silent_ranks)} "
+                f"to {what}. Check that they are alive, and come to this call",
                 stacklevel=2,
             )
-        self.silent = []
+        self.silent_ranks = []
         return bool(words.all())
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
         """A part of making something, in which ranks may fail one by one. Who does raises its error, and the others are not left waiting.
 
         Raises:
@@ -164,70 +164,11 @@ class AllOrNone:
             made = True
         finally:
             limit_s = min(max(self._comm.timeout_s, _COMPILING_S), MAX_TIMEOUT_S)
-            all_made = self.holds(made, _MAKE, limit_s)
-        if self.silent:
-            raise self.too_late()
+            all_made = self.all_ok(made, _MAKE, limit_s)
+        if self.silent_ranks:
+            raise self.timeout_error()
         if not all_made:
             raise EPUnavailableError("another rank could not make its part of this Buffer; what it raised tells why")
 
     def free(self) -> None:
         self._comm.Free()
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # it is the caller's code; the others must hear of the error all the same
-        return f"(its __str__ raises {type(broken).__name__})"
-
-
-LAST_WORDS_TAG = 3
-_LISTENING_PERIOD_S = 0.02
-_GRACE_S = 0.2  # for what a rank sent before it left
-_LAST_WORDS_S = 1.0
-
-
-class LastWords:
-    """What a rank that an error throws out of its Buffer tells the others: they need not wait for it until the time is up.
-
-    Args:
-        comm: The ranks. Nobody else sends messages with `LAST_WORDS_TAG` over it.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._peers = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
-        self._heard: dict[int, tuple[float, str]] = {}  # by rank: when, and what
-        self._listen_at = 0.0
-
-    def say(self, error: BaseException) -> None:
-        """Tell all others why this rank leaves; nobody has to listen. A store may end with this process: who listens gets a moment."""
-        text = f"{type(error).__name__}: {_text_of(error)}"[:500]
-        with suppress(EPUnavailableError):  # without the store there is no telling
-            requests = [self._comm.isend(text, peer, LAST_WORDS_TAG) for peer in self._peers]
-            if not are_done(requests, _LAST_WORDS_S):
-                self._comm.keep(requests, text)
-
-    def start_listening(self) -> None:
-        """A wait begins. Listening costs messages: a short wait has none of it."""
-        self._listen_at = time.monotonic() + _LISTENING_PERIOD_S
-
-    def gone(self) -> list[int]:
-        """The ranks from which nothing comes any more. To be asked often by who waits."""
-        if (now := time.monotonic()) >= self._listen_at:
-            self._listen_at = now + _LISTENING_PERIOD_S
-            for peer in self._peers:
-                while self._comm.iprobe(peer, LAST_WORDS_TAG):
-                    self._heard[peer] = now, self._comm.recv(source=peer, tag=LAST_WORDS_TAG)
-        return [rank for rank, (when, _) in self._heard.items() if now > when + _GRACE_S]
-
-    def error(self, peer: int, phase: str, call_idx: int = 0) -> EPTimeoutError:
-        """For who waits for a rank that has left."""
-        rank = self._comm.Get_rank()
-        return EPTimeoutError(
-            f"rank {rank} waits for rank {peer} in vain ({phase}): an error threw it out of its Buffer. There: {self._heard[peer][1]}",
-            rank=rank,
-            peer=peer,
-            phase=phase,
-            call_idx=call_idx,
-        )

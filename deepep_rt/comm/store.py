@@ -38,8 +38,8 @@ class StoreCommunicator(TimedCollectives):
         kept: Kept as long as this is: whoever holds the store shall not end it while it is used.
     """
 
-    carrier = "a store"
-    outlasts_its_owner = False
+    transport_name = "a store"
+    outlives_owner = False
 
     def __init__(self, store: Any, name: str, rank: int, size: int, kept: Any = None) -> None:
         self._store, self._name, self.rank, self.size, self._kept = store, name, rank, size, kept
@@ -67,17 +67,17 @@ class StoreCommunicator(TimedCollectives):
         made._left_after, made.timeout_s = self._left, self.timeout_s
         return made
 
-    def begin_own(self) -> tuple[StoreCommunicator, Request]:
+    def begin_private_comm(self) -> tuple[StoreCommunicator, Request]:
         """A duplicate that is kept, and a request that is over."""
         if self._own is None:
             self._own = self.Dup()
         return self._own, Request(lambda: (True, None))
 
-    def lasting(self) -> StoreCommunicator:
+    def dup_for_process(self) -> StoreCommunicator:
         """A duplicate for as long as the process lives, which keeps no store alive that its owner has closed."""
         return self._duplicate(None)
 
-    def keep(self, *held: Any) -> None:
+    def retain(self, *held: Any) -> None:
         """Nothing goes on by itself here: what nobody waits for needs not be held on to."""
 
     def Free(self) -> None:
@@ -86,12 +86,12 @@ class StoreCommunicator(TimedCollectives):
             self._start_allgather(None).wait(_PARTING_S)
         self._left_after += [(0, key) for _, key in self._left]  # they go with its next collective
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Part without waiting for the others, who shall not wait for this rank either."""
         with suppress(EPUnavailableError):
             self._start_allgather(None)
 
-    def ranks_here(self) -> list[int]:
+    def ranks_on_host(self) -> list[int]:
         """The ranks on this host, ascending. Collective."""
         hosts = self.allgather(_host())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
@@ -125,7 +125,7 @@ class StoreCommunicator(TimedCollectives):
     def _step(self, request: Request, phase: str) -> None:
         self.finish(request, None, phase, "all ranks to make their part of it")
 
-    def _absent(self, request: Request) -> list[int]:
+    def _missing_ranks(self, request: Request) -> list[int]:
         return request.missing()
 
     def Iallgather(self, mine: np.ndarray, all_: np.ndarray) -> Request:

@@ -15,7 +15,7 @@ _SPIN_S = 2e-3  # a step that is this short is waited for without a pause
 _LONGEST_PAUSE_S = 2e-3
 
 
-def are_done(requests: Sequence[Any], timeout_s: float) -> bool:
+def wait_all(requests: Sequence[Any], timeout_s: float) -> bool:
     """Whether requests are done, now or soon."""
     start, pause = time.monotonic(), 1e-4
     while not all(request.Test() for request in requests):
@@ -28,7 +28,7 @@ def are_done(requests: Sequence[Any], timeout_s: float) -> bool:
     return True
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks, as a message names them."""
     more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
@@ -42,12 +42,12 @@ class TimedCollectives:
     if TYPE_CHECKING:
 
         def Get_rank(self) -> int: ...
-        def keep(self, *held: Any) -> None: ...
+        def retain(self, *held: Any) -> None: ...
 
-    def _announce(self) -> None:
+    def _announce_arrival(self) -> None:
         """Tell the others that this rank waits."""
 
-    def _absent(self, request: Any) -> list[int]:
+    def _missing_ranks(self, request: Any) -> list[int]:
         """The ranks that have not come to the step of a request, as far as this rank knows."""
         raise NotImplementedError
 
@@ -69,23 +69,25 @@ class TimedCollectives:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         announce_s = min(_ANNOUNCE_S, limit_s / 4)
-        if are_done([request], announce_s):
+        if wait_all([request], announce_s):
             return
-        self._announce()
-        if are_done([request], limit_s - announce_s):
+        self._announce_arrival()
+        if wait_all([request], limit_s - announce_s):
             return
         # A rank that came last may not have told yet.
         end = time.monotonic() + announce_s
-        while (absent := self._absent(request)) and time.monotonic() < end:
-            if are_done([request], announce_s / 10):
+        while (absent := self._missing_ranks(request)) and time.monotonic() < end:
+            if wait_all([request], announce_s / 10):
                 return
-        self.keep(request, held)
-        raise self.too_late(absent, phase, hint, waited_s + limit_s)
+        self.retain(request, held)
+        raise self.timeout_error(absent, phase, hint, waited_s + limit_s)
 
-    def too_late(self, absent: Sequence[int], phase: str, hint: str, timeout_s: float) -> EPTimeoutError:
+    def timeout_error(self, absent: Sequence[int], phase: str, hint: str, timeout_s: float) -> EPTimeoutError:
         """The error of a wait for ranks that did not come."""
         whom = (
-            f"{named(absent)}, which did not come" if absent else "all ranks; they came, and one of them gave up or ended since"
+            f"{format_ranks(absent)}, which did not come"
+            if absent
+            else "all ranks; they came, and one of them gave up or ended since"
         )
         return EPTimeoutError(
             f"timeout_s={timeout_s:g}: rank {self.Get_rank()} waited that long in {phase} for {whom}; expected {hint}. See whether such a "

@@ -26,7 +26,7 @@ from .. import _env
 from .._checks import flag, refusal, whole_number
 from ..buffer import Buffer
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import meet, own
+from ..comm.rendezvous import private_comm, timed_allgather
 from ..errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
 from ..results import DispatchResult
 from .config import nvl_bytes
@@ -135,7 +135,7 @@ class NormalBuffers:
     def __init__(self, comm: Communicator, num_bytes: int, num_slots: int) -> None:
         self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
         self._board = Board(comm, self._timeout_s)
-        self._meetings = own(comm, self._timeout_s, "the making of a Buffer", "all ranks to make it at the same time")
+        self._meetings = private_comm(comm, self._timeout_s, "the making of a Buffer", "all ranks to make it at the same time")
         self._current: dict[Shape, Buffer] = {}
         self._outgrown: list[Buffer] = []  # handles and results of theirs may be held
 
@@ -190,7 +190,7 @@ class NormalBuffers:
         buffer = self._current.get(shape)
         if buffer is None:
             hint = "all ranks to call dispatch, with the same hidden, number of experts and top-k"
-            tokens = meet(self._meetings, (num_tokens,), self._timeout_s, "the first dispatch of its kind", hint)
+            tokens = timed_allgather(self._meetings, (num_tokens,), self._timeout_s, "the first dispatch of its kind", hint)
             return self._make(shape, max(*(most for (most,) in tokens), least, self._tokens_ahead(shape)))
         return buffer if least <= buffer.config.num_max_tokens_per_rank else self._make(shape, least)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import _env
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import AllOrNone, meet
+from ..comm.rendezvous import Consensus, timed_allgather
 from ..errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions
 
@@ -83,8 +83,8 @@ def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) ->
             _runtime = Runtime(None, nvshmem.my_pe(), nvshmem.n_pes())
         else:
             _runtime = _start(comm, nvshmem, environment or {})
-    elif _runtime.comm and not _runtime.comm.outlasts_its_owner and comm.Get_size() == _runtime.num_pes:
-        _runtime = dataclasses.replace(_runtime, comm=comm.lasting())  # the store of the one before may be gone
+    elif _runtime.comm and not _runtime.comm.outlives_owner and comm.Get_size() == _runtime.num_pes:
+        _runtime = dataclasses.replace(_runtime, comm=comm.dup_for_process())  # the store of the one before may be gone
     late = [f"{name}={value}" for name, value in (environment or {}).items() if _runtime.environment.get(name) != value]
     if late and comm.Get_rank() == 0:
         whose = "somebody else started it" if _runtime.comm is None else "an earlier Buffer started it"
@@ -113,7 +113,7 @@ def _without_proxy() -> dict[str, str]:
 
 
 def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> Runtime:
-    rank, size, num_here = comm.Get_rank(), comm.Get_size(), len(comm.ranks_here())
+    rank, size, num_here = comm.Get_rank(), comm.Get_size(), len(comm.ranks_on_host())
     # One host: no network transport is looked for, whatever the host has. What was asked for wins, and the user's own setting over that.
     default = {"NVSHMEM_REMOTE_TRANSPORT": "none"} if num_here == size else {}
     with _env.overridden({**default, **environment}), _env.overridden(_without_proxy()):
@@ -127,7 +127,7 @@ def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> 
             _in_time(comm, lambda: nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr))
         except EPUnavailableError as error:
             raise EPUnavailableError(f"{error}{_about_hidden_gpus(rank, _num_gpus(), num_here)}") from error.__cause__
-    return Runtime(comm.lasting(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
+    return Runtime(comm.dup_for_process(), nvshmem.my_pe(), nvshmem.n_pes(), dict(environment))
 
 
 def _in_time(comm: Communicator, start: Callable[[], None]) -> None:
@@ -225,11 +225,11 @@ class SymmetricMemory:
     ) -> None:
         nvshmem = self._nvshmem = load()
         self._runtime = runtime(comm, network.environment() if network else None)
-        self.all_ranks: AllOrNone | None = None  # of the runtime, where they are more than those of the Buffer
+        self.consensus: Consensus | None = None  # of the runtime, where they are more than those of the Buffer
         if self._runtime.comm is not None:
             _check_same_size(self._runtime.comm, num_bytes, timeout_s)
             if comm.Get_size() < self._runtime.num_pes:
-                self.all_ranks = AllOrNone(self._runtime.comm)
+                self.consensus = Consensus(self._runtime.comm)
         self.ptr = nvshmem.malloc(num_bytes)
         if not all(comm.allgather(bool(self.ptr))):
             raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank; see Buffer.size_hint")
@@ -242,7 +242,7 @@ class SymmetricMemory:
         if failed:
             at, peers = next(iter(failed.items()))
             where = "between all GPUs of a Buffer" if node == comm.Get_size() else f"in each group of ranks_per_node={node}"
-            hidden = comm.allgather(_about_hidden_gpus(rank, _num_gpus(), len(comm.ranks_here())))[at]
+            hidden = comm.allgather(_about_hidden_gpus(rank, _num_gpus(), len(comm.ranks_on_host())))[at]
             raise EPUnavailableError(
                 f"no direct path from the GPU of rank {at} to those of ranks {peers}; peer access (NVLink or PCIe) is needed {where}"
                 f"{hidden}"
@@ -251,23 +251,23 @@ class SymmetricMemory:
     @property
     def is_of_several_buffers(self) -> bool:
         """Whether ranks outside of `comm` have made one of theirs with it."""
-        return self.all_ranks is not None
+        return self.consensus is not None
 
     def all_free(self, sound: bool, timeout_s: float) -> bool:
         """Whether all ranks free it now: those of the Buffer, as they agreed, and those outside. NVSHMEM would wait for all of them."""
-        return sound if self.all_ranks is None else self.all_ranks.holds(sound, "destroy the Buffers of their groups", timeout_s)
+        return sound if self.consensus is None else self.consensus.all_ok(sound, "destroy the Buffers of their groups", timeout_s)
 
     def free(self) -> None:
         """Collective, like the allocation."""
         self._nvshmem.free(self.ptr)
-        if self.all_ranks is not None:
-            self.all_ranks.free()
+        if self.consensus is not None:
+            self.consensus.free()
 
 
 def _check_same_size(comm: Communicator, num_bytes: int, timeout_s: float) -> None:
     """NVSHMEM would wait without a limit for ranks that do not come."""
     hint = "ranks outside of this Buffer's communicator to make one of the same size at the same time"
-    sizes = {size for (size,) in meet(comm, (num_bytes,), timeout_s, "the allocation of symmetric memory", hint)}
+    sizes = {size for (size,) in timed_allgather(comm, (num_bytes,), timeout_s, "the allocation of symmetric memory", hint)}
     if len(sizes) != 1:
         raise EPConfigError(
             f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)} bytes; let all groups of ranks "

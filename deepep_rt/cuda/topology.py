@@ -7,7 +7,7 @@ from collections import Counter
 
 from .. import _env
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import AllOrNone
+from ..comm.rendezvous import Consensus
 from ..config import MAX_RANKS_PER_NODE, Config
 from ..errors import EPConfigError
 from . import nvshmem as symmetric
@@ -37,7 +37,7 @@ def ranks_per_host(comm: Communicator) -> int:
     Raises:
         EPConfigError: on every rank, if the hosts hold different numbers of ranks, or ranks that do not follow each other.
     """
-    hosts = sorted(set(comm.allgather(tuple(comm.ranks_here()))))
+    hosts = sorted(set(comm.allgather(tuple(comm.ranks_on_host()))))
     size = len(hosts[0])
     if any(len(ranks) != size or ranks[-1] - ranks[0] != size - 1 for ranks in hosts):
         shown = "; ".join(", ".join(map(str, ranks)) for ranks in hosts[:4]) + ("; ..." if len(hosts) > 4 else "")
@@ -49,7 +49,7 @@ def ranks_per_host(comm: Communicator) -> int:
     return size
 
 
-def choose_device(comm: Communicator, all_ranks: AllOrNone) -> int:
+def choose_device(comm: Communicator, consensus: Consensus) -> int:
     """The GPU of this rank, which becomes the current one: the one that the caller chose, or the rank's of its host. Collective.
 
     Raises:
@@ -58,8 +58,8 @@ def choose_device(comm: Communicator, all_ranks: AllOrNone) -> int:
     """
     from . import driver  # who works in host memory needs no CUDA
 
-    rank, here = comm.Get_rank(), comm.ranks_here()
-    with all_ranks.part():
+    rank, here = comm.Get_rank(), comm.ranks_on_host()
+    with consensus.step():
         device = driver.use_device(here.index(rank))
         uuid = driver.device_uuid(device)
     found = comm.allgather((uuid, _env.share_gpus()))

@@ -37,7 +37,7 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
         >>> use_gpu_of_rank(MPI.COMM_WORLD)
     """
     ranks = communicator_of(comm)
-    local_rank = ranks.ranks_here().index(ranks.Get_rank())
+    local_rank = ranks.ranks_on_host().index(ranks.Get_rank())
     if not (count := count_gpus()):
         return jax.local_devices()[0]
     from ..cuda import driver

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..bench.ranks import make_room, together
 from ..buffer import Buffer
-from ..comm.rendezvous import meet
+from ..comm.rendezvous import timed_allgather
 from ..config import Config
 from ..errors import EPError, EPUnavailableError
 from . import graph as soak_graph
@@ -206,7 +206,7 @@ class _Run:
         is_late = self.rank == 0 and self.limit_s is not None and time.monotonic() - self.start >= self.limit_s
         ends = bool(is_late or self.check.mismatches)
         hint = "all ranks of a soak run to meet every few rounds"
-        said = meet(self.ranks, (ends,), self.asked.timeout_s, "a meeting of all ranks", hint)
+        said = timed_allgather(self.ranks, (ends,), self.asked.timeout_s, "a meeting of all ranks", hint)
         self._say(f"round {self.first + self.num_rounds - 1}")
         return any(theirs for (theirs,) in said)
 

@@ -34,8 +34,8 @@ def choose(
 
     monkeypatch.setattr(driver, "cuInit", start)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_SUCCESS, gpus))
-    monkeypatch.setattr(agreement, "meet", lambda *_: [])
-    monkeypatch.setattr(agreement, "own", lambda communicator, *_: communicator)
+    monkeypatch.setattr(agreement, "timed_allgather", lambda *_: [])
+    monkeypatch.setattr(agreement, "private_comm", lambda communicator, *_: communicator)
     return agreement.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
 
 

@@ -493,12 +493,12 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
     made: list[dict] = []
     monkeypatch.setattr("deepep_rt.compat.buffer.LowLatencyBuffers", lambda ranks, **settings: made.append(settings))
     ibgda = NetworkOptions(ibgda=True, connections_per_peer=12)
-    for ranks_here, options, settings in (
+    for ranks_on_host, options, settings in (
         (1, {}, {"on_timeout": "raise"}),
         (1, {"allow_nvlink_for_low_latency_mode": False}, {"on_timeout": "raise", "ranks_per_node": 1}),
         (0, {"num_qps_per_rank": 12}, {"on_timeout": "raise", "network": ibgda}),
     ):
-        monkeypatch.setattr("deepep_rt.compat.buffer.ranks_per_host", lambda ranks, here=ranks_here: here)
+        monkeypatch.setattr("deepep_rt.compat.buffer.ranks_per_host", lambda ranks, here=ranks_on_host: here)
         compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF, **options)
         assert made.pop() == settings
 

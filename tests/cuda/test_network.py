@@ -56,12 +56,12 @@ class Ranks:
     def Bcast(self, array, root):
         pass
 
-    def lasting(self):
+    def dup_for_process(self):
         return self
 
-    outlasts_its_owner = True
+    outlives_owner = True
 
-    def ranks_here(self):
+    def ranks_on_host(self):
         return next(ranks for ranks in self.hosts if self.rank in ranks)
 
     def allgather(self, mine):
@@ -323,7 +323,7 @@ def test_a_runtime_outlasts_the_store_that_it_was_started_over(install):
     """Whoever holds the store may close it: the next Buffer over all ranks lends its own."""
 
     class OverStore(Ranks):
-        outlasts_its_owner = False
+        outlives_owner = False
 
     install()
     first, second = OverStore(gather=_pes), OverStore(gather=_pes)
@@ -338,7 +338,7 @@ def test_a_runtime_outlasts_the_store_that_it_was_started_over(install):
 
 @pytest.fixture
 def prompt(monkeypatch):
-    monkeypatch.setattr(symmetric, "meet", lambda *arguments: [arguments[1]])
+    monkeypatch.setattr(symmetric, "timed_allgather", lambda *arguments: [arguments[1]])
 
 
 def test_far_ranks_need_no_direct_path(install, prompt):
@@ -384,7 +384,7 @@ def test_gpus_that_a_rank_does_not_see_are_named(install, prompt, monkeypatch, n
 def test_symmetric_memory_has_one_size(install, monkeypatch):
     """NVSHMEM would not say so, and addresses of other ranks would be wrong."""
     install()
-    monkeypatch.setattr(symmetric, "meet", lambda *arguments: [[size] for size in [64, 64, 128, 64]])
+    monkeypatch.setattr(symmetric, "timed_allgather", lambda *arguments: [[size] for size in [64, 64, 128, 64]])
     with pytest.raises(EPConfigError, match=r"one size on all ranks.*\[64, 128\] bytes"):
         symmetric.SymmetricMemory(Ranks(gather=_pes), 64, 1.0)
 
@@ -485,8 +485,8 @@ def test_ranks_that_share_gpus_unevenly(monkeypatch, gpus, has_started):
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize(("name", "value"), [("backend", "auto"), ("on_exhausted", "error"), ("num_slots", 3)])
 def test_one_rank_that_is_told_something_else(monkeypatch, name, value, odd):
-    monkeypatch.setattr(agreement, "meet", lambda *arguments: [])
-    monkeypatch.setattr(agreement, "own", lambda communicator, *_: communicator)
+    monkeypatch.setattr(agreement, "timed_allgather", lambda *arguments: [])
+    monkeypatch.setattr(agreement, "private_comm", lambda communicator, *_: communicator)
     config = Config(3, 16, 128, 2, 6)
     usual = {**dataclasses.asdict(config), **NetworkOptions().common(), "backend": "host", "on_exhausted": "copy"}
     everyone = [(usual | {name: value} if rank == odd else usual, None) for rank in range(3)]
@@ -495,8 +495,8 @@ def test_one_rank_that_is_told_something_else(monkeypatch, name, value, odd):
 
 
 def test_ranks_have_to_agree_on_what_both_ends_of_a_connection_have(monkeypatch):
-    monkeypatch.setattr(agreement, "meet", lambda *arguments: [])
-    monkeypatch.setattr(agreement, "own", lambda communicator, *_: communicator)
+    monkeypatch.setattr(agreement, "timed_allgather", lambda *arguments: [])
+    monkeypatch.setattr(agreement, "private_comm", lambda communicator, *_: communicator)
     config = Config(2, 16, 128, 2, 4)
 
     def agree(mine, theirs):

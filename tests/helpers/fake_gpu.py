@@ -106,7 +106,7 @@ class FakeGpu:
 class _Communicator(TimedCollectives):
     """The ranks of a Buffer, all like this one."""
 
-    said, last_words = "", ""  # what this rank has told the others as it left, and what rank 2 tells this one
+    said, incoming_notice = "", ""  # what this rank has told the others as it left, and what rank 2 tells this one
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -117,7 +117,7 @@ class _Communicator(TimedCollectives):
     def Get_size(self) -> int:
         return self._num_ranks
 
-    def begin_own(self) -> tuple[_Communicator, Any]:
+    def begin_private_comm(self) -> tuple[_Communicator, Any]:
         return self, SimpleNamespace(Test=lambda: True)
 
     def Dup(self) -> _Communicator:
@@ -142,13 +142,13 @@ class _Communicator(TimedCollectives):
         return SimpleNamespace(Test=lambda: True)
 
     def iprobe(self, source: int, tag: int) -> bool:
-        return source == 2 and bool(self.last_words)
+        return source == 2 and bool(self.incoming_notice)
 
     def recv(self, source: int, tag: int) -> str:
-        said, self.last_words = self.last_words, ""
+        said, self.incoming_notice = self.incoming_notice, ""
         return said
 
-    def keep(self, *held: Any) -> None: ...
+    def retain(self, *held: Any) -> None: ...
     def Barrier(self) -> None: ...
     def Free(self) -> None: ...
 
@@ -230,7 +230,7 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         ptr, pes = BASE, range(4)
         peers = tuple(BASE + (rank << 36) for rank in range(4))
 
-        is_of_several_buffers, all_ranks = False, None
+        is_of_several_buffers, consensus = False, None
 
         def __init__(self, *_: object) -> None: ...
         def all_free(self, sound: bool, timeout_s: float) -> bool:

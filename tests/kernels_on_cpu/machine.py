@@ -417,7 +417,7 @@ class Machine(AbstractContextManager):
             def __exit__(self, *_: object) -> None: ...
 
         class Memory:
-            is_of_several_buffers, all_ranks = False, None
+            is_of_several_buffers, consensus = False, None
 
             def __init__(self, comm: _Rank, num_bytes: int, *_: object) -> None:
                 if not machine._symmetric:

@@ -33,9 +33,9 @@ from deepep_rt import (
     EPTimeoutError,
     EPUnavailableError,
 )
-from deepep_rt.comm import rendezvous as together
+from deepep_rt.comm import rendezvous
 from deepep_rt.comm.communicator import communicator_of
-from deepep_rt.comm.rendezvous import AllOrNone
+from deepep_rt.comm.rendezvous import Consensus
 from deepep_rt.cuda import nvshmem as symmetric
 
 
@@ -189,15 +189,15 @@ def check_a_part_that_fails_on_one_rank(comm: MPI.Intracomm) -> None:
     """The others hear of it at once, although that rank does nothing for MPI any more."""
     if comm.Get_size() == 1:
         return
-    all_ranks, start = AllOrNone(communicator_of(comm)), time.monotonic()
-    with all_ranks.part():
+    consensus, start = Consensus(communicator_of(comm)), time.monotonic()
+    with consensus.step():
         pass
     if comm.Get_rank() == 0:
-        with raises(KeyError), all_ranks.part():
+        with raises(KeyError), consensus.step():
             raise KeyError
         time.sleep(2)
     else:
-        with raises(EPUnavailableError, "another rank could not make its part"), all_ranks.part():
+        with raises(EPUnavailableError, "another rank could not make its part"), consensus.step():
             pass
         assert time.monotonic() - start < 1.5
 
@@ -227,9 +227,11 @@ def check_who_comes_late_does_not_go_on_alone(comm: MPI.Intracomm) -> None:
         return
     time.sleep(0.8 if rank == size - 1 else 0)
     with raises(EPTimeoutError, "a meeting"):
-        together.meet(ranks, (rank,), 0.4, "a meeting", "all to come")
+        rendezvous.timed_allgather(ranks, (rank,), 0.4, "a meeting", "all to come")
     comm.Barrier()
-    assert together.meet(ranks, (rank, 7), TIMEOUT_S, "a meeting", "all to come") == [[other, 7] for other in range(size)]
+    assert rendezvous.timed_allgather(ranks, (rank, 7), TIMEOUT_S, "a meeting", "all to come") == [
+        [other, 7] for other in range(size)
+    ]
 
 
 def check_what_is_no_communicator(comm: MPI.Intracomm) -> None:
@@ -378,7 +380,7 @@ def check_calls_from_an_argument(comm: MPI.Intracomm) -> None:
         _check_round(comm, buffer, 2)
 
 
-def check_last_words_that_cannot_be_shown(comm: MPI.Intracomm) -> None:
+def check_failure_notices_that_cannot_be_shown(comm: MPI.Intracomm) -> None:
     class Broken(Exception):
         def __str__(self) -> str:
             raise KeyError("no text")
@@ -467,7 +469,7 @@ def check_messages_that_nobody_took(comm: MPI.Intracomm) -> None:
     mail = buffer._backend._mail
     taken, pending = (SimpleNamespace(is_done=lambda done=done: done) for done in (True, False))
     mail._unfinished += [taken, pending]
-    with unittest.mock.patch.object(type(mail._comm), "keep", lambda self, *held: kept.append(held)):
+    with unittest.mock.patch.object(type(mail._comm), "retain", lambda self, *held: kept.append(held)):
         buffer.destroy()
     assert kept == [([pending],)]
 
@@ -475,22 +477,22 @@ def check_messages_that_nobody_took(comm: MPI.Intracomm) -> None:
 def check_parting(comm: MPI.Intracomm) -> None:
     """Memory is freed by all ranks or by none, whoever goes early or comes late; and nobody waits for whoever went."""
     odd, rank = comm.Get_size() - 1, comm.Get_rank()
-    assert AllOrNone(communicator_of(comm)).holds(True, "be here", 20.0)
-    start, parting = time.monotonic(), AllOrNone(communicator_of(comm))
-    assert not parting.holds(rank != odd, "be here", 20.0)
-    assert not parting.silent, "it has said that it does not come"
+    assert Consensus(communicator_of(comm)).all_ok(True, "be here", 20.0)
+    start, parting = time.monotonic(), Consensus(communicator_of(comm))
+    assert not parting.all_ok(rank != odd, "be here", 20.0)
+    assert not parting.silent_ranks, "it has said that it does not come"
     assert time.monotonic() - start < 10
     if odd == 0:
         return
-    parting = AllOrNone(communicator_of(comm))
-    assert parting.holds(True, "be here", 20.0)
+    parting = Consensus(communicator_of(comm))
+    assert parting.all_ok(True, "be here", 20.0)
     if rank == odd:
         time.sleep(1.5)
-    assert not parting.holds(True, "be here", 0.5)
-    assert parting.silent == ([odd] if rank != odd else list(range(odd)))
-    error = parting.too_late()
-    assert (error.peer, error.rank) == (parting.silent[0], rank)
-    assert f"for rank{'s' * (len(parting.silent) > 1)} {parting.silent[0]}" in str(error)
+    assert not parting.all_ok(True, "be here", 0.5)
+    assert parting.silent_ranks == ([odd] if rank != odd else list(range(odd)))
+    error = parting.timeout_error()
+    assert (error.peer, error.rank) == (parting.silent_ranks[0], rank)
+    assert f"for rank{'s' * (len(parting.silent_ranks) > 1)} {parting.silent_ranks[0]}" in str(error)
 
 
 def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
@@ -540,12 +542,12 @@ def check_who_waits_without_a_limit_says_so(comm: MPI.Intracomm) -> None:
     late = comm.Get_size() - 1
     if late == 0:
         return
-    all_ranks = AllOrNone(communicator_of(comm))
-    with warnings.catch_warnings(record=True) as caught, unittest.mock.patch.object(together, "_REMINDER_S", 0.4):
+    consensus = Consensus(communicator_of(comm))
+    with warnings.catch_warnings(record=True) as caught, unittest.mock.patch.object(rendezvous, "_REMINDER_S", 0.4):
         warnings.simplefilter("always")
         if comm.Get_rank() == late:
             time.sleep(1.2)
-        assert all_ranks.holds(True, "be here", 20.0)
+        assert consensus.all_ok(True, "be here", 20.0)
     said = [str(warning.message) for warning in caught]
     if comm.Get_rank() == late:
         assert not said

@@ -189,7 +189,7 @@ def check_several_hosts(comm: MPI.Intracomm) -> None:
         return
     here, ranks = World(comm, "cpu"), comm.Get_size()
     x, topk_idx = torch.ones((4, 256), dtype=torch.bfloat16), deepep_v1.routing(here, 1, 4, 2, 2 * ranks, skip=0)
-    one_each = unittest.mock.patch.object(MpiCommunicator, "ranks_here", lambda self: [self.Get_rank()])
+    one_each = unittest.mock.patch.object(MpiCommunicator, "ranks_on_host", lambda self: [self.Get_rank()])
     with one_each, here.buffer(int(1e7), 1, low_latency_mode=True) as buffer:
         per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, 2 * ranks)
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)

@@ -282,9 +282,9 @@ def run_growth(world: World) -> None:
     from deepep_rt.compat import buffer_cache as compat_memory
 
     made, met = [], []
-    make, meet = compat_memory.Buffer, compat_memory.meet
+    make, meet = compat_memory.Buffer, compat_memory.timed_allgather
     compat_memory.Buffer = lambda *args, **kwargs: made.append(kwargs["num_max_tokens_per_rank"]) or make(*args, **kwargs)  # type: ignore
-    compat_memory.meet = lambda *args: met.append(args[1]) or meet(*args)  # type: ignore
+    compat_memory.timed_allgather = lambda *args: met.append(args[1]) or meet(*args)  # type: ignore
     num_experts, held = 2 * world.num_ranks, []
     try:
         with world.buffer(1) as buffer:
@@ -324,7 +324,7 @@ def run_growth(world: World) -> None:
             del recv_x, copy, handle, again, recv_idx
             gc.collect()
     finally:
-        compat_memory.Buffer, compat_memory.meet = make, meet  # type: ignore
+        compat_memory.Buffer, compat_memory.timed_allgather = make, meet  # type: ignore
 
 
 def run_ranks_only(world: World) -> None:

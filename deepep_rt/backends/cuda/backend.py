@@ -11,7 +11,7 @@ from typing import Any
 from ...arrays.view import HOST, Framework, View
 from ...comm import call_signature as alike
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import AllOrNone, agree_to_measure, start_measuring
+from ...comm.rendezvous import Consensus, agree_on_measurement, begin_measurement
 from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
 from ...cuda import driver
 from ...cuda import nvshmem as symmetric
@@ -64,11 +64,11 @@ class DeviceBackend:
     ) -> None:
         self._comm, self.config, self._serial, self._copy_when_full = communicator.Dup(), config, serial, copy_when_full
         self.num_sms = config.num_sms  # of the next calls
-        self._all_ranks = AllOrNone(self._comm)
+        self._consensus = Consensus(self._comm)
         self._destroyed = False
-        self.device = choose_device(self._comm, self._all_ranks)
+        self.device = choose_device(self._comm, self._consensus)
         self._map = layout.symmetric(config)
-        with self._all_ranks.part():
+        with self._consensus.step():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # what other Buffers of this process have left there is free
             free_bytes, self._arch = driver.free_bytes(), jit.current_arch()
@@ -82,7 +82,7 @@ class DeviceBackend:
         self._held = ExitStack()  # what destroy gives back
         self._held.callback(self._memory.free)
         try:
-            with self._all_ranks.part():  # after it, nobody writes to control memory that is still being cleared
+            with self._consensus.step():  # after it, nobody writes to control memory that is still being cleared
                 self._make_own_part()
         except Exception:
             if self._all_part(not self._memory.is_of_several_buffers, config.timeout_s):
@@ -212,7 +212,7 @@ class DeviceBackend:
         self._check_near()
         config, stream = self.config, self._order.own_stream
         ranks = config.num_ranks
-        agree_to_measure(self._comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+        agree_on_measurement(self._comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
         room = min(self._map.sizes["landing"], self._map.sizes["pool"]) // (ranks * row_bytes)
         num_rows = max(1, min(num_rows, room))
         values = {
@@ -225,12 +225,12 @@ class DeviceBackend:
         times = []
         for _ in range(3):
             self.synchronize()
-            start_measuring(self._comm, config.timeout_s)
+            begin_measurement(self._comm, config.timeout_s)
             begin = driver.CudaEvent(stream, timing=True)
             for _ in range(iterations):
                 launch(stream, self.num_sms, values)
             times.append(driver.elapsed_ms(begin, driver.CudaEvent(stream, timing=True)) / iterations)
-        start_measuring(self._comm, config.timeout_s)
+        begin_measurement(self._comm, config.timeout_s)
         slowest = max(self._comm.allgather(sorted(times)[1]))
         return num_rows * max(ranks - 1, 1) * row_bytes / slowest * 1e3
 
@@ -261,7 +261,7 @@ class DeviceBackend:
         sound = False
         try:
             if error is not None:
-                self._watch.say(error)
+                self._watch.notify(error)
             if in_touch and not self._watch.is_broken:
                 self._wait_for_calls()
                 sound = self._is_sound()
@@ -273,21 +273,21 @@ class DeviceBackend:
             self._free()
             return
         # Peers may still write to this memory, or never come to free theirs.
-        for ranks in (self._all_ranks, self._memory.all_ranks):
-            if ranks is not None and ranks.silent:
+        for consensus in (self._consensus, self._memory.consensus):
+            if consensus is not None and consensus.silent_ranks:
                 if self.config.on_timeout == "raise":
-                    raise ranks.too_late()
-                warnings.warn(f"{ranks.too_late()}. The memory of this Buffer stays taken", stacklevel=2)
+                    raise consensus.timeout_error()
+                warnings.warn(f"{consensus.timeout_error()}. The memory of this Buffer stays taken", stacklevel=2)
 
     def _all_part(self, sound: bool, limit_s: float) -> bool:
-        return self._memory.all_free(self._all_ranks.holds(sound, "destroy their Buffer", limit_s), limit_s)
+        return self._memory.all_free(self._consensus.all_ok(sound, "destroy their Buffer", limit_s), limit_s)
 
     def _is_sound(self) -> bool:
         return not self._watch.is_broken
 
     def _free(self) -> None:
         self._held.close()
-        self._all_ranks.free()
+        self._consensus.free()
         self._comm.Free()
 
     # --- construction ------------------------------------------------------------------------------------------------------------

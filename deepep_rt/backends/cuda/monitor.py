@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import LastWords
+from ...comm.failure_notice import FailureNotice
 from ...config import Config
 from ...cuda import driver
 from ...errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
@@ -38,7 +38,7 @@ class Watch:
     ) -> None:
         self._check_ended = check_ended
         self._config, self._page, self._rank = config, page, comm.Get_rank()
-        self._last_words = LastWords(comm)
+        self._failure_notice = FailureNotice(comm)
         self._abort_at = state + structs.offset(structs.State.dtype({}), "abort")
         self._broken: EPError | None = None
 
@@ -72,15 +72,15 @@ class Watch:
 
     def start_listening(self) -> None:
         """The host begins to wait."""
-        self._last_words.start_listening()
+        self._failure_notice.start_listening()
 
     def listen(self) -> None:
         """While the host waits: raise if a rank has left, and end what waits for it on the GPU."""
         if self._config.on_timeout == "mask":
             return
         try:
-            gone = self._last_words.gone()
-            error: EPError | None = self._last_words.error(gone[0], "a call on the GPU") if gone else None
+            gone = self._failure_notice.failed_peers()
+            error: EPError | None = self._failure_notice.error(gone[0], "a call on the GPU") if gone else None
         except EPUnavailableError as lost:  # with the process that held the ranks' store
             error = lost
         if error is not None:
@@ -119,9 +119,9 @@ class Watch:
             self._broken = self._broken or self._timeout("kPhaseLlRows", "a low-latency call was interrupted between its halves")
             raise
 
-    def say(self, error: BaseException) -> None:
+    def notify(self, error: BaseException) -> None:
         """Tell the other ranks why this one leaves."""
-        self._last_words.say(error)
+        self._failure_notice.notify(error)
 
     def _timeout(self, phase: str, what: str) -> EPTimeoutError:
         return EPTimeoutError(what, rank=self._rank, peer=self._rank, phase=structs.PHASES[phase][1])

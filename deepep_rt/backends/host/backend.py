@@ -22,7 +22,7 @@ from ...arrays.host_memory import Result, from_float32, rows_of, to_float32
 from ...arrays.view import HOST, View
 from ...comm import call_signature as alike
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import agree_to_measure, start_measuring
+from ...comm.rendezvous import agree_on_measurement, begin_measurement
 from ...config import Config
 from ...errors import EPError, EPInputError, EPOutOfMemoryError
 from ...results import CombineResult, DispatchHandle, DispatchResult, Event
@@ -99,7 +99,7 @@ class HostBackend:
         self._overflow = OverflowLog(self._rank)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
         self._calling: str | None = None  # the low-latency call, of `alike.KINDS`, that a dispatch or combine here is a part of
-        announce(self._comm, "host backend", comm.carrier, 0)
+        announce(self._comm, "host backend", comm.transport_name, 0)
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Start a call; there are no streams here, and earlier work has always finished."""
@@ -127,10 +127,10 @@ class HostBackend:
         outgoing = incoming = None
         with contextlib.suppress(MemoryError):
             outgoing, incoming = (np.ones((self._num_ranks, num_rows * row_bytes), np.uint8) for _ in range(2))
-        agree_to_measure(self._comm, self._config.timeout_s, has_memory=incoming is not None, **given)
+        agree_on_measurement(self._comm, self._config.timeout_s, has_memory=incoming is not None, **given)
         assert outgoing is not None
         assert incoming is not None
-        start_measuring(self._comm, self._config.timeout_s)
+        begin_measurement(self._comm, self._config.timeout_s)
         self._comm.Alltoall(outgoing, incoming)
         start = time.perf_counter()
         for _ in range(iterations):
@@ -148,13 +148,13 @@ class HostBackend:
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         comm, self._comm = self._comm, None
         if comm is not None and error is not None:
-            self._mail.last_words.say(error)
+            self._mail.failure_notice.notify(error)
         self._mail.release()
         # Freeing is collective; peers that were lost would not take part.
         if comm is not None and in_touch and not self._mail.is_broken and not self._mail.masked:
             comm.Free()
         elif comm is not None:
-            comm.leave()
+            comm.abandon()
 
     def _dispatch(self, inputs: DispatchInputs) -> DispatchResult:
         if inputs.handle is None:

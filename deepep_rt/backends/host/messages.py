@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import LAST_WORDS_TAG, LastWords
+from ...comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
 from ...errors import EPInputError, EPTimeoutError
 from ...kernels.structs import PHASES
 
-_NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, LAST_WORDS_TAG + 1
+_NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
 _NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has so many, and one more, which `comm/mpi.py` uses
 _SIGNS_PER_TIMEOUT = 8
 _THROUGHPUT = 0  # what a notice carries instead of the number of a low-latency call; those count from 1
@@ -60,7 +60,7 @@ class Mail:
         self._low_latency_calls = 0
         self._in_low_latency = False
         self._unfinished: list[_Post] = []
-        self.last_words = LastWords(comm)
+        self.failure_notice = FailureNotice(comm)
 
     @property
     def is_broken(self) -> bool:
@@ -107,14 +107,14 @@ class Mail:
 
     def leave(self, error: Exception) -> None:
         """Tell the others why this rank cannot end its call, and refuse its later ones: theirs of this call have no answer."""
-        self.last_words.say(error)
+        self.failure_notice.notify(error)
         self._failure = EPTimeoutError(str(error), rank=self._rank, peer=self._rank, phase="", call_idx=self._call_idx)
 
     def release(self) -> None:
         """Nothing is exchanged any more. MPI goes on with what was started: what that reads and writes must outlive this."""
         self._unfinished = [post for post in self._unfinished if not post.is_done()]
         if self._unfinished:
-            self._comm.keep(self._unfinished)
+            self._comm.retain(self._unfinished)
 
     @contextmanager
     def low_latency_call(self) -> Iterator[None]:
@@ -222,13 +222,13 @@ class Mail:
         try:
             return self._poll(posts, PHASES[phase][1])
         except BaseException:
-            self._comm.keep(posts)  # MPI may still read or write there, whatever becomes of the Buffer
+            self._comm.retain(posts)  # MPI may still read or write there, whatever becomes of the Buffer
             raise
 
     def _poll(self, posts: list[_Post], phase: str) -> set[int]:
         masks_silent = self._masks_silent and self._in_low_latency
         start = time.monotonic()
-        self.last_words.start_listening()
+        self.failure_notice.start_listening()
         alive_at = dict.fromkeys((post.peer for post in posts), start)
         sign_at = start + self._timeout_s / _SIGNS_PER_TIMEOUT
         lost: set[int] = set()
@@ -240,10 +240,10 @@ class Mail:
                 sign_at = now + self._timeout_s / _SIGNS_PER_TIMEOUT
                 self._give_sign()
                 alive_at.update(dict.fromkeys(self._take_signs(), now))
-            if not masks_silent and (gone := self.last_words.gone()):
+            if not masks_silent and (gone := self.failure_notice.failed_peers()):
                 silent = [post for post in posts if post.peer in gone and not post.is_done()]
                 if silent:
-                    self._fail(silent, self.last_words.error(silent[0].peer, phase, self._call_idx))
+                    self._fail(silent, self.failure_notice.error(silent[0].peer, phase, self._call_idx))
             if now > start + self._timeout_s:
                 silent = [post for post in posts if now > alive_at[post.peer] + self._timeout_s and not post.is_done()]
                 if silent and not masks_silent:

@@ -22,7 +22,8 @@ from memory_store import Store, on_all
 from ports import free_port
 
 from deepep_rt import Buffer, EPUnavailableError
-from deepep_rt.comm.rendezvous import AllOrNone, LastWords
+from deepep_rt.comm.failure_notice import FailureNotice
+from deepep_rt.comm.rendezvous import Consensus
 from deepep_rt.comm.store import StoreCommunicator, _host
 from deepep_rt.comm.store_values import pack, unpack
 from deepep_rt.config import Config
@@ -84,7 +85,7 @@ def test_duplicates_share_nothing(ranks: list[StoreCommunicator]) -> None:
     one, other = a.Dup(), a.Dup()
     one.isend("one", 1, tag=1)
     other.isend("other", 1, tag=1)
-    assert a.begin_own()[0] is a.begin_own()[0] is not a
+    assert a.begin_private_comm()[0] is a.begin_private_comm()[0] is not a
     assert not b.iprobe(0, 1)
     assert [b.Dup().recv(0, 1), b.Dup().recv(0, 1)] == ["one", "other"]
 
@@ -105,8 +106,8 @@ def test_a_store_that_is_gone(ranks: list[StoreCommunicator]) -> None:
     with pytest.raises(EPUnavailableError, match=r"does not answer \(Connection reset by peer\)"):
         ranks[0].allgather(1)
     ranks[0].Free()  # whoever held it has seen all others there
-    ranks[0].leave()
-    assert not AllOrNone(ranks[0]).holds(True, "free memory", 5.0)
+    ranks[0].abandon()
+    assert not Consensus(ranks[0]).all_ok(True, "free memory", 5.0)
 
 
 def test_who_frees_waits_for_the_others(ranks: list[StoreCommunicator]) -> None:
@@ -139,7 +140,7 @@ def test_who_keeps_a_store_alive() -> None:
     owned = Store()
     known = weakref.ref(owned)
     comm = StoreCommunicator(Store(), "test", 0, 1, kept=owned)
-    made, lasting = comm.Dup(), comm.lasting()
+    made, lasting = comm.Dup(), comm.dup_for_process()
     del owned, comm
     assert known() is not None
     del made
@@ -270,7 +271,7 @@ def test_nothing_is_left_of_communicators_that_were_freed(ranks: list[StoreCommu
 
 
 def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
-    ranks[0].leave()
+    ranks[0].abandon()
     start = time.monotonic()
     on_all(ranks[1:], lambda comm: comm.Free())
     assert time.monotonic() - start < 1
@@ -286,40 +287,40 @@ def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicato
 
 
 def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicator]) -> None:
-    words = [LastWords(comm) for comm in ranks]
+    words = [FailureNotice(comm) for comm in ranks]
     heard: list[int] = []
 
     def listen(i: int) -> None:
         end = time.monotonic() + 5
         while time.monotonic() < end and not heard:
-            heard.extend(words[i].gone())
+            heard.extend(words[i].failed_peers())
             time.sleep(0.01)
 
     listeners = [threading.Thread(target=listen, args=(i,)) for i in (1, 2)]
     for listener in listeners:
         listener.start()
     start = time.monotonic()
-    words[0].say(KeyError("mine"))
+    words[0].notify(KeyError("mine"))
     assert not any("/3/" in key for key in ranks[0]._store.held), "all have heard it"
     assert time.monotonic() - start < 0.9
     for listener in listeners:
         listener.join()
     assert heard
-    words[1].say(KeyError("nobody listens"))
+    words[1].notify(KeyError("nobody listens"))
     assert 0.9 < time.monotonic() - start < 4
 
 
 def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.comm.rendezvous._GRACE_S", 60.0)
-    words = [LastWords(comm) for comm in ranks]
-    speaker = threading.Thread(target=words[0].say, args=(KeyError("mine " * 50),))
+    monkeypatch.setattr("deepep_rt.comm.failure_notice._GRACE_S", 60.0)
+    words = [FailureNotice(comm) for comm in ranks]
+    speaker = threading.Thread(target=words[0].notify, args=(KeyError("mine " * 50),))
     speaker.start()
     while not words[1]._heard:
-        assert words[1].gone() == []
+        assert words[1].failed_peers() == []
     time.sleep(0.01)
-    assert words[1].gone() == []
-    monkeypatch.setattr("deepep_rt.comm.rendezvous._GRACE_S", 0.0)
-    assert words[1].gone() == [0]
+    assert words[1].failed_peers() == []
+    monkeypatch.setattr("deepep_rt.comm.failure_notice._GRACE_S", 0.0)
+    assert words[1].failed_peers() == [0]
     assert "mine " * 50 in str(words[1].error(0, "rows")), "and all of it is told"
     speaker.join()
 

@@ -12,11 +12,11 @@ import pytest
 from memory_store import Store, on_all
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
-from deepep_rt.comm import rendezvous as together
-from deepep_rt.comm import timed_collectives
-from deepep_rt.comm.rendezvous import AllOrNone, LastWords, agree_to_measure, meet, own
+from deepep_rt.comm import rendezvous, timed_collectives
+from deepep_rt.comm.failure_notice import FailureNotice
+from deepep_rt.comm.rendezvous import Consensus, agree_on_measurement, private_comm, timed_allgather
 from deepep_rt.comm.store import StoreCommunicator
-from deepep_rt.comm.timed_collectives import named
+from deepep_rt.comm.timed_collectives import format_ranks
 from deepep_rt.cuda import nvshmem as symmetric
 
 
@@ -34,7 +34,7 @@ def outcome(call: Any) -> Any:
 
 
 def test_all_come(ranks: list[StoreCommunicator]) -> None:
-    found = on_all(ranks, lambda comm: meet(comm, (comm.rank, 7), 10.0, "a meeting", "all to come"))
+    found = on_all(ranks, lambda comm: timed_allgather(comm, (comm.rank, 7), 10.0, "a meeting", "all to come"))
     assert found == [[[0, 7], [1, 7], [2, 7]]] * 3
 
 
@@ -43,19 +43,19 @@ def test_a_rank_that_comes_late_does_not_go_on_alone(ranks: list[StoreCommunicat
     for comm in ranks[:2]:
         assert not comm.Iallgather(np.array([1, 5, *6 * [0]]), np.zeros((3, 8), np.int64)).Test()
     with pytest.raises(EPTimeoutError) as caught:
-        meet(ranks[2], (5,), 0.2, "a meeting", "all to come")
+        timed_allgather(ranks[2], (5,), 0.2, "a meeting", "all to come")
     assert caught.value.peer == 0
     assert "for ranks 0, 1, which did not come" in str(caught.value)
-    late = outcome(lambda: meet(ranks[0], (5,), 0.1, "a meeting", "all to come"))
+    late = outcome(lambda: timed_allgather(ranks[0], (5,), 0.1, "a meeting", "all to come"))
     assert isinstance(late, EPTimeoutError), "nobody has said twice that all are there"
-    assert on_all(ranks, lambda comm: meet(comm, (6, 7), 10.0, "another meeting", "all to come")) == [[[6, 7]] * 3] * 3
+    assert on_all(ranks, lambda comm: timed_allgather(comm, (6, 7), 10.0, "another meeting", "all to come")) == [[[6, 7]] * 3] * 3
 
 
 @pytest.mark.parametrize("missing", [[2], [0, 1]])
 def test_ranks_that_do_not_come_are_named(ranks: list[StoreCommunicator], missing: list[int]) -> None:
     here = [comm for comm in ranks if comm.rank not in missing]
     steps = {
-        "a meeting": lambda comm: meet(comm, (), 0.2, "a meeting", "all to come"),
+        "a meeting": lambda comm: timed_allgather(comm, (), 0.2, "a meeting", "all to come"),
         "gathering": lambda comm: comm.allgather(1),
         "an exchange": lambda comm: comm.Alltoall(np.zeros((3, 1)), np.zeros((3, 1))),
     }
@@ -71,19 +71,19 @@ def test_ranks_that_do_not_come_are_named(ranks: list[StoreCommunicator], missin
             assert phase in error.phase
             assert f"timeout_s=0.2: rank {comm.rank} waited" in str(error)
             if phase != "an exchange":  # of which a rank knows only whom it waits for first
-                assert f"for {named(missing)}, which did not come" in str(error)
+                assert f"for {format_ranks(missing)}, which did not come" in str(error)
 
 
 def test_how_ranks_are_named() -> None:
-    assert named([3]) == "rank 3"
-    assert named([3, 5]) == "ranks 3, 5"
-    assert named(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
-    assert named(range(60)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 52 more"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([3, 5]) == "ranks 3, 5"
+    assert format_ranks(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert format_ranks(range(60)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 52 more"
 
 
 def test_a_limit_is_kept_by_duplicates(ranks: list[StoreCommunicator]) -> None:
-    comm = own(ranks[0], 5.0, "", "")
-    assert comm.timeout_s == comm.Dup().timeout_s == comm.lasting().timeout_s == 5.0
+    comm = private_comm(ranks[0], 5.0, "", "")
+    assert comm.timeout_s == comm.Dup().timeout_s == comm.dup_for_process().timeout_s == 5.0
     assert ranks[0].timeout_s == float("inf"), "the caller's own has none"
 
 
@@ -91,57 +91,57 @@ def test_requests_are_done_now_or_soon() -> None:
     clock = time.monotonic()
     soon: Any = SimpleNamespace(Test=lambda: time.monotonic() > clock + 0.1)
     never: Any = SimpleNamespace(Test=lambda: False)
-    assert timed_collectives.are_done([], 0.0)
-    assert not timed_collectives.are_done([soon], 0.0)
-    assert timed_collectives.are_done([soon], 5.0)
-    assert not timed_collectives.are_done([soon, never], 0.1)
+    assert timed_collectives.wait_all([], 0.0)
+    assert not timed_collectives.wait_all([soon], 0.0)
+    assert timed_collectives.wait_all([soon], 5.0)
+    assert not timed_collectives.wait_all([soon, never], 0.1)
 
 
 def test_all_or_none(ranks: list[StoreCommunicator]) -> None:
-    everybody = [AllOrNone(comm) for comm in ranks]
+    everybody = [Consensus(comm) for comm in ranks]
 
-    def holds(comm: StoreCommunicator, sound: bool) -> Any:
-        return everybody[comm.rank].holds(sound, "be here", 0.3), everybody[comm.rank].silent
+    def all_ok(comm: StoreCommunicator, sound: bool) -> Any:
+        return everybody[comm.rank].all_ok(sound, "be here", 0.3), everybody[comm.rank].silent_ranks
 
-    assert on_all(ranks, lambda comm: holds(comm, True)) == [(True, [])] * 3
-    assert on_all(ranks, lambda comm: holds(comm, comm.rank != 1)) == [(False, [])] * 3
-    assert on_all(ranks[:2], lambda comm: holds(comm, True)) == [(False, [2])] * 2
-    error = everybody[0].too_late()
+    assert on_all(ranks, lambda comm: all_ok(comm, True)) == [(True, [])] * 3
+    assert on_all(ranks, lambda comm: all_ok(comm, comm.rank != 1)) == [(False, [])] * 3
+    assert on_all(ranks[:2], lambda comm: all_ok(comm, True)) == [(False, [2])] * 2
+    error = everybody[0].timeout_error()
     assert (error.peer, error.rank) == (2, 0)
     assert "timeout_s=0.3" in str(error)
     assert "for rank 2, which did not come; expected all ranks to be here" in str(error)
-    assert holds(ranks[2], True) == (False, [0, 1]), "it comes late, and nobody answers it"
+    assert all_ok(ranks[2], True) == (False, [0, 1]), "it comes late, and nobody answers it"
 
 
 def test_a_rank_says_for_whom_it_waits(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "_REMINDER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_REMINDER_S", 0.1)
     with pytest.warns(UserWarning, match=r"rank 0 has waited 0 of 0\.25 s for ranks 1, 2 to be here") as said:
-        AllOrNone(ranks[0]).holds(True, "be here", 0.25)
+        Consensus(ranks[0]).all_ok(True, "be here", 0.25)
     assert len(said) == 2
 
 
 def test_a_part_of_making_a_buffer(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "_COMPILING_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_COMPILING_S", 0.3)
     for comm in ranks:
         comm.timeout_s = 0.1
-    everybody = [AllOrNone(comm) for comm in ranks]
+    everybody = [Consensus(comm) for comm in ranks]
 
-    def part(comm: StoreCommunicator, fails: int) -> Any:
+    def step(comm: StoreCommunicator, fails: int) -> Any:
         def make() -> None:
-            with everybody[comm.rank].part():
+            with everybody[comm.rank].step():
                 if comm.rank == fails:
                     raise KeyError("mine")
 
         return type(outcome(make))
 
-    assert on_all(ranks, lambda comm: part(comm, -1)) == [type(None)] * 3
-    assert on_all(ranks, lambda comm: part(comm, 1)) == [EPUnavailableError, KeyError, EPUnavailableError]
-    assert on_all(ranks[1:], lambda comm: part(comm, -1)) == [EPTimeoutError] * 2
+    assert on_all(ranks, lambda comm: step(comm, -1)) == [type(None)] * 3
+    assert on_all(ranks, lambda comm: step(comm, 1)) == [EPUnavailableError, KeyError, EPUnavailableError]
+    assert on_all(ranks[1:], lambda comm: step(comm, -1)) == [EPTimeoutError] * 2
 
 
 def test_measurements_are_compared(ranks: list[StoreCommunicator]) -> None:
     def agree(comm: StoreCommunicator, **given: Any) -> Any:
-        return outcome(lambda: agree_to_measure(comm, 5.0, **given))
+        return outcome(lambda: agree_on_measurement(comm, 5.0, **given))
 
     assert on_all(ranks, lambda comm: agree(comm, rows=3)) == [None] * 3
     for error in on_all(ranks, lambda comm: agree(comm, rows=3, size=comm.rank)):
@@ -203,7 +203,7 @@ def test_a_start_of_nvshmem_that_does_not_end(ranks: list[StoreCommunicator], st
 
     def start(comm: StoreCommunicator) -> Any:
         if comm.rank == 1:  # it goes as far as the start
-            comm.ranks_here()
+            comm.ranks_on_host()
             return comm.Bcast(np.zeros(16, np.int8))
         return starts(comm, together_)
 
@@ -240,14 +240,14 @@ def test_last_words_of_an_error_without_a_text(ranks: list[StoreCommunicator]) -
         def __str__(self) -> str:
             raise KeyError("no text")
 
-    words = [LastWords(comm) for comm in ranks]
-    speaker = threading.Thread(target=words[0].say, args=(Broken(),))
+    words = [FailureNotice(comm) for comm in ranks]
+    speaker = threading.Thread(target=words[0].notify, args=(Broken(),))
     speaker.start()
     end = time.monotonic() + 5
-    while not words[1].gone() and time.monotonic() < end:
+    while not words[1].failed_peers() and time.monotonic() < end:
         time.sleep(0.01)
     words[2].start_listening()
-    while not words[2].gone() and time.monotonic() < end:
+    while not words[2].failed_peers() and time.monotonic() < end:
         time.sleep(0.01)
     speaker.join()
     assert "Broken: (its __str__ raises KeyError)" in str(words[1].error(0, "rows"))
