@@ -18,8 +18,7 @@ from fake_gpu import BASE, Array, FakeGpu, _Communicator, arguments, fake, make,
 
 from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.backends.cuda.low_latency import DeviceLowLatencyBackend
-from deepep_rt.comm import call_signature as alike
-from deepep_rt.comm import rendezvous
+from deepep_rt.comm import call_signature, rendezvous
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
 from deepep_rt.jit import build as jit
@@ -162,7 +161,7 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         (mine,) = (call.alike for call in fake.take() if call.kernel == "dispatch")
         report = page._report[0]
         report["rank"], report["other"], report["serial"] = 1, 0, (5, 5)
-        report["alike"] = mine, alike.packed("dispatch", x.dtype, idx.dtype, None)
+        report["alike"] = mine, call_signature.pack("dispatch", x.dtype, idx.dtype, None)
         page._differs.value = 1
         with pytest.raises(
             EPInputError, match=r"topk_weights of this call.* rank 0: None, rank 1: float32. No rows were sent"
@@ -173,7 +172,7 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         buffer.synchronize()
         buffer.low_latency_dispatch(x, idx, topk_weights=weights)
         (mine,) = (call.alike for call in fake.take())
-        report["alike"] = mine, alike.packed("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
+        report["alike"] = mine, call_signature.pack("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
         page._differs.value = 1  # and a moment later, that the time was up
         for _ in range(2):
             with pytest.raises(

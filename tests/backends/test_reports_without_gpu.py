@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from fake_gpu import Array, FakeGpu, arguments, fake, make
 
 from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError
-from deepep_rt.comm import call_signature as alike
+from deepep_rt.comm import call_signature
 from deepep_rt.kernels import structs
 
 __all__ = ["fake", "make"]
@@ -104,7 +104,9 @@ def test_combines_tell_each_other_what_they_add_up(fake: FakeGpu, make: Any) -> 
         ):
             buffer.check()
     buffer.destroy()
-    assert alike.unpacked(told[1])[0] == alike.KINDS.index("low_latency_combine with allow_multiple_reduction=False")
+    assert call_signature.unpack(told[1])[0] == call_signature.CALL_KINDS.index(
+        "low_latency_combine with allow_multiple_reduction=False"
+    )
     assert structs.PHASES["kPhaseLlCombineRows"][0] == 12
 
 

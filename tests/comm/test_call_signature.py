@@ -9,68 +9,73 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepep_rt.arrays.dtypes import DTYPES
-from deepep_rt.comm import call_signature as alike
+from deepep_rt.comm.call_signature import CALL_KINDS, describe_mismatch, fields, is_low_latency, pack, unpack
 from deepep_rt.config import MAX_ROW_BYTES
 
 MOST_SCALE_BYTES = MAX_ROW_BYTES  # there are fewer scales than channels
 dtypes = st.sampled_from([None, *DTYPES])
 calls = st.tuples(
-    st.sampled_from(alike.KINDS), st.sampled_from(list(DTYPES)), dtypes, dtypes, dtypes, st.integers(0, MOST_SCALE_BYTES)
+    st.sampled_from(CALL_KINDS),
+    st.sampled_from(list(DTYPES)),
+    dtypes,
+    dtypes,
+    dtypes,
+    st.integers(0, MOST_SCALE_BYTES),
 )
 
 
 @given(calls, calls)
 def test_a_number_stands_for_one_call(one: Any, other: Any) -> None:
-    assert alike.unpacked(alike.packed(*one)) == alike.words(*one)
-    assert (alike.packed(*one) == alike.packed(*other)) is (one == other)
-    assert alike.packed(*one) < 1 << 64
-    assert alike.packed(*one[:5]) < 1 << 32  # as low-latency kernels compare it
+    assert unpack(pack(*one)) == fields(*one)
+    assert (pack(*one) == pack(*other)) is (one == other)
+    assert pack(*one) < 1 << 64
+    assert pack(*one[:5]) < 1 << 32  # as low-latency kernels compare it
 
 
 def test_the_difference_in_words() -> None:
-    same = (*alike.words("dispatch", "bfloat16", "int64", None, None), 3)
-    assert alike.difference({0: same, 1: same}) is None
-    other = (*alike.words("dispatch", "bfloat16", "int64", "float32", None), 3)
-    found = alike.difference({0: same, 2: other})
+    same = (*fields("dispatch", "bfloat16", "int64", None, None), 3)
+    assert describe_mismatch({0: same, 1: same}) is None
+    other = (*fields("dispatch", "bfloat16", "int64", "float32", None), 3)
+    found = describe_mismatch({0: same, 2: other})
     assert found
     for word in ("topk_weights", "rank 0: None", "rank 2: float32"):
         assert word in found
-    fp8, bf16 = ((*alike.words("low_latency_dispatch", dtype, "int64", None, None), 0) for dtype in ("float8_e4m3fn", "bfloat16"))
-    assert "x of this call, as use_fp8" in str(alike.difference({0: fp8, 1: bf16}))
-    wide, narrow = ((*alike.words("low_latency_dispatch", "bfloat16", idx, None, None), 0) for idx in ("int64", "int32"))
-    assert "use_fp8" not in str(alike.difference({0: wide, 1: narrow})), "that has nothing to do with it"
-    assert "handle (number of its dispatch)" in str(alike.difference({0: same, 1: (*same[:-1], 4)}))
+    fp8, bf16 = ((*fields("low_latency_dispatch", dtype, "int64", None, None), 0) for dtype in ("float8_e4m3fn", "bfloat16"))
+    assert "x of this call, as use_fp8" in str(describe_mismatch({0: fp8, 1: bf16}))
+    wide, narrow = ((*fields("low_latency_dispatch", "bfloat16", idx, None, None), 0) for idx in ("int64", "int32"))
+    assert "use_fp8" not in str(describe_mismatch({0: wide, 1: narrow})), "that has nothing to do with it"
+    assert "handle (number of its dispatch)" in str(describe_mismatch({0: same, 1: (*same[:-1], 4)}))
 
 
 def test_the_whole_sentence() -> None:
     def call(kind: str, x: str, scales: str | None) -> tuple[int, ...]:
-        return (*alike.words(kind, x, "int64", None, scales, 8 if scales else 0), 0)
+        return (*fields(kind, x, "int64", None, scales, 8 if scales else 0), 0)
 
     plain = {2: call("dispatch", "bfloat16", None), 5: call("dispatch", "float16", None)}
-    assert alike.difference(plain) == (
+    assert describe_mismatch(plain) == (
         "the ranks disagree on the x of this call; all must give the same. rank 2: bfloat16, rank 5: float16"
     )
     travel = ", as use_fp8 and use_ue8m0 make it travel; all must give the same. "
     scaled = {0: call("low_latency_dispatch", "bfloat16", None), 1: call("low_latency_dispatch", "bfloat16", "uint8")}
-    assert alike.difference(scaled) == f"the ranks disagree on the x_scales of this call{travel}rank 0: None, rank 1: uint8"
+    assert describe_mismatch(scaled) == f"the ranks disagree on the x_scales of this call{travel}rank 0: None, rank 1: uint8"
     numbers = {0: (*call("dispatch", "uint8", "uint8"),), 1: (*call("dispatch", "uint8", "uint8")[:5], 12, 0)}
-    assert alike.difference(numbers) == (
+    assert describe_mismatch(numbers) == (
         "the ranks disagree on the bytes of a row of x_scales of this call; all must give the same. rank 0: 8, rank 1: 12"
     )
 
 
 def test_a_call_without_scales() -> None:
     call = "combine", "bfloat16", None, None, None
-    assert alike.words(*call) == alike.unpacked(alike.packed(*call)) == (2, 1, 0, 0, 0, 0)
+    assert fields(*call) == unpack(pack(*call)) == (2, 1, 0, 0, 0, 0)
 
 
 def test_kinds_of_low_latency() -> None:
     """Told from the first word alone."""
-    for number, kind in enumerate(alike.KINDS):
-        assert alike.is_low_latency((number, 0)) is alike.is_low_latency((number, 3)) is kind.startswith("low_latency")
+    for number, kind in enumerate(CALL_KINDS):
+        assert is_low_latency((number, 0)) is is_low_latency((number, 3)) is kind.startswith("low_latency")
 
 
 @pytest.mark.parametrize("which", ["x", "topk_idx", "topk_weights", "x_scales"])
 def test_every_dtype_has_a_number_of_its_own(which: str) -> None:
     call = dict(kind="dispatch", x="bfloat16", topk_idx=None, topk_weights=None, x_scales=None)
-    assert len({alike.packed(**{**call, which: dtype}) for dtype in DTYPES}) == len(DTYPES)  # type: ignore[arg-type]
+    assert len({pack(**{**call, which: dtype}) for dtype in DTYPES}) == len(DTYPES)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...arrays.view import HOST, Framework, View
-from ...comm import call_signature as alike
+from ...comm import call_signature
 from ...comm.communicator import Communicator
 from ...comm.rendezvous import Consensus, agree_on_measurement, begin_measurement
 from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
@@ -147,7 +147,7 @@ class DeviceBackend:
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx_bytes,
                 "rows_per_copy": rows_per_copy(row_bytes),
-                "alike": alike.packed("dispatch", *_dtypes(x, idx, weights, scales), scale_bytes),
+                "alike": call_signature.pack("dispatch", *_dtypes(x, idx, weights, scales), scale_bytes),
             },
         )
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
@@ -189,7 +189,7 @@ class DeviceBackend:
                 "land_x": landing + staging.offsets["x"],
                 "land_topk_weights": landing + staging.offsets["topk_weights"],
                 "capacity": handle.num_recv_rows,
-                "alike": alike.packed("combine", *_dtypes(x, None, weights)),
+                "alike": call_signature.pack("combine", *_dtypes(x, None, weights)),
             },
         )
         given = inputs.topk_weights, *inputs.biases

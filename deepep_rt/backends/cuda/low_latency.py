@@ -11,7 +11,7 @@ from typing import Any
 
 from ...arrays.dtypes import FP8_GROUP
 from ...arrays.view import HOST, Framework, View
-from ...comm import call_signature as alike
+from ...comm import call_signature
 from ...config import Config
 from ...cuda import driver
 from ...cuda.pool import Slot, Slots
@@ -175,7 +175,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
             "check": config.check_inputs,
-            "alike": alike.packed(
+            "alike": call_signature.pack(
                 "low_latency_dispatch", results.dtype, idx.dtype, weights.dtype if weights else None, results.scale_dtype
             ),
         }
@@ -228,7 +228,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle._has_weights,
-            "alike": alike.packed(
+            "alike": call_signature.pack(
                 "low_latency_combine" if inputs.reduce_early else "low_latency_combine with allow_multiple_reduction=False",
                 "bfloat16",
                 None,

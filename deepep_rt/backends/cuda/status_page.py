@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import call_signature as alike
+from ...comm import call_signature
 from ...config import Config
 from ...cuda import driver
 from ...errors import EPInputError, EPTimeoutError
@@ -108,16 +108,16 @@ class HostPage:
         )
 
     def _is_for_good(self) -> bool:
-        return alike.is_low_latency(alike.unpacked(int(self._report[0]["alike"][0])))
+        return call_signature.is_low_latency(call_signature.unpack(int(self._report[0]["alike"][0])))
 
     def _difference(self, consequence: str) -> EPInputError:
         report = self._report[0]
         ranks = (int(report["rank"]), int(report["other"]))
         said = {
-            rank: (*alike.unpacked(int(number)), serial)
+            rank: (*call_signature.unpack(int(number)), serial)
             for rank, number, serial in zip(ranks, report["alike"], report["serial"], strict=True)
         }
-        return EPInputError(f"{alike.difference(dict(sorted(said.items())))}. {consequence}")
+        return EPInputError(f"{call_signature.describe_mismatch(dict(sorted(said.items())))}. {consequence}")
 
     def _open_hook(self) -> EPInputError:
         return EPInputError(

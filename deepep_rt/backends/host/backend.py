@@ -20,7 +20,7 @@ import numpy as np
 
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32
 from ...arrays.view import HOST, View
-from ...comm import call_signature as alike
+from ...comm import call_signature
 from ...comm.communicator import Communicator
 from ...comm.rendezvous import agree_on_measurement, begin_measurement
 from ...config import Config
@@ -39,7 +39,7 @@ _MOST_MEASURED_BYTES = 1 << 26  # that a rank sends at once to measure its speed
 # A notice begins with what all ranks must say alike. Then comes what each says for itself. The problem is 0 (none), 1 (expert number:
 # token, value), 2 (size: destination, bytes) or 3 (expert numbers that do not go with the handle). Two more are for the addressee alone:
 # rows that it gets along a known routing, and rows that it is expected to send.
-_CAPACITY = alike.NUM_WORDS
+_CAPACITY = call_signature.NUM_FIELDS
 _PROBLEM = slice(_CAPACITY + 1, _CAPACITY + 4)
 _SENDS, _EXPECTS = _CAPACITY + 4, _CAPACITY + 5
 _NOTICE_HEAD = _CAPACITY + 6  # then num_rows[num_ranks] for all, then num_choices[num_local_experts] for the addressee
@@ -98,7 +98,7 @@ class HostBackend:
         self._num_choices_at = slice(_NOTICE_HEAD + self._num_ranks, None)
         self._overflow = OverflowLog(self._rank)
         self._num_routings = 0  # of throughput calls; the same on all ranks: they succeed or fail together
-        self._calling: str | None = None  # the low-latency call, of `alike.KINDS`, that a dispatch or combine here is a part of
+        self._calling: str | None = None  # the low-latency call that a dispatch or combine here is a part of
         announce(self._comm, "host backend", comm.transport_name, 0)
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
@@ -326,7 +326,10 @@ class HostBackend:
         idx, scales = getattr(inputs, "topk_idx", None), getattr(inputs, "scales", None)
         dtypes = [x.dtype, *(view.dtype if view else None for view in (idx, inputs.topk_weights, scales))]
         notices = np.zeros((self._num_ranks, _NOTICE_HEAD + self._num_ranks + self._config.num_local_experts), np.int64)
-        notices[:, :_CAPACITY] = *alike.words(self._calling or kind, *dtypes, scales.row_bytes if scales else 0), serial
+        notices[:, :_CAPACITY] = (
+            *call_signature.fields(self._calling or kind, *dtypes, scales.row_bytes if scales else 0),
+            serial,
+        )
         return notices
 
     def _find_problem(self, notices: np.ndarray, inputs: DispatchInputs, tokens: Sequence[np.ndarray]) -> None:
@@ -363,7 +366,7 @@ class HostBackend:
             What each rank said, `[num_ranks, ...]`; zeros for ranks that do not take part.
         """
         heard, ranks = self._mail.swap(notices, self._phase(phase))
-        if difference := alike.difference({int(rank): heard[rank, :_CAPACITY].tolist() for rank in ranks}):
+        if difference := call_signature.describe_mismatch({int(rank): heard[rank, :_CAPACITY].tolist() for rank in ranks}):
             raise EPInputError(difference)
         wrong = np.flatnonzero(heard[:, _PROBLEM.start])
         if len(wrong):
