@@ -36,11 +36,13 @@ def whole_number(
     number = _as_int(value)
     if number is None or not least <= number <= most or number % multiple_of:
         multiple = f", a multiple of {multiple_of}" if multiple_of > 1 else ""
-        raise refusal(value, name, f"a whole number from {least} to {most}{multiple}", remedy or "Pass such a number.", error)
+        raise argument_error(
+            value, name, f"a whole number from {least} to {most}{multiple}", remedy or "Pass such a number.", error
+        )
     return number
 
 
-def is_whole(value: Any, least: int, most: int) -> bool:
+def is_int_in_range(value: Any, least: int, most: int) -> bool:
     """Return whether it is a whole number of Python or NumPy in this range."""
     number = _as_int(value)
     return number is not None and least <= number <= most
@@ -52,36 +54,36 @@ def flag(value: Any, name: str, *, error: type[EPError] = EPInputError) -> bool:
         return value
     if isinstance(value, np.bool_) or _as_int(value) in (0, 1):
         return bool(value)
-    raise refusal(value, name, "True or False", "Pass one of them.", error)
+    raise argument_error(value, name, "True or False", "Pass one of them.", error)
 
 
 def choice(value: Any, name: str, allowed: Sequence[str], *, error: type[EPError] = EPInputError) -> str:
     """Return one of some words; refuse everything else, also what cannot be compared with a word."""
     if isinstance(value, str) and value in allowed:
         return str(value)
-    raise refusal(value, name, " or ".join(map(repr, allowed)), "Pass one of them.", error)
+    raise argument_error(value, name, " or ".join(map(repr, allowed)), "Pass one of them.", error)
 
 
 def seconds(value: Any, name: str, most: float, *, error: type[EPError] = EPInputError) -> float:
     """Return a positive number of seconds as Python's float; refuse True, NaN and arrays."""
     if isinstance(value, Real) and not isinstance(value, bool) and bool(0 < value <= most):  # type: ignore[operator]
         return float(value)
-    raise refusal(value, name, f"a positive number of seconds, {most:g} (30 years) at most", "Pass such a number.", error)
+    raise argument_error(value, name, f"a positive number of seconds, {most:g} (30 years) at most", "Pass such a number.", error)
 
 
 def instance(value: Any, name: str, kind: type, remedy: str, *, error: type[EPError] = EPInputError) -> Any:
     """Return an object of a class; refuse everything else."""
     if isinstance(value, kind):
         return value
-    raise refusal(value, name, f"a {kind.__module__.partition('.')[0]}.{kind.__name__}", remedy, error)
+    raise argument_error(value, name, f"a {kind.__module__.partition('.')[0]}.{kind.__name__}", remedy, error)
 
 
-def refusal(value: Any, name: str, expected: str, remedy: str, error: type[EPError] = EPInputError) -> EPError:
+def argument_error(value: Any, name: str, expected: str, remedy: str, error: type[EPError] = EPInputError) -> EPError:
     """Make the exception about a wrong argument: `name=value; expected X. Do Y.`"""
-    return error(f"{name}={shown(value)}; expected {expected}. {remedy}")
+    return error(f"{name}={format_value(value)}; expected {expected}. {remedy}")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as messages show it: numbers and words as they are, of everything else the class. Arrays print too much."""
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print larger ones
         return f"<int of {value.bit_length()} bits>"
@@ -89,7 +91,7 @@ def shown(value: Any) -> str:
         text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, (str, bytes)) else value)
         return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
     if type(value) in (list, tuple) and len(value) <= _MOST_LISTED and all(type(part) in _SHOWN_TYPES for part in value):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return f"<class {value.__name__}>" if isinstance(value, type) else f"<{type(value).__name__}>"
 
 

@@ -14,7 +14,7 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ._checks import choice, flag, refusal, whole_number
+from ._checks import argument_error, choice, flag, whole_number
 from .arrays import stream_handles as handles
 from .backends.base import Backend
 from .backends.calls import BufferInfo, Call
@@ -152,7 +152,7 @@ class Buffer(SharedByCopies):
             backend = choice(backend, "backend", ("auto", "cuda", "host"), error=EPConfigError)
             on_exhausted = choice(on_exhausted, "on_exhausted", ("copy", "error"), error=EPConfigError)
             if network is not None and not isinstance(network, NetworkOptions):
-                raise refusal(network, "network", "NetworkOptions, or None", "Pass one of them.", EPConfigError)
+                raise argument_error(network, "network", "NetworkOptions, or None", "Pass one of them.", EPConfigError)
             config = Config(
                 num_ranks=ranks.Get_size(),
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
@@ -660,7 +660,9 @@ class Buffer(SharedByCopies):
         remedy = f"Pass the rank to leave out, other than this one ({mine})."
         rank = whole_number(rank, "rank", 0, self.config.num_ranks - 1, remedy=remedy)
         if rank == mine:
-            raise refusal(rank, "rank", f"0 to {self.config.num_ranks - 1}, other than this one ({mine})", "Pass another rank.")
+            raise argument_error(
+                rank, "rank", f"0 to {self.config.num_ranks - 1}, other than this one ({mine})", "Pass another rank."
+            )
         with self._call_lock:
             backend.set_mask(rank, masked)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import _env
-from ._checks import choice, flag, refusal, seconds, shown, whole_number
+from ._checks import argument_error, choice, flag, format_value, seconds, whole_number
 from .arrays.dtypes import DTYPES, FP8_GROUP
 from .errors import EPConfigError
 
@@ -131,7 +131,9 @@ class Config:
         """Check each setting alone, and keep it as Python's own type."""
         self._set("dtype", _name_of(self.dtype))
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise refusal(self.dtype, "dtype", f"one of {', '.join(DTYPES)}", "Pass a name, or a library's dtype.", EPConfigError)
+            raise argument_error(
+                self.dtype, "dtype", f"one of {', '.join(DTYPES)}", "Pass a name, or a library's dtype.", EPConfigError
+            )
         for name, least, most in (
             ("num_ranks", 1, 1 << 16),
             ("num_max_tokens_per_rank", 1, 1 << 20),
@@ -157,7 +159,7 @@ class Config:
             node = 0
         if not node or self.num_ranks % node:
             raise EPConfigError(
-                f"ranks_per_node={shown(self.ranks_per_node)}; expected a divisor of the number of ranks ({self.num_ranks}). "
+                f"ranks_per_node={format_value(self.ranks_per_node)}; expected a divisor of the number of ranks ({self.num_ranks}). "
                 f"Pass the ranks of a host, or leave it out."
             )
         return node

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._checks import choice, flag, refusal, whole_number
+from ._checks import argument_error, choice, flag, whole_number
 from .errors import EPConfigError
 
 TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
@@ -69,10 +69,10 @@ class NetworkOptions:
         is_list = isinstance(self.nics, Sequence) and not isinstance(self.nics, str)
         if self.nics is not None and not (is_list and self.nics and all(map(_is_port, self.nics))):
             expected = "names with a port, such as ['mlx5_0:1', 'mlx5_1:1']"
-            raise refusal(self.nics, "nics", expected, "Pass a list of them, or None.", EPConfigError)
+            raise argument_error(self.nics, "nics", expected, "Pass a list of them, or None.", EPConfigError)
         interface = self.bootstrap_interface
         if interface is not None and not (isinstance(interface, str) and interface):
-            raise refusal(interface, "bootstrap_interface", "a name such as 'eth0'", "Pass one, or None.", EPConfigError)
+            raise argument_error(interface, "bootstrap_interface", "a name such as 'eth0'", "Pass one, or None.", EPConfigError)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # it is frozen

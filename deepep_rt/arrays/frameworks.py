@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .._checks import refusal
+from .._checks import argument_error
 from ..errors import EPError, EPInputError
 from .dtypes import DTYPES
 from .stream_handles import StreamHandle
@@ -122,7 +122,7 @@ class _Jax(Framework):
         if not hasattr(array, "__dlpack_device__"):
             raise EPInputError(f"{what} is traced by JAX: in compiled functions, use deepep_rt.jax.dispatch and combine")
         if hasattr(array, "is_deleted") and array.is_deleted():  # what XLA shows to callbacks has no such method
-            raise refusal(array, what, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
+            raise argument_error(array, what, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
         return super().view(array, what, stream)
 
     def is_writable(self, array: Any) -> bool:
@@ -164,7 +164,7 @@ def framework_of(array: Any, what: str) -> Framework:
     if found := _frameworks.get(kind):
         return found
     if isinstance(array, type):  # it has all the names that its arrays have
-        raise refusal(array, what, "an array", "Pass an array of this class.")
+        raise argument_error(array, what, "an array", "Pass an array of this class.")
     check_unmasked(array, what)
     for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
         if maker := _MAKERS.get(base.__module__.partition(".")[0]):
@@ -172,7 +172,7 @@ def framework_of(array: Any, what: str) -> Framework:
     else:
         maker = Framework
     if maker is not _Jax and not _has_dlpack(array):  # JAX's own are traced, or else arrays
-        raise refusal(array, what, "a NumPy, CuPy, PyTorch, JAX or DLPack array", "Pass one of them.")
+        raise argument_error(array, what, "a NumPy, CuPy, PyTorch, JAX or DLPack array", "Pass one of them.")
     made = maker()
     _frameworks[kind] = framework = _singletons.setdefault(type(made), made)
     return framework
@@ -188,14 +188,14 @@ def _has_dlpack(array: Any) -> bool:
 def check_unmasked(array: Any, what: str) -> None:
     """Raise EPInputError about an array with a mask: calls would not see it."""
     if any(base.__name__ in _MASKED for base in type(array).__mro__):
-        raise refusal(array, what, "an array without a mask", "Pass its data, with masked entries filled in.")
+        raise argument_error(array, what, "an array without a mask", "Pass its data, with masked entries filled in.")
 
 
 def not_shown(array: Any, what: str, error: Exception) -> EPError:
     """What to raise about an array that its library does not show: deleted, on several devices, read-only, of a strange type."""
     said = re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_MOST_SAID])
     expected = f"an array whose memory its library shows ({said})"
-    return refusal(array, what, expected, "Pass a copy of it, in one piece, on one device, of a usual dtype.")
+    return argument_error(array, what, expected, "Pass a copy of it, in one piece, on one device, of a usual dtype.")
 
 
 def not_dense(tensor: Any, what: str) -> EPInputError:

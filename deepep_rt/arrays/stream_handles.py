@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._checks import is_whole, refusal
+from .._checks import argument_error, is_int_in_range
 
 PER_THREAD = 2
 """CUDA's handle of a default stream that each thread has for itself (CuPy, if asked, works on it)."""
@@ -30,7 +30,7 @@ def of_stream(stream: Any) -> int:
         return stream
     handle = _handle(stream, "cuda_stream", "event")
     if handle is None:
-        raise refusal(stream, "stream", "a stream of an array library, or its integer handle", "Pass one, or None.")
+        raise argument_error(stream, "stream", "a stream of an array library, or its integer handle", "Pass one, or None.")
     return handle if isinstance(stream, int) else StreamHandle.of(handle, stream)
 
 
@@ -38,7 +38,7 @@ def of_event(event: Any) -> int:
     """The integer behind an event of any library, or behind our own; 0 where it stands for no CUDA event."""
     handle = _handle(event, "cuda_event", "stream")
     if handle is None:
-        raise refusal(event, "previous_event", "an event of an array library, or its integer handle", "Pass one, or None.")
+        raise argument_error(event, "previous_event", "an event of an array library, or its integer handle", "Pass one, or None.")
     return handle
 
 
@@ -50,7 +50,7 @@ def _handle(value: Any, own_name: str, other_kind: str) -> int | None:
         own_name: The attribute that PyTorch's objects have.
         other_kind: A word in the class names of the other kind. Libraries call the handles of both by the same name.
     """
-    if is_whole(value, 0, _MOST):
+    if is_int_in_range(value, 0, _MOST):
         return int(value)
     try:
         return _held(value, own_name, other_kind)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .. import _env
-from .._checks import flag, refusal, whole_number
+from .._checks import argument_error, flag, whole_number
 from ..buffer import Buffer
 from ..comm.communicator import Communicator
 from ..comm.rendezvous import private_comm, timed_allgather
@@ -272,7 +272,7 @@ class LowLatencyBuffers:
         """Leave a rank out of the calls, or let it take part again."""
         rank = whole_number(rank, "rank_to_mask", 0, self._comm.Get_size() - 1)
         if rank == self._comm.Get_rank():
-            raise refusal(rank, "rank_to_mask", "a rank of the group other than this one", "Pass another rank.")
+            raise argument_error(rank, "rank_to_mask", "a rank of the group other than this one", "Pass another rank.")
         masked = flag(masked, "mask")
         (self._masked.add if masked else self._masked.discard)(rank)
         for buffer in self._buffers.values():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .._checks import instance, refusal, whole_number
+from .._checks import argument_error, instance, whole_number
 from ..arrays.dtypes import DTYPES
 from ..backends.inputs import MOST_ALIGNMENT
 from ..buffer import Buffer
@@ -295,7 +295,7 @@ def _rows_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_rows(x)
         return x, None
     if len(x) != 2:
-        raise refusal(x, "x", "a tensor, or a pair of rows and scales", "Pass one of them.")
+        raise argument_error(x, "x", "a tensor, or a pair of rows and scales", "Pass one of them.")
     rows, scales = x
     check_rows(rows)
     check_tensor(scales, "x[1]")

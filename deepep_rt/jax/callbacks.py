@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
-from .._checks import refusal
+from .._checks import argument_error
 from ..arrays import dlpack
 from ..arrays import view as arrays
 from ..arrays.dtypes import DTYPES
@@ -122,7 +122,7 @@ def token_of(after: Any) -> jax.Array:
     if after is None:
         return jnp.zeros(1, jnp.float32)
     if not isinstance(after, jax.Array):
-        raise refusal(after, "after", "the token of an earlier call, or of its handle", "Pass one, or None.")
+        raise argument_error(after, "after", "the token of an earlier call, or of its handle", "Pass one, or None.")
     if after.shape != (1,) or after.dtype != jnp.float32:
         raise EPInputError(f"after is {after.aval!s}; expected the token of an earlier call, or of its handle")
     return after
@@ -159,10 +159,10 @@ def as_array(value: Any, name: str) -> jax.Array:
         return value
     if isinstance(value, jax.Array):
         if value.is_deleted():
-            raise refusal(value, name, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
+            raise argument_error(value, name, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
         if len(value.sharding.device_set) > 1:
             where = f"an array on one device (it is on {len(value.sharding.device_set)})"
-            raise refusal(value, name, where, "Pass the part of this rank.")
+            raise argument_error(value, name, where, "Pass the part of this rank.")
         return value
     check_unmasked(value, name)
     try:

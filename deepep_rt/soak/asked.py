@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .._checks import is_whole
+from .._checks import is_int_in_range
 from ..config import MAX_TIMEOUT_S
 from ..errors import EPConfigError
 
@@ -35,7 +35,7 @@ class Asked:
             raise EPConfigError(f"--minutes is {self.minutes:g}; expected a positive number. Pass one.")
         for name, least in (("rounds", 1), ("round", 0), ("since", 0)):
             value = getattr(self, name)
-            if value is not None and not is_whole(value, least, 1 << 62):
+            if value is not None and not is_int_in_range(value, least, 1 << 62):
                 raise EPConfigError(f"--{name} is {value}; expected a whole number from {least} on. Pass one.")
         if self.since is not None and (self.round is None or self.since > self.round):
             raise EPConfigError(f"--since is {self.since}; expected --round with a round from {self.since} on. Pass both.")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._checks import is_whole
+from .._checks import is_int_in_range
 from ..errors import EPConfigError
 
 BUFFERS, ROUNDS, POOLS, CHOICES, LEFT_OUT = range(5)
@@ -77,7 +77,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in (("seed", 0), ("rounds_per_buffer", 1)):
-            if not is_whole(value := getattr(self, name), least, 1 << 62):
+            if not is_int_in_range(value := getattr(self, name), least, 1 << 62):
                 option = "--" + name.replace("_", "-")
                 raise EPConfigError(f"{option} is {value}; expected a whole number from {least} on. Choose another one.")
 
