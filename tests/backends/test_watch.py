@@ -115,7 +115,7 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
     monkeypatch.setattr(driver, "write_beside", lambda ptr, value: told.append((ptr, value)))
     waiting, leaving = make(ranks[0], Page(), on_timeout=on_timeout), make(ranks[2], Page())
     waiting.listen()
-    speaker = threading.Thread(target=leaving.say, args=(KeyError("mine"),))
+    speaker = threading.Thread(target=leaving.notify, args=(KeyError("mine"),))
     speaker.start()
     end = time.monotonic() + 1.0
     waiting.start_listening()
