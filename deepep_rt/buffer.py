@@ -460,7 +460,7 @@ class Buffer(SharedByCopies):
             inputs = low_latency_combine_inputs(
                 self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out
             )
-            if flag(zero_copy, "zero_copy") and inputs.y.ptr != backend.low_latency_combine_view(handle._framework).ptr:
+            if flag(zero_copy, "zero_copy") and inputs.y.ptr != backend.low_latency_combine_view(handle.framework).ptr:
                 raise EPInputError("zero_copy=True, but y is not what get_low_latency_combine_buffer returned")
             return backend.low_latency_combine(inputs, call, return_recv_hook)
 
@@ -484,12 +484,12 @@ class Buffer(SharedByCopies):
         """
         backend = self._low_latency()
         check_low_latency_handle(self._info, handle)
-        if handle._framework.name == "jax":
+        if handle.framework.name == "jax":
             raise EPInputError(
                 "get_low_latency_combine_buffer: JAX arrays cannot be written to; give low_latency_combine an array of yours"
             )
         with self._call_lock:
-            return backend.low_latency_combine_view(handle._framework).to_framework()
+            return backend.low_latency_combine_view(handle.framework).to_framework()
 
     def mask_rank(self, rank: int) -> None:
         """Leave a rank out of low-latency calls from now on: nothing is sent to it and nothing waited for from it.

@@ -1,6 +1,7 @@
-"""What calls return. Arrays are handed out in the caller's framework, when they are first looked at.
+"""Results and handles of calls. A result makes an array in the caller's framework when the caller first reads it.
 
-These classes are not frozen: that would triple the time in which one is made, and every call makes several.
+Fields marked internal serve the rest of this package. Programs must not use them.
+The classes are not frozen. Freezing triples the time to make an object, and every call makes several.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from .arrays.view import Framework, View
 
 
 class Event:
-    """A point in the work of a stream. On the host backend it has always passed.
+    """A point in the work of a stream. On the host backend every event has passed already.
 
     Example:
         >>> result = buffer.dispatch(x, topk_idx, async_finish=True)
         >>> ...                     # work that does not need the result
-        >>> result.event.wait()     # the current stream goes on once the result is there
+        >>> result.event.wait()     # the current stream continues once the result is there
     """
 
     __slots__ = ("handle",)
 
     handle: int | None
-    """The CUDA event (an integer), or None where there is nothing to wait for."""
+    """The CUDA event as an integer. None if there is nothing to wait for."""
 
     def __init__(self) -> None:
         self.handle = None
 
     def wait(self, stream: Any = None) -> None:
-        """Make a stream wait for this event; the host does not wait.
+        """Make a stream wait for this event. The host does not wait.
 
-        Without `async_finish`, the event stands for all that the call's stream holds when it is asked: other work behind the call, too.
+        Without `async_finish`, the event covers everything that the call's stream holds at the time of this call. That includes work
+        queued after the Buffer's call.
 
         Args:
             stream: An integer handle or an array library's stream; default: the caller's current stream.
@@ -43,7 +45,7 @@ class Event:
             >>> result.event.wait()
         """
         if stream is not None:
-            of_stream(stream)  # without streams too, a program hears what it would hear on GPUs
+            of_stream(stream)  # the host backend refuses the same arguments as the CUDA backend
 
     def synchronize(self) -> None:
         """Make the host wait for this event.
@@ -55,12 +57,12 @@ class Event:
             >>> result.event.synchronize()
         """
 
-    def _move(self) -> None:
-        """Let it stand for all that the call has queued by now: a hook has queued the rest."""
+    def record_again(self) -> None:
+        """Move the event to the end of the call's work, after a hook has queued the rest of it. Internal."""
 
 
-class _OfProcess:
-    """It stands for memory that no other process has."""
+class _ProcessLocal:
+    """An object that refers to memory of this process. It refuses to be pickled."""
 
     _refused, _instead = "pickled or copied", ""
 
@@ -70,8 +72,8 @@ class _OfProcess:
         )
 
 
-class SharedByCopies(_OfProcess):
-    """A copy of what holds it goes on with the same one."""
+class SharedByCopies(_ProcessLocal):
+    """An object that copies of its owner share: copying it returns the same object."""
 
     _refused = "pickled"
 
@@ -83,7 +85,7 @@ class SharedByCopies(_OfProcess):
 
 
 MAKE_ANOTHER = "leave it out (save a model's state_dict, not the model), and make a Buffer where you load"
-"""What to do instead of pickling a Buffer."""
+"""The remedy in the error that pickling a Buffer raises."""
 
 
 class _Handle(SharedByCopies):
@@ -92,48 +94,51 @@ class _Handle(SharedByCopies):
 
 @dataclass(eq=False)
 class DispatchHandle(_Handle):
-    """A routing that dispatch worked out: give it to `combine`, or to `dispatch(handle=)` to repeat the routing."""
+    """The routing of a dispatch. Pass it to `combine`, or to `dispatch(handle=)` to repeat the routing."""
 
     num_tokens: int
     """Tokens that this rank dispatched."""
     num_recv_rows: int
     """Rows of `recv_x`, and of the `x` that combine expects: exact, or `num_worst_tokens`."""
     num_recv_tokens_per_expert_list: list[int] | None
-    """Received tokens of each local expert, aligned up; None when the host was not told."""
-    _buffer: int = field(repr=False)  # serial number of the Buffer
-    _routing: Any = field(repr=False)  # the backend's own tables
-    _views: dict[str, View] = field(repr=False)
+    """Received tokens of each local expert, aligned up. None if the host did not receive the counts."""
+
+    # Internal fields:
+    buffer_serial: int = field(repr=False)  # the number of the Buffer in this process
+    routing: Any = field(repr=False)  # tables of the backend
+    views: dict[str, View] = field(repr=False)  # arrays that belong to the routing (host backend)
 
 
 Views = dict[str, View | None]
 
 
-class _Arrays(_OfProcess):
-    """Arrays of the caller's framework, made when somebody looks at them: calls have no time for what nobody looks at."""
+class _Arrays(_ProcessLocal):
+    """Arrays of the caller's framework. They are made when the caller first reads them, which saves the call this time."""
 
     _instead = "take its arrays, and copy those"
-    _make_views: Callable[[], Views]
+    make_views: Callable[[], Views]
 
     @cached_property
-    def _views(self) -> Views:
-        return self._make_views()
+    def views(self) -> Views:
+        """The results without a framework, by name. Internal."""
+        return self.make_views()
 
     def _array(self, name: str) -> Any:
-        view = self._views.get(name)
+        view = self.views.get(name)
         return None if view is None else view.to_framework()
 
 
 @dataclass(eq=False)
 class DispatchResult(_Arrays):
-    """What arrived at this rank, in the order (source rank, source token).
+    """The rows that arrived at this rank, in the order (source rank, source token).
 
-    With `num_worst_tokens`, arrays have that many rows; those past `num_recv_tokens` are padding (`recv_topk_idx` -1,
-    `recv_topk_weights` 0, the rest undefined).
+    With `num_worst_tokens`, arrays have that many rows. Rows past `num_recv_tokens` are padding: `recv_topk_idx` is -1,
+    `recv_topk_weights` is 0, and the rest is undefined.
     """
 
     handle: DispatchHandle
     event: Event
-    _make_views: Callable[[], Views] = field(repr=False)
+    make_views: Callable[[], Views] = field(repr=False)  # internal
 
     @cached_property
     def recv_x(self) -> Any:
@@ -157,7 +162,7 @@ class DispatchResult(_Arrays):
 
     @cached_property
     def recv_src_idx(self) -> Any:
-        """Where each row comes from, `[num_recv, 2]` int32: source rank, source token."""
+        """The origin of each row, `[num_recv, 2]` int32: source rank, source token."""
         return self._array("src_idx")
 
     @cached_property
@@ -172,16 +177,16 @@ class DispatchResult(_Arrays):
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int] | None:
-        """The same on the host; None when no CPU synchronisation was made."""
+        """The same counts on the host. None if the call made no CPU synchronisation."""
         return self.handle.num_recv_tokens_per_expert_list
 
 
 @dataclass(eq=False)
 class CombineResult(_Arrays):
-    """Rows added up over the ranks, back at the tokens' own rank."""
+    """Sums of rows over the ranks, at the rank that owns the tokens."""
 
     event: Event
-    _make_views: Callable[[], Views] = field(repr=False)
+    make_views: Callable[[], Views] = field(repr=False)  # internal
 
     @cached_property
     def x(self) -> Any:
@@ -196,25 +201,27 @@ class CombineResult(_Arrays):
 
 @dataclass(eq=False)
 class LowLatencyHandle(_Handle):
-    """What `low_latency_combine` has to know about a `low_latency_dispatch`."""
+    """The routing of a `low_latency_dispatch`, which `low_latency_combine` needs."""
 
     num_tokens: int
     """Tokens that this rank dispatched."""
-    _buffer: int = field(repr=False)  # serial number of the Buffer
-    _routing: Any = field(repr=False)  # the backend's own tables
-    _has_weights: bool = field(repr=False)  # topk_weights travelled with the rows
-    _framework: Framework = field(repr=False)  # the caller's
+
+    # Internal fields:
+    buffer_serial: int = field(repr=False)  # the number of the Buffer in this process
+    routing: Any = field(repr=False)  # tables of the backend
+    has_weights: bool = field(repr=False)  # whether the dispatch sent topk_weights with the rows
+    framework: Framework = field(repr=False)  # of the caller's arrays
 
 
 @dataclass(eq=False)
 class LowLatencyDispatchResult(_Arrays):
-    """What arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
+    """The rows that arrived at this rank, expert by expert. Rows of an expert have the order (source rank, source token, choice)."""
 
     handle: LowLatencyHandle
     event: Event
     hook: Callable[[], None] | None
-    """With `return_recv_hook=True`: call it to receive; the arrays hold nothing before. Otherwise None."""
-    _make_views: Callable[[], Views] = field(repr=False)
+    """With `return_recv_hook=True`: call it to receive. The arrays are undefined before that. Otherwise None."""
+    make_views: Callable[[], Views] = field(repr=False)  # internal
 
     @cached_property
     def recv_x(self) -> Any:
@@ -240,12 +247,12 @@ class LowLatencyDispatchResult(_Arrays):
 
 @dataclass(eq=False)
 class LowLatencyCombineResult(_Arrays):
-    """The experts' outputs, weighted and added up, back at the tokens' own rank."""
+    """Weighted sums of the experts' outputs, at the rank that owns the tokens."""
 
     event: Event
     hook: Callable[[], None] | None
-    """With `return_recv_hook=True`: call it to receive; `x` holds nothing before. Otherwise None."""
-    _make_views: Callable[[], Views] = field(repr=False)
+    """With `return_recv_hook=True`: call it to receive. `x` is undefined before that. Otherwise None."""
+    make_views: Callable[[], Views] = field(repr=False)  # internal
 
     @cached_property
     def x(self) -> Any:

@@ -166,7 +166,7 @@ def check_low_latency_handle(info: BufferInfo, handle: Any) -> None:
     """Raise EPInputError unless a low-latency dispatch of this Buffer returned it."""
     if not isinstance(handle, LowLatencyHandle):
         raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of a LowLatencyDispatchResult")
-    if handle._buffer != info.serial:
+    if handle.buffer_serial != info.serial:
         raise EPInputError("handle comes from another Buffer; use the one whose low_latency_dispatch returned it")
 
 
@@ -233,5 +233,5 @@ def _check_start(view: View, what: str) -> None:
 def _check_handle(info: BufferInfo, handle: Any) -> None:
     if not isinstance(handle, DispatchHandle):
         raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of a DispatchResult")
-    if handle._buffer != info.serial:
+    if handle.buffer_serial != info.serial:
         raise EPInputError("handle comes from another Buffer; use the one whose dispatch returned it")

@@ -290,7 +290,7 @@ def test_ranks_without_a_direct_path(fake: FakeGpu, make: Any, monkeypatch: pyte
     fake.take()
     monkeypatch.setattr(symmetric.SymmetricMemory, "peers", (BASE, BASE + (1 << 36), 0, 0))
     with make(ranks_per_node=2, low_latency=True) as buffer:
-        handle._buffer = buffer._info.serial
+        handle.buffer_serial = buffer._info.serial
         for call in (
             lambda: buffer.dispatch(*arguments(fake), num_worst_tokens=40),
             lambda: buffer.combine(Array(fake, "bfloat16", 40, 256), handle),
@@ -315,7 +315,7 @@ def test_counts_belong_to_the_caller(fake: FakeGpu, make: Any) -> None:
         again = buffer.dispatch(x, handle=sent.handle)
         launches = [launch for launch in fake.take() if launch.kernel == "dispatch"]
         kept = layout.handle(buffer.config).offsets
-        addresses = {sent.handle._routing.ptr + kept[name] for name in ("num_recv", "num_recv_per_expert")}
+        addresses = {sent.handle.routing.ptr + kept[name] for name in ("num_recv", "num_recv_per_expert")}
         for result, launch in zip((sent, again), launches, strict=True):
             counts = result.num_recv_tokens, result.num_recv_tokens_per_expert
             assert [array.ptr for array in counts] == [launch.num_recv, launch.num_recv_per_expert]

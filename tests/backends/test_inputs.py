@@ -142,7 +142,7 @@ def test_expert_numbers_of_another_routing(buffer: Buffer, sent: DispatchResult)
 
 
 def test_handle_of_another_buffer(buffer: Buffer, sent: DispatchResult) -> None:
-    foreign = DispatchHandle(TOKENS, TOKENS, None, sent.handle._buffer + 1000, None, {})
+    foreign = DispatchHandle(TOKENS, TOKENS, None, sent.handle.buffer_serial + 1000, None, {})
     with pytest.raises(EPInputError, match="handle comes from another Buffer"):
         buffer.combine(_x(), foreign)
     with pytest.raises(EPInputError, match=r"handle is a DispatchResult; expected the \.handle"):

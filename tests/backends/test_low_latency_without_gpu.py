@@ -398,13 +398,13 @@ def test_memory_in_a_capture_stays_with_its_call(fake: FakeGpu, make: Any, monke
         x, idx, weights = arguments(fake)
         y, z = Array(fake, "bfloat16", 40, 256), Array(fake, "bfloat16", 8, 256, 256)
         sent, quick = buffer.dispatch(x, idx, num_worst_tokens=40), buffer.low_latency_dispatch(x, idx)
-        addresses = [sent.handle._routing.ptr, quick.recv_x.ptr]
+        addresses = [sent.handle.routing.ptr, quick.recv_x.ptr]
         capturing.setattr(driver, "capture_id", lambda stream: 7)
         capturing.setattr(driver, "is_capturing", lambda stream: True)
         buffer.combine(y, sent.handle, async_finish=True)
         del sent
         for _ in range(10):
-            addresses.append(buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True).handle._routing.ptr)
+            addresses.append(buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True).handle.routing.ptr)
             addresses.append(buffer.low_latency_dispatch(x, idx, async_finish=True).recv_x.ptr)
             addresses.append(buffer.low_latency_combine(z, idx, weights, quick.handle, async_finish=True).x.ptr)
         assert len(set(addresses)) == len(addresses)

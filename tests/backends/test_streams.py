@@ -342,7 +342,7 @@ def test_the_event_of_a_call_beside_the_caller(order: CallOrder, fake: Driver) -
     event.wait(OTHER)
     assert fake.waits == [(CALLERS, event.handle), (OTHER, event.handle)]
     count = len(fake.records)
-    event._move()
+    event.record_again()
     assert fake.records[count:] == [(event.handle, OWN)], "a hook has queued the rest"
 
 

@@ -1,4 +1,4 @@
-"""Results and handles belong to a Buffer of their process: what becomes of those who want to send or copy them."""
+"""Results and handles belong to one process: pickling them raises, and a copy of a handle is the handle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("ml_dtypes", reason="low-latency calls take bfloat16")
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[dict[str, Any]]:
-    """Whatever calls return, by the name of its class."""
+    """Map the class of each result and handle to an object of it."""
     x, idx, weights = np.zeros((4, 128), "bfloat16"), np.zeros((4, 1), np.int64), np.ones((4, 1), np.float32)
     sizes = dict(num_max_tokens_per_rank=4, hidden=128, num_topk=1, num_experts=2)
     with Buffer(MPI.COMM_SELF, **sizes, low_latency=True, backend="host") as buffer:
@@ -34,8 +34,8 @@ RESULTS = ["DispatchResult", "CombineResult", "LowLatencyDispatchResult", "LowLa
 
 
 @pytest.mark.parametrize("name", HANDLES)
-def test_handles_are_not_sent(made: dict[str, Any], name: str) -> None:
-    """Another process's Buffer might take one for its own: both count their Buffers from 1."""
+def test_pickling_a_handle_raises(made: dict[str, Any], name: str) -> None:
+    """Every process numbers its Buffers from 1, so the Buffer of another process could accept the handle."""
     with pytest.raises(TypeError, match=f"a {name} cannot be pickled.*topk_idx"):
         pickle.dumps(made[name])
 
@@ -43,12 +43,12 @@ def test_handles_are_not_sent(made: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", HANDLES)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_of_a_handle_is_the_handle(made: dict[str, Any], name: str, copied: Callable[[Any], Any]) -> None:
-    """It names the Buffer's memory, which there is once."""
+    """A handle refers to memory of its Buffer, and that memory is not copied."""
     assert copied({"routing": made[name]})["routing"] is made[name]
 
 
 @pytest.mark.parametrize("name", RESULTS)
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_results_are_not_copied_but_their_arrays(made: dict[str, Any], name: str, copied: Callable[[Any], Any]) -> None:
+def test_pickling_or_copying_a_result_raises(made: dict[str, Any], name: str, copied: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"a {name} cannot be pickled or copied: .*take its arrays"):
         copied(made[name])

@@ -32,31 +32,31 @@ def flip(view, byte=-1):
 
 
 def change(name, byte=-1):
-    return lambda result: flip(result._views[name], byte)
+    return lambda result: flip(result.views[name], byte)
 
 
 def skip_writing(result):
     """Leave in a sum what its memory held before."""
     if IS_LAST:
-        host_bytes(result._views["x"])[...] = 0xA5
+        host_bytes(result.views["x"])[...] = 0xA5
 
 
 def overwrite_later(result):
     """Write into a result three dispatches after it was returned."""
     calls.append(result)
     if len(calls) > 3:
-        flip(calls.pop(0)._views["x"])
+        flip(calls.pop(0).views["x"])
 
 
 def swap_rows(result):
-    rows = result._views["x"].owner
+    rows = result.views["x"].owner
     if IS_LAST and len(rows) > 1:
         rows[[0, -1]] = rows[[-1, 0]]
 
 
 def count_one_more(result):
     if IS_LAST:
-        host_bytes(result._views["num_recv_per_expert"]).view(np.int32).reshape(-1)[0] += 1
+        host_bytes(result.views["num_recv_per_expert"]).view(np.int32).reshape(-1)[0] += 1
 
 
 def fifth(action):

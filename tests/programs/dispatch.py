@@ -31,7 +31,7 @@ def _run(comm: MPI.Intracomm, num_tokens, case, *, expert_alignment: int = 1, se
         expected = oracle.expected_dispatch(comm.Get_rank(), inputs, sizes["num_experts"], expert_alignment=expert_alignment)
         oracle.check_dispatch(sent, expected)
         assert sent.handle.num_tokens == len(mine.x)
-        assert sent._views["x"].ptr % 64 == 0, "not aligned as JAX wants it"
+        assert sent.views["x"].ptr % 64 == 0, "not aligned as JAX wants it"
         assert sent.recv_x is sent.recv_x
 
 

@@ -74,7 +74,7 @@ def _check_round(comm: MPI.Intracomm, buffer: Buffer, inputs: list[oracle.RankIn
                 y[rank], mine.topk_idx, mine.topk_weights, result.handle, allow_multiple_reduction=reduce_early
             )
             assert back.hook is None
-            _check_same(f"combine, reduce_early={reduce_early}, has_weights={result.handle._has_weights}", back.x, wanted)
+            _check_same(f"combine, reduce_early={reduce_early}, has_weights={result.handle.has_weights}", back.x, wanted)
     for result in sent:
         assert result.hook is None
         assert result.handle.num_tokens == len(mine.x)

@@ -114,7 +114,7 @@ class DeviceBackend:
         idx_bytes = idx.itemsize if idx else 0
         # Counts do not lie with the rows: who keeps counts must not keep those.
         if known is not None:
-            capacity, slot = known.num_recv_rows, known._routing
+            capacity, slot = known.num_recv_rows, known.routing
             counts_slot = self._counts.take(stream, call.caller_stream)
             counts_at = counts_slot.ptr
         else:
@@ -183,7 +183,7 @@ class DeviceBackend:
                 "topk_weights": address_of(weights),
                 "bias_0": address_of(biases[0]) if biases else 0,
                 "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
-                "handle": handle._routing.ptr,
+                "handle": handle.routing.ptr,
                 "out": out,
                 "out_topk_weights": out_weights,
                 "land_x": landing + staging.offsets["x"],

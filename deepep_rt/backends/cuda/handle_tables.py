@@ -33,7 +33,7 @@ class CudaHandleTables:
 
     def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
         assert stream is not None
-        driver.copy_async(out.ptr, handle._routing.ptr, out.nbytes, stream)
+        driver.copy_async(out.ptr, handle.routing.ptr, out.nbytes, stream)
 
     def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
         return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, _Tables(words.ptr), {})
@@ -44,13 +44,13 @@ class CudaHandleTables:
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
         num_ranks = self._info.config.num_ranks
-        return self._view(handle._routing, self._map.offsets["num_rows"], (num_ranks, num_ranks), framework)
+        return self._view(handle.routing, self._map.offsets["num_rows"], (num_ranks, num_ranks), framework)
 
     def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
         config, offsets = self._info.config, self._low_latency_map.offsets
         entry = structs.LlEntry.dtype(config.constants())
         source, token, row = (structs.offset(entry, name) // 4 for name in ("source", "token", "row"))
-        slot, _ = handle._routing
+        slot, _ = handle.routing
         return Entries(
             words=self._view(slot, offsets["entries"], (config.num_max_recv_tokens, entry.itemsize // 4), framework),
             num_entries=self._view(slot, offsets["num_entries"], (1,), framework),

@@ -201,7 +201,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         config, stream, handle = self.config, call.stream, inputs.handle
-        slot, hook_state = handle._routing
+        slot, hook_state = handle.routing
         check_hook_called(hook_state)
         if not inputs.reduce_early and (config.on_timeout == "mask" or self.masked_ranks()):
             # Such rows lie by choice, not by sender: what a lost rank has sent could be taken for another one's.
@@ -227,7 +227,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "out": out,
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
-            "has_weights": handle._has_weights,
+            "has_weights": handle.has_weights,
             "alike": call_signature.pack(
                 "low_latency_combine" if inputs.reduce_early else "low_latency_combine with allow_multiple_reduction=False",
                 "bfloat16",
@@ -297,7 +297,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 self._order.enter(call)
                 launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
                 leave()
-                event._move()
+                event.record_again()
             if on_host:
                 made.update(to_host(made, stream, into))
             self._watch.check()  # at last: bad input does not keep a call from its second half

@@ -205,6 +205,6 @@ class _End(Event):
                 driver.synchronize(self._stream)
             self._order.check()
 
-    def _move(self) -> None:
+    def record_again(self) -> None:
         if self._marker is not None:
             self._marker.record(self._stream)

@@ -159,8 +159,8 @@ class HostBackend:
     def _dispatch(self, inputs: DispatchInputs) -> DispatchResult:
         if inputs.handle is None:
             handle = self._route(inputs)
-            return self._send_rows(handle, handle._routing, inputs)
-        routing: Routing = inputs.handle._routing
+            return self._send_rows(handle, handle.routing, inputs)
+        routing: Routing = inputs.handle.routing
         notices = self._notices("dispatch with a handle", inputs.x, inputs, routing.serial)
         self._find_problem(notices, inputs, routing.sent_tokens)
         if not notices[0, _PROBLEM.start] and not self._chooses_the_same(inputs, routing):
@@ -176,7 +176,7 @@ class HostBackend:
 
     def _combine(self, inputs: CombineInputs, left_out: np.ndarray | None) -> CombineResult:
         handle, x, config = inputs.handle, inputs.x, self._config
-        routing: Routing = handle._routing
+        routing: Routing = handle.routing
         notices = self._notices("combine", x, inputs, routing.serial)
         self._note_size(notices, int(routing.num_received.max()) * x.row_bytes, int(routing.num_received.argmax()))
         sizes = [len(tokens) for tokens in routing.sent_tokens]
@@ -205,7 +205,7 @@ class HostBackend:
             out = Result(total.shape, x.dtype)
             from_float32(total, x.dtype, out.rows)
         views = {"x": out.view(x.framework), "topk_weights": None if weights is None else weights.view(x.framework)}
-        return CombineResult(event=Event(), _make_views=lambda: views)
+        return CombineResult(event=Event(), make_views=lambda: views)
 
     def _route(self, inputs: DispatchInputs) -> DispatchHandle:
         """Work out a new routing and tell the ranks about it."""
@@ -274,7 +274,7 @@ class HostBackend:
             [result.rows[first : first + count] for result in results.values()] for first, count in spans
         ]
         if inputs.handle is None:  # the handle is new: it has to learn which tokens these are
-            src_idx = handle._views["src_idx"].owner.view(np.int32).reshape(-1, 2)
+            src_idx = handle.views["src_idx"].owner.view(np.int32).reshape(-1, 2)
             arrived = [np.empty((count, 1), np.int32) for _, count in spans]
             for peer, tokens in enumerate(routing.sent_tokens):
                 outgoing[peer].append(tokens)
@@ -294,9 +294,9 @@ class HostBackend:
         self._keep_local(results, num_arrived)
         views: dict[str, View | None] = dict.fromkeys(asked)
         views.update({name: result.view(framework) for name, result in results.items()})
-        for name, view in handle._views.items():  # copies: the handle's own stay as they are whatever the caller does
+        for name, view in handle.views.items():  # copies: the handle's own stay as they are whatever the caller does
             views[name] = Result.of(view.owner.view(np.int32).reshape(view.shape)).view(framework)
-        return DispatchResult(handle=handle, event=Event(), _make_views=lambda: views)
+        return DispatchResult(handle=handle, event=Event(), make_views=lambda: views)
 
     def _keep_local(self, results: dict[str, Result], num_arrived: int) -> None:
         """Turn expert numbers into local ones, and blank the entries of other ranks and of padding."""

@@ -31,22 +31,22 @@ class HostHandleTables:
         self.low_latency_counts = slice(0, config.num_local_experts)
 
     def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
-        self._save_routing(handle._routing, host_bytes(out).view("int32"))
+        self._save_routing(handle.routing, host_bytes(out).view("int32"))
 
     def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
         return self._load_handle(host_bytes(words).view("int32"), num_tokens, num_recv_rows)
 
     def save_low_latency(self, handle: LowLatencyHandle, out: View) -> None:
         """Write the routing of a handle to `out`, `[num_low_latency_words]` int32."""
-        routing, parts = handle._routing, self._split(host_bytes(out).view("int32"))
-        self._save_routing(routing.rows._routing, parts["rows"])
+        routing, parts = handle.routing, self._split(host_bytes(out).view("int32"))
+        self._save_routing(routing.rows.routing, parts["rows"])
         parts["num_rows"][0] = routing.rows.num_recv_rows
         parts["counts"][:] = routing.counts
         recv_idx = parts["recv_idx"].reshape(-1, self._info.config.num_topk)
         recv_idx[...] = -1
         recv_idx[routing.row, routing.choice] = routing.expert
         given = {"topk_idx": routing.topk_idx}
-        if handle._has_weights:
+        if handle.has_weights:
             given |= {"weights": routing.weights.view("int32"), "own_weights": routing.own_weights.view("int32")}
         for name, values in given.items():
             parts[name][: values.size] = values.ravel()
@@ -73,11 +73,11 @@ class HostHandleTables:
         return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework)
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
-        return Result.of(handle._routing.num_sent).view(framework)
+        return Result.of(handle.routing.num_sent).view(framework)
 
     def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
-        routing: ExpertRouting = handle._routing
-        origins = routing.rows._views["src_idx"]
+        routing: ExpertRouting = handle.routing
+        origins = routing.rows.views["src_idx"]
         table = np.column_stack([host_bytes(origins).view("int32").reshape(-1, 2)[routing.row], routing.slot])
         return Entries(
             words=Result.of(table).view(framework),

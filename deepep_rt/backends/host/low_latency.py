@@ -80,7 +80,7 @@ class HostLowLatencyBackend(HostBackend):
         }
         num_recv = Result(shape[:1], "int32", fill=0)
 
-        recv_idx, weights = sent._views["topk_idx"], sent._views["topk_weights"]
+        recv_idx, weights = sent.views["topk_idx"], sent.views["topk_weights"]
         assert recv_idx is not None
         routing = ExpertRouting.of(
             sent.handle,
@@ -94,7 +94,7 @@ class HostLowLatencyBackend(HostBackend):
         def receive() -> None:
             fits = routing.slot >= 0
             for name, result in made.items():
-                view = sent._views[name]
+                view = sent.views[name]
                 assert view is not None
                 rows = result.rows.reshape(shape[0] * shape[1], view.row_bytes)
                 rows[routing.slot[fits]] = rows_of(view)[routing.row[fits]]
@@ -120,7 +120,7 @@ class HostLowLatencyBackend(HostBackend):
         handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
         if inputs.into is not None:
             self._copy_into(inputs.into, views, handle)
-        return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, _make_views=lambda: views)
+        return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, make_views=lambda: views)
 
     def _copy_into(self, into: LowLatencyMemory, views: dict[str, View | None], handle: LowLatencyHandle) -> None:
         for name, out in (("x", into.recv_x), ("scales", into.recv_scales)):
@@ -132,7 +132,7 @@ class HostLowLatencyBackend(HostBackend):
 
     @tells_of_memory
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
-        routing: ExpertRouting = inputs.handle._routing
+        routing: ExpertRouting = inputs.handle.routing
         check_hook_called(routing.hook_state)
         left_out = self._left_out(inputs, routing)
         if routing.own_weights is not None and not np.array_equal(
@@ -151,7 +151,7 @@ class HostLowLatencyBackend(HostBackend):
         hook = self._hooks.combine.append(receive) if with_hook else None
         if hook is None:
             receive()
-        return LowLatencyCombineResult(event=Event(), hook=hook, _make_views=lambda: {"x": out})
+        return LowLatencyCombineResult(event=Event(), hook=hook, make_views=lambda: {"x": out})
 
     def _left_out(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting) -> np.ndarray:
         """Find the choices of the dispatch that combine names no more, `[num_tokens, num_topk]` bool; raise if it names others.
@@ -178,12 +178,12 @@ class HostLowLatencyBackend(HostBackend):
 
     def _reduce_early(self, inputs: LowLatencyCombineInputs, call: Call, left_out: np.ndarray) -> np.ndarray:
         """Add up the rows of a token that are here, send the sum as bfloat16, and add up the sums at home."""
-        routing: ExpertRouting = inputs.handle._routing
+        routing: ExpertRouting = inputs.handle.routing
         with self._part_of("low_latency_combine"):
             weights = routing.weights
             if weights is None:
                 sent = self.dispatch(DispatchInputs(inputs.topk_weights, None, None, None, routing.rows, None, 1), call)
-                arrived = sent._views["x"]
+                arrived = sent.views["x"]
                 assert arrived is not None
                 weights = _values(arrived)
             sums = Result((routing.rows.num_recv_rows, self._config.hidden), "bfloat16")
@@ -194,14 +194,14 @@ class HostLowLatencyBackend(HostBackend):
             without = np.zeros((len(left_out), self._num_ranks), bool)
             token, choice = np.nonzero(left_out)
             without[token, routing.topk_idx[token, choice] // self._config.num_local_experts] = True
-            total = self._add_up(given, without)._views["x"]
+            total = self._add_up(given, without).views["x"]
             assert total is not None
             return rows_of(total)
 
     def _reduce_at_home(self, inputs: LowLatencyCombineInputs, left_out: np.ndarray) -> np.ndarray:
         """Send the row of each choice, and add them up at home."""
-        routing: ExpertRouting = inputs.handle._routing
-        tokens: Routing = routing.rows._routing
+        routing: ExpertRouting = inputs.handle.routing
+        tokens: Routing = routing.rows.routing
         config, y = self._config, self._expert_rows(inputs)
         zero = np.zeros((1, y.shape[1]), np.uint8)
         spans = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])

@@ -57,7 +57,7 @@ class ExpertRouting:
         config: Config,
     ) -> ExpertRouting:
         """Lay out entries by expert; those of an expert keep the order of rows, which is that of source ranks and tokens."""
-        routing: Routing = rows._routing
+        routing: Routing = rows.routing
         is_there = np.zeros(len(recv_idx), bool)
         for first, count in zip(routing.first_row, routing.num_received, strict=True):
             is_there[first : first + count] = True  # a gap is left by rows of a rank that was masked before they came
