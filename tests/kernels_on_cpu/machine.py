@@ -33,7 +33,7 @@ from fake_gpu import _Communicator as OneRank
 from deepep_rt import Buffer, EPError
 from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.view import Framework, View
-from deepep_rt.backends import agreement
+from deepep_rt.backends import agreement, factory
 from deepep_rt.backends.cuda import backend as device
 from deepep_rt.backends.cuda import monitor as watch
 from deepep_rt.comm import communicator
@@ -469,7 +469,7 @@ class Machine(AbstractContextManager):
         patch(symmetric, "SymmetricMemory", Memory)
         patch(symmetric, "load", lambda: None)
         patch(communicator, "communicator_of", lambda comm: comm)
-        patch(agreement, "agree", lambda *_: "cuda")
+        patch(factory, "agree", lambda *_: "cuda")
         patch(agreement, "announce", lambda *_: None)
         patch(placement, "placed", lambda comm, config: config)
         self._patches.setitem(frameworks._frameworks, DeviceArray, _Library())
