@@ -27,7 +27,7 @@ from .backends.inputs import (
 )
 from .config import MAX_SMS, ROW_ALIGNMENT, Config
 from .errors import EPConfigError, EPInputError
-from .kernels import layout
+from .kernels.layout import Layout
 from .network import NetworkOptions
 from .results import (
     MAKE_ANOTHER,
@@ -222,7 +222,7 @@ class Buffer(SharedByCopies):
             low_latency=low_latency,
             ranks_per_node=ranks_per_node,
         )
-        return layout.size_hint(config)
+        return Layout(config).size_hint
 
     @property
     def backend(self) -> str:

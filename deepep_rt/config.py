@@ -180,14 +180,6 @@ class Config:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # it is frozen
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once: sizes of memory are looked up by it in every call."""
-        return hash(dataclasses.astuple(self))
-
     @cached_property
     def node_size(self) -> int:
         """Consecutive ranks that reach each other over NVLink."""

@@ -21,6 +21,7 @@ from ..config import COMBINE_DTYPES, Config
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from ..jit import build as jit
 from ..jit import compiler as toolchain
+from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
 from ..kernels.table import KERNELS, Kernel
 from ..kernels.tuning import has_fp8
@@ -158,7 +159,7 @@ def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ke
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:
     """Build one kernel, and describe what became of it."""
     row: dict[str, Any] = {"kernel": kernel.name, "dtype": element, "arch": arch}
-    constants = kernel_constants(config, arch, kernel, element)
+    constants = kernel_constants(Layout(config), arch, kernel, element)
     if kernel.links_nvshmem(constants) and not arch.startswith("sm_") and not _has_gpu():
         return {**row, "status": "skipped", "reason": "PTX is linked with NVSHMEM for one GPU, and there is none here"}
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from .. import _env
 from ..config import MAX_RANKS_PER_NODE
 from ..errors import EPConfigError
-from ..kernels import layout
+from ..kernels.layout import Layout
 from .facts import (
     CACHE_FOLDER,
     MPI_FAMILIES,
@@ -131,7 +131,7 @@ def _placement(s: Situation) -> Iterator[Finding]:
 
 def _memory(s: Situation) -> Iterator[Finding]:
     try:
-        need = layout.size_hint(s.config())["total"]
+        need = Layout(s.config()).size_hint["total"]
     except EPConfigError as error:
         yield Finding.of("wrong-sizes", "error", str(error))
         return

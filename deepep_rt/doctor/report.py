@@ -13,7 +13,7 @@ from rich.text import Text
 
 from .. import _env
 from ..errors import EPConfigError
-from ..kernels import layout
+from ..kernels.layout import Layout
 from . import runner as doctor_run
 from .facts import Finding, Situation, access_between, differences, fact, gpu_of, gpus, path_between, ranges
 
@@ -185,7 +185,7 @@ def _memory(s: Situation) -> str:
 
 def _size_hint(s: Situation) -> dict[str, int] | None:
     try:
-        return layout.size_hint(s.config())
+        return Layout(s.config()).size_hint
     except EPConfigError:
         return None
 

@@ -1,6 +1,6 @@
 """Kernels at run time: NVRTC (and nvJitLink, with NVSHMEM) compiles what `kernels.source` puts together, the cache keeps, `load` loads.
 
-    function = load(KERNELS["dispatch"], sources.kernel_constants(config, "sm_90", KERNELS["dispatch"]))
+    function = load(KERNELS["dispatch"], kernel_constants(Layout(config), "sm_90", KERNELS["dispatch"]))
 
 `load` is a dictionary look-up after the first call; `build` is the same without a GPU.
 """

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import Config
 from ..errors import EPCompileError, EPConfigError, EPUnavailableError
-from . import layout, structs
+from . import structs
+from .layout import Layout
 from .table import Kernel
 from .tuning import combine_constants, local_constants, tuning
 
@@ -34,11 +34,11 @@ namespace std { using namespace cuda::std; }
 """
 
 
-def kernel_constants(config: Config, arch: str, kernel: Kernel, dtype: str | None = None) -> dict[str, int]:
+def kernel_constants(layout: Layout, arch: str, kernel: Kernel, dtype: str | None = None) -> dict[str, int]:
     """Every constant that `kernel` may use.
 
     Args:
-        config: Problem sizes.
+        layout: Of the Buffer.
         arch: Target, such as "sm_90".
         kernel: An entry of the kernel table.
         dtype: Element type, for a kernel that is compiled once for each.
@@ -46,7 +46,8 @@ def kernel_constants(config: Config, arch: str, kernel: Kernel, dtype: str | Non
     Raises:
         EPConfigError: if `kernel` needs a dtype and there is none.
     """
-    constants = {**config.constants(), **layout.constants(config), **tuning(config, arch), **local_constants(arch, dtype)}
+    config = layout.config
+    constants = {**layout.constants, **tuning(config, arch), **local_constants(arch, dtype)}
     constants["kMasksOnTimeout"] = int(kernel.low_latency and config.on_timeout == "mask")
     if kernel.per_dtype:
         if dtype is None:

@@ -10,8 +10,8 @@ from .structs import CStruct
 
 _COMMON = """
     u64 peers[kNumRanks];   // symmetric base of each rank, as addressed from here
-    u64 state;              // local memory (layout.local)
-    u64 page;               // pinned host memory (layout.host_page)
+    u64 state;              // local memory (Layout.local)
+    u64 page;               // pinned host memory (Layout.status_page)
     u64 timeout_ns;
     i32 rank;
     i32 pes[kNumRanks];     // NVSHMEM's number of each rank

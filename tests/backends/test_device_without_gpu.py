@@ -19,7 +19,7 @@ from deepep_rt.arrays import frameworks
 from deepep_rt.arrays import view as arrays
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
-from deepep_rt.kernels import layout
+from deepep_rt.kernels.layout import Layout
 
 __all__ = ["fake", "make"]
 
@@ -314,7 +314,7 @@ def test_counts_belong_to_the_caller(fake: FakeGpu, make: Any) -> None:
         sent = buffer.dispatch(x, idx, num_worst_tokens=40)
         again = buffer.dispatch(x, handle=sent.handle)
         launches = [launch for launch in fake.take() if launch.kernel == "dispatch"]
-        kept = layout.handle(buffer.config).offsets
+        kept = Layout(buffer.config).handle.offsets
         addresses = {sent.handle.routing.ptr + kept[name] for name in ("num_recv", "num_recv_per_expert")}
         for result, launch in zip((sent, again), launches, strict=True):
             counts = result.num_recv_tokens, result.num_recv_tokens_per_expert

@@ -22,7 +22,8 @@ from deepep_rt.comm import call_signature, rendezvous
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
 from deepep_rt.jit import build as jit
-from deepep_rt.kernels import layout, structs
+from deepep_rt.kernels import structs
+from deepep_rt.kernels.layout import Layout
 
 __all__ = ["fake", "make"]
 
@@ -208,12 +209,13 @@ def test_memory_that_is_not_empty_when_it_comes(fake: FakeGpu, make: Any, monkey
         assert buffer.query_masked_ranks() == []
         buffer.dispatch(*arguments(fake), num_worst_tokens=40)
         fills = {at: (byte, num_bytes) for at, byte, num_bytes in fake.fills}
-        backend, inboxes = buffer._backend, layout.low_latency(buffer.config)
+        backend, layout = buffer._backend, Layout(buffer.config)
+        inboxes = layout.low_latency
         for name in ("control", "low_latency"):
             assert fills[region(buffer, name).start] == (0, len(region(buffer, name)))
         rows = inboxes.offsets["messages"]
         assert fills[region(buffer, "low_latency").start + rows] == (0xFF, inboxes.num_bytes - rows)
-        assert fills[backend._state] == (0, layout.local(buffer.config).num_bytes)
+        assert fills[backend._state] == (0, layout.local.num_bytes)
 
 
 def test_a_time_out_under_results_in_host_memory(fake: FakeGpu, make: Any) -> None:

@@ -21,7 +21,7 @@ from deepep_rt.backends.calls import LowLatencyMemory
 from deepep_rt.backends.inputs import low_latency_dispatch_inputs
 from deepep_rt.cuda import driver
 from deepep_rt.jit import build as jit
-from deepep_rt.kernels import layout
+from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.table import KERNELS
 
 __all__ = ["fake", "make"]
@@ -51,7 +51,7 @@ def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales
         assert (sent.recv_x_scales and like(sent.recv_x_scales)) == scales
         if scales:
             assert sent.recv_x_scales.ptr == dispatch.recv_scales
-        counts = layout.low_latency_handle(buffer.config).offsets["num_recv_per_expert"]
+        counts = Layout(buffer.config).low_latency_handle.offsets["num_recv_per_expert"]
         assert (like(sent.num_recv_tokens_per_expert), sent.num_recv_tokens_per_expert.ptr) == (
             ("int32", (8,)),
             dispatch.handle + counts,
@@ -426,7 +426,7 @@ def test_a_host_that_is_ahead_takes_no_more_memory(
             addresses.append((sent.recv_x.ptr, back.x.ptr, sent.num_recv_tokens_per_expert.ptr))
         rows, sums, handles = (len(set(of_one_kind)) for of_one_kind in zip(*addresses, strict=True))
         assert (rows, sums) == (2, 2), "one is held while the next is made"
-        assert handles <= layout.num_handles(buffer.config), "none is made beside those of the start"
+        assert handles <= Layout(buffer.config).num_handles, "none is made beside those of the start"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -467,7 +467,7 @@ def test_zero_copy(fake: FakeGpu, make: Any) -> None:
 def test_masks(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True, on_timeout="mask") as buffer:
         backend = buffer._backend
-        mask = backend._state + layout.local(buffer.config).offsets["masked"] + 4 * 2
+        mask = backend._state + Layout(buffer.config).local.offsets["masked"] + 4 * 2
         fake.fills.clear()
         buffer.mask_rank(2)
         assert fake.fills == [(mask, 1, 1)]

@@ -46,10 +46,9 @@ class Gpu:
         self.extended.append(call)
 
     def memory(self, copy_when_full: bool = True) -> ResultMemory:
-        config: Any = SimpleNamespace(num_slots=2)
         order: Any = SimpleNamespace(extend=self.extend)
         outside: Any = self.outside
-        return ResultMemory(BASE, REGIONS, config, order, outside, copy_when_full)
+        return ResultMemory(BASE, REGIONS, 2, order, outside, copy_when_full)
 
 
 @pytest.fixture

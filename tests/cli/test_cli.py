@@ -26,6 +26,7 @@ from deepep_rt.errors import EPCompileError
 from deepep_rt.jit import build as jit
 from deepep_rt.jit import compiler as toolchain
 from deepep_rt.jit.cache import SUFFIX, KernelCache
+from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants
 from deepep_rt.kernels.table import KERNELS
 
@@ -121,7 +122,7 @@ def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkey
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, ranks_per_node=2, on_timeout="mask", timeout_s=3.0)
     for kernel in low_latency.values():
-        jit.build(kernel, kernel_constants(config, "sm_90", kernel), "sm_90")
+        jit.build(kernel, kernel_constants(Layout(config), "sm_90", kernel), "sm_90")
 
 
 def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:

@@ -377,7 +377,8 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     from deepep_rt.backends.cuda.handle_tables import CudaHandleTables
     from deepep_rt.compat import handle_tables
     from deepep_rt.config import Config
-    from deepep_rt.kernels import layout, structs
+    from deepep_rt.kernels import structs
+    from deepep_rt.kernels.layout import Layout
 
     config = Config(num_ranks=3, num_max_tokens_per_rank=4, hidden=64, num_topk=2, num_experts=6, low_latency=True)
     rows = config.num_max_recv_tokens  # of an expert; there are two
@@ -392,13 +393,14 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     ]
     for i, (source, token, row) in enumerate(places):
         entries[i]["source"], entries[i]["token"], entries[i]["row"] = source, token, row
-    places_of = layout.low_latency_handle(config)
+    layout = Layout(config)
+    places_of = layout.low_latency_handle
     memory = np.full(places_of.num_bytes // 4, 77, np.int32)
     memory[places_of.offsets["num_entries"] // 4] = len(places)
     first = places_of.offsets["entries"] // 4
     memory[first : first + entries.nbytes // 4] = entries.view(np.int32)
 
-    tables = CudaHandleTables(BufferInfo(1, config, HOST))  # memory of the host stands for memory of a GPU
+    tables = CudaHandleTables(BufferInfo(1, config, HOST), layout)  # memory of the host stands for memory of a GPU
     monkeypatch.setattr(handle_tables, "backend_of", lambda buffer: SimpleNamespace(tables=tables))
     handle = SimpleNamespace(_routing=(SimpleNamespace(ptr=memory.ctypes.data), None))
     tokens, ranges = handle_tables.expert_tables(SimpleNamespace(config=config), handle)

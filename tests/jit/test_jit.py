@@ -25,6 +25,7 @@ from deepep_rt.jit import build as jit
 from deepep_rt.jit import compiler as toolchain
 from deepep_rt.jit.cache import SUFFIX
 from deepep_rt.kernels import structs
+from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants, prelude, source_dir, unit
 from deepep_rt.kernels.table import KERNELS, Kernel
 
@@ -106,14 +107,14 @@ def test_the_table_and_the_sources_agree() -> None:
 
 
 def test_constants_of_a_kernel() -> None:
-    route = kernel_constants(CONFIG, "sm_90", KERNELS["route"])
+    route = kernel_constants(Layout(CONFIG), "sm_90", KERNELS["route"])
     assert route["kNumRanks"] == 8
     assert route["kHasTma"] == 1
     assert "kRowBytes" not in route
-    combine = kernel_constants(CONFIG, "sm_80", KERNELS["combine"], "float16")
+    combine = kernel_constants(Layout(CONFIG), "sm_80", KERNELS["combine"], "float16")
     assert combine["kElement"] == combine["kFloat16"] not in (combine["kBfloat16"], combine["kFloat32"])
     with pytest.raises(EPConfigError, match="combine is compiled for one element type"):
-        kernel_constants(CONFIG, "sm_80", KERNELS["combine"])
+        kernel_constants(Layout(CONFIG), "sm_80", KERNELS["combine"])
 
 
 # --- build -------------------------------------------------------------------------------------------------------------------------
@@ -477,7 +478,7 @@ def test_every_kernel_compiles_without_spills(
         return
     if kernel.is_local and shape != "8 ranks":
         return  # one will do
-    constants = kernel_constants(config, arch, kernel, dtype)
+    constants = kernel_constants(Layout(config), arch, kernel, dtype)
     if arch == "sm_100":
         # NVSHMEM's library for CUDA 12 has no sm_100 code: nvJitLink compiles all of it, for two minutes. Spills are known before.
         monkeypatch.setattr(toolchain, "link_nvshmem", lambda code, *_: (code, ""))

@@ -1,4 +1,4 @@
-"""`layout` and `structs`: regions never overlap, are aligned, and the size hints are their sums."""
+"""`Layout` and `structs`: regions never overlap, are aligned, and the size hints are their sums."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from hypothesis import strategies as st
 
 from deepep_rt import Buffer, EPConfigError
 from deepep_rt.config import MAX_ROUTE_BLOCKS, Config
-from deepep_rt.kernels import layout, structs
+from deepep_rt.kernels import structs
+from deepep_rt.kernels.layout import ALIGNMENT, Layout, Map, align_up, arrange
 from deepep_rt.kernels.source import source_dir
 
 WORDS = {word for path in source_dir().rglob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
 """What the kernels' sources are made of."""
 
 
-def _check(arranged: layout.Map) -> None:
+def _check(arranged: Map) -> None:
     end = 0
     for name, offset in arranged.offsets.items():
-        assert offset % layout.ALIGNMENT == 0, name
+        assert offset % ALIGNMENT == 0, name
         assert offset >= end, f"{name} overlaps the region before it"
         assert arranged.sizes[name] >= 0
         end = offset + arranged.sizes[name]
-    assert end <= arranged.num_bytes < end + layout.ALIGNMENT
+    assert end <= arranged.num_bytes < end + ALIGNMENT
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=12))
 def test_arrange(sizes: list[int]) -> None:
-    arranged = layout.arrange((f"region_{i}", size) for i, size in enumerate(sizes))
+    arranged = arrange((f"region_{i}", size) for i, size in enumerate(sizes))
     _check(arranged)
     assert list(arranged.sizes.values()) == sizes
     assert set(arranged.constants("Map")) == {f"kMapRegion{i}" for i in range(len(sizes))}
@@ -40,21 +41,21 @@ def test_arrange(sizes: list[int]) -> None:
 
 @given(configs())
 def test_every_map(config: Config) -> None:
+    layout = Layout(config)
     for arranged in (
-        layout.control(config),
-        layout.handle(config),
-        layout.symmetric(config),
-        layout.host_page(config),
-        layout.staging(config, config.row_bytes),
+        layout.control,
+        layout.handle,
+        layout.symmetric,
+        layout.status_page,
+        layout.staging(config.row_bytes),
     ):
         _check(arranged)
 
 
 @given(configs(), st.integers(0, 5000), st.sampled_from([4, 8]), st.booleans())
 def test_result_fits_its_slot(config: Config, capacity: int, idx_bytes: int, with_topk: bool) -> None:
-    capacity = min(capacity, config.num_max_recv_tokens)
+    capacity, layout = min(capacity, config.num_max_recv_tokens), Layout(config)
     arranged = layout.result(
-        config,
         capacity,
         row_bytes=config.row_bytes,
         scale_bytes=config.scale_bytes,
@@ -63,24 +64,26 @@ def test_result_fits_its_slot(config: Config, capacity: int, idx_bytes: int, wit
     )
     _check(arranged)
     assert list(arranged.offsets)[-1] == "x", "trimming a result to what arrived has to be a cut at its end"
-    assert arranged.num_bytes <= layout.worst_result_bytes(config)
+    assert arranged.num_bytes <= layout.max_result_bytes
     assert arranged.sizes["x"] == capacity * config.row_bytes
 
 
 @given(configs())
 def test_landing_holds_a_result_and_the_staging(config: Config) -> None:
-    landing = layout.symmetric(config).sizes["landing"]
-    assert landing >= layout.worst_result_bytes(config)
-    assert landing >= layout.staging(config, config.row_bytes).num_bytes
+    layout = Layout(config)
+    landing = layout.symmetric.sizes["landing"]
+    assert landing >= layout.max_result_bytes
+    assert landing >= layout.staging(config.row_bytes).num_bytes
 
 
 @given(configs())
 def test_size_hint_is_the_sum(config: Config) -> None:
-    hint = layout.size_hint(config)
+    layout = Layout(config)
+    hint = layout.size_hint
     assert set(hint) == {"control", "landing", "pool", "sums", "low_latency", "handles", "total"}
     assert hint["total"] == sum(size for name, size in hint.items() if name != "total")
     in_heap = hint["control"] + hint["landing"] + hint["pool"] + hint["sums"] + hint["low_latency"]
-    assert layout.symmetric(config).num_bytes == pytest.approx(in_heap, abs=4 * layout.ALIGNMENT)
+    assert layout.symmetric.num_bytes == pytest.approx(in_heap, abs=4 * ALIGNMENT)
     public = Buffer.size_hint(
         config.num_ranks,
         num_max_tokens_per_rank=config.num_max_tokens_per_rank,
@@ -107,20 +110,21 @@ def test_size_hint_is_monotonic(config: Config, name: str) -> None:
         larger = dataclasses.replace(config, **{name: 2 * getattr(config, name)})
     except EPConfigError:
         return  # larger than allowed
-    small, large = layout.size_hint(config), layout.size_hint(larger)
+    small, large = Layout(config).size_hint, Layout(larger).size_hint
     assert all(small[region] <= large[region] for region in small)
     assert large["total"] - small["total"] >= large["pool"] - small["pool"] >= 0
 
 
 @given(configs())
 def test_constants(config: Config) -> None:
-    constants = {**config.constants(), **layout.constants(config)}
+    layout = Layout(config)
+    constants = layout.constants
     assert all(name.startswith("k") and name.isidentifier() for name in constants)
     assert all(type(value) is int for value in constants.values())
     assert all(value >= 0 for name, value in constants.items() if name not in ("kLlElsewhere", "kLlNoRoom", "kLlUnknown"))
-    assert not set(config.constants()) & set(layout.constants(config)), "one name, one meaning"
-    assert layout.route_stride(config) % 128 == 0
-    assert layout.route_stride(config) >= structs.RouteMessage.size(config.constants())
+    assert config.constants().items() <= constants.items(), "an offset has the name of a size"
+    assert layout.route_stride % 128 == 0
+    assert layout.route_stride >= structs.RouteMessage.size(config.constants())
     chunks = constants["kMaxCombineChunks"]
     assert chunks * 32 >= config.num_max_tokens_per_rank, "a flag for every chunk of rows"
 
@@ -128,18 +132,19 @@ def test_constants(config: Config) -> None:
 @given(configs())
 def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     """As the .cu files count: how many there are of each, and how many bytes one has. What lies past the end is somebody else's."""
+    layout = Layout(config)
     constants = config.constants()
     ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, config.row_bytes
-    chunks, landing = layout.constants(config)["kMaxCombineChunks"], structs.Landing.size(constants)
+    chunks, landing = layout.constants["kMaxCombineChunks"], structs.Landing.size(constants)
     counts = {"num_recv": 4, "num_recv_per_expert": config.num_local_experts * 4}
-    assert layout.control(config).sizes == {
-        "route_inbox": 2 * ranks * layout.route_stride(config),
+    assert layout.control.sizes == {
+        "route_inbox": 2 * ranks * layout.route_stride,
         "dispatch_landing": 2 * ranks * landing,
         "combine_landing": 2 * ranks * landing,
         "dispatch_flags": ranks * 4,
         "combine_flags": ranks * chunks * 4,
     }
-    assert layout.local(config).sizes == {
+    assert layout.local.sizes == {
         "state": structs.State.size({}),
         "route_blocks": MAX_ROUTE_BLOCKS * structs.RouteBlock.size(constants),
         "ll_dispatch": structs.LlProgress.size({}),
@@ -149,25 +154,25 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "signed": 8,
         "waits": 2 * ranks * 8,
     }
-    assert layout.counts(config).sizes == counts
-    assert layout.handle(config).sizes == {
+    assert layout.counts.sizes == counts
+    assert layout.handle.sizes == {
         "num_rows": ranks * ranks * 4,
         "serial": 4,
         **counts,
         "send_pos": tokens * ranks * 4,
         "send_list": ranks * tokens * 4,
-        "counts": layout.counts(config).num_bytes,
+        "counts": layout.counts.num_bytes,
     }
-    assert layout.host_page(config).sizes == {
+    assert layout.status_page.sizes == {
         "report": structs.Report.size(constants),
         "mailbox": structs.Mailbox.size(constants),
         "masked": ranks * 4,
     }
-    assert layout.staging(config, row).sizes == {
+    assert layout.staging(row).sizes == {
         "topk_weights": config.num_max_sent_rows * topk * 4,
         "x": config.num_max_sent_rows * row,
     }
-    assert layout.low_latency_handle(config).sizes == {
+    assert layout.low_latency_handle.sizes == {
         "num_entries": 4,
         "epoch": 4,
         "out": ranks * 4,
@@ -177,9 +182,9 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     }
     for with_weights in (True, False):
         sizes = {"topk_weights": 7 * topk * 4 * with_weights, "x": 7 * row}
-        assert layout.combined(config, 7, row, with_weights).sizes == sizes
+        assert layout.combined(7, row, with_weights).sizes == sizes
     for with_topk in (True, False):
-        assert layout.result(config, 7, row, 12, 8, with_topk).sizes == {
+        assert layout.result(7, row, 12, 8, with_topk).sizes == {
             "topk_idx": 7 * topk * 8 * with_topk,
             "topk_weights": 7 * topk * 4 * with_topk,
             "src_idx": 7 * 8,
@@ -190,39 +195,40 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
 
 @given(configs())
 def test_what_a_buffer_takes(config: Config) -> None:
+    layout = Layout(config)
     row, tokens = config.row_bytes, config.num_max_tokens_per_rank
-    worst = layout.result(config, config.num_max_recv_tokens, row, config.scale_bytes, 8, True).num_bytes
-    assert layout.worst_result_bytes(config) == worst
-    assert layout.symmetric(config).sizes == {
-        "control": layout.control(config).num_bytes,
-        "landing": max(worst, layout.staging(config, row).num_bytes),
+    worst = layout.result(config.num_max_recv_tokens, row, config.scale_bytes, 8, True).num_bytes
+    assert layout.max_result_bytes == worst
+    assert layout.symmetric.sizes == {
+        "control": layout.control.num_bytes,
+        "landing": max(worst, layout.staging(row).num_bytes),
         "pool": config.num_slots * worst,
-        "sums": config.num_slots * layout.combined(config, tokens, row, True).num_bytes,
+        "sums": config.num_slots * layout.combined(tokens, row, True).num_bytes,
         "low_latency": 0,
     }
-    handle = layout.handle(config).num_bytes + layout.counts(config).num_bytes
-    assert layout.size_hint(config)["handles"] == (2 * config.num_slots + 2) * handle
+    handle = layout.handle.num_bytes + layout.counts.num_bytes
+    assert layout.size_hint["handles"] == (2 * config.num_slots + 2) * handle
 
 
 def test_what_low_latency_takes_more() -> None:
     plain = Config(4, num_max_tokens_per_rank=16, hidden=256, num_topk=4, num_experts=32, num_slots=3)
     config = dataclasses.replace(plain, low_latency=True)
-    hint, less = layout.size_hint(config), layout.size_hint(plain)
-    assert hint["low_latency"] == layout.low_latency(config).num_bytes
-    assert hint["handles"] - less["handles"] == 8 * layout.low_latency_handle(config).num_bytes
-    assert hint["low_latency_results"] == layout.low_latency_result(config, use_fp8=False, use_ue8m0=False).num_bytes
+    hint, less = Layout(config).size_hint, Layout(plain).size_hint
+    assert hint["low_latency"] == Layout(config).low_latency.num_bytes
+    assert hint["handles"] - less["handles"] == 8 * Layout(config).low_latency_handle.num_bytes
+    assert hint["low_latency_results"] == Layout(config).low_latency_result(use_fp8=False, use_ue8m0=False).num_bytes
     assert hint["total"] == sum(size for name, size in hint.items() if name != "total")
 
 
 @given(configs())
 def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) -> None:
     ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, 2 * config.hidden
-    header, message = layout.low_latency_header_stride(config), layout.low_latency_message_stride(config)
-    assert header == layout.align_up(structs.LlHeader.size(config.constants()), 128)
-    head = layout.align_up(structs.LlMessage.size(config.constants()), 128)
-    assert layout.low_latency_head_bytes(config) == head
-    assert message == layout.align_up(head + max(row, config.hidden + config.scale_bytes), 128)
-    assert layout.route_stride(config) == layout.align_up(structs.RouteMessage.size(config.constants()), 128)
+    header, message = Layout(config).low_latency_header_stride, Layout(config).low_latency_message_stride
+    assert header == align_up(structs.LlHeader.size(config.constants()), 128)
+    head = align_up(structs.LlMessage.size(config.constants()), 128)
+    assert Layout(config).low_latency_head_bytes == head
+    assert message == align_up(head + max(row, config.hidden + config.scale_bytes), 128)
+    assert Layout(config).route_stride == align_up(structs.RouteMessage.size(config.constants()), 128)
     near = {
         "headers": ranks * header,
         "combine_headers": ranks * structs.LlCombineHeader.size({}),
@@ -241,7 +247,7 @@ def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) ->
     }
     for ranks_per_node in (None, 1):
         config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
-        sides, arranged = config.low_latency_sides, layout.low_latency(config)
+        sides, arranged = config.low_latency_sides, Layout(config).low_latency
         assert arranged.sizes == {
             **dict.fromkeys(("dispatch_acks", "combine_acks", "signs"), ranks * 8),
             **{name: sides * num_bytes for name, num_bytes in near.items()},
@@ -250,22 +256,23 @@ def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) ->
         assert list(arranged.offsets)[-2:] == ["messages", "rows"], "all that is after `messages` is filled with kNotYet"
     experts, capacity = config.num_local_experts, config.num_max_recv_tokens
     for use_fp8, use_ue8m0, width, num_bytes in ((False, False, 2, 0), (True, False, 1, 4), (True, True, 1, 1)):
-        result = layout.low_latency_result(config, use_fp8=use_fp8, use_ue8m0=use_ue8m0)
+        result = Layout(config).low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)
         scales = experts * capacity * (config.hidden // 128) * num_bytes
         assert result.sizes == {"x": experts * capacity * config.hidden * width, "scales": scales}
 
 
 @given(configs())
 def test_the_offsets_that_kernels_use(config: Config) -> None:
-    constants, inboxes = layout.constants(config), layout.symmetric(config).offsets["low_latency"]
+    layout = Layout(config)
+    constants, inboxes = layout.constants, layout.symmetric.offsets["low_latency"]
     expected = {}
     for prefix, arranged, start in (
-        ("Control", layout.control(config), 0),
-        ("Local", layout.local(config), 0),
-        ("Handle", layout.handle(config), 0),
-        ("Page", layout.host_page(config), 0),
-        ("Ll", layout.low_latency(config), inboxes),
-        ("LlHandle", layout.low_latency_handle(config), 0),
+        ("Control", layout.control, 0),
+        ("Local", layout.local, 0),
+        ("Handle", layout.handle, 0),
+        ("Page", layout.status_page, 0),
+        ("Ll", layout.low_latency, inboxes),
+        ("LlHandle", layout.low_latency_handle, 0),
     ):
         for name, offset in arranged.offsets.items():
             expected[f"k{prefix}" + name.title().replace("_", "")] = start + offset

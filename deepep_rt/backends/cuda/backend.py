@@ -21,7 +21,7 @@ from ...cuda.topology import choose_device
 from ...errors import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import build as jit
 from ...jit.launch import Launcher
-from ...kernels import layout
+from ...kernels.layout import Layout
 from ...kernels.source import kernel_constants
 from ...kernels.table import KERNELS
 from ...network import NetworkOptions
@@ -67,7 +67,8 @@ class DeviceBackend:
         self._consensus = Consensus(self._comm)
         self._destroyed = False
         self.device = choose_device(self._comm, self._consensus)
-        self._map = layout.symmetric(config)
+        self._layout = Layout(config)
+        self._map = self._layout.symmetric
         with self._consensus.step():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # what other Buffers of this process have left there is free
@@ -75,7 +76,7 @@ class DeviceBackend:
             symmetric.load()
         self.call_lock = CallLock(self.context)
         self.info = BufferInfo(serial, config, self.device)
-        self.tables = CudaHandleTables(self.info)
+        self.tables = CudaHandleTables(self.info, self._layout)
         all_free_bytes, self._archs = zip(*self._comm.allgather((free_bytes, self._arch)), strict=True)
         self._check_memory(all_free_bytes)
         self._memory = symmetric.SymmetricMemory(self._comm, self._map.num_bytes, config.timeout_s, config.node_size, network)
@@ -91,7 +92,7 @@ class DeviceBackend:
         self._comm.timeout_s = config.timeout_s
         between = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
         transport = f"NVLink or PCIe peer access{between}"
-        announce(self._comm, f"CUDA ({self._arch})", transport, layout.size_hint(config)["total"])
+        announce(self._comm, f"CUDA ({self._arch})", transport, self._layout.size_hint["total"])
 
     # --- the calls ---------------------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class DeviceBackend:
             capacity = config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
             counts_slot = slot = self._handles.take(stream, call.caller_stream)
             counts_at = slot.ptr + self._handle_map.offsets["counts"]
-        shape = layout.result(config, capacity, row_bytes, scale_bytes, idx_bytes, idx is not None)
+        shape = self._layout.result(capacity, row_bytes, scale_bytes, idx_bytes, idx is not None)
         place = self._results.place(shape.num_bytes, call)
         if known is None:
             self._launch_route(stream, slot, idx, inputs.expert_alignment, tell_host)
@@ -168,10 +169,10 @@ class DeviceBackend:
         config, stream, handle = self.config, call.stream, inputs.handle
         self._order.enter(call)
         x, weights, *biases = self._on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        staging = layout.staging(config, x.row_bytes)
+        staging = self._layout.staging(x.row_bytes)
         landing = self._map.offsets["landing"]
         num_tokens = handle.num_tokens
-        shape = layout.combined(config, num_tokens, x.row_bytes, weights is not None)
+        shape = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
         owner = self._results.for_sums(shape.num_bytes, call)
         out, out_weights = owner.ptr + shape.offsets["x"], owner.ptr + shape.offsets["topk_weights"]
         self._launcher("combine", x.dtype)(
@@ -299,22 +300,22 @@ class DeviceBackend:
         for region in ("control", "low_latency"):  # flags start at zero
             if self._map.sizes[region]:
                 driver.fill(base + self._map.offsets[region], 0, self._map.sizes[region])
-        local_bytes = layout.local(config).num_bytes
+        local_bytes = self._layout.local.num_bytes
         self._state = driver.allocate(local_bytes)
         self._held.callback(driver.free, self._state)
         driver.fill(self._state, 0, local_bytes)
-        self._handle_map = layout.handle(config)
-        self._handles = self._slots(self._handle_map.num_bytes, layout.num_handles(config))
-        self._counts_map = layout.counts(config)
-        self._counts = self._slots(self._counts_map.num_bytes, layout.num_handles(config))
-        self._page = HostPage(config, self._comm.Get_rank())
+        self._handle_map = self._layout.handle
+        self._handles = self._slots(self._handle_map.num_bytes, self._layout.num_handles)
+        self._counts_map = self._layout.counts
+        self._counts = self._slots(self._counts_map.num_bytes, self._layout.num_handles)
+        self._page = HostPage(self._layout, self._comm.Get_rank())
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state, self.call_lock.check)
         self._order = CallOrder(self.device, self.context, self._watch.check)
         self._held.callback(driver.give_stream_back, self._order.own_stream)
         self._stream_pool = StreamPool()
         self._held.callback(self._stream_pool.destroy)
-        self._results = ResultMemory(base, self._map, config, self._order, self._stream_pool, self._copy_when_full)
+        self._results = ResultMemory(base, self._map, config.num_slots, self._order, self._stream_pool, self._copy_when_full)
         self._launchers: dict[tuple[str, str | None], Launcher] = {}
         self._is_near = config.num_ranks <= MAX_RANKS_PER_NODE and all(self._memory.peers)
         if self._is_near:
@@ -330,10 +331,10 @@ class DeviceBackend:
         return made
 
     def _check_memory(self, free_bytes: Sequence[int]) -> None:
-        need = layout.size_hint(self.config)["total"]
+        need = self._layout.size_hint["total"]
         short = [(rank, bytes_) for rank, bytes_ in enumerate(free_bytes) if bytes_ < need]
         if short:
-            parts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in layout.size_hint(self.config).items())
+            parts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in self._layout.size_hint.items())
             raise EPOutOfMemoryError(
                 f"a Buffer of these sizes takes {need / 1e9:.2f} GB a rank ({parts}), but rank {short[0][0]} has "
                 f"{short[0][1] / 1e9:.2f} GB free; lower num_max_tokens_per_rank or num_slots"
@@ -343,7 +344,7 @@ class DeviceBackend:
         found = self._launchers.get((name, dtype))
         if found is None:
             kernel = KERNELS[name]
-            constants = kernel_constants(self.config, self._arch, kernel, dtype)
+            constants = kernel_constants(self._layout, self._arch, kernel, dtype)
             function = jit.load(kernel, constants, self._arch)
             fixed = {
                 "peers": self._memory.peers,

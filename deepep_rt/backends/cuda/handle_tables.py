@@ -7,7 +7,8 @@ from typing import Any
 
 from ...arrays.view import Framework, View
 from ...cuda import driver
-from ...kernels import layout, structs
+from ...kernels import structs
+from ...kernels.layout import Layout
 from ...results import DispatchHandle, LowLatencyHandle
 from ..base import Entries
 from ..calls import BufferInfo
@@ -23,13 +24,12 @@ class _Tables:
 class CudaHandleTables:
     """See `base.HandleTables`."""
 
-    def __init__(self, info: BufferInfo) -> None:
+    def __init__(self, info: BufferInfo, layout: Layout) -> None:
         self._info = info
-        config = info.config
-        self._map, self._low_latency_map = layout.handle(config), layout.low_latency_handle(config)
+        self._map, self._low_latency_map = layout.handle, layout.low_latency_handle
         self.num_words, self.num_low_latency_words = self._map.num_bytes // 4, self._low_latency_map.num_bytes // 4
         first = self._low_latency_map.offsets["num_recv_per_expert"] // 4
-        self.low_latency_counts = slice(first, first + config.num_local_experts)
+        self.low_latency_counts = slice(first, first + info.config.num_local_experts)
 
     def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
         assert stream is not None

@@ -12,11 +12,10 @@ from typing import Any
 from ...arrays.dtypes import FP8_GROUP
 from ...arrays.view import HOST, Framework, View
 from ...comm import call_signature
-from ...config import Config
 from ...cuda import driver
 from ...cuda.pool import Slot, Slots
 from ...errors import EPInputError, EPUnavailableError
-from ...kernels import layout
+from ...kernels.layout import Layout
 from ...kernels.structs import LL_RECEIVE, LL_SEND
 from ...kernels.table import KERNELS
 from ...kernels.tuning import has_fp8
@@ -51,8 +50,8 @@ def _allow_overlap() -> None:
 class _Results:
     """Results of one kind of dispatch: their memory, and what lies where in it."""
 
-    def __init__(self, slots: Callable[[int], Slots], config: Config, use_fp8: bool, use_ue8m0: bool) -> None:
-        parts = layout.low_latency_result(config, use_fp8=use_fp8, use_ue8m0=use_ue8m0)
+    def __init__(self, slots: Callable[[int], Slots], layout: Layout, use_fp8: bool, use_ue8m0: bool) -> None:
+        parts = layout.low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)
         self.memory = slots(parts.num_bytes)
         self.x, self.scales = parts.offsets["x"], parts.offsets["scales"]
         self.dtype = "float8_e4m3fn" if use_fp8 else "bfloat16"
@@ -65,10 +64,12 @@ class DeviceLowLatencyBackend(DeviceBackend):
     def _make_own_part(self) -> None:
         super()._make_own_part()
         config = self.config
-        self._ll_handle_map = layout.low_latency_handle(config)
-        self._ll_handles = self._slots(self._ll_handle_map.num_bytes, layout.num_handles(config) if config.low_latency else 0)
+        self._ll_handle_map = self._layout.low_latency_handle
+        self._ll_handles = self._slots(self._ll_handle_map.num_bytes, self._layout.num_handles if config.low_latency else 0)
         # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
-        self._ll_results = {kind: _Results(self._slots, config, *kind) for kind in ((False, False), (True, False), (True, True))}
+        self._ll_results = {
+            kind: _Results(self._slots, self._layout, *kind) for kind in ((False, False), (True, False), (True, True))
+        }
         self._ll_sums = self._slots(config.num_max_tokens_per_rank * config.hidden * 2)
         # Rows travel in one form: what one rank's GPU lacks, all go without.
         self._without_fp8 = [rank for rank, arch in enumerate(self._archs) if not has_fp8(arch)]
@@ -100,7 +101,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self.synchronize()
         if not masked:
             self._clear_rows()  # it may have sent half a row
-        mask = self._state + layout.local(self.config).offsets["masked"] + 4 * rank
+        mask = self._state + self._layout.local.offsets["masked"] + 4 * rank
         driver.fill(mask, int(masked), 1)  # the low byte of an int32
         driver.synchronize(0)
         self._page.masked[rank] = masked
@@ -111,7 +112,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
 
     def _clear_rows(self) -> None:
         """Say of all rows of the inboxes that they have not come."""
-        inboxes = layout.low_latency(self.config)
+        inboxes = self._layout.low_latency
         start = inboxes.offsets["messages"]
         driver.fill(self._memory.ptr + self._map.offsets["low_latency"] + start, 0xFF, inboxes.num_bytes - start)
         driver.synchronize(0)

@@ -6,12 +6,11 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ...config import Config
 from ...cuda import driver
 from ...cuda.pool import Block, Pool
 from ...cuda.stream_memory import StreamMemory, StreamPool
 from ...errors import EPOutOfMemoryError
-from ...kernels import layout
+from ...kernels.layout import Map
 from ..calls import Call
 from .stream_order import CallOrder
 
@@ -32,19 +31,19 @@ class ResultMemory:
     Args:
         base: Address of the Buffer's symmetric memory.
         regions: What lies where in it.
-        config: The Buffer's sizes.
+        num_slots: Results of each kind that fit at once.
         order: Of the Buffer's calls.
         outside: Where to find other memory.
         copy_when_full: Copy results of dispatch there when the pool is full, instead of raising.
     """
 
     def __init__(
-        self, base: int, regions: layout.Map, config: Config, order: CallOrder, outside: StreamPool, copy_when_full: bool
+        self, base: int, regions: Map, num_slots: int, order: CallOrder, outside: StreamPool, copy_when_full: bool
     ) -> None:
         self._base, self._offsets, self._outside = base, regions.offsets, outside
         self._order, self._copy_when_full, self._has_copied = order, copy_when_full, False
         self._pool, self._sums = (
-            Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // config.num_slots)
+            Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // num_slots)
             for name in ("pool", "sums")
         )
 

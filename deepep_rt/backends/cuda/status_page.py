@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...comm import call_signature
-from ...config import Config
 from ...cuda import driver
 from ...errors import EPInputError, EPTimeoutError
-from ...kernels import layout, structs
+from ...kernels import structs
+from ...kernels.layout import Layout
 from ..overflow import OverflowLog
 
 _LOW_HALF = 0xFFFFFFFF
@@ -21,18 +21,18 @@ class HostPage:
     """A Buffer's page.
 
     Args:
-        config: The Buffer's sizes.
+        layout: Of the Buffer.
         rank: This rank.
     """
 
-    def __init__(self, config: Config, rank: int) -> None:
-        self._config, self._overflow = config, OverflowLog(rank)
-        self._map = layout.host_page(config)
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._config, self._overflow = layout, layout.config, OverflowLog(rank)
+        self._map = layout.status_page
         self.ptr = driver.allocate_pinned(self._map.num_bytes)
         ctypes.memset(self.ptr, 0, self._map.num_bytes)
         self._report = self._part("report", structs.Report)
         self._mailbox = self._part("mailbox", structs.Mailbox)
-        masked: Any = (ctypes.c_uint32 * config.num_ranks).from_address(self.ptr + self._map.offsets["masked"])
+        masked: Any = (ctypes.c_uint32 * self._config.num_ranks).from_address(self.ptr + self._map.offsets["masked"])
         self.masked = np.frombuffer(masked, np.uint32)
         """`[num_ranks]`: 1 for the ranks that low-latency calls leave out, as far as this GPU has come."""
         self._timed_out = self._flag("report", self._report, "flag")
@@ -146,7 +146,7 @@ class HostPage:
         )
 
     def _part(self, name: str, struct: structs.CStruct) -> Any:
-        dtype = struct.dtype(self._config.constants())
+        dtype = struct.dtype(self._layout.constants)
         memory: Any = (ctypes.c_char * dtype.itemsize).from_address(self.ptr + self._map.offsets[name])
         return np.frombuffer(memory, dtype)
 
