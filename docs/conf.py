@@ -86,6 +86,7 @@ def with_links(app, docname, source):
             return label
         return f"[{label}]({os.path.relpath(file, page.parent)}{anchor or ''})"
 
+    app.env.note_dependency(path)  # or a change of an included file leaves its page as it was
     text = path.read_text() if path != page else source[0]
     source[0] = re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)", link, text)
 
