@@ -557,7 +557,7 @@ def test_arrays_on_another_gpu(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         x, idx, _ = arguments(fake)
         there = arrays.View(idx.ptr, idx.shape, idx.dtype, 1, idx, frameworks.framework_of(idx, "idx"))
-        with pytest.raises(EPInputError, match="topk_idx is on GPU 1, but this buffer works in GPU 0; move the array"):
+        with pytest.raises(EPInputError, match=r"topk_idx is on GPU 1; expected GPU 0, where this Buffer works. Move the array"):
             buffer.dispatch(x, there)
         assert fake.take() == []
 
@@ -574,6 +574,6 @@ def test_what_kernels_write_to_is_on_the_gpu(fake: FakeGpu, make: Any) -> None:
             lambda: buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=np.zeros(4, np.int64)),
             lambda: buffer.low_latency_combine(y, idx, weights, handle, out=np.zeros((10, 256), dtype)),
         ):
-            with pytest.raises(EPInputError, match="is in host memory, but this buffer works on GPU 0 and writes to it"):
+            with pytest.raises(EPInputError, match="is in host memory; expected GPU 0, which writes to it"):
                 call()
         assert fake.take() == []

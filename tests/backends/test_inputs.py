@@ -54,27 +54,27 @@ def _check_usable(buffer: Buffer) -> None:
 
 BAD_DISPATCHES = {
     "no array": (lambda: ([1], _idx()), {}, ["x=[1]; expected a NumPy"]),
-    "one dimension": (lambda: (_x()[0], _idx()), {}, ["x has shape [256]", "[num_tokens, 256]"]),
-    "another hidden": (lambda: (_x(hidden=128), _idx()), {}, ["x has shape [6, 128]", "[num_tokens, 256]"]),
-    "too many tokens": (lambda: (_x(9), _idx(9)), {}, ["9 tokens", "num_max_tokens_per_rank=8", "split"]),
+    "one dimension": (lambda: (_x()[0], _idx()), {}, ["x.shape=[256]", "[num_tokens, 256]"]),
+    "another hidden": (lambda: (_x(hidden=128), _idx()), {}, ["x.shape=[6, 128]", "[num_tokens, 256]"]),
+    "too many tokens": (lambda: (_x(9), _idx(9)), {}, ["x.shape=[9, 256]", "at most 8 tokens", "Split"]),
     "too wide": (lambda: (_x(dtype="float32"), _idx()), {}, ["float32", "bfloat16", "dtype='float32'"]),
     "strange dtype": (lambda: (_x(dtype="complex64"), _idx()), {}, ["x: dtype complex64", "expected one of"]),
     "other byte order": (lambda: (_x(), _idx(dtype=">i8")), {}, ["topk_idx: dtype >i8", "byte order", "astype('int64')"]),
     "not contiguous": (lambda: (_x(hidden=512)[:, ::2], _idx()), {}, ["x: rows must be contiguous"]),
-    "on a GPU": (lambda: (_on_gpu(_x()), _idx()), {}, ["x is on GPU 0", "host memory", "move"]),
+    "on a GPU": (lambda: (_on_gpu(_x()), _idx()), {}, ["x is on GPU 0", "host memory", "Move"]),
     "indices on a GPU": (lambda: (_x(), _on_gpu(_idx())), {}, ["topk_idx is on GPU 0"]),
-    "no routing": (lambda: (_x(),), {}, ["topk_idx", "handle", "neither"]),
-    "rows of indices": (lambda: (_x(), _idx(5)), {}, ["topk_idx has shape [5, 4]", "[6, 4]"]),
-    "another topk": (lambda: (_x(), _idx(topk=3)), {}, ["topk_idx has shape [6, 3]", "[6, 4]"]),
-    "dtype of indices": (lambda: (_x(), _idx(dtype="int16")), {}, ["topk_idx has dtype int16", "int32 or int64"]),
-    "float indices": (lambda: (_x(), _idx(dtype="float32")), {}, ["topk_idx has dtype float32", "int32 or int64"]),
-    "shape of weights": (lambda: (_x(), _idx(), _weights(topk=3)), {}, ["topk_weights has shape [6, 3]", "[6, 4]"]),
-    "dtype of weights": (lambda: (_x(), _idx(), _weights(dtype="float16")), {}, ["topk_weights has dtype float16", "float32"]),
-    "weights alone": (lambda: (_x(), None, _weights()), {"handle": "good"}, ["topk_weights needs topk_idx"]),
+    "no routing": (lambda: (_x(),), {}, ["topk_idx=None", "handle"]),
+    "rows of indices": (lambda: (_x(), _idx(5)), {}, ["topk_idx.shape=[5, 4]", "[6, 4]"]),
+    "another topk": (lambda: (_x(), _idx(topk=3)), {}, ["topk_idx.shape=[6, 3]", "[6, 4]"]),
+    "dtype of indices": (lambda: (_x(), _idx(dtype="int16")), {}, ["topk_idx.dtype=int16", "int32 or int64"]),
+    "float indices": (lambda: (_x(), _idx(dtype="float32")), {}, ["topk_idx.dtype=float32", "int32 or int64"]),
+    "shape of weights": (lambda: (_x(), _idx(), _weights(topk=3)), {}, ["topk_weights.shape=[6, 3]", "[6, 4]"]),
+    "dtype of weights": (lambda: (_x(), _idx(), _weights(dtype="float16")), {}, ["topk_weights.dtype=float16", "float32"]),
+    "weights alone": (lambda: (_x(), None, _weights()), {"handle": "good"}, ["topk_idx=None", "topk_weights"]),
     "rows of scales": (lambda: (_x(), _idx()), {"x_scales": np.ones((5, 2), np.float32)}, ["x_scales", "[5, 2]", "[6, "]),
     "too many scales": (lambda: (_x(), _idx()), {"x_scales": np.ones((6, 3), np.float32)}, ["12 bytes", "up to 8"]),
     "odd scales": (lambda: (_x(), _idx()), {"x_scales": np.ones((6, 3), np.uint8)}, ["3 bytes", "multiple of 4"]),
-    "flat scales": (lambda: (_x(), _idx()), {"x_scales": np.ones(6, np.float32)}, ["x_scales has shape [6]"]),
+    "flat scales": (lambda: (_x(), _idx()), {"x_scales": np.ones(6, np.float32)}, ["x_scales.shape=[6]"]),
     "negative worst": (lambda: (_x(), _idx()), {"num_worst_tokens": -1}, ["num_worst_tokens=-1", "0 to 8"]),
     "large worst": (lambda: (_x(), _idx()), {"num_worst_tokens": 9}, ["num_worst_tokens=9", "0 to 8"]),
     "alignment": (lambda: (_x(), _idx()), {"expert_alignment": 0}, ["expert_alignment=0", "from 1"]),
@@ -82,13 +82,13 @@ BAD_DISPATCHES = {
     "alignment with a handle": (
         lambda: (_x(),),
         {"handle": "good", "expert_alignment": 128},
-        ["expert_alignment is 128", "handle", "first dispatch"],
+        ["expert_alignment=128", "handle", "first dispatch"],
     ),
     "a class": (lambda: (np.ndarray, _idx()), {}, ["x=<class ndarray>"]),
     "a class of indices": (lambda: (_x(), np.ndarray), {}, ["topk_idx=<class ndarray>"]),
-    "no handle": (lambda: (_x(),), {"handle": 3}, ["handle is a int", ".handle"]),
-    "handle of other size": (lambda: (_x(5),), {"handle": "good"}, ["x has 5 tokens", "6"]),
-    "worst of handle": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": 1}, ["num_worst_tokens is 1", "6 rows"]),
+    "no handle": (lambda: (_x(),), {"handle": 3}, ["handle=3", ".handle"]),
+    "handle of other size": (lambda: (_x(5),), {"handle": "good"}, ["x.shape=[5, 256]", "6 tokens"]),
+    "worst of handle": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": 1}, ["num_worst_tokens=1", "expected 6"]),
     "worsts": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": np.array([3, 4])}, ["num_worst_tokens=<ndarray>"]),
     "expert too large": (lambda: (_x(), _idx() + 13), {}, ["token 0", "expert 16", "0 to 15"]),
     "expert below -1": (lambda: (_x(), _idx() - 2), {}, ["token 0", "expert -2", "-1 for none"]),
@@ -108,16 +108,16 @@ def test_bad_dispatch(buffer: Buffer, sent: DispatchResult, name: str) -> None:
 
 BAD_COMBINES = {
     "no array": (lambda: None, {}, ["x=None; expected a NumPy"]),
-    "too few rows": (lambda: _x(5), {}, ["x has shape [5, 256]", "[6, 256]"]),
-    "another hidden": (lambda: _x(hidden=128), {}, ["x has shape [6, 128]", "[6, 256]"]),
-    "cannot be added": (lambda: _x(dtype="uint8"), {}, ["x has dtype uint8", "bfloat16 or float16 or float32"]),
+    "too few rows": (lambda: _x(5), {}, ["x.shape=[5, 256]", "[6, 256]"]),
+    "another hidden": (lambda: _x(hidden=128), {}, ["x.shape=[6, 128]", "[6, 256]"]),
+    "cannot be added": (lambda: _x(dtype="uint8"), {}, ["x.dtype=uint8", "bfloat16 or float16 or float32"]),
     "too wide": (lambda: _x(dtype="float32"), {}, ["float32", "dtype='float32'"]),
     "on a GPU": (lambda: _on_gpu(_x()), {}, ["x is on GPU 0"]),
-    "shape of weights": (_x, {"topk_weights": _weights(5)}, ["topk_weights has shape [5, 4]", "[6, 4]"]),
-    "dtype of weights": (_x, {"topk_weights": _weights(dtype="float64")}, ["topk_weights has dtype float64"]),
-    "three biases": (_x, {"bias": (_x(), _x(), _x())}, ["bias: 3 arrays", "two"]),
-    "shape of bias": (_x, {"bias": _x(5)}, ["bias[0] has shape [5, 256]", "[6, 256]"]),
-    "dtype of bias": (_x, {"bias": [_x(), _x(dtype="float16")]}, ["bias[1] has dtype float16", "bfloat16"]),
+    "shape of weights": (_x, {"topk_weights": _weights(5)}, ["topk_weights.shape=[5, 4]", "[6, 4]"]),
+    "dtype of weights": (_x, {"topk_weights": _weights(dtype="float64")}, ["topk_weights.dtype=float64"]),
+    "three biases": (_x, {"bias": (_x(), _x(), _x())}, ["len(bias)=3", "at most 2"]),
+    "shape of bias": (_x, {"bias": _x(5)}, ["bias[0].shape=[5, 256]", "[6, 256]"]),
+    "dtype of bias": (_x, {"bias": [_x(), _x(dtype="float16")]}, ["bias[1].dtype=float16", "bfloat16"]),
 }
 
 
@@ -143,9 +143,9 @@ def test_expert_numbers_of_another_routing(buffer: Buffer, sent: DispatchResult)
 
 def test_handle_of_another_buffer(buffer: Buffer, sent: DispatchResult) -> None:
     foreign = DispatchHandle(TOKENS, TOKENS, None, sent.handle.buffer_serial + 1000, None, {})
-    with pytest.raises(EPInputError, match="handle comes from another Buffer"):
+    with pytest.raises(EPInputError, match="handle is of another Buffer"):
         buffer.combine(_x(), foreign)
-    with pytest.raises(EPInputError, match=r"handle is a DispatchResult; expected the \.handle"):
+    with pytest.raises(EPInputError, match=r"handle=<DispatchResult>; expected the \.handle"):
         buffer.combine(_x(), sent)
     _check_usable(buffer)
 
@@ -155,9 +155,9 @@ def test_memory_for_combine_wants_a_handle_of_this_buffer(buffer: Buffer, sent: 
     with Buffer(MPI.COMM_SELF, **sizes) as low, Buffer(MPI.COMM_SELF, **sizes) as other:
         mine, foreign = (made.low_latency_dispatch(_x(), _idx(), use_fp8=False).handle for made in (low, other))
         for wrong, words in (
-            (None, r"handle is a NoneType; expected the \.handle"),
-            (sent.handle, "handle is a DispatchHandle"),
-            (foreign, "handle comes from another Buffer"),
+            (None, r"handle=None; expected the \.handle"),
+            (sent.handle, "handle=<DispatchHandle>"),
+            (foreign, "handle is of another Buffer"),
         ):
             with pytest.raises(EPInputError, match=words):
                 low.get_low_latency_combine_buffer(wrong)
@@ -191,7 +191,7 @@ def test_a_row_of_narrow_elements_has_to_fill_16_bytes() -> None:
     with Buffer(
         MPI.COMM_SELF, num_max_tokens_per_rank=8, hidden=24, num_topk=1, num_experts=1, dtype="bfloat16", backend="host"
     ) as narrow:
-        with pytest.raises(EPInputError, match="x: a row has 24 bytes; expected a multiple of 16"):
+        with pytest.raises(EPInputError, match="x has 24 bytes a row; expected a multiple of 16"):
             narrow.dispatch(np.zeros((2, 24), np.uint8), np.zeros((2, 1), np.int32))
         assert narrow.dispatch(np.zeros((2, 24), np.float16), np.zeros((2, 1), np.int32)).recv_x.shape == (2, 24)
 

@@ -121,9 +121,7 @@ def test_each_library_is_told_the_stream_that_reads_its_array(library: Library, 
 @pytest.mark.parametrize("offset", [2, 8])
 def test_rows_start_at_multiples_of_16_bytes(call: str, name: str, offset: int) -> None:
     array = ARGUMENTS[call][name]
-    pattern = (
-        rf"^{name.replace('[', '.').replace(']', '.')} starts at an address that is not a multiple of 16 bytes; pass a copy$"
-    )
+    pattern = rf"^{name.replace('[', '.').replace(']', '.')} starts at address .*; expected a multiple of 16 bytes. Pass a copy$"
     with pytest.raises(EPInputError, match=pattern):
         check(call, **{name: moved(array, ptr=array.ptr + offset)})
     assert check(call, **{name: moved(array, ptr=array.ptr + 16)})
@@ -133,9 +131,7 @@ def test_rows_start_at_multiples_of_16_bytes(call: str, name: str, offset: int) 
 def test_numbers_start_at_multiples_of_their_size(call: str, name: str) -> None:
     array = ARGUMENTS[call][name]
     itemsize = DTYPES[array.dtype].itemsize
-    with pytest.raises(
-        EPInputError, match=f"^{name} starts at an address that is not a multiple of {itemsize} bytes, its element"
-    ):
+    with pytest.raises(EPInputError, match=f"^{name} starts at address .*; expected a multiple of {itemsize} bytes"):
         check(call, **{name: moved(array, ptr=PLACE + itemsize // 2)})
     assert check(call, **{name: moved(array, ptr=PLACE + itemsize)})
 
@@ -144,7 +140,7 @@ def test_scales_start_at_multiples_of_4_bytes() -> None:
     for dtype, width in (("uint8", 8), ("float32", 2)):
         scales = Array(dtype, (TOKENS, width), PLACE + 4)
         assert check("dispatch", x_scales=scales).scales.ptr == scales.ptr
-        with pytest.raises(EPInputError, match="x_scales starts at an address that is not a multiple of 4 bytes"):
+        with pytest.raises(EPInputError, match=r"x_scales starts at address .*; expected a multiple of 4 bytes"):
             check("dispatch", x_scales=moved(scales, ptr=PLACE + 6))
 
 
@@ -158,7 +154,7 @@ def test_arrays_are_on_the_gpu_of_the_buffer_or_in_host_memory(call: str, name: 
     there = moved(ARGUMENTS[call][name], device=1)
     with pytest.raises(EPInputError) as caught:
         check(call, **{name: there})
-    assert str(caught.value).startswith(f"{name} is on GPU 1, but this buffer works in GPU 0")
+    assert str(caught.value).startswith(f"{name} is on GPU 1; expected GPU 0")
     with pytest.raises(EPInputError) as caught:
         check(call, BufferInfo(5, CONFIG, HOST), **{name: there})
     assert "GPU 1" in str(caught.value) or "GPU 0" in str(caught.value)
@@ -169,7 +165,7 @@ def test_what_is_written_to(call: str, name: str) -> None:
     array = ARGUMENTS[call][name]
     with pytest.raises(EPInputError, match=f"^{name} is read-only"):
         check(call, **{name: moved(array, writable=False)})
-    with pytest.raises(EPInputError, match=f"^{name} is in host memory, but this buffer works on GPU 0 and writes to it"):
+    with pytest.raises(EPInputError, match=f"^{name} is in host memory; expected GPU 0, which writes to it"):
         check(call, **{name: moved(array, device=HOST)})
 
 
@@ -182,7 +178,7 @@ Y, OUT = ARGUMENTS["low_latency_combine"]["y"], ARGUMENTS["low_latency_combine"]
     ids=["where y starts", "within y", "its end in y", "its start in y"],
 )
 def test_out_does_not_overlap_y(place: int) -> None:
-    with pytest.raises(EPInputError, match=r"^out lies in the memory of y, which is still read while sums are written"):
+    with pytest.raises(EPInputError, match=r"^out overlaps y; expected separate memory"):
         check("low_latency_combine", out=moved(OUT, ptr=place))
 
 
@@ -203,7 +199,7 @@ def test_shapes_and_dtypes(call: str, name: str, what: str) -> None:
     wrong = moved(array, shape=(*array.shape[:-1], 3)) if what == "shape" else moved(array, dtype="int8", shape=array.shape)
     with pytest.raises(EPInputError) as caught:
         check(call, **{name: wrong})
-    assert str(caught.value).startswith(f"{name} "), str(caught.value)
+    assert str(caught.value).startswith((f"{name} ", f"{name}.")), str(caught.value)
 
 
 def test_both_widths_of_expert_numbers() -> None:
@@ -220,13 +216,13 @@ def test_as_many_tokens_as_fit(call: str, tokens: int) -> None:
     if tokens == 8:
         assert check(call, **given).x.shape == (8, HIDDEN)
     else:
-        with pytest.raises(EPInputError, match=r"^x has 9 tokens, more than num_max_tokens_per_rank=8"):
+        with pytest.raises(EPInputError, match=r"^x\.shape=\[9, \d+\]; expected at most 8 tokens"):
             check(call, **given)
 
 
 def test_rows_as_wide_as_the_buffer() -> None:
     assert check("dispatch", x=Array("float32", (TOKENS, HIDDEN))).x.row_bytes == CONFIG.row_bytes
-    with pytest.raises(EPInputError, match=r"^x has dtype float64, wider than this buffer's float32"):
+    with pytest.raises(EPInputError, match=r"^x\.dtype=float64; expected at most the width of float32"):
         check("dispatch", x=Array("float64", (TOKENS, HIDDEN)))
 
 
@@ -267,11 +263,11 @@ def test_formats_of_low_latency(flags: tuple[bool, bool, bool], kept: tuple[bool
 
 def test_formats_that_do_not_go_together() -> None:
     given = ARGUMENTS["low_latency_dispatch"]
-    with pytest.raises(EPInputError, match="use_ue8m0 is a format of FP8 scales; pass use_fp8=True"):
+    with pytest.raises(EPInputError, match=r"use_ue8m0=True; expected use_fp8=True with it"):
         inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, False, False, True, None, None)
     odd = BufferInfo(5, Config(RANKS, num_max_tokens_per_rank=8, hidden=64, num_topk=TOPK, num_experts=EXPERTS), 0)
     x = Array("bfloat16", (TOKENS, 64))
-    with pytest.raises(EPInputError, match="hidden is 64, no multiple of 128, the channels of a scale; pass use_fp8=False"):
+    with pytest.raises(EPInputError, match=r"hidden=64; expected a multiple of 128 for FP8 scales. Pass use_fp8=False"):
         inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, True, False, False, None, None)
     assert inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, False, False, False, None, None)
 
@@ -300,13 +296,13 @@ def test_handles_are_of_the_right_kind_and_buffer() -> None:
     check_any: Callable[..., Any] = inputs.combine_inputs
     x, plain = ARGUMENTS["combine"]["x"], DispatchHandle(TOKENS, 20, None, SITE.serial + 1, None, {})
     quick = LowLatencyHandle(TOKENS, SITE.serial + 1, None, True, Framework())
-    with pytest.raises(EPInputError, match=r"handle is a LowLatencyHandle; expected the \.handle of a DispatchResult"):
+    with pytest.raises(EPInputError, match=r"handle=<LowLatencyHandle>; expected the \.handle of a DispatchResult"):
         check_any(SITE, STREAM, x, quick, None, None)
-    with pytest.raises(EPInputError, match="handle comes from another Buffer; use the one whose dispatch returned it"):
+    with pytest.raises(EPInputError, match="handle is of another Buffer; expected one of this Buffer's dispatch"):
         check_any(SITE, STREAM, x, plain, None, None)
-    with pytest.raises(EPInputError, match=r"handle is a DispatchHandle; expected the \.handle of a LowLatencyDispatchResult"):
+    with pytest.raises(EPInputError, match=r"handle=<DispatchHandle>; expected the \.handle of a LowLatencyDispatchResult"):
         inputs.check_low_latency_handle(SITE, plain)
-    with pytest.raises(EPInputError, match="handle comes from another Buffer; use the one whose low_latency_dispatch"):
+    with pytest.raises(EPInputError, match="handle is of another Buffer; expected one of this Buffer's low_latency_dispatch"):
         inputs.check_low_latency_handle(SITE, quick)
 
 

@@ -331,10 +331,10 @@ def check_wrong_arguments(comm: MPI.Intracomm) -> None:
     with _buffer(comm) as buffer, _calls(buffer) as calls:
         call = jax.jit(partial(ep.dispatch, buffer), static_argnames="num_worst_tokens")
         for words, bad in (
-            (("x has shape", f"expected [num_tokens, {HIDDEN}]"), lambda: call(x[:, :16], idx, weights)),
+            (("x.shape=", f"expected [num_tokens, {HIDDEN}]"), lambda: call(x[:, :16], idx, weights)),
             (("topk_idx", "int32"), lambda: call(x, weights, weights)),
-            (("topk_weights has shape",), lambda: call(x, idx, weights[:3])),
-            (("65 tokens", "num_max_tokens_per_rank=64"), lambda: call(jnp.zeros((65, HIDDEN)), jnp.zeros((65, TOPK), int))),
+            (("topk_weights.shape=",), lambda: call(x, idx, weights[:3])),
+            (("x.shape=[65, ", "at most 64 tokens"), lambda: call(jnp.zeros((65, HIDDEN)), jnp.zeros((65, TOPK), int))),
             (("no rows", "-1"), lambda: call(x[:0], idx[:0], weights[:0])),
             (("num_worst_tokens",), lambda: call(x, idx, num_worst_tokens=10**6)),
             (("complex64",), lambda: call(x.astype(jnp.complex64), idx)),
@@ -343,7 +343,7 @@ def check_wrong_arguments(comm: MPI.Intracomm) -> None:
                 bad()
         assert not calls
         sent = call(x, idx, weights)
-        with raises(EPInputError, "x has shape", f"expected [{sent.recv_x.shape[0]}, {HIDDEN}]"):
+        with raises(EPInputError, "x.shape=", f"expected [{sent.recv_x.shape[0]}, {HIDDEN}]"):
             ep.combine(buffer, x, sent.handle)
         with raises(EPInputError, "topk_idx is None"):
             ep.dispatch(buffer, x, None)
