@@ -25,6 +25,11 @@ class Result:
         if fill:
             self.rows[...] = fill
 
+    @property
+    def values(self) -> np.ndarray:
+        """The rows as numbers of a type that NumPy knows, `[rows, numbers of a row]`."""
+        return self.rows.view(self.dtype)
+
     @staticmethod
     def of(values: np.ndarray) -> Result:
         """A copy of whole numbers as int32."""
@@ -39,6 +44,11 @@ class Result:
 def rows_of(view: View) -> np.ndarray:
     """The memory of a View as `[rows, row_bytes]` uint8, without a copy."""
     return host_bytes(view).reshape(view.shape[0], view.row_bytes)
+
+
+def values_of(view: View) -> np.ndarray:
+    """The memory of a View as `[rows, numbers of a row]` of a type that NumPy knows, without a copy."""
+    return rows_of(view).view(view.dtype)
 
 
 def to_float32(rows: np.ndarray, dtype: str) -> np.ndarray:

@@ -31,9 +31,9 @@ def make_backend(
     comm = private(comm, making_limit_s(config.timeout_s))
     # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.
     if backend == "host":
-        from .host.low_latency import HostLowLatencyBackend
+        from .host.backend import HostBackend
 
-        return HostLowLatencyBackend(comm, config, serial)
+        return HostBackend(comm, config, serial)
     from ..cuda.topology import placed
     from .cuda.low_latency import DeviceLowLatencyBackend
 

@@ -133,9 +133,9 @@ def check_communicators_between_two_groups(comm: MPI.Intracomm) -> None:
 
 def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
     """More bytes for one peer than MPI counts in an int; the limit is lowered here, so that no such array is needed."""
-    from deepep_rt.backends.host import backend as host
+    from deepep_rt.backends.host import headers
 
-    limit, host._MAX_PART_BYTES = host._MAX_PART_BYTES, 1000
+    limit, headers.MAX_MESSAGE_BYTES = headers.MAX_MESSAGE_BYTES, 1000
     try:
         with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
             idx = np.full((5, 4), buffer.config.num_experts - 1, np.int64)
@@ -146,18 +146,17 @@ def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
                 buffer.dispatch(np.zeros((num_tokens, 32), np.float32), np.resize(idx, (num_tokens, 4)))
             assert buffer.combine(small.recv_x, small.handle).x.shape == (5, 32)
     finally:
-        host._MAX_PART_BYTES = limit
+        headers.MAX_MESSAGE_BYTES = limit
 
 
 def check_host_memory_that_does_not_suffice(comm: MPI.Intracomm) -> None:
     """The others hear of it at once, in every kind of call; none of them waits out its limit."""
-    from deepep_rt.backends.host import backend as host
-    from deepep_rt.backends.host import low_latency as host_low_latency
+    from deepep_rt.backends.host import low_latency, throughput
 
     ranks, guilty, start = comm.Get_size(), comm.Get_rank() == comm.Get_size() - 1, time.monotonic()
     x, idx = np.zeros((5, 32), ml_dtypes.bfloat16), np.tile(np.arange(4), (5, 1))
 
-    class NoRoom(host.Result):
+    class NoRoom(throughput.Result):
         def __init__(self, *_: object, **__: object) -> None:
             raise MemoryError("Unable to allocate 7 TiB")
 
@@ -172,17 +171,17 @@ def check_host_memory_that_does_not_suffice(comm: MPI.Intracomm) -> None:
             "low_latency_combine": lambda: buffer.low_latency_combine(low.recv_x, idx, weights, low.handle),
         }
 
-    usual = host.Result
+    usual = throughput.Result
     for kind in ("dispatch", "known dispatch", "combine", "low_latency_dispatch", "low_latency_combine"):
         with contextlib.suppress(EPTimeoutError), make_buffer(comm, num_experts=4 * ranks, low_latency=True) as buffer:
             call = calls(buffer)[kind]
             if guilty:
-                host.Result = host_low_latency.Result = NoRoom
+                throughput.Result = low_latency.Result = NoRoom
                 try:
                     with raises(EPOutOfMemoryError, "host memory does not suffice", "7 TiB", "; expected"):
                         call()
                 finally:
-                    host.Result = host_low_latency.Result = usual
+                    throughput.Result = low_latency.Result = usual
                 with raises(EPTimeoutError, "broken", "host memory does not suffice"):
                     call()
             else:

@@ -118,7 +118,7 @@ def lost_between_counts_and_rows(comm: MPI.Intracomm) -> None:
     def fail(*_) -> None:
         raise InterruptedError("between counts and rows")
 
-    buffer._backend._send_rows = fail
+    buffer._backend._channel.exchange_rows = fail
     with raises(InterruptedError):
         buffer.dispatch(x, idx)
     buffer.destroy(in_touch=False)  # without a word: the end of a with block would tell the others

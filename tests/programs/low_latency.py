@@ -329,10 +329,10 @@ def check_an_interrupted_low_latency_call(comm: MPI.Intracomm) -> None:
             one.topk_idx[:] = np.arange(NUM_TOPK)  # experts of rank 0
         given = inputs[rank].x, inputs[rank].topk_idx
         if rank == 0:
-            buffer._backend._mail.exchange = fail
+            buffer._backend._channel.exchange_rows = fail
             with raises(InterruptedError):
                 buffer.low_latency_dispatch(*given, use_fp8=False)
-            del buffer._backend._mail.exchange
+            del buffer._backend._channel.exchange_rows
         else:
             buffer.low_latency_dispatch(*given, use_fp8=False)
         _check_round(comm, buffer, _inputs(comm, 5), 5)

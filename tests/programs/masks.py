@@ -345,7 +345,7 @@ def _die_after_notices(buffer: Buffer, call: Any) -> None:
         raise InterruptedError("between notices and rows")
 
     backend: Any = buffer._backend
-    backend._mail._wait = fail
+    backend._channel._wait = fail
     with raises(InterruptedError):
         call()
 
@@ -442,7 +442,7 @@ def check_unmasked_out_of_step(comm: MPI.Intracomm) -> None:
             _all_ways(comm, buffer, 1400, live)
         _unmask_all(comm, buffer)
         if rank == last:
-            with raises(EPInputError, "makes low-latency call 9", "this rank makes call 1", "same number of calls"):
+            with raises(EPInputError, "low-latency call 1 of this rank meets call 9", "expected the same number of calls"):
                 _dispatch(buffer, _inputs(comm, 1404)[rank])
         else:
             _step(comm, buffer, 1404, everyone[:-1])

@@ -9,7 +9,8 @@ from ...arrays.view import Framework, View, host_bytes
 from ...results import DispatchHandle, LowLatencyHandle
 from ..base import Entries
 from ..calls import BufferInfo
-from .routing import ExpertRouting, Routing
+from .expert_routing import ExpertRouting, new_expert_routing
+from .routing import Routing
 
 
 class HostHandleTables:
@@ -62,7 +63,7 @@ class HostHandleTables:
         weights = own_weights = None
         if has_weights:
             weights, own_weights = table("weights", num_rows).view("float32"), table("own_weights", num_tokens).view("float32")
-        routing = ExpertRouting.of(
+        routing = new_expert_routing(
             rows,
             table("topk_idx", num_tokens).astype("int64"),
             table("recv_idx", num_rows),

@@ -1,45 +1,52 @@
-"""The low-latency calls of the host backend, put together from its dispatch and combine.
+"""The low-latency calls of the host backend, made of its dispatch and combine.
 
-Rows travel as in dispatch, once to each rank, and are then laid out expert by expert. On the way back an expert rank adds its rows of a
-token up and combine does the rest; or every row goes home by itself. Everything travels in the call; a hook only shows what came.
+Rows travel as in dispatch, once to each rank, and are then sorted by expert. On the way back, an expert's rank adds up its rows of a
+token, and combine does the rest; or every row goes home separately. All rows travel in the call itself. A hook only writes the results.
 
-Masked ranks need little here: no rows come from them, and `HostBackend` leaves them out of what is sent and added up.
+No rows come from masked ranks: the message channel excludes these ranks, and so they are neither sent nor added up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
 from ...arrays import number_formats as fp8
 from ...arrays.dtypes import FP8_GROUP
-from ...arrays.host_memory import Result, from_float32, rows_of, to_float32
+from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
 from ...arrays.view import Framework, View, host_bytes
-from ...comm.communicator import Communicator
-from ...config import Config
 from ...errors import EPInputError
-from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
-from ..calls import Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyMemory
+from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
+from ..calls import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyMemory
 from ..hooks import Hooks, check_hook_called
-from .backend import HostBackend, tells_of_memory
+from ..overflow import OverflowLog
+from .expert_routing import ExpertRouting, new_expert_routing
 from .handle_tables import HostHandleTables
-from .routing import ExpertRouting, Routing
+from .routing import Routing
+from .throughput import Throughput
 
 
-class HostLowLatencyBackend(HostBackend):
-    """The host backend with the low-latency calls."""
+class LowLatency:
+    """Low-latency dispatch and combine.
 
-    def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
-        super().__init__(comm, config, serial)
+    Args:
+        info: The Buffer.
+        throughput: Makes the dispatches and combines that the calls consist of.
+        overflow: Warns of dropped rows.
+        hooks: The open hooks of the Buffer.
+        tables: Writes a handle to the caller's memory.
+    """
+
+    def __init__(
+        self, info: BufferInfo, throughput: Throughput, overflow: OverflowLog, hooks: Hooks, tables: HostHandleTables
+    ) -> None:
+        self._config, self._serial, self._overflow, self._hooks, self._tables = info.config, info.serial, overflow, hooks, tables
+        self._throughput, self._channel, self._agreement = throughput, throughput.channel, throughput.agreement
         self._combine_memory: Result | None = None
-        self.tables = HostHandleTables(self.info)
-        self._hooks = Hooks(config.num_slots, self.call_lock)
 
-    def low_latency_combine_view(self, framework: Framework) -> View:
+    def combine_view(self, framework: Framework) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""
         if self._combine_memory is None:
             config = self._config
@@ -47,100 +54,72 @@ class HostLowLatencyBackend(HostBackend):
             self._combine_memory = Result(shape, "bfloat16", fill=0)
         return self._combine_memory.view(framework)
 
-    def set_mask(self, rank: int, masked: bool) -> None:
-        """Leave a rank out of low-latency calls, or let it take part again."""
-        self._hooks.check_none_open("masking or unmasking a rank")
-        if masked:
-            self._mail.mask(rank)
-        else:
-            self._mail.unmask(rank)
-
-    def masked_ranks(self) -> list[int]:
-        """The ranks that low-latency calls leave out, ascending."""
-        return self._mail.masked
-
-    @tells_of_memory
-    def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
+    def dispatch(self, inputs: LowLatencyDispatchInputs, with_hook: bool) -> LowLatencyDispatchResult:
+        """Send tokens to their experts; with a hook, the results are written when it is called."""
         self._hooks.dispatch.check_can_start(with_hook)
-        config, x, framework = self._config, inputs.x, inputs.x.framework
-        scales = None
-        if inputs.use_fp8:
-            x, scales = _to_fp8(x, inputs)
+        x, scales = _to_fp8(inputs) if inputs.use_fp8 else (inputs.x, None)
         start = time.perf_counter_ns()
-        with self._part_of("low_latency_dispatch"):
-            sources = self._mail.peers
-            sent = self.dispatch(DispatchInputs(x, inputs.topk_idx, inputs.topk_weights, scales, None, None, 1), call)
-        waited = time.perf_counter_ns() - start
+        with self._agreement.low_latency_call("low_latency_dispatch"):
+            sources = self._channel.peers
+            rows, arrived = self._throughput.dispatch(
+                DispatchInputs(x, inputs.topk_idx, inputs.topk_weights, scales, None, None, 1)
+            )
+        waited_ns = time.perf_counter_ns() - start
 
-        shape = (config.num_local_experts, config.num_max_recv_tokens)
-        made = {
+        recv_idx, weights = arrived["topk_idx"], arrived["topk_weights"]
+        assert recv_idx is not None
+        routing = new_expert_routing(
+            rows,
+            values_of(inputs.topk_idx).astype(np.int64),
+            values_of(recv_idx),
+            None if weights is None else values_of(weights),
+            None if inputs.topk_weights is None else values_of(inputs.topk_weights).copy(),
+            self._config,
+        )
+        shape = (self._config.num_local_experts, self._config.num_max_recv_tokens)
+        results = {
             name: Result((*shape, view.shape[1]), view.dtype, fill=0)
             for name, view in (("x", x), ("scales", scales))
             if view is not None
         }
         num_recv = Result(shape[:1], "int32", fill=0)
 
-        recv_idx, weights = sent.views["topk_idx"], sent.views["topk_weights"]
-        assert recv_idx is not None
-        routing = ExpertRouting.of(
-            sent.handle,
-            _values(inputs.topk_idx).astype(np.int64),
-            _values(recv_idx),
-            None if weights is None else _values(weights),
-            None if inputs.topk_weights is None else _values(inputs.topk_weights).copy(),
-            config,
-        )
-
         def receive() -> None:
-            fits = routing.slot >= 0
-            for name, result in made.items():
-                view = sent.views[name]
-                assert view is not None
-                rows = result.rows.reshape(shape[0] * shape[1], view.row_bytes)
-                rows[routing.slot[fits]] = rows_of(view)[routing.row[fits]]
-            counts = np.minimum(routing.counts, shape[1]).astype(np.int32)
-            if not fits.all():
-                fullest = int(routing.counts.argmax())
-                self._overflow.expert(fullest, int(routing.counts[fullest]), shape[1])
-            num_recv.rows.view(np.int32)[:, 0] = counts
-            if inputs.recv_stats is not None:
-                stats = host_bytes(inputs.recv_stats).view(np.int32)
-                stats += counts
+            _sort_by_expert(results, arrived, routing)
+            self._write_counts(num_recv, routing, inputs)
             if inputs.wait_stats is not None:
-                # Messages come in one exchange, so each source is charged with all of it.
-                stats = host_bytes(inputs.wait_stats).view(np.int64)
-                stats[sources] += waited
+                # All rows come in one exchange, so each source is charged with the whole wait.
+                host_bytes(inputs.wait_stats).view(np.int64)[sources] += waited_ns
 
         hook = self._hooks.dispatch.append(receive) if with_hook else None
         if hook is None:
             receive()
-        views: dict[str, View | None] = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
-        views.update({name: result.view(framework) for name, result in made.items()})
+        framework = inputs.x.framework
+        views: Views = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
+        views.update({name: result.view(framework) for name, result in results.items()})
         kept = dataclasses.replace(routing, hook_state=hook.state if hook else None)
         handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
         if inputs.into is not None:
-            self._copy_into(inputs.into, views, handle)
+            self._write_into(inputs.into, results, handle)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, make_views=lambda: views)
 
-    def _copy_into(self, into: LowLatencyMemory, views: dict[str, View | None], handle: LowLatencyHandle) -> None:
-        for name, out in (("x", into.recv_x), ("scales", into.recv_scales)):
-            if out is not None:
-                made = views[name]
-                assert made is not None
-                self.copy(made.ptr, out, None)
-        self.tables.save_low_latency(handle, into.tables)
-
-    @tells_of_memory
-    def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
+    def combine(self, inputs: LowLatencyCombineInputs, with_hook: bool) -> LowLatencyCombineResult:
+        """Bring the experts' rows home and add them up; with a hook, the result is written when it is called."""
         routing: ExpertRouting = inputs.handle.routing
         check_hook_called(routing.hook_state)
-        left_out = self._left_out(inputs, routing)
+        excluded = self._find_excluded(inputs, routing)
         if routing.own_weights is not None and not np.array_equal(
-            _values(inputs.topk_weights), routing.own_weights, equal_nan=True
+            values_of(inputs.topk_weights), routing.own_weights, equal_nan=True
         ):
-            raise EPInputError("topk_weights differ from those that low_latency_dispatch was given; pass the same, or none there")
+            raise EPInputError(
+                "topk_weights differ from those of low_latency_dispatch; expected the same. Pass the same to both calls, or none to "
+                "low_latency_dispatch"
+            )
         self._hooks.combine.check_can_start(with_hook)
-        total = self._reduce_early(inputs, call, left_out) if inputs.reduce_early else self._reduce_at_home(inputs, left_out)
+        if inputs.reduce_early:
+            total = self._reduce_at_experts(inputs, routing, excluded)
+        else:
+            total = self._reduce_at_home(inputs, routing, excluded)
         out = inputs.out
         if out is None:
             out = Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
@@ -153,127 +132,162 @@ class HostLowLatencyBackend(HostBackend):
             receive()
         return LowLatencyCombineResult(event=Event(), hook=hook, make_views=lambda: {"x": out})
 
-    def _left_out(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting) -> np.ndarray:
-        """Find the choices of the dispatch that combine names no more, `[num_tokens, num_topk]` bool; raise if it names others.
+    def _write_into(self, memory: LowLatencyMemory, results: dict[str, Result], handle: LowLatencyHandle) -> None:
+        """Copy the results and the handle to the caller's memory."""
+        for name, out in (("x", memory.recv_x), ("scales", memory.recv_scales)):
+            if out is not None:
+                rows_of(out)[...] = results[name].rows
+        self._tables.save_low_latency(handle, memory.tables)
 
-        An expert rank that adds rows up sends one row for all of a token's choices there: they count together, or none does.
+    def _write_counts(self, num_recv: Result, routing: ExpertRouting, inputs: LowLatencyDispatchInputs) -> None:
+        """Count the rows of each expert, and warn if some were dropped."""
+        capacity = self._config.num_max_recv_tokens
+        counts = np.minimum(routing.counts, capacity).astype(np.int32)
+        fullest = int(routing.counts.argmax())
+        if routing.counts[fullest] > capacity:
+            self._overflow.expert(fullest, int(routing.counts[fullest]), capacity)
+        num_recv.values[:, 0] = counts
+        if inputs.recv_stats is not None:
+            stats = host_bytes(inputs.recv_stats).view(np.int32)
+            stats += counts
+
+    def _find_excluded(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting) -> np.ndarray:
+        """Find the choices of the dispatch that `topk_idx` excludes from the sum with -1, `[num_tokens, num_topk]` bool.
+
+        Raises:
+            EPInputError: if `topk_idx` names other experts. Where experts' ranks add rows up, they send one row for all of a token's
+                choices there, so it excludes all of these choices or none.
         """
-        given, sent = _values(inputs.topk_idx), routing.topk_idx
-        if given.shape != sent.shape:
-            raise EPInputError(f"topk_idx.shape={given.shape}; expected {sent.shape}, as low_latency_dispatch got it")
-        home = np.where(sent >= 0, sent // self._config.num_local_experts, -1)
-        left_out = (given == -1) & (sent >= 0)
-        differs = (given != sent) & ~left_out
+        given, dispatched = values_of(inputs.topk_idx), routing.topk_idx
+        if given.shape != dispatched.shape:
+            raise EPInputError(
+                f"topk_idx.shape={given.shape}; expected {dispatched.shape}. Pass the topk_idx of low_latency_dispatch"
+            )
+        owner = np.where(dispatched >= 0, dispatched // self._config.num_local_experts, -1)
+        excluded = (given == -1) & (dispatched >= 0)
+        differs = (given != dispatched) & ~excluded
         if inputs.reduce_early:
-            for rank in set(home[left_out].tolist()) - set(self._mail.masked):  # nothing comes from masked ranks
-                here = home == rank
-                differs |= left_out & here & (here & ~left_out).any(axis=1, keepdims=True)
+            for rank in set(owner[excluded].tolist()) - set(self._channel.masked):  # no rows come from masked ranks
+                is_owner = owner == rank
+                differs |= excluded & is_owner & (is_owner & ~excluded).any(axis=1, keepdims=True)
         if differs.any():
             token, choice = np.argwhere(differs)[0]
             raise EPInputError(
-                f"topk_idx[{token}, {choice}]={given[token, choice]}; expected {sent[token, choice]}, as low_latency_dispatch got it, or "
+                f"topk_idx[{token}, {choice}]={given[token, choice]}; expected {dispatched[token, choice]}, as in low_latency_dispatch, or "
                 f"-1 for all of the token's experts on that rank. Pass the same topk_idx to both calls"
             )
-        return left_out
+        return excluded
 
-    def _reduce_early(self, inputs: LowLatencyCombineInputs, call: Call, left_out: np.ndarray) -> np.ndarray:
-        """Add up the rows of a token that are here, send the sum as bfloat16, and add up the sums at home."""
-        routing: ExpertRouting = inputs.handle.routing
-        with self._part_of("low_latency_combine"):
+    def _reduce_at_experts(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, excluded: np.ndarray) -> np.ndarray:
+        """Add up the local rows of each token, send the sum as bfloat16, and add up the sums at home."""
+        with self._agreement.low_latency_call("low_latency_combine"):
             weights = routing.weights
             if weights is None:
-                sent = self.dispatch(DispatchInputs(inputs.topk_weights, None, None, None, routing.rows, None, 1), call)
-                arrived = sent.views["x"]
-                assert arrived is not None
-                weights = _values(arrived)
+                _, arrived = self._throughput.dispatch(
+                    DispatchInputs(inputs.topk_weights, None, None, None, routing.rows, None, 1)
+                )
+                assert arrived["x"] is not None
+                weights = values_of(arrived["x"])
             sums = Result((routing.rows.num_recv_rows, self._config.hidden), "bfloat16")
-            fits = routing.slot >= 0
-            rows = self._expert_rows(inputs)[routing.slot[fits]]
-            _weighted_sum(rows, routing.row[fits], routing.choice[fits], weights, sums.rows)
-            given = CombineInputs(sums.view(inputs.y.framework), routing.rows, None, ())
-            without = np.zeros((len(left_out), self._num_ranks), bool)
-            token, choice = np.nonzero(left_out)
-            without[token, routing.topk_idx[token, choice] // self._config.num_local_experts] = True
-            total = self._add_up(given, without).views["x"]
+            kept = routing.is_kept
+            rows = _expert_rows(inputs)[routing.slot[kept]]
+            _weighted_sum(rows, routing.row[kept], routing.choice[kept], weights, sums.rows)
+            excluded_ranks = np.zeros((len(excluded), self._config.num_ranks), bool)
+            token, choice = np.nonzero(excluded)
+            excluded_ranks[token, routing.topk_idx[token, choice] // self._config.num_local_experts] = True
+            sums_view = sums.view(inputs.y.framework)
+            total = self._throughput.combine(CombineInputs(sums_view, routing.rows, None, ()), excluded_ranks)["x"]
             assert total is not None
             return rows_of(total)
 
-    def _reduce_at_home(self, inputs: LowLatencyCombineInputs, left_out: np.ndarray) -> np.ndarray:
-        """Send the row of each choice, and add them up at home."""
-        routing: ExpertRouting = inputs.handle.routing
-        tokens: Routing = routing.rows.routing
-        config, y = self._config, self._expert_rows(inputs)
-        zero = np.zeros((1, y.shape[1]), np.uint8)
-        spans = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])
-        slots = [routing.slot[first:end] for first, end in spans.T]  # entries come in the order of their source ranks
+    def _reduce_at_home(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, excluded: np.ndarray) -> np.ndarray:
+        """Send the row of each choice, and add the rows up at home."""
         token, choice = np.nonzero(routing.topk_idx >= 0)
-        peer = routing.topk_idx[token, choice] // config.num_local_experts
-        by_peer = [np.flatnonzero(peer == rank) for rank in range(self._num_ranks)]
-        with self._part_of("low_latency_combine with allow_multiple_reduction=False"), self._mail.call():
-            notices = self._notices("combine", inputs.y, inputs, tokens.serial)
-            sends, expects = [len(part) for part in slots], [len(entries) for entries in by_peer]
-            self._note_size(notices, max(sends) * y.shape[1], int(np.argmax(sends)))
-            goes, comes = self._agree_on_rows(notices, "kPhaseLlCombineRoom", sends, expects)
-            slots = [part if there else part[:0] for part, there in zip(slots, goes, strict=True)]
-            outgoing = [np.where(part[:, None] < 0, zero, y[part]) for part in slots]  # a row without room was not computed
-            arrived = [
-                np.empty((count if there else 0, y.shape[1]), np.uint8) for count, there in zip(expects, comes, strict=True)
-            ]
-            arrived[self._rank] = outgoing[self._rank]
-            lost = self._mail.exchange([[part] for part in outgoing], [[part] for part in arrived], "kPhaseLlCombineRows")
+        owner = routing.topk_idx[token, choice] // self._config.num_local_experts
+        by_owner = [np.flatnonzero(owner == rank) for rank in range(self._config.num_ranks)]
+        parts, lost = self._exchange_choices(inputs, routing, [len(entries) for entries in by_owner])
 
-        rows = np.empty((len(token), y.shape[1]), np.uint8)
-        came = np.zeros(len(token), bool)
-        for rank, (entries, part) in enumerate(zip(by_peer, arrived, strict=True)):
-            if comes[rank] and rank not in lost:
+        rows = np.empty((len(token), parts[0].shape[1]), np.uint8)
+        has_arrived = np.zeros(len(token), bool)
+        for rank, (entries, part) in enumerate(zip(by_owner, parts, strict=True)):
+            if rank not in lost and len(part) == len(entries):
                 rows[entries] = part
-                came[entries] = True
-        came &= ~left_out[token, choice]
-        total = np.empty((inputs.handle.num_tokens, y.shape[1]), np.uint8)
-        _weighted_sum(rows[came], token[came], choice[came], _values(inputs.topk_weights), total)
+                has_arrived[entries] = True
+        has_arrived &= ~excluded[token, choice]
+        total = np.empty((inputs.handle.num_tokens, rows.shape[1]), np.uint8)
+        weights = values_of(inputs.topk_weights)
+        _weighted_sum(rows[has_arrived], token[has_arrived], choice[has_arrived], weights, total)
         return total
 
-    def _expert_rows(self, inputs: LowLatencyCombineInputs) -> np.ndarray:
-        """`y` as `[experts * capacity, row_bytes]` uint8."""
-        return host_bytes(inputs.y).reshape(inputs.y.shape[0] * inputs.y.shape[1], -1)
+    def _exchange_choices(
+        self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, num_expected: list[int]
+    ) -> tuple[list[np.ndarray], set[int]]:
+        """Send the row of each choice home.
 
-    @contextmanager
-    def _part_of(self, kind: str) -> Iterator[None]:
-        """What dispatch and combine do meanwhile is a part of this call: the other ranks are told so, and masked ranks left out."""
-        self._calling = kind
-        try:
-            with self._mail.low_latency_call():
-                yield
-        finally:
-            self._calling = None
+        Returns:
+            The rows from each rank, none where the two ranks disagree on them, and the ranks whose rows did not arrive.
+        """
+        tokens: Routing = routing.rows.routing
+        y = _expert_rows(inputs)
+        ends = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])
+        slots = [routing.slot[first:end] for first, end in ends.T]  # entries lie in the order of their source ranks
+        num_sent = [len(part) for part in slots]
+        kind = "low_latency_combine with allow_multiple_reduction=False"
+        with self._agreement.low_latency_call(kind), self._channel.call():
+            headers = self._agreement.new_headers("combine", inputs.y, inputs, tokens.serial)
+            headers.report_size(num_sent, y.shape[1])
+            send_mask, recv_mask = self._agreement.exchange_row_counts(headers, "kPhaseLlCombineRoom", num_sent, num_expected)
+            zero = np.zeros((1, y.shape[1]), np.uint8)  # stands for a row that was dropped, and so was not computed
+            slots = [part if sends else part[:0] for part, sends in zip(slots, send_mask, strict=True)]
+            outgoing = [np.where(part[:, None] < 0, zero, y[part]) for part in slots]
+            incoming = [
+                np.empty((count if arrives else 0, y.shape[1]), np.uint8)
+                for count, arrives in zip(num_expected, recv_mask, strict=True)
+            ]
+            incoming[self._channel.rank] = outgoing[self._channel.rank]
+            lost = self._channel.exchange_rows(
+                [[part] for part in outgoing], [[part] for part in incoming], "kPhaseLlCombineRows"
+            )
+        return incoming, lost
+
+
+def _expert_rows(inputs: LowLatencyCombineInputs) -> np.ndarray:
+    """`y` as `[experts * capacity, row_bytes]` uint8."""
+    return host_bytes(inputs.y).reshape(inputs.y.shape[0] * inputs.y.shape[1], -1)
+
+
+def _sort_by_expert(results: dict[str, Result], arrived: Views, routing: ExpertRouting) -> None:
+    """Copy the rows that arrived to the slots of their experts."""
+    kept = routing.is_kept
+    for name, result in results.items():
+        view = arrived[name]
+        assert view is not None
+        rows = result.rows.reshape(result.shape[0] * result.shape[1], view.row_bytes)
+        rows[routing.slot[kept]] = rows_of(view)[routing.row[kept]]
 
 
 def _weighted_sum(rows: np.ndarray, target: np.ndarray, choice: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
     """Add bfloat16 `rows[i]` times `weights[target[i], choice[i]]` to `out[target[i]]`, in the order of choices, in float32.
 
-    Products and sums are rounded separately, and the end result to bfloat16; targets without rows become zero.
+    Products and sums are rounded separately, and the result to bfloat16. Targets without rows become zero.
     """
     total = np.zeros((out.shape[0], out.shape[1] // 2), np.float32)
-    with np.errstate(all="ignore"):  # inf - inf and the like are the caller's numbers, not our mistakes
+    with np.errstate(all="ignore"):  # an inf - inf stands in the caller's numbers
         for k in range(weights.shape[1]):
-            at = np.flatnonzero(choice == k)
-            here = target[at]  # each at most once
-            total[here] += weights[here, k][:, None] * to_float32(rows[at], "bfloat16")
+            entries = np.flatnonzero(choice == k)
+            targets = target[entries]  # each at most once
+            total[targets] += weights[targets, k][:, None] * to_float32(rows[entries], "bfloat16")
         from_float32(total, "bfloat16", out)
 
 
-def _to_fp8(x: View, inputs: LowLatencyDispatchInputs) -> tuple[View, View]:
-    """Rows as FP8, and their scales."""
+def _to_fp8(inputs: LowLatencyDispatchInputs) -> tuple[View, View]:
+    """Convert the rows of a dispatch to FP8, with scales."""
+    x = inputs.x
     codes, factors = fp8.to_fp8(to_float32(rows_of(x), "bfloat16"), inputs.round_scale)
     if inputs.use_ue8m0:
         factors = fp8.exponents(factors)
     rows = Result(x.shape, "float8_e4m3fn")
     rows.rows[...] = codes
     scales = Result((x.shape[0], x.shape[1] // FP8_GROUP), factors.dtype.name)
-    scales.rows.view(factors.dtype)[...] = factors
+    scales.values[...] = factors
     return rows.view(x.framework), scales.view(x.framework)
-
-
-def _values(view: View) -> np.ndarray:
-    """A matrix of a type that NumPy knows, without a copy."""
-    return rows_of(view).view(view.dtype)

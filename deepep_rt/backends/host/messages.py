@@ -1,24 +1,24 @@
-"""Bounded exchanges of messages between the ranks of the host backend, with or without those that are masked.
+"""Exchange messages between the ranks of the host backend, with a time limit on every wait.
 
-Low-latency calls leave masked ranks out, and a rank is masked in the middle of a call if it is silent. So messages may arrive when
-nobody waits for them any more, and the rank may be unmasked later. Such a message is never taken for one of a later call:
+Low-latency calls exclude masked ranks. A silent rank is masked in the middle of a call and may be unmasked later. Its messages can
+therefore arrive after this rank has stopped waiting for them. Four rules keep such a message out of later calls:
 
-- A notice carries the number of its low-latency call. All ranks have made the same number of calls when one is unmasked, so a notice
-  with a smaller number is an old one, and is thrown away: notices have one size and arrive in the order in which they were sent.
-- Rows have any size, and so must not be received to find out. They travel under a tag that their receiver names in its notice of the
-  same call, and it names another one once it has masked the sender, or raised instead of receiving: nobody listens to the tags before.
-- A receive that was posted cannot take a later message: it is cancelled, and where that comes too late it has its (old) message.
-- A send is not cancelled, since the peer may be reading. It, and memory that MPI may still look at, are kept until they are done with.
+- A header carries the number of its low-latency call. All ranks have made the same number of calls when one is unmasked, so a smaller
+  number marks an outdated header, which the receiver discards. Headers have one size and arrive in the order in which they were sent.
+- Rows have any size, so a rank cannot receive them to find out whether they are outdated. Each header names the tag under which its
+  sender expects rows. After a rank has masked a peer or raised an error, its next header names another tag.
+- A posted receive must not take a later message, so it is cancelled. If it is too late to cancel it, it has already taken its own message.
+- A send is not cancelled, because the peer may be reading. Its request and its memory are kept until it is done.
 
-A rank that waits for a silent one is not silent itself: where time-outs mask, it gives the others signs of life. Or else two ranks
-that lost a third at different points of a call (its last message reached one of them) would take each other for lost too.
+While a rank waits for a silent peer, it sends heartbeats where time-outs mask. Without them, two ranks that lost a third one at different
+points of a call would mask each other too.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,37 +30,37 @@ from ...comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
 from ...errors import EPInputError, EPTimeoutError
 from ...kernels.structs import PHASES
 
-_NOTICE_TAG, _SIGN_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
-_NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has so many, and one more, which `comm/mpi.py` uses
-_SIGNS_PER_TIMEOUT = 8
-_THROUGHPUT = 0  # what a notice carries instead of the number of a low-latency call; those count from 1
+_HEADER_TAG, _HEARTBEAT_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
+_NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has tags up to 32767; `comm/mpi.py` uses the last one
+_HEARTBEATS_PER_TIMEOUT = 8
+_THROUGHPUT = 0  # stands in a header of a throughput call; low-latency calls count from 1
 _logger = logging.getLogger("deepep_rt")
 
 
-class Mail:
-    """Bounded exchanges of messages between all ranks. After a time-out that masks nobody, or a call that was interrupted, it is broken.
+class MessageChannel:
+    """Exchange messages with all ranks. A time-out that does not mask, or an interrupted call, breaks the channel.
 
     Args:
-        comm: Nobody else sends messages over it.
+        comm: A communicator that carries no other messages.
         timeout_s: How long a peer may be silent.
         masks_silent: Whether a low-latency call masks silent peers instead of raising.
-        check_ended: Raises if the Buffer was destroyed; asked while a call waits.
+        check_destroyed: Raises if the Buffer was destroyed. Every wait calls it.
     """
 
     def __init__(
-        self, comm: Communicator, timeout_s: float, masks_silent: bool, check_ended: Callable[[], None] = lambda: None
+        self, comm: Communicator, timeout_s: float, masks_silent: bool, check_destroyed: Callable[[], None] = lambda: None
     ) -> None:
-        self._comm, self._timeout_s, self._masks_silent, self._check_ended = comm, timeout_s, masks_silent, check_ended
-        self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
+        self._comm, self._timeout_s, self._masks_silent, self._check_destroyed = comm, timeout_s, masks_silent, check_destroyed
+        self.rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
         self._call_idx = 0
         self._failure: EPTimeoutError | None = None
         self._masked: set[int] = set()
-        self._rows_given_up = [0] * self._num_ranks  # how often rows of each peer may have come too late
-        self._rows_tags = [_FIRST_ROWS_TAG] * self._num_ranks  # where each peer listens for our rows; its last notice said so
+        self._num_abandoned = [0] * self._num_ranks  # how often this rank has stopped waiting for rows of each peer
+        self._send_tags = [_FIRST_ROWS_TAG] * self._num_ranks  # under which each peer expects our rows, as its last header says
         self._low_latency_calls = 0
         self._in_low_latency = False
-        self._unfinished: list[_Post] = []
-        self.failure_notice = FailureNotice(comm)
+        self._unfinished: list[_Transfer] = []
+        self._failure_notice = FailureNotice(comm)
 
     @property
     def is_broken(self) -> bool:
@@ -74,25 +74,25 @@ class Mail:
     @property
     def peers(self) -> list[int]:
         """The other ranks that take part in the current call, ascending."""
-        left_out = self._masked if self._in_low_latency else ()
-        return [peer for peer in range(self._num_ranks) if peer != self._rank and peer not in left_out]
+        excluded = self._masked if self._in_low_latency else ()
+        return [peer for peer in range(self._num_ranks) if peer != self.rank and peer not in excluded]
 
     @property
     def low_latency_calls(self) -> int:
-        """Low-latency calls that have begun. The same on all ranks, except on masked ones that do not call."""
+        """The number of low-latency calls that have begun. It is the same on all ranks but masked ones that do not call."""
         return self._low_latency_calls
 
     def check(self) -> None:
         """Raise if an earlier call timed out."""
         if (first := self._failure) is not None:
-            text = f"this Buffer is broken since an earlier call did not end; make a new one. The earlier error: {first}"
+            text = f"this Buffer is broken because an earlier call failed. Make a new Buffer. The earlier error: {first}"
             raise EPTimeoutError(text, rank=first.rank, peer=first.peer, phase=first.phase, call_idx=first.call_idx)
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """What is exchanged meanwhile belongs to one call.
+        """Send and receive the messages of one call.
 
-        If something throws this rank out of the middle of it, the Buffer is broken: its next call would be taken for this one.
+        An exception in the middle of a throughput call breaks the Buffer: the peers would match this rank's next call with this one.
         """
         self._call_idx += 1
         try:
@@ -100,204 +100,219 @@ class Mail:
         except EPInputError:  # all ranks agree on it, or nothing was sent yet
             raise
         except BaseException as error:
-            if self._failure is None and not self._in_low_latency:  # low-latency calls tell their numbers
-                what = f"rank {self._rank} was thrown out of call {self._call_idx} by {type(error).__name__}"
-                self._failure = EPTimeoutError(what, rank=self._rank, peer=self._rank, phase="", call_idx=self._call_idx)
+            if self._failure is None and not self._in_low_latency:  # headers of low-latency calls carry numbers
+                self._break(f"{type(error).__name__} interrupted call {self._call_idx} of rank {self.rank}")
             raise
-
-    def leave(self, error: Exception) -> None:
-        """Tell the others why this rank cannot end its call, and refuse its later ones: theirs of this call have no answer."""
-        self.failure_notice.notify(error)
-        self._failure = EPTimeoutError(str(error), rank=self._rank, peer=self._rank, phase="", call_idx=self._call_idx)
-
-    def release(self) -> None:
-        """Nothing is exchanged any more. MPI goes on with what was started: what that reads and writes must outlive this."""
-        self._unfinished = [post for post in self._unfinished if not post.is_done()]
-        if self._unfinished:
-            self._comm.retain(self._unfinished)
 
     @contextmanager
     def low_latency_call(self) -> Iterator[None]:
-        """What is exchanged meanwhile belongs to one low-latency call: masked ranks are left out."""
+        """Send and receive the messages of one low-latency call, which excludes masked ranks."""
         self._low_latency_calls += 1
         self._in_low_latency = True
         try:
             yield
         except BaseException:
             for peer in range(self._num_ranks):
-                self._rows_given_up[peer] += 1  # a peer may see no reason to raise, and send its rows
+                self._num_abandoned[peer] += 1  # a peer may see no reason to raise, and send its rows
             raise
         finally:
             self._in_low_latency = False
 
+    def notify_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank leaves the Buffer because of an exception."""
+        self._failure_notice.notify(error)
+
+    def abort_call(self, error: Exception) -> None:
+        """Tell the other ranks why this rank cannot end its call, and refuse its later calls: the peers get no rows of this one."""
+        self.notify_failure(error)
+        self._break(str(error))
+
+    def close(self) -> None:
+        """Keep the memory of messages that MPI has not finished. It reads and writes them after the Buffer is gone."""
+        self._unfinished = [transfer for transfer in self._unfinished if not transfer.is_done()]
+        if self._unfinished:
+            self._comm.retain(self._unfinished)
+
     def mask(self, rank: int) -> None:
-        """Leave a rank out of low-latency calls."""
+        """Exclude a rank from low-latency calls."""
         if rank not in self._masked:
             self._masked.add(rank)
-            self._rows_given_up[rank] += 1  # rows that are still on their way here find nobody from now on
+            self._num_abandoned[rank] += 1  # this rank no longer receives rows that are still on their way
 
     def unmask(self, rank: int) -> None:
+        """Include a rank in low-latency calls again."""
         self._masked.discard(rank)
 
-    def swap(self, notices: np.ndarray, phase: str) -> tuple[np.ndarray, list[int]]:
-        """Swap notices: send `notices[peer]`, and get what each peer says to this rank.
+    def exchange_headers(self, headers: np.ndarray, phase: str) -> tuple[np.ndarray, list[int]]:
+        """Send `headers[peer]` to each peer, and receive the header of each peer for this rank.
 
         Returns:
-            What each rank said, `[num_ranks, ...]`, and the ranks that take part, ascending. The rows of others are zero.
+            The header of each rank, `[num_ranks, ...]`, and the ranks that take part, ascending. The rows of other ranks are zero.
 
         Raises:
-            EPInputError: if another rank is further in its low-latency calls.
+            EPInputError: if another rank is ahead in its low-latency calls.
         """
         number = self._low_latency_calls if self._in_low_latency else _THROUGHPUT
-        said = np.zeros((self._num_ranks, 2 + notices.shape[1]), np.int64)  # call and tag before each notice
-        said[:, 0], said[:, 1], said[:, 2:] = number, [self._listening_tag(peer) for peer in range(self._num_ranks)], notices
-        heard = np.zeros_like(said)
-        sends = [self._send([said[peer]], peer, _NOTICE_TAG) for peer in self.peers]
+        sent = np.zeros((self._num_ranks, 2 + headers.shape[1]), np.int64)  # the call's number and a tag precede each header
+        sent[:, 0], sent[:, 1], sent[:, 2:] = number, [self._receive_tag(peer) for peer in range(self._num_ranks)], headers
+        received = np.zeros_like(sent)
+        sends = [self._send([sent[peer]], peer, _HEADER_TAG) for peer in self.peers]
         waiting = self.peers
         while waiting:
-            receives = [self._receive([heard[peer]], peer, _NOTICE_TAG) for peer in waiting]
+            receives = [self._receive([received[peer]], peer, _HEADER_TAG) for peer in waiting]
             self._wait([*sends, *receives], phase)
             sends = []
-            waiting = [peer for peer in waiting if peer in self.peers and self._is_old(int(heard[peer, 0]))]
-        present = sorted([self._rank, *self.peers])  # whoever did not answer is masked now, and has no say
-        heard[self._rank] = said[self._rank]
-        heard = np.where(np.isin(np.arange(self._num_ranks), present)[:, None], heard, 0)  # MPI may still write to the old one
+            waiting = [peer for peer in waiting if peer in self.peers and self._is_outdated(int(received[peer, 0]))]
+        present = sorted([self.rank, *self.peers])  # silent ranks are masked by now, and their headers do not count
+        received[self.rank] = sent[self.rank]
+        is_present = np.isin(np.arange(self._num_ranks), present)
+        received = np.where(is_present[:, None], received, 0)  # a copy: MPI may still write to the first array
         for peer in present:
-            self._rows_tags[peer] = int(heard[peer, 1])
-        self._compare_numbers(number, heard[:, 0])
-        return heard[:, 2:], present
+            self._send_tags[peer] = int(received[peer, 1])
+        self._compare_numbers(number, received[:, 0])
+        return received[:, 2:], present
 
-    def exchange(
+    def exchange_rows(
         self, outgoing: Sequence[Sequence[np.ndarray]], incoming: Sequence[Sequence[np.ndarray]], phase: str
     ) -> set[int]:
         """Send the arrays `outgoing[peer]` to each peer as one message, and fill `incoming[peer]` with its message.
 
         Returns:
-            The peers whose message did not come, and which are masked now. What their arrays hold is undefined, also later.
+            The silent peers, which are masked now. The contents of their arrays are undefined, also later.
         """
-        posts = []
+        transfers = []
         for peer in self.peers:
             if any(part.nbytes for part in incoming[peer]):
-                posts.append(self._receive(incoming[peer], peer, self._listening_tag(peer)))
+                transfers.append(self._receive(incoming[peer], peer, self._receive_tag(peer)))
         for peer in self.peers:
             if any(part.nbytes for part in outgoing[peer]):
-                posts.append(self._send(outgoing[peer], peer, self._rows_tags[peer]))
-        return self._wait(posts, phase)
+                transfers.append(self._send(outgoing[peer], peer, self._send_tags[peer]))
+        return self._wait(transfers, phase)
 
-    def _listening_tag(self, peer: int) -> int:
-        """Where this rank listens for rows of a peer."""
-        return _FIRST_ROWS_TAG + self._rows_given_up[peer] % _NUM_ROWS_TAGS
+    def _receive_tag(self, peer: int) -> int:
+        """The tag under which this rank expects rows of a peer."""
+        return _FIRST_ROWS_TAG + self._num_abandoned[peer] % _NUM_ROWS_TAGS
 
-    def _is_old(self, number: int) -> bool:
-        """Whether a notice with this number of a low-latency call is of a call that is over (or was masked) here."""
+    def _is_outdated(self, number: int) -> bool:
+        """Whether a header with this number belongs to a low-latency call that has ended, or was masked, here."""
         if number == _THROUGHPUT:
             return False
         if self._in_low_latency:
             return number < self._low_latency_calls
-        # In a throughput call: a call that this rank did not make is a mistake, unless it was masked there meanwhile.
+        # In a throughput call, a low-latency call that this rank did not make is an error, unless the peer had masked this rank.
         return self._masks_silent or number <= self._low_latency_calls
 
-    def _compare_numbers(self, number: int, heard: np.ndarray) -> None:
-        """Note how far the others are; this rank counts calls that it missed too, to be in step with them again."""
-        last = int(heard.argmax())
-        self._low_latency_calls = max(self._low_latency_calls, int(heard[last]))
-        if number != _THROUGHPUT and heard[last] > number:
+    def _compare_numbers(self, number: int, received: np.ndarray) -> None:
+        """Count the calls that this rank missed, so that it makes its next call together with the others."""
+        last = int(received.argmax())
+        self._low_latency_calls = max(self._low_latency_calls, int(received[last]))
+        if number != _THROUGHPUT and received[last] > number:
             raise EPInputError(
-                f"rank {last} makes low-latency call {heard[last]} of this Buffer, but this rank makes call {number}; "
-                f"all ranks must have made the same number of calls when one is unmasked"
+                f"low-latency call {number} of this rank meets call {received[last]} of rank {last}; expected the same number of calls "
+                f"on all ranks. Unmask a rank only after all ranks have made the same number of low-latency calls"
             )
 
-    def _send(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Post:
-        return _Post(peer, self._comm.send_parts(parts, peer, tag), False, parts)
+    def _send(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Transfer:
+        return _Transfer(peer, self._comm.send_parts(parts, peer, tag), False, parts)
 
-    def _receive(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Post:
-        return _Post(peer, self._comm.receive_parts(parts, peer, tag), True, parts)
+    def _receive(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Transfer:
+        return _Transfer(peer, self._comm.receive_parts(parts, peer, tag), True, parts)
 
-    def _wait(self, posts: list[_Post], phase: str) -> set[int]:
-        """Wait until everything is done.
+    def _wait(self, transfers: list[_Transfer], phase: str) -> set[int]:
+        """Wait until all transfers are done.
 
         Returns:
-            The peers that this rank has stopped waiting for, as far as something was to come from them. They are masked now.
+            The peers, masked now, whose messages this rank no longer waits for.
         """
         try:
-            return self._poll(posts, PHASES[phase][1])
+            return self._poll(transfers, PHASES[phase][1])
         except BaseException:
-            self._comm.retain(posts)  # MPI may still read or write there, whatever becomes of the Buffer
+            self._comm.retain(transfers)  # MPI may still read or write there after the Buffer is gone
             raise
 
-    def _poll(self, posts: list[_Post], phase: str) -> set[int]:
+    def _poll(self, transfers: list[_Transfer], phase: str) -> set[int]:
         masks_silent = self._masks_silent and self._in_low_latency
         start = time.monotonic()
-        self.failure_notice.start_listening()
-        alive_at = dict.fromkeys((post.peer for post in posts), start)
-        sign_at = start + self._timeout_s / _SIGNS_PER_TIMEOUT
+        self._failure_notice.start_listening()
+        alive_at = dict.fromkeys((transfer.peer for transfer in transfers), start)
+        heartbeat_at = start + self._timeout_s / _HEARTBEATS_PER_TIMEOUT
         lost: set[int] = set()
         pause = 0.0
-        while sum(post.is_done() for post in posts) < len(posts):  # all are asked: MPI goes on with what it is asked about
-            self._check_ended()
+        # Each transfer is tested, because MPI makes progress only on requests that are tested.
+        while sum(transfer.is_done() for transfer in transfers) < len(transfers):
+            self._check_destroyed()
             now = time.monotonic()
-            if masks_silent and now > sign_at:
-                sign_at = now + self._timeout_s / _SIGNS_PER_TIMEOUT
-                self._give_sign()
-                alive_at.update(dict.fromkeys(self._take_signs(), now))
-            if not masks_silent and (gone := self.failure_notice.failed_peers()):
-                silent = [post for post in posts if post.peer in gone and not post.is_done()]
-                if silent:
-                    self._fail(silent, self.failure_notice.error(silent[0].peer, phase, self._call_idx))
+            if masks_silent and now > heartbeat_at:
+                heartbeat_at = now + self._timeout_s / _HEARTBEATS_PER_TIMEOUT
+                self._send_heartbeats()
+                alive_at.update(dict.fromkeys(self._receive_heartbeats(), now))
+            if not masks_silent:
+                self._raise_if_failed(transfers, phase)
             if now > start + self._timeout_s:
-                silent = [post for post in posts if now > alive_at[post.peer] + self._timeout_s and not post.is_done()]
+                silent = [t for t in transfers if now > alive_at[t.peer] + self._timeout_s and not t.is_done()]
                 if silent and not masks_silent:
                     self._fail(silent, self._timeout(silent, phase))
-                lost.update(post.peer for post in silent if post.is_receive)
+                lost.update(transfer.peer for transfer in silent if transfer.is_receive)
                 self._mask_silent(silent, phase)
-                posts = [post for post in posts if post not in silent]
-            time.sleep(pause)  # ranks often share cores: polling without a pause would slow down the one that is waited for
-            # MPI moves large messages in pieces, and each may wait for a pause: a long one only for a peer that is late by much more.
+                transfers = [transfer for transfer in transfers if transfer not in silent]
+            time.sleep(pause)  # ranks often share cores: polling without a pause would slow down the peer
+            # MPI moves large messages in pieces, and each may wait for a pause. So pauses are long only if the peer is late by much more.
             pause = min(pause + 2e-6, max(2e-5, min((now - start) / 100, 1e-3)))
         return lost
 
-    def _give_sign(self) -> None:
-        self._unfinished = [post for post in self._unfinished if not post.is_done()]
+    def _send_heartbeats(self) -> None:
+        self._unfinished = [transfer for transfer in self._unfinished if not transfer.is_done()]
         for peer in self.peers:
-            self._unfinished.append(_Post(peer, self._comm.isend(None, peer, _SIGN_TAG), False, ()))
+            self._unfinished.append(_Transfer(peer, self._comm.isend(None, peer, _HEARTBEAT_TAG), False, ()))
 
-    def _take_signs(self) -> Iterable[int]:
-        """Ranks that gave signs of life. An old one does no harm: it is as if the rank were silent a moment later."""
+    def _receive_heartbeats(self) -> Iterator[int]:
+        """Yield the ranks that have sent heartbeats. An old heartbeat only delays a time-out a little."""
         for peer in range(self._num_ranks):
-            while peer != self._rank and self._comm.iprobe(peer, _SIGN_TAG):
-                self._comm.recv(source=peer, tag=_SIGN_TAG)
+            while peer != self.rank and self._comm.iprobe(peer, _HEARTBEAT_TAG):
+                self._comm.recv(source=peer, tag=_HEARTBEAT_TAG)
                 yield peer
 
-    def _mask_silent(self, silent: list[_Post], phase: str) -> None:
-        for post in silent:
-            if post.is_receive:
-                post.request.Cancel()
-            if not post.is_done():
-                self._unfinished.append(post)
-        for peer in sorted({post.peer for post in silent}):
+    def _raise_if_failed(self, transfers: list[_Transfer], phase: str) -> None:
+        """Raise if this rank waits for a peer that has left the Buffer after an exception."""
+        if failed := self._failure_notice.failed_peers():
+            waiting = [transfer for transfer in transfers if transfer.peer in failed and not transfer.is_done()]
+            if waiting:
+                self._fail(waiting, self._failure_notice.error(waiting[0].peer, phase, self._call_idx))
+
+    def _mask_silent(self, silent: list[_Transfer], phase: str) -> None:
+        for transfer in silent:
+            if transfer.is_receive:
+                transfer.request.Cancel()
+            if not transfer.is_done():
+                self._unfinished.append(transfer)
+        for peer in sorted({transfer.peer for transfer in silent}):
             self.mask(peer)
             _logger.warning(
-                "rank %d waited %g s for rank %d: %s did not come (call %d of this rank). Low-latency calls leave rank %d out from "
-                "now on; see Buffer.unmask_rank",
-                *(self._rank, self._timeout_s, peer, phase, self._call_idx, peer),
+                "rank %d waited %g s for rank %d: %s did not come (call %d of this rank). Low-latency calls exclude rank %d from now on; "
+                "see Buffer.unmask_rank",
+                *(self.rank, self._timeout_s, peer, phase, self._call_idx, peer),
             )
 
-    def _fail(self, silent: list[_Post], error: EPTimeoutError) -> None:
-        for post in silent:
-            if post.is_receive:
-                post.request.Cancel()
+    def _break(self, reason: str) -> None:
+        """Refuse later calls for a reason that lies on this rank."""
+        self._failure = EPTimeoutError(reason, rank=self.rank, peer=self.rank, phase="", call_idx=self._call_idx)
+
+    def _fail(self, silent: list[_Transfer], error: EPTimeoutError) -> None:
+        for transfer in silent:
+            if transfer.is_receive:
+                transfer.request.Cancel()
         self._failure = error
         raise error
 
-    def _timeout(self, silent: list[_Post], phase: str) -> EPTimeoutError:
+    def _timeout(self, silent: list[_Transfer], phase: str) -> EPTimeoutError:
         first = silent[0].peer
-        others = sorted({post.peer for post in silent} - {first})
+        others = sorted({transfer.peer for transfer in silent} - {first})
         return EPTimeoutError(
-            f"rank {self._rank} waited {self._timeout_s:g} s for rank {first}: {phase} did not come "
+            f"rank {self.rank} waited {self._timeout_s:g} s for rank {first}: {phase} did not come "
             f"(call {self._call_idx} of this rank{f'; ranks {others} were silent too' if others else ''}). "
-            f"Check that all ranks make the same calls in the same order and that rank {first} is alive; "
-            f"if it is only slow, raise timeout_s (DEEPEP_RT_TIMEOUT_S)",
-            rank=self._rank,
+            f"Check that all ranks make the same calls in the same order and that rank {first} is alive. "
+            f"If it is only slow, raise timeout_s (DEEPEP_RT_TIMEOUT_S)",
+            rank=self.rank,
             peer=first,
             phase=phase,
             call_idx=self._call_idx,
@@ -305,13 +320,13 @@ class Mail:
 
 
 @dataclass(eq=False)
-class _Post:
-    """A message on its way."""
+class _Transfer:
+    """A message that is being sent or received."""
 
     peer: int
     request: Any  # of mpi4py, or of `comm/store.py`
     is_receive: bool
-    parts: Sequence[np.ndarray]  # what MPI reads or writes
+    parts: Sequence[np.ndarray]  # the memory that MPI reads or writes
 
     def is_done(self) -> bool:
         return not self.request or self.request.Test()

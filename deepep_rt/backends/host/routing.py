@@ -1,4 +1,4 @@
-"""Where rows of a call go and come from, as the host backend knows it."""
+"""Routings of the host backend: which tokens go to which rank, and which rows come from which rank."""
 
 from __future__ import annotations
 
@@ -6,67 +6,78 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...arrays.host_memory import values_of
+from ...arrays.view import View
 from ...config import Config
-from ...results import DispatchHandle
-from ..hooks import HookState
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where this rank's tokens go and where its rows come from; rows that did not fit, or did not come, are in neither."""
+    """Where this rank's tokens go and where its rows come from. Rows that were dropped, or that did not arrive, are left out."""
 
     serial: int
     sent_tokens: tuple[np.ndarray, ...]  # for each rank, the tokens that go there, ascending
     num_received: np.ndarray  # [num_ranks] rows from each rank
-    first_row: np.ndarray  # [num_ranks] where they start
+    first_row: np.ndarray  # [num_ranks] position of the first row from each rank
     num_sent: np.ndarray  # [source, destination] rows, of all ranks
 
     @property
     def num_rows(self) -> int:
-        """Rows that are taken up, gaps of rows that did not come included."""
+        """The end of the last row that arrived; gaps of rows that did not arrive count."""
         return int((self.first_row + self.num_received).max())
 
-    def only(self, sent: np.ndarray, received: np.ndarray) -> Routing:
-        """The part of it that goes to some ranks and comes from some ranks, `[num_ranks]` bool each."""
-        tokens = tuple(t if goes else t[:0] for t, goes in zip(self.sent_tokens, sent, strict=True))
-        return replace(self, sent_tokens=tokens, num_received=np.where(received, self.num_received, 0))
+    @property
+    def row_ranges(self) -> list[tuple[int, int]]:
+        """For each rank, the position of its first row and the number of its rows."""
+        return list(zip(self.first_row.tolist(), self.num_received.tolist(), strict=True))
+
+    def restricted(self, send_mask: np.ndarray, recv_mask: np.ndarray) -> Routing:
+        """Keep the tokens that go to some ranks, and the rows that come from some ranks, `[num_ranks]` bool each."""
+        tokens = tuple(t if sends else t[:0] for t, sends in zip(self.sent_tokens, send_mask, strict=True))
+        return replace(self, sent_tokens=tokens, num_received=np.where(recv_mask, self.num_received, 0))
+
+    def is_chosen_by(self, topk_idx: View, config: Config, rank: int) -> bool:
+        """Whether the expert numbers of rank `rank` choose the ranks of this routing."""
+        owner = values_of(topk_idx) // config.num_local_experts
+        for peer, (tokens, count) in enumerate(zip(self.sent_tokens, self.num_sent[rank], strict=True)):
+            chosen = np.flatnonzero((owner == peer).any(axis=1))
+            # A routing holds the first tokens that were chosen. It lacks those that were dropped.
+            if len(chosen) != count or not np.array_equal(chosen[: len(tokens)], tokens):
+                return False
+        return True
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertRouting:
-    """A routing, and where the rows that arrived lie. An entry is a choice of a local expert by a token that arrived."""
+def tokens_by_rank(topk_idx: np.ndarray, config: Config) -> list[np.ndarray]:
+    """For each rank, find the tokens that choose one of its experts, ascending."""
+    chosen = np.zeros((len(topk_idx), config.num_ranks), bool)
+    token, choice = np.nonzero((topk_idx >= 0) & (topk_idx < config.num_experts))
+    chosen[token, topk_idx[token, choice] // config.num_local_experts] = True
+    return [np.flatnonzero(chosen[:, peer]).astype(np.int32) for peer in range(config.num_ranks)]
 
-    rows: DispatchHandle  # the routing of the rows
-    topk_idx: np.ndarray  # [num_tokens, num_topk] of this rank, int64
-    row: np.ndarray  # [entries] the row that arrived, ascending
-    choice: np.ndarray  # [entries] which of its token's choices, ascending in a row
-    expert: np.ndarray  # [entries] the local expert
-    slot: np.ndarray  # [entries] where it lies in `[experts * capacity, hidden]`, or -1: the expert has no room left
-    counts: np.ndarray  # [num_local_experts] entries of each expert, those without room included
-    weights: np.ndarray | None  # [rows, num_topk] float32, if they came with the rows
-    own_weights: np.ndarray | None  # [num_tokens, num_topk] of this rank, if it sent them with the rows
-    hook_state: HookState | None = None  # None: no hook
 
-    @staticmethod
-    def of(
-        rows: DispatchHandle,
-        topk_idx: np.ndarray,
-        recv_idx: np.ndarray,
-        weights: np.ndarray | None,
-        own_weights: np.ndarray | None,
-        config: Config,
-    ) -> ExpertRouting:
-        """Lay out entries by expert; those of an expert keep the order of rows, which is that of source ranks and tokens."""
-        routing: Routing = rows.routing
-        is_there = np.zeros(len(recv_idx), bool)
-        for first, count in zip(routing.first_row, routing.num_received, strict=True):
-            is_there[first : first + count] = True  # a gap is left by rows of a rank that was masked before they came
-        row, choice = np.nonzero((recv_idx >= 0) & is_there[:, None])
-        expert = recv_idx[row, choice].astype(np.int64)
-        counts = np.bincount(expert, minlength=config.num_local_experts)
-        by_expert = np.argsort(expert, kind="stable")
-        first = np.cumsum(counts) - counts
-        position = np.empty_like(expert)
-        position[by_expert] = np.arange(len(expert)) - first[expert[by_expert]]
-        slot = np.where(position < config.num_max_recv_tokens, expert * config.num_max_recv_tokens + position, -1)
-        return ExpertRouting(rows, topk_idx, row, choice, expert, slot, counts, weights, own_weights)
+def choices_by_expert(topk_idx: np.ndarray, config: Config) -> np.ndarray:
+    """Count how often each expert is chosen, `[num_ranks, num_local_experts]`."""
+    chosen = topk_idx[(topk_idx >= 0) & (topk_idx < config.num_experts)]
+    return np.bincount(chosen, minlength=config.num_experts).reshape(config.num_ranks, -1)
+
+
+def new_routing(serial: int, rank: int, tokens: list[np.ndarray], num_sent: np.ndarray, num_worst_tokens: np.ndarray) -> Routing:
+    """Work out the routing of a dispatch from the headers of all ranks.
+
+    Args:
+        serial: The number of the routing.
+        rank: This rank.
+        tokens: For each rank, the tokens that this rank sends there.
+        num_sent: `[source, destination]` rows that the ranks send.
+        num_worst_tokens: `[num_ranks]` most rows that each rank receives; -1: no limit.
+    """
+    room = np.where(num_worst_tokens < 0, np.iinfo(np.int64).max, num_worst_tokens)  # [destination]
+    first_row = np.cumsum(num_sent, axis=0) - num_sent
+    num_kept = np.clip(room - first_row, 0, num_sent)
+    return Routing(
+        serial=serial,
+        sent_tokens=tuple(t[:n] for t, n in zip(tokens, num_kept[rank], strict=True)),
+        num_received=num_kept[:, rank],
+        first_row=np.minimum(first_row[:, rank], room[rank]),
+        num_sent=num_sent,
+    )

@@ -1,0 +1,196 @@
+"""Dispatch and combine of the host backend: the ranks agree on a call, and then rows travel straight into the results."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
+from ...results import DispatchHandle, Views
+from ..calls import BufferInfo, CombineInputs, DispatchInputs
+from ..overflow import OverflowLog
+from .headers import CallAgreement
+from .messages import MessageChannel
+from .routing import Routing, choices_by_expert, new_routing, tokens_by_rank
+
+
+class Throughput:
+    """Dispatch and combine by messages between processes.
+
+    Args:
+        info: The Buffer.
+        channel: Carries the rows.
+        agreement: Lets the ranks agree on each call.
+        overflow: Warns of dropped rows.
+    """
+
+    def __init__(self, info: BufferInfo, channel: MessageChannel, agreement: CallAgreement, overflow: OverflowLog) -> None:
+        self._config, self._serial, self._rank, self._overflow = info.config, info.serial, channel.rank, overflow
+        self.channel, self.agreement = channel, agreement
+
+    def dispatch(self, inputs: DispatchInputs) -> tuple[DispatchHandle, Views]:
+        """Send rows to the ranks of their experts; returns the handle, and what arrived."""
+        with self.channel.call():
+            if inputs.handle is None:
+                handle = self._new_handle(inputs)
+                return handle, self._send_rows(handle, handle.routing, inputs)
+            return inputs.handle, self._send_rows(inputs.handle, self._agree_on_handle(inputs, inputs.handle), inputs)
+
+    def combine(self, inputs: CombineInputs, excluded: np.ndarray | None = None) -> Views:
+        """Send rows home and add them up there, in rank order.
+
+        Args:
+            inputs: The arguments of the call.
+            excluded: `[num_tokens, num_ranks]` bool, rows that arrive and are not added. None: all are added.
+        """
+        with self.channel.call():
+            handle, x = inputs.handle, inputs.x
+            routing: Routing = handle.routing
+            headers = self.agreement.new_headers("combine", x, inputs, routing.serial)
+            headers.report_size(routing.num_received, x.row_bytes)
+            sizes = [len(tokens) for tokens in routing.sent_tokens]
+            send_mask, recv_mask = self.agreement.exchange_row_counts(
+                headers, "kPhaseCombineLanding", routing.num_received, sizes
+            )
+            routing = routing.restricted(recv_mask, send_mask)  # combine goes the way of the dispatch back
+            parts, lost = self._exchange_sums(inputs, routing)
+            return self._add_up(inputs, routing, parts, lost, excluded)
+
+    def _new_handle(self, inputs: DispatchInputs) -> DispatchHandle:
+        """Agree on a dispatch, and work out its routing."""
+        config, rank, framework = self._config, self._rank, inputs.x.framework
+        assert inputs.topk_idx is not None  # or there would be a handle
+        idx, num_worst_tokens = values_of(inputs.topk_idx), inputs.num_worst_tokens
+        tokens = tokens_by_rank(idx, config)
+        sizes = [len(t) for t in tokens]
+        headers = self.agreement.new_headers("dispatch", inputs.x, inputs, 0)
+        headers.num_worst_tokens[:] = -1 if num_worst_tokens is None else num_worst_tokens
+        headers.num_rows[:] = sizes
+        headers.num_choices[:] = choices_by_expert(idx, config)
+        headers.report_size(sizes, inputs.x.row_bytes)
+        headers.report_bad_expert(inputs.topk_idx, config.num_experts)
+        received = self.agreement.exchange(headers, "kPhaseRoute")
+
+        num_sent = received.num_rows
+        routing = new_routing(self.agreement.next_serial(), rank, tokens, num_sent, received.num_worst_tokens)
+        num_per_expert = received.num_choices.sum(0)
+        num_per_expert = -(-num_per_expert // inputs.expert_alignment) * inputs.expert_alignment
+        num_recv = int(num_sent[:, rank].sum())
+        num_recv_rows = num_recv if num_worst_tokens is None else num_worst_tokens
+        if num_recv > num_recv_rows:
+            self._overflow.rows(num_recv, num_recv_rows)
+        views = {
+            "num_recv": Result.of(np.array([num_recv])).view(framework),
+            "num_recv_per_expert": Result.of(num_per_expert).view(framework),
+            "src_idx": Result((num_recv_rows, 2), "int32", fill=255).view(framework),  # filled when the rows arrive
+        }
+        counts = num_per_expert.tolist() if num_worst_tokens is None else None
+        return DispatchHandle(inputs.x.shape[0], num_recv_rows, counts, self._serial, routing, views)
+
+    def _agree_on_handle(self, inputs: DispatchInputs, handle: DispatchHandle) -> Routing:
+        """Agree on a dispatch along the routing of a handle; returns the part of the routing that both sides of each rank know."""
+        routing: Routing = handle.routing
+        sizes = [len(tokens) for tokens in routing.sent_tokens]
+        headers = self.agreement.new_headers("dispatch with a handle", inputs.x, inputs, routing.serial)
+        headers.report_size(sizes, inputs.x.row_bytes)
+        if inputs.topk_idx is not None:
+            headers.report_bad_expert(inputs.topk_idx, self._config.num_experts)
+            if not headers.has_problem and not routing.is_chosen_by(inputs.topk_idx, self._config, self._rank):
+                headers.report_other_ranks()
+        masks = self.agreement.exchange_row_counts(headers, "kPhaseDispatchLanding", sizes, routing.num_received)
+        return routing.restricted(*masks)
+
+    def _send_rows(self, handle: DispatchHandle, routing: Routing, inputs: DispatchInputs) -> Views:
+        """Send rows, their scales, expert numbers and weights along a routing that all ranks agree on."""
+        framework, num_recv_rows = inputs.x.framework, handle.num_recv_rows
+        optional = {"x": inputs.x, "scales": inputs.scales, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
+        given = {name: view for name, view in optional.items() if view is not None}
+        sources = [rows_of(view) for view in given.values()]
+        results = {name: Result((num_recv_rows, *view.shape[1:]), view.dtype) for name, view in given.items()}
+        outgoing = [[np.take(rows, tokens, axis=0) for rows in sources] for tokens in routing.sent_tokens]
+        incoming: list[list[np.ndarray]] = [
+            [result.rows[first : first + count] for result in results.values()] for first, count in routing.row_ranges
+        ]
+        num_rows = routing.num_rows
+        if inputs.handle is None:
+            self._exchange_with_tokens(handle, routing, outgoing, incoming)
+        else:
+            self._exchange(outgoing, incoming)
+
+        for result in results.values():
+            result.rows[num_rows:] = 0
+        self._blank_other_experts(results, num_rows)
+        views: Views = dict.fromkeys(optional)
+        views.update({name: result.view(framework) for name, result in results.items()})
+        for name, view in handle.views.items():  # copies, because the caller may write to results
+            views[name] = Result.of(values_of(view).reshape(view.shape)).view(framework)
+        return views
+
+    def _exchange_with_tokens(
+        self, handle: DispatchHandle, routing: Routing, outgoing: list[list[np.ndarray]], incoming: list[list[np.ndarray]]
+    ) -> None:
+        """Exchange rows along a new routing, and write into its handle which tokens they are."""
+        src_idx = values_of(handle.views["src_idx"])
+        ranges = routing.row_ranges
+        arrived = [np.empty((count, 1), np.int32) for _, count in ranges]
+        for peer, tokens in enumerate(routing.sent_tokens):
+            outgoing[peer].append(tokens)
+            incoming[peer].append(arrived[peer])
+        lost = self._exchange(outgoing, incoming)
+        routing.num_received[list(lost)] = 0  # the routing is new, so no other call has used it
+        for peer, (first, count) in enumerate(ranges):
+            if peer not in lost:
+                src_idx[first : first + count, 0] = peer
+                src_idx[first : first + count, 1:] = arrived[peer]
+
+    def _exchange(self, outgoing: list[list[np.ndarray]], incoming: list[list[np.ndarray]]) -> set[int]:
+        """Exchange the arrays of each rank, this one included; returns the ranks whose arrays did not arrive."""
+        for source, target in zip(outgoing[self._rank], incoming[self._rank], strict=True):
+            target.reshape(-1)[:] = source.reshape(-1)
+        return self.channel.exchange_rows(outgoing, incoming, self.agreement.phase("kPhaseDispatchRows"))
+
+    def _blank_other_experts(self, results: dict[str, Result], num_rows: int) -> None:
+        """Turn expert numbers into local ones, and blank the entries of other ranks and of padding."""
+        if "topk_idx" not in results:
+            return
+        idx = results["topk_idx"].values
+        num_local = self._config.num_local_experts
+        idx -= self._rank * num_local
+        is_other = (idx < 0) | (idx >= num_local)
+        is_other[num_rows:] = True
+        idx[is_other] = -1
+        if "topk_weights" in results:
+            results["topk_weights"].values[is_other] = 0
+
+    def _exchange_sums(self, inputs: CombineInputs, routing: Routing) -> tuple[list[list[np.ndarray]], set[int]]:
+        """Send the rows of a combine home; returns the rows, and weights if given, of each rank, and the ranks that are lost."""
+        given = [rows_of(view) for view in (inputs.x, inputs.topk_weights) if view is not None]
+        outgoing = [[part[first : first + count] for part in given] for first, count in routing.row_ranges]
+        incoming = [[np.empty((len(tokens), part.shape[1]), np.uint8) for part in given] for tokens in routing.sent_tokens]
+        incoming[self._rank] = outgoing[self._rank]
+        return incoming, self.channel.exchange_rows(outgoing, incoming, self.agreement.phase("kPhaseCombineRows"))
+
+    def _add_up(
+        self,
+        inputs: CombineInputs,
+        routing: Routing,
+        parts: list[list[np.ndarray]],
+        lost: set[int],
+        excluded: np.ndarray | None,
+    ) -> Views:
+        """Add up rows in rank order, which gives the same bits every time, and then the biases."""
+        num_tokens, dtype, framework = inputs.handle.num_tokens, inputs.x.dtype, inputs.x.framework
+        total = np.zeros((num_tokens, self._config.hidden), np.float32)
+        weights = None if inputs.topk_weights is None else Result((num_tokens, self._config.num_topk), "float32", fill=0)
+        with np.errstate(all="ignore"):  # an inf - inf stands in the caller's numbers
+            for peer, tokens in enumerate(routing.sent_tokens):
+                if peer in lost:
+                    continue
+                added = slice(None) if excluded is None else ~excluded[tokens, peer]
+                total[tokens[added]] += to_float32(parts[peer][0][added], dtype)
+                if weights is not None:
+                    weights.values[tokens] += parts[peer][1].view(np.float32)
+            for bias in inputs.biases:
+                total += to_float32(rows_of(bias), dtype)
+            out = Result(total.shape, dtype)
+            from_float32(total, dtype, out.rows)
+        return {"x": out.view(framework), "topk_weights": None if weights is None else weights.view(framework)}
