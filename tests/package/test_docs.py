@@ -1,4 +1,4 @@
-"""The reference documentation builds without a warning, and everything public is in it."""
+"""Build the documentation without a warning, and check that everything public is in it."""
 
 import html
 import importlib.util
@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built pages. No network is needed: none of the extensions asks for one."""
+    """Build the pages. No extension needs a network."""
     folder = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
@@ -42,7 +42,7 @@ def site(tmp_path_factory):
 
 
 def described(site):
-    """Names that the reference describes."""
+    """Return the names that the reference describes."""
     from sphinx.util.inventory import InventoryFile
 
     with open(site / "objects.inv", "rb") as file:
@@ -88,12 +88,12 @@ def words(text):
 
 
 def shown(page):
-    """The text of a built page."""
+    """Return the text of a built page."""
     return words(html.unescape(re.sub(r"<[^>]+>", "", page.read_text())))
 
 
 def test_docstrings_are_read_as_written(site):
-    """Sections become fields, names between backticks code, and a colon in a result or an attribute no type."""
+    """Check that sections become fields, names in backticks code, and that a colon in a result makes no type."""
     page = site / "api/buffer.html"
     returns = re.search(r"^Returns:\n(.*?)\n\n", inspect.getdoc(deepep_rt.Buffer.size_hint), re.DOTALL | re.MULTILINE)[1]
     first = inspect.getdoc(deepep_rt.Buffer).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The examples run on the host backend and check themselves."""
+"""Run the examples, which check their own results, on the host backend."""
 
 import importlib.util
 import re
@@ -20,7 +20,7 @@ def test_dispatch_combine(num_ranks):
 
 
 def test_cuda_without_a_gpu():
-    """The Buffer's own sentence, and not what CuPy raises over a driver that is not there."""
+    """Expect the Buffer's error, and not CuPy's error about a missing driver."""
     from deepep_rt.backends.agreement import why_no_gpu
 
     if why_no_gpu() is None:

@@ -1,4 +1,4 @@
-"""README and the other pages: Python blocks run, commands and options exist, tables are complete, links lead somewhere."""
+"""Run the Python blocks of all pages, and check their commands, options, tables, links and file names."""
 
 import functools
 import os
@@ -26,12 +26,12 @@ SHELL = ("bash", "dockerfile", "yaml")
 
 
 def blocks(text):
-    """(language, content) of each code block; blocks by indentation have the language "text"."""
+    """Return (language, content) of each fenced code block."""
     return re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def commands(text):
-    """The words of each command that a page shows, in blocks and between the lines."""
+    """Yield the words of each command that a page shows, in blocks and in the text."""
     shown = [content for language, content in blocks(text) if language in SHELL]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     shown += [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]*)`", prose) if "python" in code]
@@ -52,12 +52,12 @@ def check_commands(text):
     for words in commands(text):
         try:
             check_command(words)
-        except Exception as error:  # of the command line's library
+        except Exception as error:  # typer raises exceptions of its own
             raise AssertionError(f"{shlex.join(words)}: {error}") from error
 
 
 def check_command(words):
-    """Fails if a command of the package, a program of ours, or an option of either does not exist."""
+    """Fail if a command of the package, a program of this repository, or an option of either does not exist."""
     if words[-1] == "..." or not any("python" in word for word in words):
         return
     if "deepep_rt" in words and words[words.index("deepep_rt") - 1] == "-m":
@@ -72,7 +72,7 @@ def check_command(words):
 
 
 def check_cli(words):
-    """Parses the words after `python -m deepep_rt`; nothing is run."""
+    """Parse the words after `python -m deepep_rt` without running anything."""
     typer = pytest.importorskip("typer")
     from deepep_rt.cli import app as cli
 
@@ -91,13 +91,13 @@ def check_cli(words):
 def help_of(program):
     done = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     if re.search(r"needs (torch|jax): pip install", done.stderr):
-        return None  # it is not told without
+        return None  # without the library, the program does not print its options
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def command(name):
-    """The command in the code block that `<!-- name -->` stands over."""
+    """Return the command of the code block under `<!-- name -->`."""
     return re.search(rf"<!-- {name} -->\n```bash\n(.+)\n```", README)[1]
 
 
@@ -120,7 +120,7 @@ def run_python_blocks(text, tmp_path, check="", **environment):
     script = tmp_path / "blocks.py"
     script.write_text(program)
     words = python_on(2, script)
-    environment = {**os.environ, "MASTER_PORT": str(free_port()), **environment}  # the port: for blocks with torch.distributed
+    environment = {**os.environ, "MASTER_PORT": str(free_port()), **environment}  # for blocks with torch.distributed
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -153,7 +153,7 @@ def test_python_blocks_of_the_documents_run(path, tmp_path):
 
 
 def test_a_buffer_after_a_time_out(tmp_path):
-    """The way that the page shows: one rank is silent, and both have a Buffer that works afterwards."""
+    """Run the page's block with one silent rank. Both ranks have a Buffer that works afterwards."""
     silent = """
 import deepep_rt
 from mpi4py import MPI
@@ -173,7 +173,7 @@ buffer.destroy()
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_is_overlooked(page):
-    """A block in another language, or under another spelling of it, would escape the tests above and below."""
+    """Refuse blocks in other languages or spellings: the tests above and below would not see them."""
     text = PAGES[page].read_text()
     assert {language.partition(" ")[0] for language, _ in blocks(text)} <= LANGUAGES
     assert len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks(text)), (
@@ -244,7 +244,7 @@ STALE = "docs/cli.md is stale; run the command in CONTRIBUTING.md that makes it"
 
 
 def leaf_commands(command, *words):
-    """(words, command) of each command that runs something."""
+    """Yield (words, command) of each command that runs something."""
     for name, child in getattr(command, "commands", {}).items():
         yield from leaf_commands(child, *words, name)
     if not hasattr(command, "commands"):
