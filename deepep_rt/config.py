@@ -27,7 +27,7 @@ ROW_ALIGNMENT = 16
 
 STAGE_BYTES = 16 * 1024
 """What one bulk copy carries at most, unless a single row is larger."""
-LOW_LATENCY_STRETCH = 2048
+LOW_LATENCY_TILE_BYTES = 2048
 """Bytes of a row that a warp adds up at once in a low-latency combine; with more, registers spill."""
 
 MAX_ROW_BYTES = 96 * 1024
@@ -209,18 +209,18 @@ class Config:
         """Threads of a block. NVSHMEM's functions take up to 158 registers, so fewer threads have to share an SM's."""
         return 256 if self.has_network else 512
 
-    def least_many(self, num_blocks: int) -> int:
-        """The least number of tokens for which `ll_combine_many` is the quicker one, with so many blocks.
+    def least_large_combine(self, num_blocks: int) -> int:
+        """Compute the least number of tokens for which `ll_combine_large` is faster than `ll_combine`.
 
-        With fewer, warps that share a row have a stretch of it each, or less.
+        With fewer tokens, warps share a row, and each has at most one tile of it.
         """
-        stretches = -(-2 * self.hidden // LOW_LATENCY_STRETCH)
-        most_rows = self.low_latency_threads // 32 * num_blocks >> (stretches - 1).bit_length()
+        tiles = -(-2 * self.hidden // LOW_LATENCY_TILE_BYTES)
+        most_rows = self.low_latency_threads // 32 * num_blocks >> (tiles - 1).bit_length()
         return most_rows // min(self.num_ranks, self.num_topk) + 1
 
     @cached_property
-    def low_latency_sides(self) -> int:
-        """Sides of the inboxes: `num_slots`, or more, as epochs take turns with them also where they wrap around."""
+    def low_latency_ring_depth(self) -> int:
+        """Ring slots of the inboxes: the power of two from `num_slots` on, so that the order stays the same where epochs wrap around."""
         return 1 << (self.num_slots - 1).bit_length()
 
     @cached_property
@@ -263,7 +263,7 @@ class Config:
             "kNumLocalExperts": self.num_local_experts,
             "kNumMaxTokens": self.num_max_tokens_per_rank,
             "kHidden": self.hidden,
-            "kNumSides": self.low_latency_sides,
+            "kRingDepth": self.low_latency_ring_depth,
             "kRanksPerNode": self.node_size,
             "kLlBitmapWords": self.low_latency_bitmap_words,
         }

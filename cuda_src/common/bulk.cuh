@@ -78,13 +78,13 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next 
   int held = -1;  // lane s: the item in stage s
   int started = 0;
   bool more = true;
-  auto place = [&](int stage, int item) { return stages + stage * kStageBytes + reinterpret_cast<u64>(target(item)) % 128; };
+  auto stage_address = [&](int stage, int item) { return stages + stage * kStageBytes + reinterpret_cast<u64>(target(item)) % 128; };
   auto start = [&] {
     const int stage = started % kStages;
     int item;
     do {
       item = next();
-    } while (item >= 0 && !load(item, place(stage, item), barriers + stage));
+    } while (item >= 0 && !load(item, stage_address(stage, item), barriers + stage));
     if (lane == stage) held = item;
     more = item >= 0;
     if (more) ++started;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next 
     const int stage = turn % kStages, item = __shfl_sync(~0u, held, stage);
     if (lane == 0) {
       barrier_wait(barriers + stage, (turn / kStages) % 2);
-      store(turn, item, place(stage, item));
+      store(turn, item, stage_address(stage, item));
       bulk_commit();
       if (turn >= kUnwritten) {
         bulk_wait_written<kUnwritten>();

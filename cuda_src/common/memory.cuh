@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_relaxed_gpu(u64* p, u64 v) {
 // Takes `count` numbers, and gives the first one; by the first lane of a warp. Where lanes might add to the same word, the compiler makes
 // one atomic of their additions, and has the warp wait for its result at once. It cannot know that they would here: so the number comes
 // while the warp goes on.
-__device__ __forceinline__ u32 take_relaxed_gpu(u32* p, u32 count = 1) {
+__device__ __forceinline__ u32 fetch_add_relaxed_gpu(u32* p, u32 count = 1) {
   u32 lane, old;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p + lane), "r"(count) : "memory");

@@ -2,13 +2,16 @@
 // goes to another group is put and signalled through NVSHMEM, whatever carries it.
 //
 // Offsets are those of symmetric memory; what is put comes from symmetric memory too, and stays as it is until the receiver has it.
-// A signal arrives after all that was put with it; one lane that has waited for it may let its warp read (is_far, then an acquiring wait).
+// A signal arrives after all that was put with it; one lane that has waited for it may let its warp read (is_scale_out, then an acquiring
+// wait).
 #pragma once
 #include "common/memory.cuh"
 
-constexpr bool kHasFar = kRanksPerNode < kNumRanks;
+constexpr bool kHasScaleOut = kRanksPerNode < kNumRanks;
 
-__device__ __forceinline__ bool is_far(const Params& p, int rank) { return kHasFar && rank / kRanksPerNode != p.rank / kRanksPerNode; }
+__device__ __forceinline__ bool is_scale_out(const Params& p, int rank) {
+  return kHasScaleOut && rank / kRanksPerNode != p.rank / kRanksPerNode;
+}
 
 #ifdef NVSHMEM_MAJOR_VERSION  // only Buffers with far ranks have it before their kernels
 

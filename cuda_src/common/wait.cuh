@@ -20,7 +20,7 @@ __device__ inline void poison(u64 results, u64 num_bytes, u64 thread, u64 num_th
 }
 
 // Raises State::abort, and reports, unless somebody did before.
-__device__ inline void give_up(const Params& p, u32 phase, int peer, u32 expected, u32 seen) {
+__device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(&at<State>(p.state, 0)->abort, 1) != 0) return;
   Report* report = at<Report>(p.page, kPageReport);
   st_relaxed_sys(&report->phase, phase);
@@ -42,55 +42,56 @@ __device__ inline void mask_rank(const Params& p, int rank) {
 
 // Signs of life, where time-outs mask. A rank that waits for a dead one, whose last words reached others but not it, must not be taken for
 // dead by them: whoever waits gives a sign every now and then, and for whoever has given one is waited twice as long.
-constexpr int kSignsPerTimeout = 8;
+constexpr int kHeartbeatsPerTimeout = 8;
 
-__device__ __forceinline__ u64 sign_of(const Params& p, int peer) {
-  return ld_relaxed_sys(at<const u64>(p.peers[p.rank], kLlSigns) + peer);
+__device__ __forceinline__ u64 last_heartbeat(const Params& p, int peer) {
+  return ld_relaxed_sys(at<const u64>(p.peers[p.rank], kLlHeartbeats) + peer);
 }
 
 // One thread of the GPU at a time gets to give it; to this rank too, which may be waiting for itself.
-__device__ inline void give_sign(const Params& p, u64 now) {
-  u64* last = at<u64>(p.state, kLocalSigned);
-  const u64 pause = p.timeout_ns / kSignsPerTimeout, before = ld_relaxed_sys(last);
+__device__ inline void send_heartbeat(const Params& p, u64 now) {
+  u64* last = at<u64>(p.state, kLocalHeartbeatSent);
+  const u64 pause = p.timeout_ns / kHeartbeatsPerTimeout, before = ld_relaxed_sys(last);
   if (now - before < pause || max_relaxed_gpu(last, now) != before) return;
   for (int r = 0; r < kNumRanks; ++r) {
     if (ld_relaxed_gpu(masked_at(p, r))) continue;
-    if (is_far(p, r)) {
-      signal(p, r, kLlSigns + p.rank * sizeof(u64), now);
+    if (is_scale_out(p, r)) {
+      signal(p, r, kLlHeartbeats + p.rank * sizeof(u64), now);
     } else {
-      st_relaxed_sys(at<u64>(p.peers[r], kLlSigns) + p.rank, now);
+      st_relaxed_sys(at<u64>(p.peers[r], kLlHeartbeats) + p.rank, now);
     }
   }
 }
 
 // Where ranks are far: NVSHMEM's functions within every wait would cost more registers than there are.
-__device__ __noinline__ void give_sign_apart(const Params& p, u64 now) { give_sign(p, now); }
+__device__ __noinline__ void send_heartbeat_out_of_line(const Params& p, u64 now) { send_heartbeat(p, now); }
 
 // Polls until has_come(seen), which may put into `seen` how far the peer is. False: the time is up, or was up elsewhere, and nothing that
 // was waited for may be used. Where time-outs mask, the peer is masked then, and all goes on without it.
-template <class HasCome>
-__device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int peer, HasCome has_come) {
+template <class Condition>
+__device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int peer, Condition condition) {
   const u32* stop = kMasksOnTimeout ? masked_at(p, peer) : &at<State>(p.state, 0)->abort;
-  u64 start = 0, sign = 0;
+  u64 start = 0, heartbeat = 0;
   bool again = false;
   for (u32 spins = 1;; ++spins) {
     u32 seen = expected - 1;
-    if (has_come(seen)) return true;
+    if (condition(seen)) return true;
     if (spins % 64) continue;
     if (ld_relaxed_gpu(stop)) return false;
     const u64 now = nanoseconds();
     if (start == 0) {
       start = now;
-      if (kMasksOnTimeout) sign = sign_of(p, peer);
+      if (kMasksOnTimeout) heartbeat = last_heartbeat(p, peer);
       continue;
     }
-    if (kMasksOnTimeout && now - start > p.timeout_ns / kSignsPerTimeout) (kHasFar ? give_sign_apart : give_sign)(p, now);
+    if (kMasksOnTimeout && now - start > p.timeout_ns / kHeartbeatsPerTimeout)
+      (kHasScaleOut ? send_heartbeat_out_of_line : send_heartbeat)(p, now);
     if (now - start <= p.timeout_ns) continue;
     if (!kMasksOnTimeout) {
-      give_up(p, phase, peer, expected, seen);
+      raise_abort(p, phase, peer, expected, seen);
       return false;
     }
-    if (again || sign_of(p, peer) == sign) {
+    if (again || last_heartbeat(p, peer) == heartbeat) {
       mask_rank(p, peer);
       return false;
     }
@@ -136,10 +137,10 @@ __device__ inline void report_bad_expert(const Params& p, int token, i64 expert)
 }
 
 // Tells the host of something that is no reason to give up, by one word: what it says is whole, whichever thread was the last to say it.
-__device__ inline void notice(const Params& p, u64 Report::* word, u64 value) {
+__device__ inline void report_event(const Params& p, u64 Report::* word, u64 value) {
   Report* report = at<Report>(p.page, kPageReport);
   st_relaxed_sys(&(report->*word), value);
-  st_release_sys(&report->noticed, 1);
+  st_release_sys(&report->has_events, 1);
 }
 
 // What this rank and another one give, where all have to give the same: in the call, and which routing.
@@ -147,8 +148,8 @@ __device__ inline void report_difference(const Params& p, int other, u64 mine, u
   Report* report = at<Report>(p.page, kPageReport);
   st_relaxed_sys(&report->rank, p.rank);
   st_relaxed_sys(&report->other, other);
-  st_relaxed_sys(&report->alike[0], mine);
-  st_relaxed_sys(&report->alike[1], theirs);
+  st_relaxed_sys(&report->call_signature[0], mine);
+  st_relaxed_sys(&report->call_signature[1], theirs);
   st_relaxed_sys(&report->serial[0], my_serial);
   st_relaxed_sys(&report->serial[1], their_serial);
   st_release_sys(&report->differs, 1);

@@ -14,42 +14,42 @@ __device__ __forceinline__ Item item_at(int j, int my_rank) {
 }
 
 // SMs differ: with equal shares for all, one is done in 300 us where another takes 550. So workers take items as they go, a few at a time.
-struct Queue {
-  u32* taken;  // takes so far; 0 before the kernel, and the last block resets it
+struct WorkQueue {
+  u32* tickets;  // takes so far; 0 before the kernel, and the last block resets it
   int num_items;
-  int per_take;
+  int per_ticket;
 };
 
 // `most` items a time, but fewer where workers would only get a few times that.
-__device__ __forceinline__ Queue make_queue(u32* taken, int num_items, int num_workers, int most) {
+__device__ __forceinline__ WorkQueue make_work_queue(u32* tickets, int num_items, int num_workers, int max_per_ticket) {
   const int fair = num_items / (8 * num_workers);
-  return {taken, num_items, fair < 1 ? 1 : fair < most ? fair : most};
+  return {tickets, num_items, fair < 1 ? 1 : fair < max_per_ticket ? fair : max_per_ticket};
 }
 
 // One warp's way through a queue. It knows what it takes next while it works on what it has taken, and the take after that is on its way:
 // `ahead(first)` is told the first item of each take one take in advance, to look up what it has to know about it (there may be no such
 // item). Even the first take comes from the counter: items are never bound to a block that may not run before others have ended.
-template <class Ahead>
-struct Taker {
-  Queue queue;
-  Ahead ahead;
+template <class OnPrefetch>
+struct WorkIterator {
+  WorkQueue queue;
+  OnPrefetch on_prefetch;
   int next_first;
-  u32 on_its_way;  // in lane 0
+  u32 pending_ticket;  // in lane 0
   int item = 0, end = 0;
 
-  __device__ Taker(const Queue& queue, Ahead ahead) : queue(queue), ahead(ahead) {
-    fetch();
-    look_ahead();
+  __device__ WorkIterator(const WorkQueue& queue, OnPrefetch on_prefetch) : queue(queue), on_prefetch(on_prefetch) {
+    claim();
+    prefetch();
   }
 
-  __device__ __forceinline__ void fetch() {
-    if (lane_idx() == 0) on_its_way = take_relaxed_gpu(queue.taken);
+  __device__ __forceinline__ void claim() {
+    if (lane_idx() == 0) pending_ticket = fetch_add_relaxed_gpu(queue.tickets);
   }
 
-  __device__ __forceinline__ void look_ahead() {
-    next_first = static_cast<int>(__shfl_sync(~0u, on_its_way, 0)) * queue.per_take;
-    fetch();
-    ahead(next_first);
+  __device__ __forceinline__ void prefetch() {
+    next_first = static_cast<int>(__shfl_sync(~0u, pending_ticket, 0)) * queue.per_ticket;
+    claim();
+    on_prefetch(next_first);
   }
 
   // All lanes together; -1 when nothing is left.
@@ -57,8 +57,8 @@ struct Taker {
     if (item == end) {
       if (next_first >= queue.num_items) return -1;
       item = next_first;
-      end = min(item + queue.per_take, queue.num_items);
-      look_ahead();
+      end = min(item + queue.per_ticket, queue.num_items);
+      prefetch();
     }
     return item++;
   }

@@ -4,15 +4,15 @@
 #include "low_latency/ll_combine.cuh"
 
 // Called by all warps of a group, of which this block is the one with the number `block`. `idx`: of the entry.
-__device__ inline void send_entry(const Params& p, const Call& call, const Group& group, int block, int idx) {
+__device__ inline void send_entry(const Params& p, const Call& call, const WarpGroup& group, int block, int idx) {
   const int thread = group.thread(block), step = group.num_threads();
   const u32 epoch = call.sent;
   Entry entry(p, idx);
-  if (call.out[entry.source]) return;
-  const bool far = is_far(p, entry.source);
+  if (call.excluded[entry.source]) return;
+  const bool scale_out = is_scale_out(p, entry.source);
   const u64 staged = staged_offset(epoch, idx), row_bytes = sizeof(Vec16) * kRowVecs;
   auto row_for = [&](int which) {
-    return far ? at<Vec16>(p.peers[p.rank], staged) : at<Vec16>(p.peers[entry.source], row_offset(epoch, which, entry.token));
+    return scale_out ? at<Vec16>(p.peers[p.rank], staged) : at<Vec16>(p.peers[entry.source], row_offset(epoch, which, entry.token));
   };
   if (p.reduce_early) {
     const bool ok = entry.await_weight(p, epoch);
@@ -20,11 +20,11 @@ __device__ inline void send_entry(const Params& p, const Call& call, const Group
     Vec16* to = row_for(p.rank);
     auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
     if (step * 2 >= kRowVecs) {
-      entry.add_up<2, 4>(p, thread, step, kRowVecs, write);
+      entry.reduce<2, 4>(p, thread, step, kRowVecs, write);
     } else {
-      entry.add_up<kMostPieces, 1>(p, thread, step, kRowVecs, write);
+      entry.reduce<kMaxVecsPerThread, 1>(p, thread, step, kRowVecs, write);
     }
-    if (!far) return;
+    if (!scale_out) return;
     group.sync();
     if (thread < 32) {
       put(p, entry.source, row_offset(epoch, p.rank, entry.token), staged, row_bytes, flag_offset(epoch, p.rank, entry.token), epoch);
@@ -36,9 +36,9 @@ __device__ inline void send_entry(const Params& p, const Call& call, const Group
     if (from == kLlElsewhere) continue;
     Vec16* to = row_for(k);
     for (int i = thread; i < kRowVecs; i += step) {
-      st_relaxed_sys(to + i, from == kLlNoRoom ? Vec16{} : sendable(ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i)));
+      st_relaxed_sys(to + i, from == kLlNoRoom ? Vec16{} : avoid_sentinel(ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i)));
     }
-    if (!far) continue;
+    if (!scale_out) continue;
     group.sync();
     if (thread < 32) {
       put_and_wait(p, entry.source, row_offset(epoch, k, entry.token), staged, row_bytes, flag_offset(epoch, k, entry.token), epoch);
@@ -48,24 +48,24 @@ __device__ inline void send_entry(const Params& p, const Call& call, const Group
 }
 
 // Groups never leave early: their warps meet at barriers.
-__device__ inline void send_entries(const Params& p, const Call& call, const Group& group, int item, int num_items, int num_entries) {
-  __shared__ u32 taken[2][kWarps];  // by turns
+__device__ inline void send_entries(const Params& p, const Call& call, const WarpGroup& group, int item, int num_items, int num_entries) {
+  __shared__ u32 ticket[2][kWarps];  // by turns
   u32 next = 0;
   for (int turn = 0; item < num_items; turn ^= 1) {
-    if (group.leads()) next = take_relaxed_gpu(&progress_of(p)->taken);
-    const int position = item >> group.log2_blocks, idx = kHasFar ? entry_at(position, p.rank, num_entries) : position;
+    if (group.is_leader()) next = fetch_add_relaxed_gpu(&progress_of(p)->tickets);
+    const int position = item >> group.log2_blocks, idx = kHasScaleOut ? entry_at(position, p.rank, num_entries) : position;
     if (idx < num_entries) send_entry(p, call, group, item & ((1 << group.log2_blocks) - 1), idx);
-    if (group.leads()) taken[turn][group.idx] = next;
+    if (group.is_leader()) ticket[turn][group.idx] = next;
     group.sync();
-    item = taken[turn][group.idx] - call.taken_before;
+    item = ticket[turn][group.idx] - call.tickets_before;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
   overlap_kernels();
   // As if all ranks had as many tokens as this one: how many entries there are comes too late.
-  const Group senders(log2_share(p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk), kMostShare));
-  combine<kHasFar>(p, senders, 1 << senders.log2_blocks, [&](const Call& call, int item, int num_items, int num_entries) {
+  const WarpGroup senders(log2_warps_per_item(p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk), kMaxLog2WarpsPerItem));
+  combine<kHasScaleOut>(p, senders, 1 << senders.log2_blocks, [&](const Call& call, int item, int num_items, int num_entries) {
     send_entries(p, call, senders, item, num_items, num_entries);
   });
 }

@@ -1,13 +1,13 @@
-// What the low-latency combines share: ll_combine, and ll_combine_many for calls of many tokens. They differ in how they share the sending
+// What the low-latency combines share: ll_combine, and ll_combine_large for calls of many tokens. They differ in how they share the sending
 // among warps; a rank takes the one for its own number of tokens, whatever the others take.
 //
 // Sending. What arrived in ll_dispatch is sent back entry by entry: the outputs of this rank's experts for the token, times their weights,
 // are added up and written as one bfloat16 row to the token's rank. Unless the weights came with the dispatch, block 0 of every rank first
 // sends its tokens' weights around.
 //
-// Receiving. A group of warps shares a token. Each thread adds up some columns of the token's rows as they come, in float32: in rank order
-// (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product is rounded before it is
-// added: the result is the same in each run, and on the host backend.
+// ReceiveContext. A group of warps shares a token. Each thread adds up some columns of the token's rows as they come, in float32: in rank
+// order (p.reduce_early), or in the order of the choices, times their weights. Every sum starts at zero and every product is rounded before
+// it is added: the result is the same in each run, and on the host backend.
 //
 // A rank that the dispatch left out is left out here too: whoever was masked then has no rows of the other.
 // Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on. Weights of a side
@@ -21,52 +21,53 @@
 #include "low_latency/low_latency.cuh"
 
 constexpr int kRowVecs = kHidden / 8;
-constexpr int kStretchVecs = kLlStretch / sizeof(Vec16), kMostPieces = kStretchVecs / 32;  // kMostPieces: vectors of a thread at once
+constexpr int kTileVecs = kLlTileBytes / sizeof(Vec16),
+              kMaxVecsPerThread = kTileVecs / 32;  // kMaxVecsPerThread: vectors of a thread at once
 constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;
 
 __device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlCombine); }
 
 // `which`: the sending rank, or the choice.
-__device__ __forceinline__ u64 place_of(u32 epoch, int which, int token) {
-  return (static_cast<u64>(epoch % kNumSides) * kRowsOfToken + which) * kNumMaxTokens + token;
+__device__ __forceinline__ u64 row_index(u32 epoch, int which, int token) {
+  return (static_cast<u64>(epoch % kRingDepth) * kRowsOfToken + which) * kNumMaxTokens + token;
 }
 
 __device__ __forceinline__ u64 row_offset(u32 epoch, int which, int token) {
-  return kLlRows + place_of(epoch, which, token) * sizeof(Vec16) * kRowVecs;
+  return kLlRows + row_index(epoch, which, token) * sizeof(Vec16) * kRowVecs;
 }
 
 __device__ __forceinline__ u64 flag_offset(u32 epoch, int which, int token) {
-  return kLlRowFlags + place_of(epoch, which, token) * sizeof(u64);
+  return kLlRowFlags + row_index(epoch, which, token) * sizeof(u64);
 }
 
 __device__ __forceinline__ u64 weights_offset(u32 epoch, int source) {
-  return kLlWeights + side_of(epoch, source) * kNumMaxTokens * kNumTopk * sizeof(u64);
+  return kLlWeights + ring_slot(epoch, source) * kNumMaxTokens * kNumTopk * sizeof(u64);
 }
 
-__device__ __forceinline__ u64 weight_flag_offset(u32 epoch, int source) { return kLlWeightFlags + side_of(epoch, source) * sizeof(u64); }
+__device__ __forceinline__ u64 weight_flag_offset(u32 epoch, int source) { return kLlWeightFlags + ring_slot(epoch, source) * sizeof(u64); }
 
 __device__ __forceinline__ u64 staged_offset(u32 epoch, int entry) {
-  return kLlStagedRows + (static_cast<u64>(epoch % kNumSides) * kNumRanks * kNumMaxTokens + entry) * sizeof(Vec16) * kRowVecs;
+  return kLlStagedRows + (static_cast<u64>(epoch % kRingDepth) * kNumRanks * kNumMaxTokens + entry) * sizeof(Vec16) * kRowVecs;
 }
 
 __device__ __forceinline__ u64 header_offset(u32 epoch, int sender) {
-  return kLlCombineHeaders + side_of(epoch, sender) * sizeof(LlCombineHeader);
+  return kLlCombineHeaders + ring_slot(epoch, sender) * sizeof(LlCombineHeader);
 }
 
 // One warp. Sums would be wrong, or never come, if ranks combined the results of different dispatches, or sent different rows.
 __device__ inline void send_headers(const Params& p, const Call& call, u32 dispatch_epoch) {
   const u64 header = header_offset(call.sent, p.rank);
   auto send = [&](int rank, u64 to, u32 value) {
-    const u64 word = word_of(value, call.sent);
-    if (is_far(p, rank)) {
+    const u64 word = tagged_word(value, call.sent);
+    if (is_scale_out(p, rank)) {
       signal(p, rank, to, word);
     } else {
       st_relaxed_sys(at<u64>(p.peers[rank], to), word);
     }
   };
   for (int r = lane_idx(); r < kNumRanks; r += 32) {
-    if (call.out[r]) continue;
-    send(r, header, p.alike);
+    if (call.excluded[r]) continue;
+    send(r, header, p.call_signature);
     send(r, header + sizeof(u64), dispatch_epoch);
   }
 }
@@ -76,16 +77,16 @@ __device__ inline bool compare_headers(const Params& p, const Call& call, u32 di
   bool ok = true;
   for (int first = 0; first < kNumRanks; first += 32) {
     const int rank = first + lane_idx();
-    u64 alike = 0, theirs = 0;
+    u64 call_signature = 0, theirs = 0;
     bool differs = false;
-    if (rank < kNumRanks && !call.out[rank]) {
+    if (rank < kNumRanks && !call.excluded[rank]) {
       const LlCombineHeader* header = at<const LlCombineHeader>(p.peers[p.rank], header_offset(call.received, rank));
-      const bool come = wait_word(p, &header->alike, call.received, kPhaseLlCombineRows, rank, alike) &&
-                        wait_word(p, &header->dispatch_epoch, call.received, kPhaseLlCombineRows, rank, theirs);
-      differs = come && (alike >> 32 != p.alike || theirs >> 32 != dispatch_epoch);
-      ok &= !differs && (come || kMasksOnTimeout);
+      const bool arrived = wait_word(p, &header->call_signature, call.received, kPhaseLlCombineRows, rank, call_signature) &&
+                           wait_word(p, &header->dispatch_epoch, call.received, kPhaseLlCombineRows, rank, theirs);
+      differs = arrived && (call_signature >> 32 != p.call_signature || theirs >> 32 != dispatch_epoch);
+      ok &= !differs && (arrived || kMasksOnTimeout);
     }
-    refuse(p, kPhaseLlCombineRows, call.received, differs, rank, alike >> 32, dispatch_epoch, theirs >> 32);
+    abort_on_difference(p, kPhaseLlCombineRows, call.received, differs, rank, call_signature >> 32, dispatch_epoch, theirs >> 32);
   }
   return __all_sync(~0u, ok);
 }
@@ -94,19 +95,19 @@ __device__ inline bool compare_headers(const Params& p, const Call& call, u32 di
 __device__ inline void send_weights(const Params& p, const Call& call) {
   const u32 epoch = call.sent;
   const u64 there = weights_offset(epoch, p.rank);
-  const u64 staged = kLlStagedWeights + static_cast<u64>(epoch % kNumSides) * kNumMaxTokens * kNumTopk * sizeof(u64);
+  const u64 staged = kLlStagedWeights + static_cast<u64>(epoch % kRingDepth) * kNumMaxTokens * kNumTopk * sizeof(u64);
   for (int i = threadIdx.x; i < p.num_tokens * kNumTopk; i += kLlThreads) {
-    const u64 word = word_of(__float_as_uint(at<const float>(p.topk_weights, 0)[i]), epoch);
+    const u64 word = tagged_word(__float_as_uint(at<const float>(p.topk_weights, 0)[i]), epoch);
     for (int r = 0; r < kNumRanks; ++r) {
-      if (!call.out[r] && !is_far(p, r)) st_relaxed_sys(at<u64>(p.peers[r], there) + i, word);
+      if (!call.excluded[r] && !is_scale_out(p, r)) st_relaxed_sys(at<u64>(p.peers[r], there) + i, word);
     }
-    if (kHasFar) at<u64>(p.peers[p.rank], staged)[i] = word;
+    if (kHasScaleOut) at<u64>(p.peers[p.rank], staged)[i] = word;
   }
-  if (!kHasFar || p.num_tokens == 0) return;
+  if (!kHasScaleOut || p.num_tokens == 0) return;
   __syncthreads();
   for (int r = warp_idx(); r < kNumRanks; r += kWarps) {
     const u64 num_bytes = static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(u64);
-    if (!call.out[r] && is_far(p, r)) put(p, r, there, staged, num_bytes, weight_flag_offset(epoch, p.rank), epoch);
+    if (!call.excluded[r] && is_scale_out(p, r)) put(p, r, there, staged, num_bytes, weight_flag_offset(epoch, p.rank), epoch);
   }
 }
 
@@ -116,23 +117,23 @@ __device__ inline float late_weight(const Params& p, u32 epoch, int source, int 
   if (lane >= kNumTopk) return 0.f;
   const u64 mine = p.peers[p.rank];
   u64 word = 0;
-  if (is_far(p, source)) ok = wait_epoch(p, at<const u64>(mine, weight_flag_offset(epoch, source)), epoch, kPhaseLlWeights, source);
+  if (is_scale_out(p, source)) ok = wait_epoch(p, at<const u64>(mine, weight_flag_offset(epoch, source)), epoch, kPhaseLlWeights, source);
   const u64* words = at<const u64>(mine, weights_offset(epoch, source)) + token * kNumTopk;
   ok = ok && wait_word(p, words + lane, epoch, kPhaseLlWeights, source, word);
   return __uint_as_float(word >> 32);
 }
 
 // Adds up some rows, each times its weight, in the order of the bits of `which`. from(i): row i; `weight`: in lane i, its weight. Called by
-// whole warps, for the columns from `first` on and before `end` that are `apart` from each other; a thread has kPieces of them at a time,
-// and loads those of kRows rows at once. write(i, v): vector i of the sum.
-template <int kPieces, int kRows, class From, class Write>
-__device__ __forceinline__ void add_up(int first, int apart, int end, u32 which, float weight, From from, Write write) {
-  for (; first - lane_idx() < end; first += kPieces * apart) {
-    auto exists = [&](int j) { return first + j * apart < end; };
-    float sum[kPieces][8] = {};
+// whole warps, for the columns from `first` on and before `end` that are `apart` from each other; a thread has kVecsPerThread of them at a
+// time, and loads those of kRows rows at once. write(i, v): vector i of the sum.
+template <int kVecsPerThread, int kRows, class From, class Write>
+__device__ __forceinline__ void reduce(int first, int stride, int end, u32 which, float weight, From from, Write write) {
+  for (; first - lane_idx() < end; first += kVecsPerThread * stride) {
+    auto exists = [&](int j) { return first + j * stride < end; };
+    float sum[kVecsPerThread][8] = {};
     u32 left = which;
     while (left) {
-      Vec16 held[kRows][kPieces];
+      Vec16 held[kRows][kVecsPerThread];
       float w[kRows];
       bool has[kRows];
 #pragma unroll
@@ -142,21 +143,21 @@ __device__ __forceinline__ void add_up(int first, int apart, int end, u32 which,
         const Vec16* row = from(i);
         w[r] = __shfl_sync(~0u, weight, i);
 #pragma unroll
-        for (int j = 0; j < kPieces; ++j) {
-          if (has[r] && exists(j)) held[r][j] = ld_streaming(row + first + j * apart);
+        for (int j = 0; j < kVecsPerThread; ++j) {
+          if (has[r] && exists(j)) held[r][j] = ld_streaming(row + first + j * stride);
         }
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int j = 0; j < kPieces; ++j) {
+        for (int j = 0; j < kVecsPerThread; ++j) {
           if (has[r] && exists(j)) add_scaled_to<kBfloat16>(sum[j], held[r][j], w[r]);
         }
       }
     }
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      if (exists(j)) write(first + j * apart, rounded<kBfloat16>(sum[j]));
+    for (int j = 0; j < kVecsPerThread; ++j) {
+      if (exists(j)) write(first + j * stride, rounded<kBfloat16>(sum[j]));
     }
   }
 }
@@ -182,10 +183,10 @@ struct Entry {
   }
 
   // One warp's part of the rows' sum.
-  template <int kPieces, int kRows, class Write>
-  __device__ __forceinline__ void add_up(const Params& p, int first, int apart, int end, Write write) const {
+  template <int kVecsPerThread, int kRows, class Write>
+  __device__ __forceinline__ void reduce(const Params& p, int first, int stride, int end, Write write) const {
     auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
-    ::add_up<kPieces, kRows>(first, apart, end, __ballot_sync(~0u, row >= 0), weight, from, write);
+    ::reduce<kVecsPerThread, kRows>(first, stride, end, __ballot_sync(~0u, row >= 0), weight, from, write);
   }
 };
 
@@ -230,10 +231,11 @@ __device__ __forceinline__ bool is_added(const Params& p, const Call& call, int 
   const int named = choice.named();
   bool differs = named != choice.expert && (choice.is_named() || added);
   if (choice.expert < 0) differs = named >= 0 && named < kNumExperts;  // the dispatch has reported, and skipped, what does not exist
-  if (rank >= 0 && call.out[rank]) differs = false;                    // nothing comes from there
+  if (rank >= 0 && call.excluded[rank]) differs = false;               // nothing comes from there
   if (reports && differs) {
-    const u64 place = static_cast<u64>(token) * kNumTopk + lane_idx();
-    notice(p, &Report::other_choice, 1ull << 63 | place << 32 | static_cast<u64>(named + 1) << 16 | static_cast<u64>(choice.expert + 1));
+    const u64 choice_idx = static_cast<u64>(token) * kNumTopk + lane_idx();
+    report_event(p, &Report::other_choice,
+                 1ull << 63 | choice_idx << 32 | static_cast<u64>(named + 1) << 16 | static_cast<u64>(choice.expert + 1));
   }
   return added;
 }
@@ -244,16 +246,16 @@ struct Rows {
   u64 row;       // in lane j: of row j, the address,
   int sender;    // the rank that sends it,
   float weight;  // its weight,
-  bool came;     // and whether its signal or, where time-outs mask, its beginning came in time
+  bool arrived;  // and whether its signal or, where time-outs mask, its beginning came in time
   u32 added;     // a bit for each row that counts; the others are read, and cleared, all the same
 
   // One warp. `ok`: whether all that it waited for came. `reports`: whether it tells of choices that differ from those of the dispatch.
   __device__ inline Rows(const Params& p, const Call& call, int token, const Choice& choice, bool reports, bool& ok) {
     const int lane = lane_idx(), expert = choice.expert;
     const u64 mine = p.peers[p.rank];
-    int rank = first_choice_of(expert, call.out), key = rank;  // rows are added up in the order of their keys
+    int rank = first_choice_of(expert, call.excluded), key = rank;  // rows are added up in the order of their keys
     if (!p.reduce_early) {
-      rank = expert >= 0 && !call.out[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
+      rank = expert >= 0 && !call.excluded[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
       key = rank >= 0 ? lane : -1;
     }
     int position = 0, from = 0;
@@ -278,29 +280,29 @@ struct Rows {
     // Signals of far rows, and where time-outs mask also beginnings of near ones, are waited for at once: one after another, a slow sender
     // and a dead one would take the time of both, and ranks that wait for this one meanwhile, but not for those, might take it for dead.
     ok = true;
-    const bool far = is_far(p, rank);
-    if (key >= 0 && (kMasksOnTimeout || far)) {
-      const u64 mark = far ? mine + flag_offset(call.received, key, token) : own_row;
+    const bool scale_out = is_scale_out(p, rank);
+    if (key >= 0 && (kMasksOnTimeout || scale_out)) {
+      const u64 mark = scale_out ? mine + flag_offset(call.received, key, token) : own_row;
       ok = wait_until(p, call.received, kPhaseLlCombineRows, rank, [&](u32& seen) {
-        seen = static_cast<u32>(kHasFar ? ld_acquire_sys(at<const u64>(mark, 0)) : ld_relaxed_sys(at<const u64>(mark, 0)));
-        return far ? seen == call.received : seen != kNotYet;
+        seen = static_cast<u32>(kHasScaleOut ? ld_acquire_sys(at<const u64>(mark, 0)) : ld_relaxed_sys(at<const u64>(mark, 0)));
+        return scale_out ? seen == call.received : seen != kEmptySentinel;
       });
     }
     const u32 in_time = __ballot_sync(~0u, ok);
     __syncwarp();  // all lanes may read what one has acquired
-    came = in_time >> from & 1;
+    arrived = in_time >> from & 1;
     ok = in_time == ~0u;
   }
 };
 
 // Leaves only rows that have come whole.
-__device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group, Rows& rows) {
+__device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const WarpGroup& group, Rows& rows) {
   constexpr int kAtOnce = kNumTopk < 4 ? kNumTopk : 4;
   const int lane = lane_idx();
   auto await = [&](const Vec16* vec, int sender) {
-    return wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(vec)); });
+    return wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return is_written(ld_relaxed_sys(vec)); });
   };
-  u32 lost = ~__ballot_sync(~0u, lane >= rows.count || rows.came);
+  u32 lost = ~__ballot_sync(~0u, lane >= rows.count || rows.arrived);
   for (int i = group.thread(0); i - lane < kRowVecs; i += group.num_threads()) {
     u32 late = 0;
     for (int first = 0; first < rows.count; first += kAtOnce) {
@@ -312,7 +314,7 @@ __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group
         if (exists(j)) held[j] = ld_relaxed_sys(at<const Vec16>(row, 0) + i);
       }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) late |= (exists(j) && !has_come(held[j]) ? 1u : 0) << (first + j);
+      for (int j = 0; j < kAtOnce; ++j) late |= (exists(j) && !is_written(held[j]) ? 1u : 0) << (first + j);
     }
     late &= ~lost;
     for (u32 left = __reduce_or_sync(~0u, late); left; left &= left - 1) {
@@ -336,12 +338,12 @@ __device__ inline void keep_whole(const Params& p, u32 epoch, const Group& group
 }
 
 // One warp's part of a token. False: the time is up.
-__device__ inline bool receive_token(const Params& p, const Call& call, const Group& group, int token, const Choice& choice) {
+__device__ inline bool receive_token(const Params& p, const Call& call, const WarpGroup& group, int token, const Choice& choice) {
   constexpr int kMost = kMasksOnTimeout ? 4 : 8, kAtOnce = kNumTopk < kMost ? kNumTopk : kMost;  // more would spill
   bool ok;
   Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
   if (!ok && !kMasksOnTimeout) return false;
-  if constexpr (kMasksOnTimeout) keep_whole(p, call.received, group, rows);
+  if constexpr (kMasksOnTimeout) drop_incomplete_rows(p, call.received, group, rows);
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
   for (int i = group.thread(group.block()); i - lane_idx() < kRowVecs; i += group.num_threads()) {
     const bool exists = i < kRowVecs;
@@ -357,7 +359,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
       auto missing = [&] {
         u32 which = 0;
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) which |= (exists && first + j < rows.count && !has_come(held[j]) ? 1u : 0) << j;
+        for (int j = 0; j < kAtOnce; ++j) which |= (exists && first + j < rows.count && !is_written(held[j]) ? 1u : 0) << j;
         return which;
       };
       // Rows that have not come are loaded again together: one round trip to memory for all of them, not for each. From the second time on,
@@ -367,7 +369,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
         const int sender = __shfl_sync(~0u, rows.sender, first + late);
         const Vec16* row = at<Vec16>(__shfl_sync(~0u, rows.row, first + late), 0) + i;
         if (round > 0 && left >> late & 1) {
-          ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) { return has_come(ld_relaxed_sys(row)); });
+          ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) { return is_written(ld_relaxed_sys(row)); });
         }
         ok = __all_sync(~0u, ok);
 #pragma unroll
@@ -379,7 +381,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
       for (int j = 0; j < kAtOnce; ++j) {
         const float weight = __shfl_sync(~0u, rows.weight, first + j);
         if (!exists || first + j >= rows.count) continue;
-        st_vec(from[j], not_yet());
+        st_vec(from[j], empty_vec());
         if (rows.added >> (first + j) & 1) add_scaled_to<kBfloat16>(sum, held[j], weight);
       }
     }
@@ -389,30 +391,31 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Gr
 }
 
 // The whole call. Of each entry num_parts items are made, and taken by groups such as `senders`; send(call, item, num_items, num_entries)
-// sends, beginning with the group's first item. kInTurns: entries are found by entry_at.
-template <bool kInTurns, class Send>
-__device__ __forceinline__ void combine(const Params& p, const Group& senders, int num_parts, Send send) {
+// sends, beginning with the group's first item. kInterleaved: entries are found by entry_at.
+template <bool kInterleaved, class Send>
+__device__ __forceinline__ void combine(const Params& p, const WarpGroup& senders, int num_parts, Send send) {
   __shared__ Call call;
   __shared__ u32 first_item;
-  const Group receivers(log2_share(p.num_tokens, kMostShare));
+  const WarpGroup receivers(log2_warps_per_item(p.num_tokens, kMaxLog2WarpsPerItem));
   // Whatever does not depend on the call's numbers is loaded while they come.
-  const bool takes = p.phases & kLlSend && threadIdx.x == 0;
-  const u32 taken = takes ? take_relaxed_gpu(&progress_of(p)->taken, senders.per_block) : 0;
+  const bool claims = p.phases & kLlSend && threadIdx.x == 0;
+  const u32 ticket = claims ? fetch_add_relaxed_gpu(&progress_of(p)->tickets, senders.per_block) : 0;
   Choice choice(p, receivers.first());
   const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
   const u32 dispatch_epoch = warp_idx() == kLastWarp ? *at<const u32>(p.handle, kLlHandleEpoch) : 0;  // it sends and compares headers
-  if (warp_idx() == 0) begin(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleOut), call);
-  if (takes) first_item = taken;
+  if (warp_idx() == 0)
+    acquire_credits(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleExcluded), call);
+  if (claims) first_item = ticket;
   __syncthreads();
   const u64 out_bytes = p.phases & kLlReceive ? static_cast<u64>(p.num_tokens) * kRowVecs * sizeof(Vec16) : 0;
   if (call.failed) {
     poison(p.out, out_bytes, blockIdx.x * kLlThreads + threadIdx.x, gridDim.x * kLlThreads);
     return;
   }
-  const int num_items = (kInTurns ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
+  const int num_items = (kInterleaved ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
   if (p.phases & kLlSend) {
     if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
-    send(call, static_cast<int>(first_item - call.taken_before) + senders.idx, num_items, num_entries);
+    send(call, static_cast<int>(first_item - call.tickets_before) + senders.idx, num_items, num_entries);
     if (blockIdx.x == 0 && warp_idx() == kLastWarp) send_headers(p, call, dispatch_epoch);  // rows are what others wait for
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);

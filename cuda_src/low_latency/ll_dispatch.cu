@@ -6,7 +6,7 @@
 // asked to, and write it to each receiver's inbox. The last warp works out the token's places among this rank's choices of each expert, and
 // tells its receivers. What goes over the network is written to memory of this rank first, and put from there once the block is done.
 //
-// Receiving. With the headers of all sources, of which blocks that have rows keep a copy, every warp knows where a source's rows begin
+// ReceiveContext. With the headers of all sources, of which blocks that have rows keep a copy, every warp knows where a source's rows begin
 // in each expert: the order (source, token, choice) needs no counting of what has arrived. Several warps may share a token of a source:
 // each learns where its row belongs, waits for its part of the row, and copies that to the experts; the first one writes what combine
 // has to know to the handle.
@@ -32,14 +32,15 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
   if (p.phases & kLlSend) {
     send(p, table->experts, shared);
   } else {
-    if (warp_idx() == 0) begin(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
+    if (warp_idx() == 0) acquire_credits(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
     __syncthreads();
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), shared.call, p.num_tokens + 1 + gridDim.x);
   if (!(p.phases & kLlReceive)) return;
   if (shared.call.failed) return poison_rows(p, blockIdx.x * kLlThreads + threadIdx.x, gridDim.x * kLlThreads);
   const u64 start = p.wait_stats ? nanoseconds() : 0;
-  begin_receiving(p, start, shared.call);
-  const bool ok = p.use_fp8 ? receive<kHidden / 16>(p, start, table->comes, shared) : receive<kHidden / 8>(p, start, table->comes, shared);
+  start_receiving(p, start, shared.call);
+  const bool ok = p.use_fp8 ? receive<kHidden / 16>(p, start, table->arrival_bitmap, shared)
+                            : receive<kHidden / 8>(p, start, table->arrival_bitmap, shared);
   if (!ok) poison_rows(p, lane_idx(), 32);  // all of them: where those lie that did not come is not known
 }

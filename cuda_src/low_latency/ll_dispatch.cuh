@@ -5,8 +5,8 @@
 
 constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
 constexpr int kScalesPerRow = kHidden / kFp8Group;
-constexpr int kPlaceBits = 17;  // of a choice; the expert is in the bits above
-static_assert(kNumMaxTokens * kNumTopk <= 1 << kPlaceBits && kNumExperts < 1 << (31 - kPlaceBits));
+constexpr int kExpertSlotBits = 17;  // of a choice; the expert is in the bits above
+static_assert(kNumMaxTokens * kNumTopk <= 1 << kExpertSlotBits && kNumExperts < 1 << (31 - kExpertSlotBits));
 
 // What the headers of all sources say.
 struct Sources {
@@ -23,25 +23,25 @@ struct Shared {
 
 // Dynamic shared memory.
 union Table {
-  short experts[kNumMaxTokens * kNumTopk];  // sending: of all tokens, -1 for none
-  u32 comes[kNumRanks * kLlBitmapWords];    // receiving: which tokens of each source come, a bit for each
+  short experts[kNumMaxTokens * kNumTopk];         // sending: of all tokens, -1 for none
+  u32 arrival_bitmap[kNumRanks * kLlBitmapWords];  // receiving: which tokens of each source come, a bit for each
 };
 static_assert(sizeof(Table) == kLlTableBytes);
 
 __device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlDispatch); }
 
-__device__ __forceinline__ u64 header_offset(u32 epoch, int sender) { return kLlHeaders + side_of(epoch, sender) * kLlHeaderStride; }
+__device__ __forceinline__ u64 header_offset(u32 epoch, int sender) { return kLlHeaders + ring_slot(epoch, sender) * kLlHeaderStride; }
 
 __device__ __forceinline__ u64 message_offset(u32 epoch, int sender, int token) {
-  return kLlMessages + (side_of(epoch, sender) * kNumMaxTokens + token) * kLlMessageStride;
+  return kLlMessages + (ring_slot(epoch, sender) * kNumMaxTokens + token) * kLlMessageStride;
 }
 
 __device__ __forceinline__ u64 flag_offset(u32 epoch, int sender, int token) {
-  return kLlMessageFlags + (side_of(epoch, sender) * kNumMaxTokens + token) * sizeof(u64);
+  return kLlMessageFlags + (ring_slot(epoch, sender) * kNumMaxTokens + token) * sizeof(u64);
 }
 
 __device__ __forceinline__ u64 staged_offset(u32 epoch, int token) {
-  return kLlStagedMessages + (static_cast<u64>(epoch % kNumSides) * kNumMaxTokens + token) * kLlMessageStride;
+  return kLlStagedMessages + (static_cast<u64>(epoch % kRingDepth) * kNumMaxTokens + token) * kLlMessageStride;
 }
 
 __device__ __forceinline__ char* body_of(const LlMessage* message) {

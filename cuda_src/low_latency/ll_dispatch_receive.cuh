@@ -5,12 +5,12 @@
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 // So many blocks may poll whole headers, which saves them a round trip. Where twice as many do, the stores that are on their way there are
 // held up now and then, by 3 to 4 us; the sooner, the more ranks send some.
-constexpr int kMostEager = 64 / kNumRanks;
+constexpr int kMaxEagerBlocks = 64 / kNumRanks;
 
 // How long a source kept this rank waiting, as one who waited for it saw. For what came last so far: the differences add up to the longest
 // wait. `start` is when the wait began, and `came` has been read by the thread that saw it come, when other lanes may still have waited.
-__device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 start, u64 came) {
-  const u64 waited = came - start;
+__device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 start, u64 arrival_ns) {
+  const u64 waited = arrival_ns - start;
   u64* longest = at<u64>(p.state, kLocalWaits) + (epoch % 2) * kNumRanks + source;
   const u64 before = max_relaxed_gpu(longest, waited);
   if (before < waited) add_relaxed_gpu(at<u64>(p.wait_stats, 0) + source, waited - before);
@@ -22,22 +22,23 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
   int most = 0, before = 0;
   for (int first = 0; first < kNumRanks; first += 32) {
     const int source = first + lane_idx();
-    u64 tokens = 0, rows = 0, alike = 0, came = start;
+    u64 tokens = 0, rows = 0, call_signature = 0, arrival_ns = start;
     bool differs = false;
-    if (source < kNumRanks && !call.out[source]) {
+    if (source < kNumRanks && !call.excluded[source]) {
       const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
-      const bool come = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
-        tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows), alike = ld_relaxed_sys(&header->alike);
+      const bool arrived = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
+        tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows),
+        call_signature = ld_relaxed_sys(&header->call_signature);
         const bool is_whole = static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
-                              static_cast<u32>(alike) == call.received;
-        if (is_whole && p.wait_stats) came = nanoseconds();
+                              static_cast<u32>(call_signature) == call.received;
+        if (is_whole && p.wait_stats) arrival_ns = nanoseconds();
         return is_whole;
       });
-      if (!kMasksOnTimeout && p.wait_stats && blockIdx.x == 0) add_wait(p, call.received, source, start, came);
-      differs = come && alike >> 32 != p.alike;
-      ok &= come && !differs;
+      if (!kMasksOnTimeout && p.wait_stats && blockIdx.x == 0) add_wait(p, call.received, source, start, arrival_ns);
+      differs = arrived && call_signature >> 32 != p.call_signature;
+      ok &= arrived && !differs;
     }
-    if (blockIdx.x == 0) refuse(p, kPhaseLlCounts, call.received, differs, source, alike >> 32);
+    if (blockIdx.x == 0) abort_on_difference(p, kPhaseLlCounts, call.received, differs, source, call_signature >> 32);
     const int num_tokens = tokens >> 32, num_rows = rows >> 32;
     __syncwarp();
     int up_to = num_rows;  // rows of the sources up to this one, of these 32
@@ -56,13 +57,13 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
 
 // Copies the rest of all headers, on behalf of the block; all warps but the first. False: the time is up, or words that are not `awaited`
 // are missing.
-__device__ inline bool copy_headers(const Params& p, const Call& call, bool awaited, i32* choices, u32* comes) {
+__device__ inline bool copy_headers(const Params& p, const Call& call, bool awaited, i32* choices, u32* arrival_bitmap) {
   constexpr int kThreads = kLlThreads - 32;
   const int thread = threadIdx.x - 32;
   bool ok = true;
   auto header_of = [&](int source) { return at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source)); };
   auto look = [&](int source, const u64* word) {
-    if (call.out[source]) return 0u;
+    if (call.excluded[source]) return 0u;
     u64 found = ld_relaxed_sys(word);
     if (static_cast<u32>(found) != call.received) ok &= awaited && wait_word(p, word, call.received, kPhaseLlCounts, source, found);
     return static_cast<u32>(found >> 32);
@@ -73,7 +74,7 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
   }
   for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords; i += kThreads) {  // threads that had less to do
     const int source = i / kLlBitmapWords;
-    comes[i] = look(source, header_of(source)->tokens + i % kLlBitmapWords);
+    arrival_bitmap[i] = look(source, header_of(source)->tokens + i % kLlBitmapWords);
   }
   return ok;
 }
@@ -90,7 +91,7 @@ struct RowPart {
   Vec16 held[kAtOnce];
   u32 scale;
 
-  __device__ __forceinline__ RowPart(const LlMessage* message, const Group& group)
+  __device__ __forceinline__ RowPart(const LlMessage* message, const WarpGroup& group)
       : row(reinterpret_cast<Vec16*>(body_of(message))),
         scales(reinterpret_cast<u32*>(body_of(message) + kHidden)),
         thread(group.thread(group.block())),
@@ -110,34 +111,34 @@ struct RowPart {
 
   __device__ __forceinline__ void start() { load(thread, thread); }
 
-  __device__ __forceinline__ bool all_come(int first, int i) const {
-    bool come = !has_scale(i) || scale != kNotYet;
+  __device__ __forceinline__ bool all_arrived(int first, int i) const {
+    bool arrived = !has_scale(i) || scale != kEmptySentinel;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (exists(first, j)) come &= has_come(held[j]);
+      if (exists(first, j)) arrived &= is_written(held[j]);
     }
-    return come;
+    return arrived;
   }
 
   // After start. `place`: in lane k, where the row belongs for the token's choice k, or negative. False: the time is up.
-  __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int place) {
-    const u32 places = __ballot_sync(~0u, place >= 0);
+  __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int to_row) {
+    const u32 choices = __ballot_sync(~0u, to_row >= 0);
     bool ok = true;
     for (int first = thread, i = thread; first - lane_idx() < kVecs; first += step * kAtOnce, i += step) {
       if (first != thread) load(first, i);
       ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
-        if (all_come(first, i)) return true;
-        if (kAtOnce <= 2 || has_come(ld_relaxed_sys(row + first))) load(first, i);  // one piece stands for many: polling is cheap
+        if (all_arrived(first, i)) return true;
+        if (kAtOnce <= 2 || is_written(ld_relaxed_sys(row + first))) load(first, i);  // one piece stands for many: polling is cheap
         return false;
       });
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        if (exists(first, j)) st_vec(row + first + j * step, not_yet());
+        if (exists(first, j)) st_vec(row + first + j * step, empty_vec());
       }
-      if (has_scale(i)) st_relaxed_sys(scales + i, kNotYet);
-      for (u32 left = places; left; left &= left - 1) {
-        const u64 to = __shfl_sync(~0u, place, __ffs(left) - 1);
+      if (has_scale(i)) st_relaxed_sys(scales + i, kEmptySentinel);
+      for (u32 left = choices; left; left &= left - 1) {
+        const u64 to = __shfl_sync(~0u, to_row, __ffs(left) - 1);
         Vec16* vecs = at<Vec16>(p.recv_x, 0) + to * kVecs;
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
@@ -156,26 +157,26 @@ struct RowPart {
 };
 
 // What a block knows in its receiving half.
-struct Receiving {
+struct ReceiveContext {
   const Params& p;
   Shared& shared;
-  const u32* comes;
+  const u32* arrival_bitmap;
   u64 start;  // when it began
 };
 
 // One warp's part of a token. False: the time is up for all ranks.
 template <int kVecs, int kAtOnce>
-__device__ inline bool receive_token(const Receiving& r, int source, int token, const Group& group) {
+__device__ inline bool receive_token(const ReceiveContext& r, int source, int token, const WarpGroup& group) {
   const Params& p = r.p;
   const int lane = lane_idx();
   const u32 epoch = r.shared.call.received, bit = 1u << token % 32;
   const u64 mine = p.peers[p.rank];
-  const u32* comes = r.comes + source * kLlBitmapWords;
-  if (!(comes[token / 32] & bit)) return true;
+  const u32* arrival_bitmap = r.arrival_bitmap + source * kLlBitmapWords;
+  if (!(arrival_bitmap[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
   RowPart<kVecs, kAtOnce> row(message, group);
   bool ok = true, late = false;  // late: its head was not there when it was looked for
-  if (is_far(p, source)) {
+  if (is_scale_out(p, source)) {
     if (p.wait_stats) late = static_cast<u32>(ld_relaxed_sys(at<const u64>(mine, flag_offset(epoch, source, token)))) != epoch;
     if (lane == 0) ok = wait_epoch(p, at<const u64>(mine, flag_offset(epoch, source, token)), epoch, kPhaseLlRows, source);
     ok = __shfl_sync(~0u, ok, 0);
@@ -185,7 +186,7 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);
   row.start();
   int rows_before = 0;  // of this source
-  for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? comes[w] & (bit - 1) : comes[w]);
+  for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? arrival_bitmap[w] & (bit - 1) : arrival_bitmap[w]);
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
   auto await_word = [&](const u64* words, u64& word) {
     if (lane >= kNumTopk || static_cast<u32>(word) == epoch) return;
@@ -195,20 +196,20 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
   await_word(message->choice, choice);
   await_word(message->weight, weight);
   ok = __all_sync(~0u, ok);
-  int place = ok ? kLlElsewhere : kLlUnknown;
+  int to_row = ok ? kLlElsewhere : kLlUnknown;
   const u32 chosen = choice >> 32;  // 0: nothing
-  const int expert = static_cast<int>(chosen >> kPlaceBits) - 1 - p.rank * kNumLocalExperts;
+  const int expert = static_cast<int>(chosen >> kExpertSlotBits) - 1 - p.rank * kNumLocalExperts;
   if (ok && chosen && expert >= 0 && expert < kNumLocalExperts) {
-    place = chosen & ((1u << kPlaceBits) - 1);
+    to_row = chosen & ((1u << kExpertSlotBits) - 1);
 #pragma unroll(kNumRanks <= 16 ? kNumRanks : 8)
-    for (int s = 0; s < kNumRanks; ++s) place += s < source ? r.shared.choices[s * kNumLocalExperts + expert] : 0;
-    place = place < kCapacity ? expert * kCapacity + place : kLlNoRoom;
+    for (int s = 0; s < kNumRanks; ++s) to_row += s < source ? r.shared.choices[s * kNumLocalExperts + expert] : 0;
+    to_row = to_row < kCapacity ? expert * kCapacity + to_row : kLlNoRoom;
   }
   if (row.thread < 32) {  // the group's first warp
     if (lane == 0) entry->source = source, entry->token = token;
-    if (lane < kNumTopk) entry->row[lane] = place, entry->weight[lane] = __uint_as_float(weight >> 32);
+    if (lane < kNumTopk) entry->row[lane] = to_row, entry->weight[lane] = __uint_as_float(weight >> 32);
   }
-  ok = row.finish(p, epoch, source, place) && ok;
+  ok = row.finish(p, epoch, source, to_row) && ok;
   if (p.wait_stats && __any_sync(~0u, late) && lane == 0) add_wait(p, epoch, source, r.start, nanoseconds());
   if (!kMasksOnTimeout) return ok;
   if (!group.all(ok) && row.thread < 32 && lane < kNumTopk) entry->row[lane] = kLlElsewhere;
@@ -217,7 +218,7 @@ __device__ inline bool receive_token(const Receiving& r, int source, int token, 
 
 // One warp's part of all that came. False: the time is up for all ranks.
 template <int kVecs, int kAtOnce>
-__device__ inline bool receive_tokens(const Receiving& r, const Group& group) {
+__device__ inline bool receive_tokens(const ReceiveContext& r, const WarpGroup& group) {
   const Sources& sources = r.shared.sources;
   const int num_items = sources.most * kNumRanks;
   for (int item = group.first(); item < num_items; item += group.step()) {
@@ -235,13 +236,13 @@ __device__ __noinline__ void poison_rows(const Params& p, u64 thread, u64 num_th
 }
 
 // What the host and combine want to know of the whole call.
-__device__ inline void tell_counts(const Receiving& r) {
+__device__ inline void publish_counts(const ReceiveContext& r) {
   const Params& p = r.p;
   if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = r.shared.sources.rows_before[kNumRanks];
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += r.shared.choices[s * kNumLocalExperts + e];
-    if (sum > kCapacity) notice(p, &Report::full_expert, static_cast<u64>(e + 1) << 32 | sum);
+    if (sum > kCapacity) report_event(p, &Report::full_expert, static_cast<u64>(e + 1) << 32 | sum);
     sum = min(sum, kCapacity);
     at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
@@ -250,84 +251,84 @@ __device__ inline void tell_counts(const Receiving& r) {
 
 // Where time-outs mask: block 0 waits for whole headers, decides which sources have come, and tells the other blocks (relaxed: the headers'
 // words say themselves that they have come). It counts waits (else read_headers does): threads begin with the first words of all sources.
-__device__ inline void decide(const Params& p, u64 start, Call& call) {
+__device__ inline void decide_source_status(const Params& p, u64 start, Call& call) {
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
     const int source = i % kNumRanks, w = i / kNumRanks;
-    if (call.out[source]) continue;
+    if (call.excluded[source]) continue;
     const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source)) + w;
-    u64 came = start;
-    const bool come = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
+    u64 arrival_ns = start;
+    const bool arrived = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
       seen = static_cast<u32>(ld_relaxed_sys(word));
-      if (p.wait_stats) came = nanoseconds();
+      if (p.wait_stats) arrival_ns = nanoseconds();
       return seen == call.received;
     });
-    if (p.wait_stats && w == 0) add_wait(p, call.received, source, start, came);
-    if (!come) call.out[source] = true;
+    if (p.wait_stats && w == 0) add_wait(p, call.received, source, start, arrival_ns);
+    if (!arrived) call.excluded[source] = true;
   }
   __syncthreads();
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
-    st_relaxed_sys(at<u32>(p.state, kLocalVerdicts) + s, call.received << 1 | static_cast<u32>(call.out[s]));
+    st_relaxed_sys(at<u32>(p.state, kLocalSourceStatus) + s, call.received << 1 | static_cast<u32>(call.excluded[s]));
   }
 }
 
 // Warp 0 of any other block. Whether block 0 knows better than this one did.
-__device__ inline bool learn_verdicts(const Params& p, Call& call) {
+__device__ inline bool read_source_status(const Params& p, Call& call) {
   bool changes = false;
   for (int s = lane_idx(); s < kNumRanks; s += 32) {
     const u32 awaited = call.received << 1;
-    u32 verdict;
-    for (u32 spins = 1; ((verdict = ld_relaxed_gpu(at<u32>(p.state, kLocalVerdicts) + s)) ^ awaited) > 1; ++spins) {
+    u32 status;
+    for (u32 spins = 1; ((status = ld_relaxed_gpu(at<u32>(p.state, kLocalSourceStatus) + s)) ^ awaited) > 1; ++spins) {
       if (spins % 64 == 0 && was_aborted(p)) break;  // block 0 may have left before
     }
-    const bool out = verdict != awaited;
-    changes |= out != call.out[s];
-    call.out[s] = out;
+    const bool excluded = status != awaited;
+    changes |= excluded != call.excluded[s];
+    call.excluded[s] = excluded;
   }
   return __any_sync(~0u, changes);
 }
 
 // What is done whatever the rows are. `start`: when the block began to receive.
-__device__ inline void begin_receiving(const Params& p, u64 start, Call& call) {
+__device__ inline void start_receiving(const Params& p, u64 start, Call& call) {
   if (blockIdx.x != 0) return;
-  if constexpr (kMasksOnTimeout) decide(p, start, call);
+  if constexpr (kMasksOnTimeout) decide_source_status(p, start, call);
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
     at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;  // for the next call
-    if (call.out[s]) at<u32>(p.handle, kLlHandleOut)[s] = 1;                     // as sending did, or more
+    if (call.excluded[s]) at<u32>(p.handle, kLlHandleExcluded)[s] = 1;           // as sending did, or more
   }
 }
 
-// After begin_receiving. kVecs: of a row. False: the time is up for all ranks, or a source differs.
+// After start_receiving. kVecs: of a row. False: the time is up for all ranks, or a source differs.
 template <int kVecs>
-__device__ inline bool receive(const Params& p, u64 start, u32* comes, Shared& shared) {
+__device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, Shared& shared) {
   const Call& call = shared.call;
-  const Receiving r{p, shared, comes, start};
+  const ReceiveContext r{p, shared, arrival_bitmap, start};
   // The last block, which has no row where few come, tells the counts.
-  const bool tells = blockIdx.x == gridDim.x - 1;
-  auto group_of = [](int num_tokens) { return Group(log2_share(num_tokens * kNumRanks, kMostShare)); };
+  const bool publishes_counts = blockIdx.x == gridDim.x - 1;
+  auto group_of = [](int num_tokens) { return WarpGroup(log2_warps_per_item(num_tokens * kNumRanks, kMaxLog2WarpsPerItem)); };
   auto num_busy = [&](int num_tokens) { return num_tokens * kNumRanks << group_of(num_tokens).log2_blocks; };
-  auto copy = [&](bool awaited) { return copy_headers(p, call, awaited, shared.choices, comes); };
+  auto copy = [&](bool awaited) { return copy_headers(p, call, awaited, shared.choices, arrival_bitmap); };
   // Who will have rows copies the headers as they come, or looks whether they have; first taking it that other ranks have as many tokens
   // as this one.
   const int expected = num_busy(p.num_tokens);
-  bool ok = true, copied = tells || static_cast<int>(blockIdx.x) < expected;
+  bool ok = true, copied = publishes_counts || static_cast<int>(blockIdx.x) < expected;
   if (warp_idx() == 0) {
     // Other warps copy meanwhile, by what the block knew before: in vain, if that was wrong.
-    if (kMasksOnTimeout && blockIdx.x != 0) copied &= !learn_verdicts(p, shared.call);
+    if (kMasksOnTimeout && blockIdx.x != 0) copied &= !read_source_status(p, shared.call);
     ok = read_headers(p, call, start, shared.sources);
   } else if (copied) {
-    copied = copy(expected <= kMostEager);
+    copied = copy(expected <= kMaxEagerBlocks);
   }
   if (!__syncthreads_and(ok)) return false;
   const int most = shared.sources.most;
   if (!__syncthreads_and(copied)) {
-    if (!tells && static_cast<int>(blockIdx.x) >= num_busy(most)) return true;
+    if (!publishes_counts && static_cast<int>(blockIdx.x) >= num_busy(most)) return true;
     if (!__syncthreads_and(warp_idx() == 0 || copy(true))) return false;
   }
-  if (tells) tell_counts(r);
-  const Group group = group_of(most);
-  constexpr int kFew = 2;  // where few rows come, code that is not there takes no time; rows of a warp's size need no other
-  if (32 * kFew >= kVecs || group.num_threads() * kFew >= kVecs) {
-    return receive_tokens<kVecs, kFew>(r, group);
+  if (publishes_counts) publish_counts(r);
+  const WarpGroup group = group_of(most);
+  constexpr int kFewVecs = 2;  // where few rows come, code that is not there takes no time; rows of a warp's size need no other
+  if (32 * kFewVecs >= kVecs || group.num_threads() * kFewVecs >= kVecs) {
+    return receive_tokens<kVecs, kFewVecs>(r, group);
   }
-  return receive_tokens<kVecs, kLlPieces>(r, group);
+  return receive_tokens<kVecs, kLlVecsPerThread>(r, group);
 }

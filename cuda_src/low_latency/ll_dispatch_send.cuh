@@ -3,11 +3,11 @@
 #include "low_latency/ll_dispatch.cuh"
 
 constexpr int kChoiceWarp = kLastWarp, kRowThreads = 32 * kChoiceWarp;
-constexpr int kMostReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;
+constexpr int kMaxReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;
 
 // The experts of all tokens, -1 for none, and how often each is chosen; block 0 keeps them for combine. All warps but the first, which
 // begins the call meanwhile.
-__device__ inline void read_table(const Params& p, short* table, i32* choices) {
+__device__ inline void read_expert_table(const Params& p, short* table, i32* choices) {
   for (int i = threadIdx.x - 32; i < p.num_tokens * kNumTopk; i += kLlThreads - 32) {
     const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
     const bool exists = expert >= 0 && expert < kNumExperts;
@@ -21,52 +21,52 @@ __device__ inline void read_table(const Params& p, short* table, i32* choices) {
 // One warp: the header for one rank. Over the network its first word is the signal that the others have come.
 __device__ inline void send_header(const Params& p, u32 epoch, int rank, const short* table, const i32* choices) {
   const int lane = lane_idx();
-  const bool far = is_far(p, rank);
-  const u64 there = header_offset(epoch, p.rank), staged = kLlStagedHeaders + side_of(epoch, rank) * kLlHeaderStride;
-  LlHeader* header = far ? at<LlHeader>(p.peers[p.rank], staged) : at<LlHeader>(p.peers[rank], there);
-  const u64 num_tokens = word_of(p.num_tokens, epoch);
-  if (lane == 0 && !far) st_relaxed_sys(&header->num_tokens, num_tokens);
-  if (lane == 0) st_relaxed_sys(&header->alike, word_of(p.alike, epoch));
+  const bool scale_out = is_scale_out(p, rank);
+  const u64 there = header_offset(epoch, p.rank), staged = kLlStagedHeaders + ring_slot(epoch, rank) * kLlHeaderStride;
+  LlHeader* header = scale_out ? at<LlHeader>(p.peers[p.rank], staged) : at<LlHeader>(p.peers[rank], there);
+  const u64 num_tokens = tagged_word(p.num_tokens, epoch);
+  if (lane == 0 && !scale_out) st_relaxed_sys(&header->num_tokens, num_tokens);
+  if (lane == 0) st_relaxed_sys(&header->call_signature, tagged_word(p.call_signature, epoch));
   for (int e = lane; e < kNumLocalExperts; e += 32) {
-    st_relaxed_sys(header->num_choices + e, word_of(choices[rank * kNumLocalExperts + e], epoch));
+    st_relaxed_sys(header->num_choices + e, tagged_word(choices[rank * kNumLocalExperts + e], epoch));
   }
   int num_rows = 0;
   for (int first = 0; first < kNumMaxTokens; first += 32) {
-    bool comes = false;
+    bool is_sent = false;
     if (first + lane < p.num_tokens) {
 #pragma unroll(kNumTopk <= 8 ? kNumTopk : 8)
       for (int k = 0; k < kNumTopk; ++k) {
         const int expert = table[(first + lane) * kNumTopk + k];
-        comes |= expert >= 0 && expert / kNumLocalExperts == rank;
+        is_sent |= expert >= 0 && expert / kNumLocalExperts == rank;
       }
     }
-    const u32 those = __ballot_sync(~0u, comes);
+    const u32 those = __ballot_sync(~0u, is_sent);
     num_rows += __popc(those);
-    if (lane == 0) st_relaxed_sys(header->tokens + first / 32, word_of(those, epoch));
+    if (lane == 0) st_relaxed_sys(header->tokens + first / 32, tagged_word(those, epoch));
   }
-  if (lane == 0) st_relaxed_sys(&header->num_rows, word_of(num_rows, epoch));
-  if (!far) return;
+  if (lane == 0) st_relaxed_sys(&header->num_rows, tagged_word(num_rows, epoch));
+  if (!scale_out) return;
   __syncwarp();
   put(p, rank, there + sizeof(u64), staged + sizeof(u64), sizeof(LlHeader) - sizeof(u64), there, num_tokens);
 }
 
 // Where a token's message goes: to near ranks, and to where it is put from for far ones.
 struct Receivers {
-  LlMessage* messages[kMostReceivers];  // in the memory of near ranks, or null
-  LlMessage* staged;                    // or null
+  LlMessage* messages[kMaxReceivers];  // in the memory of near ranks, or null
+  LlMessage* staged;                   // or null
 
   // `rank`: in some lanes a rank, -1 in the others.
   __device__ __forceinline__ Receivers(const Params& p, u32 epoch, int token, int rank) {
-    const bool far = rank >= 0 && is_far(p, rank), near = rank >= 0 && !far;
-    const u64 theirs = near ? p.peers[rank] + message_offset(epoch, p.rank, token) : 0;
-    u32 left = __ballot_sync(~0u, near);
+    const bool scale_out = rank >= 0 && is_scale_out(p, rank), scale_up = rank >= 0 && !scale_out;
+    const u64 theirs = scale_up ? p.peers[rank] + message_offset(epoch, p.rank, token) : 0;
+    u32 left = __ballot_sync(~0u, scale_up);
 #pragma unroll
     for (LlMessage*& message : messages) {
       const u64 one = __shfl_sync(~0u, theirs, left ? __ffs(left) - 1 : 0);
       message = left ? at<LlMessage>(one, 0) : nullptr;
       left &= left - 1;
     }
-    staged = __any_sync(~0u, far) ? at<LlMessage>(p.peers[p.rank], staged_offset(epoch, token)) : nullptr;
+    staged = __any_sync(~0u, scale_out) ? at<LlMessage>(p.peers[p.rank], staged_offset(epoch, token)) : nullptr;
   }
 
   template <class Write>
@@ -75,7 +75,7 @@ struct Receivers {
     for (LlMessage* message : messages) {
       if (message) write(message);
     }
-    if (kHasFar && staged) write(staged);
+    if (kHasScaleOut && staged) write(staged);
   }
 };
 
@@ -113,7 +113,7 @@ struct OutgoingRow {
           if (i < count() && i % 8 == 0) st_relaxed_sys(reinterpret_cast<u32*>(body + kHidden) + i / 8, __float_as_uint(scale));
         });
       } else {
-        held[0] = sendable(held[0]), held[1] = sendable(held[1]);
+        held[0] = avoid_sentinel(held[0]), held[1] = avoid_sentinel(held[1]);
         receivers.each([&](LlMessage* message) {
           Vec16* body = reinterpret_cast<Vec16*>(body_of(message));
           if (i < count()) st_relaxed_sys(body + i, held[0]);
@@ -130,7 +130,7 @@ struct OutgoingRow {
 __device__ inline void send_choices(const Params& p, u32 epoch, int token, int expert, const Receivers& receivers, const short* table) {
   constexpr int kAtOnce = kNumTopk < 8 ? kNumTopk : 8;
   const int lane = lane_idx();
-  int place = __popc(__match_any_sync(~0u, expert) & ((1u << lane) - 1));  // a token may choose an expert twice
+  int expert_slot = __popc(__match_any_sync(~0u, expert) & ((1u << lane) - 1));  // a token may choose an expert twice
   for (int first = 0; first < kNumTopk; first += kAtOnce) {
     int choices[kAtOnce], before[kAtOnce] = {};
 #pragma unroll
@@ -143,24 +143,24 @@ __device__ inline void send_choices(const Params& p, u32 epoch, int token, int e
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int sum = __reduce_add_sync(~0u, before[k]);
-      if (lane == first + k) place += sum;
+      if (lane == first + k) expert_slot += sum;
     }
   }
   if (lane >= kNumTopk) return;
-  const u64 choice = word_of(expert >= 0 ? (expert + 1) << kPlaceBits | place : 0, epoch);
+  const u64 choice = tagged_word(expert >= 0 ? (expert + 1) << kExpertSlotBits | expert_slot : 0, epoch);
   const float weight = p.topk_weights ? at<const float>(p.topk_weights, 0)[token * kNumTopk + lane] : 0.f;
   receivers.each([&](LlMessage* message) {
     st_relaxed_sys(message->choice + lane, choice);
-    st_relaxed_sys(message->weight + lane, word_of(__float_as_uint(weight), epoch));
+    st_relaxed_sys(message->weight + lane, tagged_word(__float_as_uint(weight), epoch));
   });
 }
 
 // All warps, each for some of the far ranks; the message is complete.
 __device__ inline void put_message(const Params& p, u32 epoch, int token, int rank) {
   const u32 num_bytes = kLlHeadBytes + (p.use_fp8 ? kHidden + kScalesPerRow * 4 : kHidden * 2);
-  u32 far = __ballot_sync(~0u, rank >= 0 && is_far(p, rank));
-  for (int i = 0; far; ++i, far &= far - 1) {
-    const int to = __shfl_sync(~0u, rank, __ffs(far) - 1);
+  u32 scale_out = __ballot_sync(~0u, rank >= 0 && is_scale_out(p, rank));
+  for (int i = 0; scale_out; ++i, scale_out &= scale_out - 1) {
+    const int to = __shfl_sync(~0u, rank, __ffs(scale_out) - 1);
     if (i % kWarps != warp_idx()) continue;
     put(p, to, message_offset(epoch, p.rank, token), staged_offset(epoch, token), num_bytes, flag_offset(epoch, p.rank, token), epoch);
   }
@@ -168,44 +168,44 @@ __device__ inline void put_message(const Params& p, u32 epoch, int token, int ra
 
 __device__ inline void send(const Params& p, short* table, Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
-  u32* taken = &progress_of(p)->taken;
+  u32* tickets = &progress_of(p)->tickets;
   u32 next = 0;
-  if (threadIdx.x == 0) next = take_relaxed_gpu(taken);  // comes while the table is read
+  if (threadIdx.x == 0) next = fetch_add_relaxed_gpu(tickets);  // comes while the table is read
   if (warp == 0) {
-    begin(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
+    acquire_credits(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
   } else {
-    read_table(p, table, shared.choices);
+    read_expert_table(p, table, shared.choices);
   }
   if (threadIdx.x == 0) shared.item[0] = next;
   __syncthreads();
   if (shared.call.failed) return;
   const u32 epoch = shared.call.sent;
   if (blockIdx.x == 0) {
-    for (int r = threadIdx.x; r < kNumRanks; r += kLlThreads) at<u32>(p.handle, kLlHandleOut)[r] = shared.call.out[r];
+    for (int r = threadIdx.x; r < kNumRanks; r += kLlThreads) at<u32>(p.handle, kLlHandleExcluded)[r] = shared.call.excluded[r];
     if (threadIdx.x == 0) *at<u32>(p.handle, kLlHandleEpoch) = epoch;
   }
   for (int turn = 0;; ++turn) {
-    const int item = shared.item[turn % 2] - shared.call.taken_before, token = item - 1;
+    const int item = shared.item[turn % 2] - shared.call.tickets_before, token = item - 1;
     if (item > p.num_tokens) break;
-    if (threadIdx.x == 0) next = take_relaxed_gpu(taken);
+    if (threadIdx.x == 0) next = fetch_add_relaxed_gpu(tickets);
     int rank = -1;  // in some lanes, one of the token's ranks
     if (item == 0) {
       for (int r = warp; r < kNumRanks; r += kWarps) {
-        if (!shared.call.out[r]) send_header(p, epoch, r, table, shared.choices);
+        if (!shared.call.excluded[r]) send_header(p, epoch, r, table, shared.choices);
       }
     } else {
       const int expert = lane < kNumTopk ? table[token * kNumTopk + lane] : -1;
       if (warp == kChoiceWarp) {
-        rank = first_choice_of(expert, shared.call.out);
+        rank = first_choice_of(expert, shared.call.excluded);
         send_choices(p, epoch, token, expert, Receivers(p, epoch, token, rank), table);
       } else {
         OutgoingRow row(p, token);
-        rank = first_choice_of(expert, shared.call.out);
+        rank = first_choice_of(expert, shared.call.excluded);
         row.send(Receivers(p, epoch, token, rank));
       }
     }
     if (threadIdx.x == 0) shared.item[(turn + 1) % 2] = next;
     __syncthreads();
-    if constexpr (kHasFar) put_message(p, epoch, token, rank);
+    if constexpr (kHasScaleOut) put_message(p, epoch, token, rank);
   }
 }

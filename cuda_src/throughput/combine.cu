@@ -4,8 +4,8 @@
 // plain copy of chunks. Staging at the source holds one row for each (token, rank) that dispatch sent: those of rank 0 first, then
 // rank 1...
 //
-// Roles in each block: kCombineMovers warps push chunks of kChunkRows rows; one warp, the teller, raises a flag for each chunk once it is
-// written; the others take tokens in ascending order, wait for the flags of the chunks that hold a token's rows, and add the rows in
+// Roles in each block: kCombineCopyWarps warps push chunks of kChunkRows rows; one warp, the teller, raises a flag for each chunk once it
+// is written; the others take tokens in ascending order, wait for the flags of the chunks that hold a token's rows, and add the rows in
 // float32 and in rank order. A flag needs a fence, and a fence takes as long as many rows: the teller raises whatever flags are due after
 // each, and movers wait for none. Movers never wait for adders, and staging holds everything, so nothing can dead-lock as long as each
 // rank's blocks get to run. (Without TMA a mover's copies are its own stores: it raises its flags itself.)
@@ -17,12 +17,12 @@
 //
 // Bytes: each row once over the link; at the source every staged row is read once and every token written once.
 #include "common/bulk.cuh"
-#include "throughput/landing.cuh"
+#include "throughput/recv_window.cuh"
 #include "common/number.cuh"
 #include "common/work.cuh"
 
-constexpr int kTeller = kHasTma ? kCombineMovers : -1;  // its warp
-constexpr int kFirstAdder = kHasTma ? kTeller + 1 : kCombineMovers;
+constexpr int kSignalWarp = kHasTma ? kCombineCopyWarps : -1;  // its warp
+constexpr int kFirstReduceWarp = kHasTma ? kSignalWarp + 1 : kCombineCopyWarps;
 constexpr int kRowVecs = kRowBytes / 16;
 
 struct Routes {
@@ -38,24 +38,24 @@ struct Routes {
 __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
   const int lane = lane_idx();
   const i32* rows = at<const i32>(p.handle, kHandleNumRows);
-  Landing landing = {};
+  RecvWindow window = {};
   bool ok = true;
   int count = 0;
   if (lane < kNumRanks) {
-    ok = await_landing(p, kControlCombineLanding, epoch, kPhaseCombineLanding, lane, landing);
+    ok = await_window(p, kControlCombineWindows, epoch, kPhaseCombineWindow, lane, window);
     i64 from_row = 0, to_row = 0, staged_row = 0;
     for (int s = 0; s < lane; ++s) from_row += rows[s * kNumRanks + p.rank];
     for (int r = 0; r < p.rank; ++r) to_row += rows[lane * kNumRanks + r];
     for (int r = 0; r < lane; ++r) staged_row += rows[p.rank * kNumRanks + r];
     count = clamp_rows(p.capacity - from_row, rows[lane * kNumRanks + p.rank]);
-    routes.to_x[lane] = landing.x + to_row * kRowBytes;
-    routes.to_weights[lane] = landing.topk_weights + to_row * kNumTopk * sizeof(float);
+    routes.to_x[lane] = window.x + to_row * kRowBytes;
+    routes.to_weights[lane] = window.topk_weights + to_row * kNumTopk * sizeof(float);
     routes.from_row[lane] = from_row;
     routes.num_rows[lane] = count;
     routes.staged_row[lane] = staged_row;
   }
-  const bool all_come = __all_sync(~0u, ok);
-  const bool agreed = all_come && !ranks_differ(p, landing, serial);
+  const bool all_arrived = __all_sync(~0u, ok);
+  const bool agreed = all_arrived && !ranks_differ(p, window, serial);
   const int max_rows = __reduce_max_sync(~0u, count);
   if (lane == 0) {
     routes.max_rows = max_rows;
@@ -83,7 +83,7 @@ __device__ __forceinline__ char* target_of(const Routes& routes, const Chunk& c)
   return at<char>(routes.to_x[c.rank], c.first * kRowBytes);
 }
 
-__device__ __forceinline__ void carry_weights(const Params& p, const Routes& routes, const Chunk& c) {
+__device__ __forceinline__ void copy_weights(const Params& p, const Routes& routes, const Chunk& c) {
   if (!p.topk_weights) return;
   const float* from = at<const float>(p.topk_weights, 0) + (routes.from_row[c.rank] + c.first) * kNumTopk;
   float* to = at<float>(routes.to_weights[c.rank], 0) + c.first * kNumTopk;
@@ -95,28 +95,28 @@ __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 
   st_relaxed_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
 }
 
-__device__ inline Queue queue_of(const Params& p, const Routes& routes, int num_workers) {
+__device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
   const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows;
-  return make_queue(&at<State>(p.state, 0)->combine_items, max_chunks * kNumRanks, num_workers, kCombineTake);
+  return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * kNumRanks, num_workers, kCombineItemsPerTicket);
 }
 
 // What a mover tells the teller: how many of its chunks are written, and which ones.
 struct Progress {
   static constexpr int kRing = 32;
   u32 written;
-  u32 told;  // the teller's answer: so many places of the ring are free again
-  u32 done;  // no more will come
+  u32 signalled;  // the teller's answer: so many places of the ring are free again
+  u32 done;       // no more will come
   i32 items[kRing];
 };
 
-__device__ inline void push_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, Progress& progress) {
-  const int num_workers = gridDim.x * kCombineMovers;
-  Taker taker(queue_of(p, routes, num_workers), [](int) {});
+__device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, Progress& progress) {
+  const int num_workers = gridDim.x * kCombineCopyWarps;
+  WorkIterator work(queue_of(p, routes, num_workers), [](int) {});
   auto target = [&](int item) { return target_of(routes, chunk_at(p, routes, item)); };
   auto load = [&](int item, char* stage, u64* barrier) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) return false;
-    carry_weights(p, routes, c);
+    copy_weights(p, routes, c);
     __syncwarp();  // lane 0 tells of what all lanes wrote
     if (lane_idx() == 0) {
       barrier_expect(barrier, c.num_rows * kRowBytes);
@@ -127,38 +127,38 @@ __device__ inline void push_bulk(const Params& p, const Routes& routes, char* st
   auto store = [&](int turn, int item, char* stage) {
     const Chunk c = chunk_at(p, routes, item);
     bulk_store(target_of(routes, c), stage, c.num_rows * kRowBytes);
-    while (turn - static_cast<int>(ld_acquire_block(&progress.told)) >= Progress::kRing) continue;  // the teller waits for nothing
+    while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= Progress::kRing) continue;  // the teller waits for nothing
     progress.items[turn % Progress::kRing] = item;
   };
   auto written = [&](int count, bool all) {
     st_release_block(&progress.written, count);
     if (all) st_release_block(&progress.done, 1);
   };
-  bulk_pipeline<kCombineStages>(stages, barriers, [&] { return taker.next(); }, target, load, store, written);
+  bulk_pipeline<kCombineStages>(stages, barriers, [&] { return work.next(); }, target, load, store, written);
 }
 
 // Lane m follows mover m. No limit here: movers wait for nothing but their SM's copy engine.
-__device__ inline void tell(const Params& p, const Routes& routes, u32 epoch, Progress* progress) {
-  const bool follows = lane_idx() < kCombineMovers;
+__device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 epoch, Progress* progress) {
+  const bool follows = lane_idx() < kCombineCopyWarps;
   Progress& mine = progress[follows ? lane_idx() : 0];
-  u32 told = 0;
+  u32 signalled = 0;
   for (bool done = false; !done;) {
     done = __all_sync(~0u, !follows || ld_acquire_block(&mine.done));  // asked first: then `written` is final
     const u32 now = follows ? ld_acquire_block(&mine.written) : 0;
-    if (!__any_sync(~0u, now > told)) continue;
+    if (!__any_sync(~0u, now > signalled)) continue;
     fence_release_sys();
-    for (; told < now; ++told) raise_flag(p, chunk_at(p, routes, mine.items[told % Progress::kRing]), epoch);
-    if (follows) st_release_block(&mine.told, told);
+    for (; signalled < now; ++signalled) raise_flag(p, chunk_at(p, routes, mine.items[signalled % Progress::kRing]), epoch);
+    if (follows) st_release_block(&mine.signalled, signalled);
   }
 }
 
-__device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 epoch) {
-  const int num_workers = gridDim.x * kCombineMovers;
-  Taker taker(queue_of(p, routes, num_workers), [](int) {});
-  for (int item = taker.next(); item >= 0; item = taker.next()) {
+__device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, u32 epoch) {
+  const int num_workers = gridDim.x * kCombineCopyWarps;
+  WorkIterator work(queue_of(p, routes, num_workers), [](int) {});
+  for (int item = work.next(); item >= 0; item = work.next()) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
-    carry_weights(p, routes, c);
+    copy_weights(p, routes, c);
     warp_copy(target_of(routes, c), source_of(p, routes, c), c.num_rows * kRowBytes);
     __syncwarp();
     if (lane_idx() == 0) {
@@ -169,7 +169,7 @@ __device__ inline void push_by_warp(const Params& p, const Routes& routes, u32 e
 }
 
 // Adding waits for memory: each lane has about 16 vectors on their way.
-__device__ inline void add_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
+__device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
   constexpr int kAtOnce = 16 / kNumRanks < 4 ? 16 / kNumRanks : 4;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
@@ -197,18 +197,18 @@ __device__ inline void add_token(const Params& p, const u64 (&rows)[kNumRanks], 
   }
 }
 
-__device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epoch) {
+__device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 epoch) {
   const int lane = lane_idx();
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
   int position = -1, next_position = -1;  // of the row from rank `lane`; -1: it sends none
-  auto ahead = [&](int token) {
+  auto prefetch = [&](int token) {
     position = next_position;
     const bool exists = lane < kNumRanks && token < p.num_tokens;
     next_position = exists ? at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane] : -1;
   };
-  Taker taker({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, ahead);
-  for (int token = taker.next(); token >= 0; token = taker.next()) {
+  WorkIterator work({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, prefetch);
+  for (int token = work.next(); token >= 0; token = work.next()) {
     bool ok = true;
     if (position >= 0) ok = wait_epoch(p, flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
     const bool all_ok = __all_sync(~0u, ok);
@@ -220,21 +220,22 @@ __device__ inline void add_tokens(const Params& p, const Routes& routes, u32 epo
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
       const i64 row = __shfl_sync(~0u, staged, r);
-      rows[r] = row >= 0 ? base + p.land_x + row * kRowBytes : 0;
+      rows[r] = row >= 0 ? base + p.recv_x_offset + row * kRowBytes : 0;
       if (p.topk_weights && row >= 0 && lane < kNumTopk) {
-        weight += ld_relaxed_sys(at<const float>(base, p.land_topk_weights) + row * kNumTopk + lane);  // L1 may hold a line from before
+        weight +=
+            ld_relaxed_sys(at<const float>(base, p.recv_topk_weights_offset) + row * kNumTopk + lane);  // L1 may hold a line from before
       }
     }
     if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
-    add_token(p, rows, token);
+    reduce_token(p, rows, token);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
-  __shared__ u64 barriers[kCombineMovers * kCombineStages];
-  __shared__ Progress progress[kCombineMovers];
+  __shared__ u64 barriers[kCombineCopyWarps * kCombineStages];
+  __shared__ Progress progress[kCombineCopyWarps];
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
@@ -242,21 +243,22 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    publish(p, kControlCombineLanding, epoch, lane, {p.land_x, 0, 0, p.land_topk_weights, 0, 0, p.alike, serial, epoch});
+    publish(p, kControlCombineWindows, epoch, lane,
+            {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, 0, 0, p.call_signature, serial, epoch});
   }
-  if (threadIdx.x < kCombineMovers) progress[threadIdx.x].written = progress[threadIdx.x].told = progress[threadIdx.x].done = 0;
+  if (threadIdx.x < kCombineCopyWarps) progress[threadIdx.x].written = progress[threadIdx.x].signalled = progress[threadIdx.x].done = 0;
   if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
 
   if (!routes.idle) {
-    if (warp >= kFirstAdder) {
-      add_tokens(p, routes, epoch);
-    } else if (warp == kTeller) {
-      tell(p, routes, epoch, progress);
+    if (warp >= kFirstReduceWarp) {
+      reduce_tokens(p, routes, epoch);
+    } else if (warp == kSignalWarp) {
+      signal_chunks(p, routes, epoch, progress);
     } else if constexpr (kHasTma) {
-      push_bulk(p, routes, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages, progress[warp]);
+      copy_rows_bulk(p, routes, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages, progress[warp]);
     } else {
-      push_by_warp(p, routes, epoch);
+      copy_rows_by_warp(p, routes, epoch);
     }
   }
   __syncthreads();

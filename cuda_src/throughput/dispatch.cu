@@ -1,6 +1,6 @@
 // dispatch: sends the rows of a known routing straight to their final places at the receivers.
 //
-// Roles in each block: kDispatchMovers warps move rows (one thread of each issues bulk copies; without TMA the whole warp copies), the
+// Roles in each block: kDispatchCopyWarps warps move rows (one thread of each issues bulk copies; without TMA the whole warp copies), the
 // others carry the small arrays: where a row comes from, expert numbers and weights as the receiver sees them, scales, this rank's counts.
 // Rows for a rank go in the order of send_list, so a chunk of them is contiguous at the receiver and leaves as one copy.
 //
@@ -13,18 +13,18 @@
 // Bytes: each row once from local memory for each rank it goes to (later reads hit L2), once over the link. Floor: the sum of the remote
 // rows over the copy ceiling.
 #include "common/bulk.cuh"
-#include "throughput/landing.cuh"
+#include "throughput/recv_window.cuh"
 #include "common/work.cuh"
 
-constexpr int kCarriers = kDispatchThreads / 32 - kDispatchMovers;
-constexpr int kCarryRows = 32;
+constexpr int kMetadataWarps = kDispatchThreads / 32 - kDispatchCopyWarps;
+constexpr int kMetadataRows = 32;
 
 struct Routes {
-  Landing landing[kNumRanks];  // addresses at each rank
-  i64 first[kNumRanks];        // row there where this rank's rows begin
-  int num_rows[kNumRanks];     // rows to send there, as far as they fit
-  int num_listed[kNumRanks];   // rows of send_list, those that do not fit included
-  int max_rows;                // the largest of num_rows
+  RecvWindow windows[kNumRanks];  // addresses at each rank
+  i64 first[kNumRanks];           // row there where this rank's rows begin
+  int num_rows[kNumRanks];        // rows to send there, as far as they fit
+  int num_listed[kNumRanks];      // rows of send_list, those that do not fit included
+  int max_rows;                   // the largest of num_rows
   int max_listed;
   i64 num_recv;  // rows that arrive here
   bool differs;  // what the ranks gave: nothing is sent
@@ -34,18 +34,18 @@ struct Routes {
 __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
   const int lane = lane_idx();
   const i32* rows = at<i32>(p.handle, kHandleNumRows);
-  Landing landing = {};
+  RecvWindow window = {};
   bool ok = true;
   int fits = 0, listed = 0;
-  if (lane < kNumRanks) ok = await_landing(p, kControlDispatchLanding, epoch, kPhaseDispatchLanding, lane, landing);
-  const bool all_come = __all_sync(~0u, ok);
-  const bool sends = all_come && !ranks_differ(p, landing, serial);
+  if (lane < kNumRanks) ok = await_window(p, kControlDispatchWindows, epoch, kPhaseDispatchWindow, lane, window);
+  const bool all_arrived = __all_sync(~0u, ok);
+  const bool sends = all_arrived && !ranks_differ(p, window, serial);
   if (lane < kNumRanks) {
     i64 first = 0;
     for (int s = 0; s < p.rank; ++s) first += rows[s * kNumRanks + lane];
     listed = sends ? rows[p.rank * kNumRanks + lane] : 0;
-    fits = clamp_rows(landing.capacity - first, listed);
-    routes.landing[lane] = landing;
+    fits = clamp_rows(window.capacity - first, listed);
+    routes.windows[lane] = window;
     routes.first[lane] = first;
     routes.num_rows[lane] = fits;
     routes.num_listed[lane] = listed;
@@ -57,45 +57,46 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
     routes.max_rows = max_rows;
     routes.max_listed = max_listed;
     routes.num_recv = arriving;
-    routes.differs = all_come && !sends;
-    routes.failed = !all_come || was_aborted(p);
-    if (blockIdx.x == 0 && arriving > p.capacity) notice(p, &Report::no_room, static_cast<u64>(arriving) << 32 | p.capacity);
+    routes.differs = all_arrived && !sends;
+    routes.failed = !all_arrived || was_aborted(p);
+    if (blockIdx.x == 0 && arriving > p.capacity) report_event(p, &Report::no_room, static_cast<u64>(arriving) << 32 | p.capacity);
   }
 }
 
 // Rows in the order of send_list, by takes of a few copies of rows_per_copy rows.
-__device__ inline Queue queue_of(const Params& p, const Routes& routes, int num_workers) {
+__device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
   const int max_chunks = (routes.max_rows + p.rows_per_copy - 1) / p.rows_per_copy;
-  return make_queue(&at<State>(p.state, 0)->dispatch_items, max_chunks * kNumRanks, num_workers, min(kDispatchTake, 32 / p.rows_per_copy));
+  return make_work_queue(&at<State>(p.state, 0)->dispatch_items, max_chunks * kNumRanks, num_workers,
+                         min(kDispatchItemsPerTicket, 32 / p.rows_per_copy));
 }
 
 // sm_90. Lanes look tokens up a take ahead, so that no list read stands in the way of a copy.
-__device__ inline void move_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers) {
+__device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers) {
   const int lane = lane_idx(), rows_per_copy = p.rows_per_copy;
-  const int num_workers = gridDim.x * kDispatchMovers;
-  const Queue queue = queue_of(p, routes, num_workers);
+  const int num_workers = gridDim.x * kDispatchCopyWarps;
+  const WorkQueue queue = queue_of(p, routes, num_workers);
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
 
   // Lane l holds row l % rows_per_copy of copy l / rows_per_copy of a take; -1: there is no such row.
   const int my_copy = lane / rows_per_copy, my_row = lane % rows_per_copy;
   int token = -1, next_token = -1;
-  auto ahead = [&](int first) {
+  auto prefetch = [&](int first) {
     token = next_token;
     next_token = -1;
-    if (my_copy >= queue.per_take || first + my_copy >= queue.num_items) return;
+    if (my_copy >= queue.per_ticket || first + my_copy >= queue.num_items) return;
     const Item it = item_at(first + my_copy, p.rank);
     const int position = it.chunk * rows_per_copy + my_row;
     if (position < routes.num_rows[it.rank]) next_token = send_list[it.rank * kNumMaxTokens + position];
   };
-  Taker taker(queue, ahead);
+  WorkIterator work(queue, prefetch);
 
   auto target = [&](int item) {
     const Item it = item_at(item, p.rank);
     const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
-    return at<char>(routes.landing[it.rank].x, row * p.row_bytes);
+    return at<char>(routes.windows[it.rank].x, row * p.row_bytes);
   };
   auto load = [&](int item, char* stage, u64* barrier) {
-    const bool mine = my_copy == item % queue.per_take && token >= 0;
+    const bool mine = my_copy == item % queue.per_ticket && token >= 0;
     const int num_rows = __popc(__ballot_sync(~0u, mine));
     if (num_rows == 0) return false;
     if (lane == 0) barrier_expect(barrier, num_rows * p.row_bytes);
@@ -108,28 +109,28 @@ __device__ inline void move_rows_bulk(const Params& p, const Routes& routes, cha
     const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, rows_per_copy);
     bulk_store(target(item), stage, num_rows * p.row_bytes);
   };
-  bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return taker.next(); }, target, load, store, [](int, bool) {});
+  bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return work.next(); }, target, load, store, [](int, bool) {});
 }
 
 // Without TMA a copy is one row.
-__device__ inline void move_rows_by_warp(const Params& p, const Routes& routes) {
-  const int num_workers = gridDim.x * kDispatchMovers;
+__device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes) {
+  const int num_workers = gridDim.x * kDispatchCopyWarps;
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
-  Taker taker(queue_of(p, routes, num_workers), [](int) {});
-  for (int item = taker.next(); item >= 0; item = taker.next()) {
+  WorkIterator work(queue_of(p, routes, num_workers), [](int) {});
+  for (int item = work.next(); item >= 0; item = work.next()) {
     const Item it = item_at(item, p.rank);
     const int end = min((it.chunk + 1) * p.rows_per_copy, routes.num_rows[it.rank]);
     for (int position = it.chunk * p.rows_per_copy; position < end; ++position) {
       const u64 token = send_list[it.rank * kNumMaxTokens + position];
       const u64 row = routes.first[it.rank] + position;
-      warp_copy(at<char>(routes.landing[it.rank].x, row * p.row_bytes), at<char>(p.x, token * p.row_bytes), p.row_bytes);
+      warp_copy(at<char>(routes.windows[it.rank].x, row * p.row_bytes), at<char>(p.x, token * p.row_bytes), p.row_bytes);
     }
   }
 }
 
 // Pieces of T of the scales of `num_rows` rows, contiguous at the receiver.
 template <class T>
-__device__ inline void carry_scales(const Params& p, u64 to, int my_token, int num_rows) {
+__device__ inline void copy_scales(const Params& p, u64 to, int my_token, int num_rows) {
   const int pieces = p.scale_bytes / sizeof(T), total = num_rows * pieces;
   for (int first = 0; first < total; first += 32) {
     const int i = first + lane_idx(), row = i / pieces;
@@ -140,10 +141,10 @@ __device__ inline void carry_scales(const Params& p, u64 to, int my_token, int n
 
 // Expert numbers and weights of `num_rows` rows, as rank `to_rank` sees them; rows beyond those that exist here are not written.
 template <class Index>
-__device__ inline void carry_topk(const Params& p, const Landing& landing, int to_rank, i64 first_row, int my_token, int num_rows) {
+__device__ inline void copy_topk(const Params& p, const RecvWindow& window, int to_rank, i64 first_row, int my_token, int num_rows) {
   const int first_expert = to_rank * kNumLocalExperts, total = num_rows * kNumTopk;
-  Index* to_idx = at<Index>(landing.topk_idx, 0) + first_row * kNumTopk;
-  float* to_weights = at<float>(landing.topk_weights, 0) + first_row * kNumTopk;
+  Index* to_idx = at<Index>(window.topk_idx, 0) + first_row * kNumTopk;
+  float* to_weights = at<float>(window.topk_weights, 0) + first_row * kNumTopk;
   for (int first = 0; first < total; first += 32) {
     const int i = first + lane_idx(), row = i / kNumTopk;
     const i64 token = __shfl_sync(~0u, my_token, row % 32);
@@ -156,33 +157,33 @@ __device__ inline void carry_topk(const Params& p, const Landing& landing, int t
   }
 }
 
-__device__ inline void carry_side_arrays(const Params& p, const Routes& routes) {
-  const int worker = blockIdx.x * kCarriers + warp_idx() - kDispatchMovers, num_workers = gridDim.x * kCarriers;
-  const int num_items = (routes.max_listed + kCarryRows - 1) / kCarryRows * kNumRanks;
+__device__ inline void copy_metadata(const Params& p, const Routes& routes) {
+  const int worker = blockIdx.x * kMetadataWarps + warp_idx() - kDispatchCopyWarps, num_workers = gridDim.x * kMetadataWarps;
+  const int num_items = (routes.max_listed + kMetadataRows - 1) / kMetadataRows * kNumRanks;
   for (int item = worker; item < num_items; item += num_workers) {
     const Item it = item_at(item, p.rank);
-    const Landing& landing = routes.landing[it.rank];
-    const int position = it.chunk * kCarryRows + lane_idx();
+    const RecvWindow& window = routes.windows[it.rank];
+    const int position = it.chunk * kMetadataRows + lane_idx();
     const int token =
         position < routes.num_listed[it.rank] ? at<const i32>(p.handle, kHandleSendList)[it.rank * kNumMaxTokens + position] : -1;
-    const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, kCarryRows);
-    const i64 first_row = routes.first[it.rank] + it.chunk * kCarryRows;
-    if (lane_idx() < num_rows) at<int2>(landing.src_idx, 0)[first_row + lane_idx()] = make_int2(p.rank, token);
+    const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, kMetadataRows);
+    const i64 first_row = routes.first[it.rank] + it.chunk * kMetadataRows;
+    if (lane_idx() < num_rows) at<int2>(window.src_idx, 0)[first_row + lane_idx()] = make_int2(p.rank, token);
     if (token >= 0 && lane_idx() >= num_rows)
       at<i32>(p.handle, kHandleSendPos)[token * kNumRanks + it.rank] = -1;  // no room: combine skips it
     if (p.topk_idx) {
       if (p.idx_bytes == 8) {
-        carry_topk<i64>(p, landing, it.rank, first_row, token, num_rows);
+        copy_topk<i64>(p, window, it.rank, first_row, token, num_rows);
       } else {
-        carry_topk<i32>(p, landing, it.rank, first_row, token, num_rows);
+        copy_topk<i32>(p, window, it.rank, first_row, token, num_rows);
       }
     }
     if (p.scales) {
-      const u64 to = landing.scales + first_row * p.scale_bytes;
+      const u64 to = window.scales + first_row * p.scale_bytes;
       if ((p.scale_bytes | p.scales) % 16 == 0) {
-        carry_scales<Vec16>(p, to, token, num_rows);
+        copy_scales<Vec16>(p, to, token, num_rows);
       } else {
-        carry_scales<u32>(p, to, token, num_rows);
+        copy_scales<u32>(p, to, token, num_rows);
       }
     }
   }
@@ -190,31 +191,32 @@ __device__ inline void carry_side_arrays(const Params& p, const Routes& routes) 
 
 // Rows past those that arrive belong to no token.
 __device__ inline void write_padding(const Params& p, const Routes& routes) {
-  const i64 worker = (blockIdx.x * kCarriers + warp_idx() - kDispatchMovers) * 32 + lane_idx(), num_workers = gridDim.x * kCarriers * 32;
+  const i64 worker = (blockIdx.x * kMetadataWarps + warp_idx() - kDispatchCopyWarps) * 32 + lane_idx(),
+            num_workers = gridDim.x * kMetadataWarps * 32;
   const u64 base = p.peers[p.rank];
-  for (i64 i = routes.num_recv + worker; i < p.capacity; i += num_workers) at<int2>(base, p.land_src_idx)[i] = make_int2(-1, -1);
+  for (i64 i = routes.num_recv + worker; i < p.capacity; i += num_workers) at<int2>(base, p.recv_src_idx_offset)[i] = make_int2(-1, -1);
   if (!p.topk_idx) return;
   for (i64 i = routes.num_recv * kNumTopk + worker; i < p.capacity * kNumTopk; i += num_workers) {
     if (p.idx_bytes == 8) {
-      at<i64>(base, p.land_topk_idx)[i] = -1;
+      at<i64>(base, p.recv_topk_idx_offset)[i] = -1;
     } else {
-      at<i32>(base, p.land_topk_idx)[i] = -1;
+      at<i32>(base, p.recv_topk_idx_offset)[i] = -1;
     }
-    if (p.topk_weights) at<float>(base, p.land_topk_weights)[i] = 0.f;
+    if (p.topk_weights) at<float>(base, p.recv_topk_weights_offset)[i] = 0.f;
   }
 }
 
 // One warp.
 __device__ inline void poison_results(const Params& p) {
   const u64 base = p.peers[p.rank];
-  poison(base + p.land_x, p.capacity * p.row_bytes, lane_idx(), 32);
-  if (p.scales) poison(base + p.land_scales, p.capacity * p.scale_bytes, lane_idx(), 32);
-  if (p.topk_weights) poison(base + p.land_topk_weights, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
+  poison(base + p.recv_x_offset, p.capacity * p.row_bytes, lane_idx(), 32);
+  if (p.scales) poison(base + p.recv_scales_offset, p.capacity * p.scale_bytes, lane_idx(), 32);
+  if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
 }
 
 // The caller may write to its counts; the handle, which may be used again, keeps its own.
 __device__ inline void copy_counts(const Params& p) {
-  if (blockIdx.x > 0 || warp_idx() != kDispatchMovers) return;
+  if (blockIdx.x > 0 || warp_idx() != kDispatchCopyWarps) return;
   if (lane_idx() == 0) *at<i32>(p.num_recv, 0) = *at<const i32>(p.handle, kHandleNumRecv);
   const i32* per_expert = at<const i32>(p.handle, kHandleNumRecvPerExpert);
   for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(p.num_recv_per_expert, 0)[e] = per_expert[e];
@@ -223,7 +225,7 @@ __device__ inline void copy_counts(const Params& p) {
 extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
-  __shared__ u64 barriers[kDispatchMovers * kDispatchStages];
+  __shared__ u64 barriers[kDispatchCopyWarps * kDispatchStages];
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->dispatch_epoch + 1;
@@ -231,23 +233,30 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    const Landing mine = {p.land_x, p.land_scales, p.land_topk_idx, p.land_topk_weights, p.land_src_idx, p.capacity, p.alike,
-                          serial,   epoch};
-    publish(p, kControlDispatchLanding, epoch, lane, mine);
+    const RecvWindow mine = {p.recv_x_offset,
+                             p.recv_scales_offset,
+                             p.recv_topk_idx_offset,
+                             p.recv_topk_weights_offset,
+                             p.recv_src_idx_offset,
+                             p.capacity,
+                             p.call_signature,
+                             serial,
+                             epoch};
+    publish(p, kControlDispatchWindows, epoch, lane, mine);
   }
   if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
 
   if (!routes.failed) {
-    if (warp < kDispatchMovers) {
+    if (warp < kDispatchCopyWarps) {
       if constexpr (kHasTma) {
-        move_rows_bulk(p, routes, stages + warp * kDispatchStages * kStageBytes, barriers + warp * kDispatchStages);
+        copy_rows_bulk(p, routes, stages + warp * kDispatchStages * kStageBytes, barriers + warp * kDispatchStages);
       } else {
-        move_rows_by_warp(p, routes);
+        copy_rows_by_warp(p, routes);
       }
     } else {
       copy_counts(p);
-      carry_side_arrays(p, routes);
+      copy_metadata(p, routes);
       write_padding(p, routes);
     }
   }

@@ -85,8 +85,8 @@ __device__ inline void count(const Params& p, Shared& shared) {
     if (token < run.end) send_pos[token * kNumRanks] = ranks;
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
-      const u32 takers = __ballot_sync(~0u, ranks >> r & 1);
-      if (lane == r) rows += __popc(takers);
+      const u32 tokens_for_rank = __ballot_sync(~0u, ranks >> r & 1);
+      if (lane == r) rows += __popc(tokens_for_rank);
     }
   }
   if (lane < kNumRanks) shared.rows_before[lane][warp] = rows;
@@ -106,7 +106,7 @@ __device__ inline void count(const Params& p, Shared& shared) {
 }
 
 // Step 2.
-__device__ inline void meet_blocks(const Params& p, u32 epoch, Shared& shared) {
+__device__ inline void exchange_block_counts(const Params& p, u32 epoch, Shared& shared) {
   RouteBlock* blocks = at<RouteBlock>(p.state, kLocalRouteBlocks);
   const int warp = warp_idx(), lane = lane_idx(), block = blockIdx.x;
   const bool last = block == gridDim.x - 1;
@@ -161,12 +161,12 @@ __device__ inline void write_positions(const Params& p, const Shared& shared) {
     const u32 ranks = token < run.end ? send_pos[token * kNumRanks] : 0;
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
-      const u32 takers = __ballot_sync(~0u, ranks >> r & 1);
-      const int position = __shfl_sync(~0u, next, r) + __popc(takers & ((1u << lane) - 1));
-      const bool takes = ranks >> r & 1;
-      if (token < run.end) send_pos[token * kNumRanks + r] = takes ? position : -1;
-      if (takes) send_list[r * kNumMaxTokens + position] = token;
-      if (lane == r) next += __popc(takers);
+      const u32 tokens_for_rank = __ballot_sync(~0u, ranks >> r & 1);
+      const int position = __shfl_sync(~0u, next, r) + __popc(tokens_for_rank & ((1u << lane) - 1));
+      const bool is_sent = ranks >> r & 1;
+      if (token < run.end) send_pos[token * kNumRanks + r] = is_sent ? position : -1;
+      if (is_sent) send_list[r * kNumMaxTokens + position] = token;
+      if (lane == r) next += __popc(tokens_for_rank);
     }
   }
 }
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   __syncthreads();
 
   count(p, shared);
-  meet_blocks(p, epoch, shared);
+  exchange_block_counts(p, epoch, shared);
   if (shared.failed) return;
   if (last) send(p, epoch, shared);
   write_positions(p, shared);

@@ -17,7 +17,7 @@ from .options import Json
 
 app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
 
-_SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kNumSides", "kRanksPerNode")
+_SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kRingDepth", "kRanksPerNode")
 _MOST_CHOICES = 10  # keys that an ambiguous one is answered with
 
 

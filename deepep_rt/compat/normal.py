@@ -65,7 +65,7 @@ class NormalCalls(Calls):
         num_experts = whole_number(num_experts, "num_experts", 1, MAX_EXPERTS, multiple_of=self.group_size)
         place = Placement(topk_idx, self.get_comm_stream, previous_event, async_finish)
         with place.here():
-            per_rank, per_expert, goes = torch_kernels.count_choices(topk_idx, num_experts, self.group_size)
+            per_rank, per_expert, goes = torch_kernels.dispatch_layout(topk_idx, num_experts, self.group_size)
         place.share(topk_idx, per_rank, per_expert, goes)
         return per_rank, None, per_expert, goes, place.finish(per_rank, per_expert, goes)
 

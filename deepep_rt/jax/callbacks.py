@@ -215,7 +215,7 @@ def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> Non
     if stream is not None:
         from ..jit import local_kernels
 
-        local_kernels.keep_rows(stream, rows.ptr, out.ptr, num_kept.ptr, out.shape[0], out.row_bytes)
+        local_kernels.zero_padding(stream, rows.ptr, out.ptr, num_kept.ptr, out.shape[0], out.row_bytes)
     else:
         kept = int(arrays.host_bytes(num_kept).view("int32")[0]) * out.row_bytes
         to = arrays.host_bytes(out)

@@ -71,14 +71,14 @@ class Layout:
 
     @cached_property
     def control(self) -> Map:
-        """Flags and inboxes of the throughput calls. Peers write them. Inboxes have two sides, by the parity of the epoch."""
+        """Flags and inboxes of the throughput calls. Peers write them. The parity of the epoch selects one of two ring slots."""
         ranks = self.config.num_ranks
         chunks = -(-self.config.num_max_tokens_per_rank // rows_per_copy(self.config.row_bytes))
         return arrange(
             [
                 ("route_inbox", 2 * ranks * self.route_stride),
-                ("dispatch_landing", 2 * ranks * structs.Landing.size(self._sizes)),
-                ("combine_landing", 2 * ranks * structs.Landing.size(self._sizes)),
+                ("dispatch_windows", 2 * ranks * structs.RecvWindow.size(self._sizes)),
+                ("combine_windows", 2 * ranks * structs.RecvWindow.size(self._sizes)),
                 ("dispatch_flags", ranks * 4),
                 ("combine_flags", ranks * chunks * 4),
             ]
@@ -91,32 +91,37 @@ class Layout:
 
     @cached_property
     def low_latency(self) -> Map:
-        """Inboxes of the low-latency calls: `low_latency_sides` sides, by the epoch.
+        """Inboxes of the low-latency calls. The epoch selects one of `low_latency_ring_depth` ring slots.
 
-        All bytes are zero before the first call, except in the last two regions, `messages` and `rows`: there each byte is 0xff (kNotYet).
+        All bytes are zero before the first call. The last two regions, `messages` and `rows`, start as 0xff in each byte (kEmptySentinel).
         """
         config = self.config
-        sides, ranks, tokens, topk = config.low_latency_sides, config.num_ranks, config.num_max_tokens_per_rank, config.num_topk
+        slots, ranks, tokens, topk = (
+            config.low_latency_ring_depth,
+            config.num_ranks,
+            config.num_max_tokens_per_rank,
+            config.num_topk,
+        )
         rows = max(ranks, topk) * tokens  # one from each rank, or one for each choice
         header, message, row = self.low_latency_header_stride, self.low_latency_message_stride, self.low_latency_row_bytes
-        far = int(config.has_network)  # only a network needs signals and staging
+        scale_out = int(config.has_network)  # only a network needs signals and staging
         return arrange(
             [
                 ("dispatch_acks", ranks * 8),
                 ("combine_acks", ranks * 8),
-                ("signs", ranks * 8),  # signs of life
-                ("headers", sides * ranks * header),
-                ("combine_headers", sides * ranks * structs.LlCombineHeader.size({})),
-                ("weights", sides * ranks * tokens * topk * 8),
-                ("message_flags", far * sides * ranks * tokens * 8),
-                ("weight_flags", far * sides * ranks * 8),
-                ("row_flags", far * sides * rows * 8),
-                ("staged_headers", far * sides * ranks * header),
-                ("staged_messages", far * sides * tokens * message),
-                ("staged_weights", far * sides * tokens * topk * 8),
-                ("staged_rows", far * sides * config.num_max_recv_tokens * row),
-                ("messages", sides * ranks * tokens * message),
-                ("rows", sides * rows * row),
+                ("heartbeats", ranks * 8),
+                ("headers", slots * ranks * header),
+                ("combine_headers", slots * ranks * structs.LlCombineHeader.size({})),
+                ("weights", slots * ranks * tokens * topk * 8),
+                ("message_flags", scale_out * slots * ranks * tokens * 8),
+                ("weight_flags", scale_out * slots * ranks * 8),
+                ("row_flags", scale_out * slots * rows * 8),
+                ("staged_headers", scale_out * slots * ranks * header),
+                ("staged_messages", scale_out * slots * tokens * message),
+                ("staged_weights", scale_out * slots * tokens * topk * 8),
+                ("staged_rows", scale_out * slots * config.num_max_recv_tokens * row),
+                ("messages", slots * ranks * tokens * message),
+                ("rows", slots * rows * row),
             ]
         )
 
@@ -151,9 +156,9 @@ class Layout:
                 ("route_blocks", MAX_ROUTE_BLOCKS * structs.RouteBlock.size(self._sizes)),
                 ("ll_dispatch", structs.LlProgress.size({})),
                 ("ll_combine", structs.LlProgress.size({})),
-                ("masked", ranks * 4),  # whether low-latency calls leave a rank out
-                ("verdicts", ranks * 4),  # of a receiving low-latency dispatch about each source, and its epoch
-                ("signed", 8),  # when this rank last gave a sign of life
+                ("masked", ranks * 4),  # 1: low-latency calls exclude the rank
+                ("source_status", ranks * 4),  # whether a low-latency dispatch excludes a source, with the epoch
+                ("heartbeat_sent", 8),  # time of this rank's last heartbeat
                 ("waits", 2 * ranks * 8),  # nanoseconds that receivers waited for each source, by the epoch's parity
             ]
         )
@@ -187,7 +192,7 @@ class Layout:
             [
                 ("num_entries", 4),
                 ("epoch", 4),  # of the dispatch
-                ("out", config.num_ranks * 4),  # whether a rank was left out
+                ("excluded", config.num_ranks * 4),  # 1: the dispatch excluded the rank
                 ("choices", config.num_max_tokens_per_rank * config.num_topk * 2),  # [token][choice] int16: the expert, or -1
                 ("num_recv_per_expert", config.num_local_experts * 4),
                 ("entries", config.num_max_recv_tokens * structs.LlEntry.size(self._sizes)),

@@ -75,7 +75,7 @@ RouteMessage = CStruct(
     "RouteMessage",
     """
     i32 num_rows[kNumRanks];             // rows that the sender sends to each rank
-    i32 num_choices[kNumLocalExperts];   // how often its tokens chose each expert of the receiver
+    i32 num_choices[kNumLocalExperts];   // choices of each expert of the receiver by the sender's tokens
     u32 flag;                            // epoch; written last
     """,
 )
@@ -84,23 +84,23 @@ RouteBlock = CStruct(
     "RouteBlock",
     """
     i32 num_rows[kNumRanks];          // rows of one block's tokens for each rank
-    i32 num_choices[kNumExperts];     // how often they chose each expert
+    i32 num_choices[kNumExperts];     // choices of each expert by these tokens
     u32 flag;                         // epoch; written last
     """,
 )
 
-Landing = CStruct(
-    "Landing",
+RecvWindow = CStruct(
+    "RecvWindow",
     """
-    u64 x;            // offsets from the publisher's symmetric base: where the rows go,
+    u64 x;                // offsets of the receiver's arrays from its symmetric base
     u64 scales;
     u64 topk_idx;
     u64 topk_weights;
     u64 src_idx;
-    i64 capacity;     // and how many fit
-    u64 alike;        // what all ranks must give alike: about the call,
-    u32 serial;       // and which routing this is
-    u32 flag;         // epoch; written last
+    i64 capacity;         // rows that fit
+    u64 call_signature;   // all ranks must agree on it
+    u32 serial;           // of the routing; all ranks must agree on it too
+    u32 flag;             // epoch; written last
     """,
 )
 
@@ -110,44 +110,44 @@ State = CStruct(
     u32 route_epoch;       // calls of each kernel that have finished here
     u32 dispatch_epoch;
     u32 combine_epoch;
-    u32 dispatch_blocks;   // of the running kernel: blocks that have finished, and takes of items; the last block resets them
-    u32 dispatch_items;
+    u32 dispatch_blocks;   // blocks of the running kernel that have finished; the last one resets all counters of blocks and tickets
+    u32 dispatch_items;    // tickets that the running kernel has claimed
     u32 combine_blocks;
     u32 combine_items;
     u32 combine_tokens;
-    u32 ceiling_blocks;
-    u32 ceiling_items;
-    u32 abort;             // set by the first wait that timed out; later waits give up at once
+    u32 copy_bandwidth_blocks;
+    u32 copy_bandwidth_items;
+    u32 abort;             // set by the first wait that times out; all later waits end at once
     """,
 )
 
 LlProgress = CStruct(
     "LlProgress",
     """
-    u32 sent;           // low-latency calls of a kind whose sending, or receiving, part has run here
-    u32 received;
-    u32 starts;         // blocks of the running kernel that have read this
-    u32 taken;          // items that were ever taken,
-    u32 taken_before;   // and before the running kernel
+    u32 sent;             // low-latency calls of this kind whose send half has run here
+    u32 received;         // the same for the receive half
+    u32 starts;           // blocks of the running kernel that have read this
+    u32 tickets;          // tickets that all kernels have claimed so far
+    u32 tickets_before;   // the same before the running kernel
     """,
 )
 
 LlHeader = CStruct(
     "LlHeader",
     """
-    u64 num_tokens;                      // of the sender; each word has the epoch in its lower half, so that none needs a flag
-    u64 alike;                           // what all ranks must give alike
-    u64 num_rows;                        // of its tokens, those that come to the receiver: how many,
-    u64 tokens[kLlBitmapWords];          // and which, a bit for each
-    u64 num_choices[kNumLocalExperts];   // how often its tokens chose each expert of the receiver
+    u64 num_tokens;                      // of the sender; each word carries the epoch in its lower half and needs no flag
+    u64 call_signature;                  // all ranks must agree on it
+    u64 num_rows;                        // tokens that the sender sends to the receiver
+    u64 tokens[kLlBitmapWords];          // a bit for each token of the sender: whether it is one of them
+    u64 num_choices[kNumLocalExperts];   // choices of each expert of the receiver by the sender's tokens
     """,
 )
 
 LlMessage = CStruct(
     "LlMessage",
     """
-    u64 choice[kNumTopk];   // epoch; in the upper half 0, or the expert + 1 and the place among the sender's choices of it
-    u64 weight[kNumTopk];   // epoch; in the upper half the float
+    u64 choice[kNumTopk];   // lower half: epoch; upper half: 0, or the expert + 1 and the slot among the sender's choices of this expert
+    u64 weight[kNumTopk];   // lower half: epoch; upper half: the float
     """,
 )
 
@@ -156,7 +156,7 @@ LlEntry = CStruct(
     """
     i32 source;
     i32 token;
-    i32 row[kNumTopk];           // of recv_x, counted over all experts, where each choice lies, or kLlElsewhere, kLlNoRoom, kLlUnknown
+    i32 row[kNumTopk];           // row of recv_x of each choice, counted over all experts; or kLlElsewhere, kLlNoRoom, kLlUnknown
     f32 weight[kNumTopk];
     """,
 )
@@ -164,7 +164,7 @@ LlEntry = CStruct(
 LlCombineHeader = CStruct(
     "LlCombineHeader",
     """
-    u64 alike;            // what all ranks must give alike; the epoch in the lower half, as in LlHeader
+    u64 call_signature;   // each word carries the epoch in its lower half, as in LlHeader
     u64 dispatch_epoch;   // of the dispatch that made the handle
     """,
 )
@@ -181,14 +181,14 @@ Report = CStruct(
     u32 bad_flag;    // 1: a token chose an expert that does not exist
     i32 bad_token;
     i64 bad_expert;
-    u32 differs;     // 1: another rank gave something else than this one
-    i32 other;       // which one,
-    u64 alike[2];    // and what this one and that one gave
-    u32 serial[2];
-    u32 noticed;       // 1: one of the words that follow was written; each is 0, or tells of one call
+    u32 differs;     // 1: the call of another rank differs from this rank's call
+    i32 other;       // the other rank
+    u64 call_signature[2];   // of this rank and of the other rank
+    u32 serial[2];           // the same for the routing
+    u32 has_events;    // 1: a kernel wrote one of the words below; each word is 0 or describes one call
     u64 other_choice;  // combine got another choice than its dispatch: 1 << 63, index in topk_idx, now + 1, then + 1 (32, 16, 16 bits)
-    u64 no_room;       // rows past num_worst_tokens: how many arrived, how many fit (32 bits each)
-    u64 full_expert;   // a low-latency dispatch brought an expert more rows than fit: the expert + 1, how many (32 bits each)
+    u64 no_room;       // rows exceed num_worst_tokens: rows that arrived, rows that fit (32 bits each)
+    u64 full_expert;   // rows of a low-latency dispatch exceed an expert's room: the expert + 1, the rows (32 bits each)
     """,
 )
 
@@ -198,23 +198,23 @@ Mailbox = CStruct(
     i32 num_recv;                                // rows that this call receives
     i32 num_recv_per_expert[kNumLocalExperts];   // aligned up
     u32 flag;                                    // 1; written last
-    u32 started;                                 // 1: the GPU has come to the call; the host limits its wait from here
+    u32 started;                                 // 1: the GPU has started the call; the host limits its wait from here
     """,
 )
 
-SHARED = (RouteMessage, RouteBlock, Landing, State, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox)
+SHARED = (RouteMessage, RouteBlock, RecvWindow, State, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox)
 
 LL_SEND, LL_RECEIVE = 1, 2
-"""The parts of a low-latency call that a launch does: one of them, or both added up."""
+"""The halves of a low-latency call. A launch runs one of them, or both (their sum)."""
 
 LL_ELSEWHERE, LL_NO_ROOM, LL_UNKNOWN = -1, -2, -3
-"""In LlEntry.row: the expert lives on another rank; it has no room left (tokens named it repeatedly); the time was up."""
+"""In LlEntry.row: another rank holds the expert; the expert has no room left (tokens named it repeatedly); the wait timed out."""
 
 PHASES = {
     "kPhaseRoute": (1, "the token counts of dispatch"),
-    "kPhaseDispatchLanding": (2, "the address where dispatch may write"),
+    "kPhaseDispatchWindow": (2, "the address where dispatch may write"),
     "kPhaseDispatchRows": (3, "the rows of dispatch"),
-    "kPhaseCombineLanding": (4, "the address where combine may write"),
+    "kPhaseCombineWindow": (4, "the address where combine may write"),
     "kPhaseCombineRows": (5, "the rows of combine"),
     "kPhaseRouteBlocks": (6, "the token counts of other thread blocks of this GPU"),
     "kPhaseLlDispatchRoom": (7, "room for the rows of a low-latency dispatch"),

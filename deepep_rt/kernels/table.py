@@ -30,7 +30,7 @@ _LOW_LATENCY_COMBINE = (
     i32 idx_bytes;
     i32 reduce_early;       // one row for each rank, added up there
     i32 has_weights;        // the weights came with the dispatch
-    u32 alike;              // what all ranks must give alike, see call_signature.py
+    u32 call_signature;     // all ranks must agree on it
 """
 )
 
@@ -47,8 +47,8 @@ class Kernel:
     per_dtype: bool = False  # compiled once for each element type that combine can add up
     is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
     needs_fp8: bool = False  # only for GPUs that convert to FP8
-    low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if ranks are far apart
-    near_only: bool = False  # needs all ranks to reach each other directly
+    low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if it has a scale-out domain
+    scale_up_only: bool = False  # needs all ranks to reach each other directly
     overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
     max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
 
@@ -56,7 +56,7 @@ class Kernel:
         """Whether a Buffer of these sizes can launch it."""
         if not self.low_latency:
             return config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
-        return config.fits_low_latency and not (self.near_only and config.has_network)
+        return config.fits_low_latency and not (self.scale_up_only and config.has_network)
 
     def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
         """Whether NVSHMEM's device library is a part of the kernel, compiled with these constants."""
@@ -85,7 +85,7 @@ KERNELS: dict[str, Kernel] = {
     i32 idx_bytes;          // 4 or 8
     i32 expert_alignment;
     i32 check;              // report expert numbers out of range
-    i32 to_host;            // tell the host what arrives
+    i32 to_host;            // write the received counts to the mailbox
 """,
             folder="throughput",
             threads="kRouteThreads",
@@ -100,18 +100,18 @@ KERNELS: dict[str, Kernel] = {
     u64 topk_idx;           // [num_tokens, kNumTopk], or 0
     u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
     u64 handle;
-    u64 land_x;             // where this rank's rows shall land: offsets from its symmetric base
-    u64 land_scales;
-    u64 land_topk_idx;
-    u64 land_topk_weights;
-    u64 land_src_idx;
+    u64 recv_x_offset;      // where this rank receives rows: offsets from its symmetric base
+    u64 recv_scales_offset;
+    u64 recv_topk_idx_offset;
+    u64 recv_topk_weights_offset;
+    u64 recv_src_idx_offset;
     i64 capacity;           // rows that fit there
     u64 num_recv;              // for the caller: [1] int32
     u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
     i32 scale_bytes;
     i32 idx_bytes;
     i32 rows_per_copy;
-    u64 alike;              // what all ranks must give alike, see call_signature.py
+    u64 call_signature;     // all ranks must agree on it
 """,
             folder="throughput",
             threads="kDispatchThreads",
@@ -129,10 +129,10 @@ KERNELS: dict[str, Kernel] = {
     u64 handle;
     u64 out;                // [num_tokens, kRowBytes]
     u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
-    u64 land_x;             // where the rows of this rank's tokens shall land: offsets from its symmetric base
-    u64 land_topk_weights;
+    u64 recv_x_offset;      // where this rank receives the rows of its tokens: offsets from its symmetric base
+    u64 recv_topk_weights_offset;
     i64 capacity;           // rows of y
-    u64 alike;              // what all ranks must give alike, see call_signature.py
+    u64 call_signature;     // all ranks must agree on it
 """,
             folder="throughput",
             threads="kCombineThreads",
@@ -158,14 +158,14 @@ KERNELS: dict[str, Kernel] = {
     i32 round_scale;
     i32 use_ue8m0;
     i32 check;              // report expert numbers out of range
-    u32 alike;              // what all ranks must give alike, see call_signature.py
+    u32 call_signature;     // all ranks must agree on it
 """,
             folder="low_latency",
             threads="kLlThreads",
             shared="kLlTableBytes",
             low_latency=True,
             overlaps=True,
-            max_stack_bytes=8,  # of what NVSHMEM's functions are called with
+            max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
         Kernel(
             "ll_combine",
@@ -174,15 +174,15 @@ KERNELS: dict[str, Kernel] = {
             threads="kLlThreads",
             low_latency=True,
             overlaps=True,
-            max_stack_bytes=8,  # of what NVSHMEM's functions are called with
+            max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
         Kernel(
-            "ll_combine_many",
+            "ll_combine_large",
             _LOW_LATENCY_COMBINE,
             folder="low_latency",
             threads="kLlThreads",
             low_latency=True,
-            near_only=True,
+            scale_up_only=True,
             overlaps=True,
         ),
         Kernel(
@@ -216,7 +216,7 @@ KERNELS: dict[str, Kernel] = {
             needs_fp8=True,
         ),
         Kernel(
-            "keep_rows",
+            "zero_padding",
             """
     u64 x;                  // [num_rows, row_bytes]
     u64 out;                // the same, or the same memory
@@ -229,12 +229,12 @@ KERNELS: dict[str, Kernel] = {
             is_local=True,
         ),
         Kernel(
-            "count_choices",
+            "dispatch_layout",
             """
     u64 topk_idx;           // [num_tokens, num_topk] int32 or int64
     u64 per_rank;           // [num_ranks] int32: added to
     u64 per_expert;         // [num_experts] int32: added to
-    u64 goes;               // [num_tokens, num_ranks] u8: whether the token goes there
+    u64 is_in_rank;         // [num_tokens, num_ranks] u8: 1 if the rank holds an expert of the token
     i32 idx_bytes;          // 4 or 8
     i32 num_tokens;
     i32 num_topk;
@@ -246,12 +246,12 @@ KERNELS: dict[str, Kernel] = {
             is_local=True,
         ),
         Kernel(
-            "ceiling",
+            "copy_bandwidth",
             _COMMON
             + """
     i32 num_rows;           // rows for each peer
     u64 src;                // [kNumRanks, num_rows, row_bytes]
-    u64 land_x;             // offset from the symmetric base
+    u64 recv_x_offset;      // offset from the symmetric base
     i64 row_bytes;
 """,
             folder="elementwise",

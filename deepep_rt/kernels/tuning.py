@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..arrays.dtypes import DTYPES, FP8_GROUP
-from ..config import COMBINE_DTYPES, LOW_LATENCY_STRETCH, MAX_ROUTE_BLOCKS, ROUTE_THREADS, STAGE_BYTES, Config, rows_per_copy
+from ..config import COMBINE_DTYPES, LOW_LATENCY_TILE_BYTES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, STAGE_BYTES, Config, rows_per_copy
 from ..errors import EPConfigError
 
 MIN_ARCH = "sm_80"
@@ -34,37 +34,38 @@ def has_fp8(arch: str) -> bool:
 def tuning(config: Config, arch: str) -> dict[str, int]:
     """Constants that differ between architectures, and the shape of the thread blocks.
 
-    Movers are warps that copy rows; with TMA one thread of each issues bulk copies through its own ring of stages, without it the
-    whole warp copies. The other warps of a block carry the small arrays (dispatch), or raise flags and add rows up (combine).
+    Copy warps copy rows. With TMA one thread of each copy warp issues bulk copies through the warp's own ring of stages. Without TMA the
+    whole warp copies. The other warps of a dispatch block are metadata warps, which copy the small arrays. A combine block has a signal
+    warp, which raises flags, and reduce warps, which add up rows.
     """
     has_tma = arch_number(arch) >= 90
     stage = max(STAGE_BYTES, -(-config.row_bytes // 128) * 128)
-    pitch = stage + 128  # bytes begin where they do in a line of their target
-    dispatch_movers = min(2, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 12
-    combine_movers = min(3, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
-    dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_movers * stage)))
-    combine_stages = max(2, min(8, _STAGING_BYTES // (combine_movers * stage)))
+    pitch = stage + 128  # staging keeps the destination's offset within its 128-byte line
+    dispatch_copy_warps = min(2, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 12
+    combine_copy_warps = min(3, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
+    dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_copy_warps * stage)))
+    combine_stages = max(2, min(8, _STAGING_BYTES // (combine_copy_warps * stage)))
     return {
         "kHasTma": int(has_tma),
         "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
         "kLlThreads": config.low_latency_threads,
-        # Of a row, what a thread has on its way at once; registers decide.
-        "kLlPieces": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 4,
+        # 16-byte vectors that a thread loads at once. Registers limit them.
+        "kLlVecsPerThread": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 4,
         "kLlTableBytes": config.low_latency_table_bytes,
-        "kLlStretch": LOW_LATENCY_STRETCH,
+        "kLlTileBytes": LOW_LATENCY_TILE_BYTES,
         "kStageBytes": pitch,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
-        "kDispatchTake": 4,
-        "kDispatchMovers": dispatch_movers,
+        "kDispatchItemsPerTicket": 4,
+        "kDispatchCopyWarps": dispatch_copy_warps,
         "kDispatchStages": dispatch_stages,
-        "kDispatchThreads": 32 * (dispatch_movers + (6 if has_tma else 4)),
-        "kDispatchSharedBytes": dispatch_movers * dispatch_stages * pitch if has_tma else 0,
-        "kCombineTake": 2,
-        "kCombineMovers": combine_movers,
+        "kDispatchThreads": 32 * (dispatch_copy_warps + (6 if has_tma else 4)),
+        "kDispatchSharedBytes": dispatch_copy_warps * dispatch_stages * pitch if has_tma else 0,
+        "kCombineItemsPerTicket": 2,
+        "kCombineCopyWarps": combine_copy_warps,
         "kCombineStages": combine_stages,
-        "kCombineThreads": 32 * (combine_movers + (13 if has_tma else 8)),
-        "kCombineSharedBytes": combine_movers * combine_stages * pitch if has_tma else 0,
+        "kCombineThreads": 32 * (combine_copy_warps + (13 if has_tma else 8)),
+        "kCombineSharedBytes": combine_copy_warps * combine_stages * pitch if has_tma else 0,
     }
 
 

@@ -75,13 +75,13 @@ def zero_padding(rows: Any, num_kept: Any) -> Any:
 
         ptr, row_bytes = rows.data_ptr(), rows.shape[1] * rows.element_size()
         with _gpu_of(rows) as stream:
-            local_kernels.keep_rows(stream, ptr, ptr, num_kept.data_ptr(), rows.shape[0], row_bytes)
+            local_kernels.zero_padding(stream, ptr, ptr, num_kept.data_ptr(), rows.shape[0], row_bytes)
     else:
         rows.view(torch.uint8)[int(num_kept) :] = 0
     return rows
 
 
-def count_choices(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any, Any, Any]:
+def dispatch_layout(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any, Any, Any]:
     """Where tokens go.
 
     Args:
@@ -97,26 +97,26 @@ def count_choices(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any,
     if not topk_idx.is_cuda:
         is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
         expert, token = topk_idx[is_choice].long(), is_choice.nonzero()[:, 0]
-        goes = torch.zeros(num_tokens, num_ranks, dtype=torch.bool)
-        goes[token, expert // (num_experts // num_ranks)] = True
-        return goes.sum(0, dtype=torch.int32), expert.bincount(minlength=num_experts).int(), goes
+        is_in_rank = torch.zeros(num_tokens, num_ranks, dtype=torch.bool)
+        is_in_rank[token, expert // (num_experts // num_ranks)] = True
+        return is_in_rank.sum(0, dtype=torch.int32), expert.bincount(minlength=num_experts).int(), is_in_rank
     topk_idx = topk_idx.contiguous()
     like = dict(dtype=torch.int32, device=topk_idx.device)
     per_rank, per_expert = torch.zeros(num_ranks + num_experts, **like).split([num_ranks, num_experts])
-    goes = topk_idx.new_empty(num_tokens, num_ranks, dtype=torch.bool)
+    is_in_rank = topk_idx.new_empty(num_tokens, num_ranks, dtype=torch.bool)
     values = {
         "topk_idx": topk_idx.data_ptr(),
         "per_rank": per_rank.data_ptr(),
         "per_expert": per_expert.data_ptr(),
-        "goes": goes.data_ptr(),
+        "is_in_rank": is_in_rank.data_ptr(),
         "idx_bytes": topk_idx.element_size(),
         "num_tokens": num_tokens,
         "num_topk": num_topk,
         "num_experts": num_experts,
         "num_ranks": num_ranks,
     }
-    _launch("count_choices", topk_idx, values, min(-(-num_tokens // 32), _MOST_COUNTING_BLOCKS))
-    return per_rank, per_expert, goes
+    _launch("dispatch_layout", topk_idx, values, min(-(-num_tokens // 32), _MOST_COUNTING_BLOCKS))
+    return per_rank, per_expert, is_in_rank
 
 
 def _has_kernels(rows: Any) -> bool:

@@ -52,7 +52,7 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert sent.recv_x_scales is None
         arrived = {"x": sent.recv_x, "topk_idx": sent.recv_topk_idx, "topk_weights": sent.recv_topk_weights}
         for name, array in {**arrived, "src_idx": sent.recv_src_idx}.items():
-            assert array.ptr == BASE + getattr(dispatch, f"land_{name}"), name
+            assert array.ptr == BASE + getattr(dispatch, f"recv_{name}_offset"), name
 
         y = Array(fake, "bfloat16", 30, 256)
         back = buffer.combine(y, sent.handle, topk_weights=Array(fake, "float32", 30, 4), bias=Array(fake, "bfloat16", 10, 256))
@@ -61,8 +61,8 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert combine.bias_0
         assert not combine.bias_1
         rows, landing = buffer.config.num_max_sent_rows, region(buffer, "landing")
-        assert landing.start <= BASE + combine.land_topk_weights <= BASE + combine.land_x - rows * 4 * 4
-        assert BASE + combine.land_x + rows * 512 <= landing.stop
+        assert landing.start <= BASE + combine.recv_topk_weights_offset <= BASE + combine.recv_x_offset - rows * 4 * 4
+        assert BASE + combine.recv_x_offset + rows * 512 <= landing.stop
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
 
@@ -169,7 +169,7 @@ def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:
             7,
         )
         assert (like(again.recv_x), like(again.recv_x_scales)) == (("float8_e4m3fn", (7, 256)), ("float32", (7, 2)))
-        assert (dispatch.scales, again.recv_x_scales.ptr) == (scales.ptr, BASE + dispatch.land_scales)
+        assert (dispatch.scales, again.recv_x_scales.ptr) == (scales.ptr, BASE + dispatch.recv_scales_offset)
         assert again.recv_topk_idx is None
         assert again.handle is first.handle
 
@@ -434,7 +434,7 @@ def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:
         assert isinstance(sent.recv_x, np.ndarray)
         assert sent.recv_x.shape == (3, 256)
         copied_out = {source: (to, num_bytes) for to, source, num_bytes in fake.copies[2:]}
-        assert copied_out[BASE + dispatch.land_x] == (sent.recv_x.ctypes.data, 3 * 1024)
+        assert copied_out[BASE + dispatch.recv_x_offset] == (sent.recv_x.ctypes.data, 3 * 1024)
         assert "synchronize" in fake.asked[len(fake.asked) - fake.asked[::-1].index("copy_async") :], "the host waits for them"
         for array in (sent.recv_x, sent.recv_topk_idx, sent.recv_src_idx, sent.num_recv_tokens_per_expert):
             assert array.ctypes.data % 64 == 0, "JAX would copy it once more"

@@ -159,10 +159,10 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         x, idx, weights = arguments(fake)[:3]
         page = buffer._backend._page
         buffer.dispatch(x, idx, weights, num_worst_tokens=8)
-        (mine,) = (call.alike for call in fake.take() if call.kernel == "dispatch")
+        (mine,) = (call.call_signature for call in fake.take() if call.kernel == "dispatch")
         report = page._report[0]
         report["rank"], report["other"], report["serial"] = 1, 0, (5, 5)
-        report["alike"] = mine, call_signature.pack("dispatch", x.dtype, idx.dtype, None)
+        report["call_signature"] = mine, call_signature.pack("dispatch", x.dtype, idx.dtype, None)
         page._differs.value = 1
         with pytest.raises(
             EPInputError, match=r"topk_weights of this call.* rank 0: None, rank 1: float32. No rows were sent"
@@ -172,8 +172,8 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         assert [call.kernel for call in fake.take()] == ["route", "dispatch"], "the other ranks make this call too"
         buffer.synchronize()
         buffer.low_latency_dispatch(x, idx, topk_weights=weights)
-        (mine,) = (call.alike for call in fake.take())
-        report["alike"] = mine, call_signature.pack("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
+        (mine,) = (call.call_signature for call in fake.take())
+        report["call_signature"] = mine, call_signature.pack("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
         page._differs.value = 1  # and a moment later, that the time was up
         for _ in range(2):
             with pytest.raises(

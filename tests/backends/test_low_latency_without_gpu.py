@@ -79,8 +79,8 @@ def test_combines_of_many_tokens_have_a_kernel_of_their_own(fake: FakeGpu, make:
         least = (128 * 16 >> 3) // min(config.num_ranks, config.num_topk) + 1
         for tokens, reduce_early, kernel in (
             (least - 1, True, ""),
-            (least, True, "_many"),
-            (512, True, "_many"),
+            (least, True, "_large"),
+            (512, True, "_large"),
             (512, False, ""),
         ):
             x, idx, weights = (Array(fake, "bfloat16", tokens, 7168), *arguments(fake, tokens)[1:])
@@ -302,7 +302,7 @@ def test_kernels_are_loaded_when_a_buffer_is_made(fake: FakeGpu, make: Any, monk
             "dispatch",
             "combine",
             "ll_dispatch",
-            "ll_combine_many",
+            "ll_combine_large",
             "ll_combine",
         ]
 

@@ -59,7 +59,7 @@ def test_combines_of_other_choices(fake: FakeGpu, make: Any) -> None:
         page, experts = buffer._backend._page, buffer.config.num_experts
         for now, shown in ((5, "5"), (-1, "-1"), (experts, "an expert that does not exist")):
             page._report["other_choice"] = 1 << 63 | (7 * 4 + 2) << 32 | (now + 1) << 16 | 4
-            page._noticed.value = 1
+            page._has_events.value = 1
             with pytest.raises(EPInputError, match=rf"low_latency_combine: topk_idx\[7, 2\]={shown}; expected 3, as"):
                 buffer.check()
             buffer.check()
@@ -73,7 +73,7 @@ def test_rows_without_room_are_logged_once(fake: FakeGpu, make: Any, caplog: pyt
         with make(low_latency=True) as buffer:
             page = buffer._backend._page
             for _ in range(3):
-                page._report[word], page._noticed.value = value, 1
+                page._report[word], page._has_events.value = value, 1
                 buffer.check()
         told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
         assert len(told) == 1
@@ -90,12 +90,12 @@ def test_combines_tell_each_other_what_they_add_up(fake: FakeGpu, make: Any) -> 
     told = []
     for reduce_early in (True, False):
         buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early)
-        told.append(fake.take()[-1].alike)
+        told.append(fake.take()[-1].call_signature)
     assert told[0] != told[1]
     assert max(told) < 1 << 32, "it travels as half a word"
     page = buffer._backend._page
     report = page._report[0]
-    report["rank"], report["other"], report["serial"], report["alike"] = 0, 1, (7, 8), (told[0], told[0])
+    report["rank"], report["other"], report["serial"], report["call_signature"] = 0, 1, (7, 8), (told[0], told[0])
     page._differs.value = 1
     _time_out(page)
     for _ in range(2):

@@ -114,7 +114,7 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
 
 def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is made with: nodes, masks and slots are compiled in."""
-    low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.near_only}
+    low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.scale_up_only}
     monkeypatch.setattr(cli, "KERNELS", low_latency)
     sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--slots", "3", "--ranks-per-node", "2", "--on-timeout", "mask")
@@ -128,11 +128,11 @@ def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkey
 def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     sizes = dict(hidden=512, num_topk=4, num_experts=64, low_latency=True)
     names = [{kernel.name for kernel, _ in cli._variants(Config(ranks, 16, **sizes), None)} for ranks in (8, 16)]
-    assert names[0] - names[1] == {"route", "dispatch", "combine", "ceiling"}
+    assert names[0] - names[1] == {"route", "dispatch", "combine", "copy_bandwidth"}
     local = {name for name, kernel in KERNELS.items() if kernel.is_local}
-    assert names[1] == {"ll_dispatch", "ll_combine", "ll_combine_many"} | local
+    assert names[1] == {"ll_dispatch", "ll_combine", "ll_combine_large"} | local
     far = {kernel.name for kernel, _ in cli._variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
-    assert names[1] - far == {"ll_combine_many"}
+    assert names[1] - far == {"ll_combine_large"}
 
 
 def test_fp8_buffers_combine_nothing_by_default(terminal: Terminal) -> None:

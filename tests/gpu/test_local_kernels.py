@@ -115,7 +115,7 @@ def test_rows_are_kept_elsewhere(num_rows, row_bytes, share):
     x = torch.randint(1, 256, (num_rows, row_bytes), dtype=torch.uint8, device="cuda")
     out, num_kept = torch.full_like(x, 0xA5), torch.tensor([int(num_rows * share)], dtype=torch.int32, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    local_kernels.keep_rows(stream, x.data_ptr(), out.data_ptr(), num_kept.data_ptr(), num_rows, row_bytes)
+    local_kernels.zero_padding(stream, x.data_ptr(), out.data_ptr(), num_kept.data_ptr(), num_rows, row_bytes)
     kept = min(int(num_kept), num_rows)
     assert torch.equal(out[:kept], x[:kept])
     assert not out[kept:].any()
@@ -143,11 +143,11 @@ def test_counts(idx_dtype, num_tokens, num_topk, num_experts, num_ranks):
     )  # some are out of range
     given = idx.cuda()
     poisoned(num_tokens, num_ranks, dtype=torch.bool)
-    got, want = (torch_kernels.count_choices(t, num_experts, num_ranks) for t in (given, idx))
+    got, want = (torch_kernels.dispatch_layout(t, num_experts, num_ranks) for t in (given, idx))
     for mine, theirs in zip(got, want, strict=True):
         assert (mine.dtype, mine.is_contiguous()) == (theirs.dtype, True)
         assert torch.equal(mine.cpu(), theirs)
-    turned = torch_kernels.count_choices(idx.t().contiguous().t().cuda(), num_experts, num_ranks)
+    turned = torch_kernels.dispatch_layout(idx.t().contiguous().t().cuda(), num_experts, num_ranks)
     assert all(torch.equal(a, b) for a, b in zip(turned, got, strict=True))
 
 

@@ -137,7 +137,7 @@ def test_epochs_wrap_around(comm):
         for name in ("dispatch", "combine"):
             made = np.zeros(1, progress)
             made["sent"] = made["received"] = calls
-            made["taken"] = made["taken_before"] = 2**32 - 1000
+            made["tickets"] = made["tickets_before"] = 2**32 - 1000
             write(gpu._backend._state + layout.local.offsets[f"ll_{name}"], made)
             write(inboxes + layout.low_latency.offsets[f"{name}_acks"], np.full(ranks, calls, np.uint64))
         comm.Barrier()
@@ -145,15 +145,15 @@ def test_epochs_wrap_around(comm):
         choice = torch.arange(8, device="cuda")
         everywhere = (choice % ranks * config.num_local_experts + choice // ranks).expand(128, 8).contiguous()
         weights = torch.rand(128, 8, device="cuda")
-        for i in range(2 * config.low_latency_sides):
-            early = weights if i < config.low_latency_sides else None
+        for i in range(2 * config.low_latency_ring_depth):
+            early = weights if i < config.low_latency_ring_depth else None
             sent = gpu.low_latency_dispatch(rows(comm, i, 128, 512), everywhere, topk_weights=early, use_fp8=False)
             gpu.low_latency_combine(sent.recv_x, everywhere, weights, sent.handle)
         for i in range(20):
             round_trip(comm, gpu, host, 8 * i, 128 - 3 * i, early_weights=i % 4 < 2, use_fp8=len(formats()) > 1 and i % 3 > 0)
         after = np.zeros(1, progress)
         read(gpu._backend._state + layout.local.offsets["ll_dispatch"], after)
-        assert after["sent"] == after["received"] == calls + 2 * config.low_latency_sides + 20 - 2**32
+        assert after["sent"] == after["received"] == calls + 2 * config.low_latency_ring_depth + 20 - 2**32
 
 
 def test_words_that_look_as_if_nothing_had_come(comm):
@@ -453,7 +453,7 @@ def test_ranks_that_stop_together(comm, early_weights):
 
 def test_last_words_that_not_all_have_heard(comm):
     """The last rank's last dispatch does not reach rank 0, which then waits for it. The others wait for rank 0 in combine meanwhile, and
-    longer than the time limit, and do not take it for dead as well: it gives signs of life.
+    longer than the time limit, and do not take it for dead as well: it sends heartbeats.
     """
     last = comm.Get_size() - 1
     if last < 2 or TAKE_TURNS:

@@ -474,7 +474,7 @@ def test_every_kernel_compiles_without_spills(
     kernel, config = KERNELS[name], SHAPES[shape]
     if (config.has_network or config.on_timeout == "mask") and not kernel.low_latency:
         return  # the same as without
-    if config.has_network and kernel.near_only:
+    if config.has_network and kernel.scale_up_only:
         return
     if kernel.is_local and shape != "8 ranks":
         return  # one will do

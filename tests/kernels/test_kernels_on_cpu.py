@@ -151,7 +151,7 @@ def test_many_tokens(seed):
     with Machine(4, seed) as machine:
         sizes = dict(num_max_tokens_per_rank=12, num_topk=4, num_experts=8, low_latency_sms=1)
         low_latency_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 3, reduce=True)
-        assert "ll_combine_many" in machine.launched
+        assert "ll_combine_large" in machine.launched
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -274,7 +274,7 @@ BROKEN = [
         id="no-wait-for-acknowledgements",
     ),
     pytest.param(
-        low_latency_rounds, "low_latency/ll_combine.cuh", r"st_vec\(from\[j\], not_yet\(\)\);", "", id="rows-are-not-reset"
+        low_latency_rounds, "low_latency/ll_combine.cuh", r"st_vec\(from\[j\], empty_vec\(\)\);", "", id="rows-are-not-reset"
     ),
     pytest.param(
         low_latency_rounds,
@@ -308,7 +308,7 @@ def test_a_broken_kernel_is_noticed(tmp_path, play, file, pattern, replacement):
             "throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="other-lanes-are-not-waited-for"
         ),
         pytest.param(
-            "throughput/landing.cuh",
+            "throughput/recv_window.cuh",
             r"st_release_sys\(&theirs->flag, epoch\)",
             "st_relaxed_sys(&theirs->flag, epoch)",
             id="no-release",

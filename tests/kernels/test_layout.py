@@ -135,12 +135,12 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     layout = Layout(config)
     constants = config.constants()
     ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, config.row_bytes
-    chunks, landing = layout.constants["kMaxCombineChunks"], structs.Landing.size(constants)
+    chunks, window = layout.constants["kMaxCombineChunks"], structs.RecvWindow.size(constants)
     counts = {"num_recv": 4, "num_recv_per_expert": config.num_local_experts * 4}
     assert layout.control.sizes == {
         "route_inbox": 2 * ranks * layout.route_stride,
-        "dispatch_landing": 2 * ranks * landing,
-        "combine_landing": 2 * ranks * landing,
+        "dispatch_windows": 2 * ranks * window,
+        "combine_windows": 2 * ranks * window,
         "dispatch_flags": ranks * 4,
         "combine_flags": ranks * chunks * 4,
     }
@@ -150,8 +150,8 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "ll_dispatch": structs.LlProgress.size({}),
         "ll_combine": structs.LlProgress.size({}),
         "masked": ranks * 4,
-        "verdicts": ranks * 4,
-        "signed": 8,
+        "source_status": ranks * 4,
+        "heartbeat_sent": 8,
         "waits": 2 * ranks * 8,
     }
     assert layout.counts.sizes == counts
@@ -175,7 +175,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     assert layout.low_latency_handle.sizes == {
         "num_entries": 4,
         "epoch": 4,
-        "out": ranks * 4,
+        "excluded": ranks * 4,
         "choices": tokens * topk * 2,
         "num_recv_per_expert": config.num_local_experts * 4,
         "entries": ranks * tokens * structs.LlEntry.size(constants),
@@ -247,13 +247,13 @@ def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) ->
     }
     for ranks_per_node in (None, 1):
         config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
-        sides, arranged = config.low_latency_sides, Layout(config).low_latency
+        slots, arranged = config.low_latency_ring_depth, Layout(config).low_latency
         assert arranged.sizes == {
-            **dict.fromkeys(("dispatch_acks", "combine_acks", "signs"), ranks * 8),
-            **{name: sides * num_bytes for name, num_bytes in near.items()},
-            **{name: sides * num_bytes * config.has_network for name, num_bytes in far.items()},
+            **dict.fromkeys(("dispatch_acks", "combine_acks", "heartbeats"), ranks * 8),
+            **{name: slots * num_bytes for name, num_bytes in near.items()},
+            **{name: slots * num_bytes * config.has_network for name, num_bytes in far.items()},
         }
-        assert list(arranged.offsets)[-2:] == ["messages", "rows"], "all that is after `messages` is filled with kNotYet"
+        assert list(arranged.offsets)[-2:] == ["messages", "rows"], "all that is after `messages` is filled with kEmptySentinel"
     experts, capacity = config.num_local_experts, config.num_max_recv_tokens
     for use_fp8, use_ue8m0, width, num_bytes in ((False, False, 2, 0), (True, False, 1, 4), (True, True, 1, 1)):
         result = Layout(config).low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)

@@ -120,21 +120,21 @@ def test_blocks_fit_the_hardware(config: Config, arch: str) -> None:
     assert chosen["kHasTma"] == (arch_number(arch) >= 90)
     for kind in ("Dispatch", "Combine"):
         assert chosen[f"k{kind}Threads"] % 32 == 0
-        assert 32 * chosen[f"k{kind}Movers"] < chosen[f"k{kind}Threads"] <= 1024
+        assert 32 * chosen[f"k{kind}CopyWarps"] < chosen[f"k{kind}Threads"] <= 1024
         shared = chosen[f"k{kind}SharedBytes"]
         assert shared <= 227 * 1024
         if chosen["kHasTma"]:
             assert chosen["kStageBytes"] >= config.row_bytes + 128, "bytes begin anywhere in a line"
             assert chosen["kStageBytes"] % 128 == 0
             assert chosen[f"k{kind}Stages"] >= 2, "copies in and out of shared memory have to overlap"
-            assert shared == chosen["kStageBytes"] * chosen[f"k{kind}Movers"] * chosen[f"k{kind}Stages"]
+            assert shared == chosen["kStageBytes"] * chosen[f"k{kind}CopyWarps"] * chosen[f"k{kind}Stages"]
 
 
-@pytest.mark.parametrize(("num_slots", "sides"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
-def test_sides_divide_the_epochs(num_slots: int, sides: int) -> None:
+@pytest.mark.parametrize(("num_slots", "depth"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
+def test_the_ring_depth_divides_the_epochs(num_slots: int, depth: int) -> None:
     """Epochs have 32 bits: after the last one comes 0, which has to take its turn."""
     config = Config(2, 8, 256, 2, 4, low_latency=True, num_slots=num_slots)
-    assert config.low_latency_sides == config.constants()["kNumSides"] == sides
+    assert config.low_latency_ring_depth == config.constants()["kRingDepth"] == depth
 
 
 @given(st.integers(1, MAX_ROW_BYTES // 16).map(lambda n: 16 * n))

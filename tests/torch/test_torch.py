@@ -84,9 +84,9 @@ def test_rows_that_kernels_can_read() -> None:
 def test_choices_that_are_no_experts_do_not_count() -> None:
     import torch
 
-    from deepep_rt.torch.tensor_ops import count_choices
+    from deepep_rt.torch.tensor_ops import dispatch_layout
 
-    per_rank, per_expert, goes = count_choices(torch.tensor([[0, 3], [-1, 4], [9, -5]]), 4, 2)
+    per_rank, per_expert, goes = dispatch_layout(torch.tensor([[0, 3], [-1, 4], [9, -5]]), 4, 2)
     assert (per_rank.tolist(), per_expert.tolist()) == ([1, 1], [1, 0, 0, 1])
     assert goes.tolist() == [[True, True], [False, False], [False, False]]
 

@@ -137,18 +137,18 @@ class DeviceBackend:
                 "topk_idx": address_of(idx),
                 "topk_weights": address_of(weights),
                 "handle": slot.ptr,
-                "land_x": at + parts["x"],
-                "land_scales": at + parts["scales"],
-                "land_topk_idx": at + parts["topk_idx"],
-                "land_topk_weights": at + parts["topk_weights"],
-                "land_src_idx": at + parts["src_idx"],
+                "recv_x_offset": at + parts["x"],
+                "recv_scales_offset": at + parts["scales"],
+                "recv_topk_idx_offset": at + parts["topk_idx"],
+                "recv_topk_weights_offset": at + parts["topk_weights"],
+                "recv_src_idx_offset": at + parts["src_idx"],
                 "capacity": capacity,
                 "num_recv": counts_at + self._counts_map.offsets["num_recv"],
                 "num_recv_per_expert": counts_at + self._counts_map.offsets["num_recv_per_expert"],
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx_bytes,
                 "rows_per_copy": rows_per_copy(row_bytes),
-                "alike": call_signature.pack("dispatch", *_dtypes(x, idx, weights, scales), scale_bytes),
+                "call_signature": call_signature.pack("dispatch", *_dtypes(x, idx, weights, scales), scale_bytes),
             },
         )
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
@@ -187,10 +187,10 @@ class DeviceBackend:
                 "handle": handle.routing.ptr,
                 "out": out,
                 "out_topk_weights": out_weights,
-                "land_x": landing + staging.offsets["x"],
-                "land_topk_weights": landing + staging.offsets["topk_weights"],
+                "recv_x_offset": landing + staging.offsets["x"],
+                "recv_topk_weights_offset": landing + staging.offsets["topk_weights"],
                 "capacity": handle.num_recv_rows,
-                "alike": call_signature.pack("combine", *_dtypes(x, None, weights)),
+                "call_signature": call_signature.pack("combine", *_dtypes(x, None, weights)),
             },
         )
         given = inputs.topk_weights, *inputs.biases
@@ -219,10 +219,10 @@ class DeviceBackend:
         values = {
             "num_rows": num_rows,
             "src": self._memory.ptr + self._map.offsets["pool"],
-            "land_x": self._map.offsets["landing"],
+            "recv_x_offset": self._map.offsets["landing"],
             "row_bytes": row_bytes,
         }
-        launch = self._launcher("ceiling")
+        launch = self._launcher("copy_bandwidth")
         times = []
         for _ in range(3):
             self.synchronize()

@@ -76,7 +76,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         self._has_told_fp8 = False
         # The same in every call: a rank with few tokens may get many from others.
         self._num_blocks = min(config.low_latency_sms, driver.num_sms(self.device), max(2 * config.num_max_tokens_per_rank, 16))
-        self._least_many = math.inf if config.has_network else config.least_many(self._num_blocks)
+        self._least_large_combine = math.inf if config.has_network else config.least_large_combine(self._num_blocks)
         self._known_masked: set[int] = set()
         self._ll_combine_buffer: Slot | None = None
         self._hooks = Hooks(config.num_slots, self.call_lock)
@@ -176,7 +176,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
             "check": config.check_inputs,
-            "alike": call_signature.pack(
+            "call_signature": call_signature.pack(
                 "low_latency_dispatch", results.dtype, idx.dtype, weights.dtype if weights else None, results.scale_dtype
             ),
         }
@@ -229,7 +229,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle.has_weights,
-            "alike": call_signature.pack(
+            "call_signature": call_signature.pack(
                 "low_latency_combine" if inputs.reduce_early else "low_latency_combine with allow_multiple_reduction=False",
                 "bfloat16",
                 None,
@@ -241,7 +241,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         def views() -> Views:
             return {"x": into or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, framework, stream)}
 
-        kernel = "ll_combine_many" if num_tokens >= self._least_many and inputs.reduce_early else "ll_combine"
+        kernel = "ll_combine_large" if num_tokens >= self._least_large_combine and inputs.reduce_early else "ll_combine"
         given = inputs.topk_idx, inputs.topk_weights
         arguments = y, idx, weights, inputs.y, *given, into  # and not the handle, which would hold its tables
         leave = functools.partial(self._order.leave, call, arguments, (slot, owner), *given)

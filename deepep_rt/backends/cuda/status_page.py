@@ -38,12 +38,12 @@ class HostPage:
         self._timed_out = self._flag("report", self._report, "flag")
         self._bad_input = self._flag("report", self._report, "bad_flag")
         self._differs = self._flag("report", self._report, "differs")
-        self._noticed = self._flag("report", self._report, "noticed")
+        self._has_events = self._flag("report", self._report, "has_events")
         self._counted = self._flag("mailbox", self._mailbox, "flag")
         self._started = self._flag("mailbox", self._mailbox, "started")
 
     def free(self) -> None:
-        self._timed_out = self._bad_input = self._differs = self._noticed = ctypes.c_uint32(0)  # events may be asked later
+        self._timed_out = self._bad_input = self._differs = self._has_events = ctypes.c_uint32(0)  # events may be asked later
         driver.free_pinned(self.ptr)
 
     def expect_counts(self) -> None:
@@ -83,8 +83,8 @@ class HostPage:
             raise EPInputError(
                 f"topk_idx[{token}] holds expert {expert}; expected -1 or 0 to {self._config.num_experts - 1}. It was skipped"
             )
-        if self._noticed.value:
-            self._noticed.value = 0
+        if self._has_events.value:
+            self._has_events.value = 0
             if rows := self._taken("no_room"):
                 self._overflow.rows(rows >> 32, rows & _LOW_HALF)
             if rows := self._taken("full_expert"):
@@ -108,14 +108,14 @@ class HostPage:
         )
 
     def _is_for_good(self) -> bool:
-        return call_signature.is_low_latency(call_signature.unpack(int(self._report[0]["alike"][0])))
+        return call_signature.is_low_latency(call_signature.unpack(int(self._report[0]["call_signature"][0])))
 
     def _difference(self, consequence: str) -> EPInputError:
         report = self._report[0]
         ranks = (int(report["rank"]), int(report["other"]))
         said = {
             rank: (*call_signature.unpack(int(number)), serial)
-            for rank, number, serial in zip(ranks, report["alike"], report["serial"], strict=True)
+            for rank, number, serial in zip(ranks, report["call_signature"], report["serial"], strict=True)
         }
         return EPInputError(f"{call_signature.describe_mismatch(dict(sorted(said.items())))}. {consequence}")
 
@@ -131,7 +131,7 @@ class HostPage:
         expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
         call_idx = expected
         if number in structs.ROOM_PHASES:  # it waits for the call that used that room before
-            call_idx += self._config.low_latency_sides
+            call_idx += self._config.low_latency_ring_depth
         return EPTimeoutError(
             f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {call_idx} of its kind "
             f"(rank {peer} was at {seen}). "

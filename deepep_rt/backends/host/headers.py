@@ -33,9 +33,9 @@ _BAD_EXPERT, _TOO_LARGE, _OTHER_RANKS = 1, 2, 3
 _LOW_LATENCY_PHASES = {
     "low_latency_dispatch": {"kPhaseRoute": "kPhaseLlCounts", "kPhaseDispatchRows": "kPhaseLlRows"},
     "low_latency_combine": {
-        "kPhaseDispatchLanding": "kPhaseLlWeights",
+        "kPhaseDispatchWindow": "kPhaseLlWeights",
         "kPhaseDispatchRows": "kPhaseLlWeights",
-        "kPhaseCombineLanding": "kPhaseLlCombineRoom",
+        "kPhaseCombineWindow": "kPhaseLlCombineRoom",
         "kPhaseCombineRows": "kPhaseLlCombineRows",
     },
 }

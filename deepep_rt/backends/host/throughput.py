@@ -49,7 +49,7 @@ class Throughput:
             headers.report_size(routing.num_received, x.row_bytes)
             sizes = [len(tokens) for tokens in routing.sent_tokens]
             send_mask, recv_mask = self.agreement.exchange_row_counts(
-                headers, "kPhaseCombineLanding", routing.num_received, sizes
+                headers, "kPhaseCombineWindow", routing.num_received, sizes
             )
             routing = routing.restricted(recv_mask, send_mask)  # combine goes the way of the dispatch back
             parts, lost = self._exchange_sums(inputs, routing)
@@ -96,7 +96,7 @@ class Throughput:
             headers.report_bad_expert(inputs.topk_idx, self._config.num_experts)
             if not headers.has_problem and not routing.is_chosen_by(inputs.topk_idx, self._config, self._rank):
                 headers.report_other_ranks()
-        masks = self.agreement.exchange_row_counts(headers, "kPhaseDispatchLanding", sizes, routing.num_received)
+        masks = self.agreement.exchange_row_counts(headers, "kPhaseDispatchWindow", sizes, routing.num_received)
         return routing.restricted(*masks)
 
     def _send_rows(self, handle: DispatchHandle, routing: Routing, inputs: DispatchInputs) -> Views:

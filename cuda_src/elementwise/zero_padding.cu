@@ -1,9 +1,9 @@
-// keep_rows: rows up to *num_kept go to `out`, unless they are there already; the others are padding and become zeros there.
+// zero_padding: rows up to *num_kept go to `out`, unless they are there already; the others are padding and become zeros there.
 //
 // A block takes a row at a time. Padding is not read, and rows that stay where they are are not touched.
 #include "common/memory.cuh"
 
-extern "C" __global__ void __launch_bounds__(kLocalThreads) keep_rows(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kLocalThreads) zero_padding(const __grid_constant__ Params p) {
   constexpr int kInFlight = 4;
   const i64 num_kept = *at<i32>(p.num_kept, 0);
   const int count = static_cast<int>(p.row_bytes / 16);

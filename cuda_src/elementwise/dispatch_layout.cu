@@ -1,5 +1,5 @@
-// count_choices: tokens for each rank, choices of each expert, and which token goes to which rank. DeepEP V1's programs ask for them before
-// each dispatch, which counts by itself (`route`).
+// dispatch_layout: tokens for each rank, choices of each expert, and which token goes to which rank. DeepEP V1's programs ask for them
+// before each dispatch, which counts by itself (`route`).
 //
 // A warp takes a token: its lanes read the choices, then stand for ranks. Blocks count in shared memory, up to kCountedExperts experts at a
 // time, and add what they found to counters that the caller has cleared.
@@ -12,7 +12,7 @@ __device__ inline int choice_of(const Params& p, i64 at_choice) {
   return expert >= 0 && expert < p.num_experts ? static_cast<int>(expert) : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(kLocalThreads) count_choices(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kLocalThreads) dispatch_layout(const __grid_constant__ Params p) {
   constexpr int kWarps = kLocalThreads / 32;
   __shared__ i32 counts[kCountedExperts];
   const int lane = lane_idx(), each = p.num_experts / p.num_ranks, first_warp = blockIdx.x * kWarps + warp_idx();
@@ -33,15 +33,15 @@ extern "C" __global__ void __launch_bounds__(kLocalThreads) count_choices(const 
   for (int rank = lane; rank - lane < p.num_ranks; rank += 32) {
     int sum = 0;
     for (int token = first_warp; token < p.num_tokens; token += gridDim.x * kWarps) {
-      bool goes = false;
+      bool is_in_rank = false;
       for (int k = 0; k < p.num_topk; k += 32) {
         const int expert = k + lane < p.num_topk ? choice_of(p, static_cast<i64>(token) * p.num_topk + k + lane) : -1;
         const int to = expert < 0 ? -1 : expert / each;
         const int most = p.num_topk - k < 32 ? p.num_topk - k : 32;
-        for (int j = 0; j < most; ++j) goes |= __shfl_sync(~0u, to, j) == rank;
+        for (int j = 0; j < most; ++j) is_in_rank |= __shfl_sync(~0u, to, j) == rank;
       }
-      if (rank < p.num_ranks) at<u8>(p.goes, 0)[static_cast<i64>(token) * p.num_ranks + rank] = goes;
-      sum += goes;
+      if (rank < p.num_ranks) at<u8>(p.is_in_rank, 0)[static_cast<i64>(token) * p.num_ranks + rank] = is_in_rank;
+      sum += is_in_rank;
     }
     if (rank < p.num_ranks && sum) add_relaxed(at<i32>(p.per_rank, 0) + rank, sum);
   }

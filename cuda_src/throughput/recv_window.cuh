@@ -10,44 +10,45 @@
 
 static_assert(kNumRanks <= 32);  // a lane stands for a rank
 
-__device__ __forceinline__ Landing* landing_of(u64 base, u64 inbox, u32 epoch, int source) {
-  return at<Landing>(base, inbox) + (epoch % 2) * kNumRanks + source;
+__device__ __forceinline__ RecvWindow* window_at(u64 base, u64 inbox, u32 epoch, int source) {
+  return at<RecvWindow>(base, inbox) + (epoch % 2) * kNumRanks + source;
 }
 
 // One lane writes one peer's inbox.
-__device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, int peer, const Landing& mine) {
-  Landing* theirs = landing_of(p.peers[peer], inbox, epoch, p.rank);
+__device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, int peer, const RecvWindow& mine) {
+  RecvWindow* theirs = window_at(p.peers[peer], inbox, epoch, p.rank);
   st_relaxed_sys(&theirs->x, mine.x);
   st_relaxed_sys(&theirs->scales, mine.scales);
   st_relaxed_sys(&theirs->topk_idx, mine.topk_idx);
   st_relaxed_sys(&theirs->topk_weights, mine.topk_weights);
   st_relaxed_sys(&theirs->src_idx, mine.src_idx);
   st_relaxed_sys(&theirs->capacity, mine.capacity);
-  st_relaxed_sys(&theirs->alike, mine.alike);
+  st_relaxed_sys(&theirs->call_signature, mine.call_signature);
   st_relaxed_sys(&theirs->serial, mine.serial);
   st_release_sys(&theirs->flag, epoch);
 }
 
 // Waits for a peer's publication; its offsets come back as addresses in the peer's memory.
-__device__ __forceinline__ bool await_landing(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, Landing& landing) {
-  const Landing* mine = landing_of(p.peers[p.rank], inbox, epoch, peer);
+__device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, RecvWindow& window) {
+  const RecvWindow* mine = window_at(p.peers[p.rank], inbox, epoch, peer);
   if (!wait_epoch(p, &mine->flag, epoch, phase, peer)) return false;
   const u64 base = p.peers[peer];
-  landing = *mine;
-  landing.x += base;
-  landing.scales += base;
-  landing.topk_idx += base;
-  landing.topk_weights += base;
-  landing.src_idx += base;
+  window = *mine;
+  window.x += base;
+  window.scales += base;
+  window.topk_idx += base;
+  window.topk_weights += base;
+  window.src_idx += base;
   return true;
 }
 
 // Lane r of warp 0 holds the landing of rank r. Whether a rank gave something else than this one. Then some other rank differs from each:
 // all come to the same verdict, and none sends a row. Everything else goes on as usual, so that the Buffer stays usable.
-__device__ inline bool ranks_differ(const Params& p, const Landing& landing, u32 serial) {
+__device__ inline bool ranks_differ(const Params& p, const RecvWindow& window, u32 serial) {
   const int lane = lane_idx();
-  const bool differs = lane < kNumRanks && (landing.alike != p.alike || landing.serial != serial);
+  const bool differs = lane < kNumRanks && (window.call_signature != p.call_signature || window.serial != serial);
   const u32 those = __ballot_sync(~0u, differs);
-  if (blockIdx.x == 0 && lane == __ffs(those) - 1) report_difference(p, lane, p.alike, landing.alike, serial, landing.serial);
+  if (blockIdx.x == 0 && lane == __ffs(those) - 1)
+    report_difference(p, lane, p.call_signature, window.call_signature, serial, window.serial);
   return those != 0;
 }
