@@ -1,4 +1,4 @@
-// Bulk asynchronous copies (sm_90's copy engine), and the pipeline that keeps one warp's ring of stages full of them.
+// Bulk asynchronous copies of sm_90's copy engine, and a pipeline of them for one warp.
 #pragma once
 #include "common/memory.cuh"
 
@@ -10,15 +10,15 @@ __device__ __forceinline__ void barrier_init(u64* barrier) {
 
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Orders what this thread has acquired before the bulk copies that it issues from here on. Bulk copies reach memory through another proxy
-// than loads and stores do, and an acquire orders only the latter.
+// Orders everything that this thread has acquired before its later bulk copies. Bulk copies reach memory through another proxy than loads
+// and stores do. An acquire orders only loads and stores.
 __device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes) : "memory");
 }
 
-// No limit here: it waits for this SM's own copy engine, not for a peer.
+// This wait has no time limit. It waits for the copy engine of this SM, not for a peer.
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   u32 done;
   do {
@@ -42,34 +42,37 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 num_b
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// At most N of this thread's latest groups still read their stages.
+// Waits until at most N of this thread's latest groups still read their stages.
 template <int N>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// At most N of this thread's latest groups are not yet written; a release by this thread covers the written ones.
+// Waits until at most N of this thread's latest groups are not yet written. A release by this thread then covers the written groups.
 template <int N>
 __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// One warp moves items through its ring of stages, half of them being filled while the others are being emptied.
-//   next()                      all lanes: the next item, or -1
-//   target(item)                all lanes: where the item's bytes go
-//   load(item, stage, barrier)  all lanes: expect the item's bytes on the barrier (one lane) and start loading; false: there are none
-//   store(turn, item, stage)    one lane: start storing; `turn` counts the items that this warp moves
-//   written(count, all)         one lane: so many of its first items are written at their targets, and whether they are all
-// Bytes lie in a stage where they will lie in a line of 128 bytes at their target, so that they cross the link in whole lines: rows that
-// are no multiple of 128 bytes would lose a fifth otherwise. A stage has a line more than what it holds. A stage can be refilled once it
-// has been read; that its bytes are written is known later, and nobody waits for it before kUnwritten more items are on their way.
+// One warp moves items through its ring of stages. It fills half of the stages while the copy engine empties the others. The caller gives:
+//   next()                      all lanes: return the next item, or -1
+//   target(item)                all lanes: return the destination of the item's bytes
+//   load(item, stage, barrier)  all lanes: start to load the item; one lane expects its bytes on the barrier; false: the item has no bytes
+//   store(turn, item, stage)    one lane: start to store the item; `turn` counts the items of this warp
+//   written(count, all)         one lane: the first `count` items of this warp are written; `all`: no item follows
+//
+// Staging keeps the destination's offset within its 128-byte line, so that bytes cross the link in whole lines. Without this, rows whose
+// size is no multiple of 128 bytes would lose a fifth of the bandwidth. A stage therefore has one line more than its bytes need.
+//
+// Reuse of memory: the warp refills a stage once the engine has read it. The warp learns later that the bytes are written. It waits for
+// that only when kUnwritten more items are in flight.
 template <int kStages, class Next, class Target, class Load, class Store, class Written>
 __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next next, Target target, Load load, Store store,
                                               Written written) {
   constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 4;
   static_assert(kStages >= 2 && kStages <= 32);
   const int lane = lane_idx();
-  fence_bulk_copies();  // the block has acquired where the targets are, and that they may be written to
+  fence_bulk_copies();  // the block has acquired the targets' addresses and the permission to write
   if (lane == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(barriers + i);
     barrier_init_fence();

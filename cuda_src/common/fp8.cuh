@@ -1,15 +1,15 @@
-// Conversion to FP8 (e4m3): 16 channels in each lane, 8 neighbouring lanes share the scale of their 128 channels.
+// Conversion to FP8 (e4m3). Each lane converts 16 channels, and 8 neighbouring lanes share the scale of their 128 channels.
 #pragma once
 #include "common/number.cuh"
 
 constexpr float kFp8Max = 448.f, kLeastAmax = 1e-4f;
 
 struct Fp8Scale {
-  float scale;  // a channel is its FP8 value times this
+  float scale;  // channel = FP8 value * scale
   float inverse;
 };
 
-// All 8 lanes get the same. `rounded_up`: to a power of two.
+// All 8 lanes get the same scale. `rounded_up`: up to a power of two.
 __device__ __forceinline__ Fp8Scale scale_of(float amax, bool rounded_up) {
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
@@ -20,14 +20,14 @@ __device__ __forceinline__ Fp8Scale scale_of(float amax, bool rounded_up) {
   return {__uint_as_float(exponent << 23), exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 0.f};
 }
 
-// Two values to two FP8 bytes, the first one in the lower byte.
+// Converts two values to two FP8 bytes; `low` becomes the lower byte.
 __device__ __forceinline__ u32 to_fp8x2(float low, float high) {
   unsigned short pair = 0;
   if constexpr (kHasFp8) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-// 16 channels to 16 bytes.
+// Converts 16 channels to 16 bytes.
 template <int kFrom>
 __device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>], bool rounded_up, float& scale) {
   constexpr int kEach = kPerVec<kFrom>;
@@ -50,7 +50,7 @@ __device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>]
   return v;
 }
 
-// 8 bytes to 8 channels, without their scale; exact.
+// Converts 8 bytes to 8 channels, without their scale. The conversion is exact.
 __device__ __forceinline__ void from_fp8(u64 bytes, float (&values)[8]) {
   Vec16 halves = {};
 #pragma unroll

@@ -1,4 +1,4 @@
-// Loads, stores and atomics whose names say their memory order and scope, and 16-byte vectors.
+// Loads, stores and atomics that name their memory order and scope, and 16-byte vectors.
 #pragma once
 
 struct alignas(16) Vec16 {
@@ -76,10 +76,11 @@ __device__ __forceinline__ void st_relaxed_sys(i64* p, i64 v) {
   asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// Releases everything before it to all of the system, for the relaxed stores that follow: one fence for many flags.
+// Releases all earlier writes to the whole system, for the relaxed stores that follow. One fence serves many flags.
 __device__ __forceinline__ void fence_release_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// System scope, although blocks of one GPU count here: what they wrote to peers is then ordered before the flag that the last one raises.
+// Blocks of one GPU count here, but the scope is the system. It orders the blocks' writes to peers before the flag that the last block
+// raises.
 __device__ __forceinline__ u32 add_acq_rel_sys(u32* p, u32 v) {
   u32 old;
   asm volatile("atom.acq_rel.sys.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
@@ -102,9 +103,9 @@ __device__ __forceinline__ void add_relaxed_gpu(u64* p, u64 v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// Takes `count` numbers, and gives the first one; by the first lane of a warp. Where lanes might add to the same word, the compiler makes
-// one atomic of their additions, and has the warp wait for its result at once. It cannot know that they would here: so the number comes
-// while the warp goes on.
+// Claims `count` numbers and returns the first one. Only the first lane of a warp calls it. If the compiler saw that lanes may add to the
+// same word, it would merge their additions into one atomic, and the warp would wait for the result at once. The address `p + lane` hides
+// this, so that the warp continues while the number is on its way.
 __device__ __forceinline__ u32 fetch_add_relaxed_gpu(u32* p, u32 count = 1) {
   u32 lane, old;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -118,7 +119,7 @@ __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* p, u32 v) {
   return old;
 }
 
-// Each of the four words is stored, and loaded, whole; nothing is said of them together.
+// Each of the four words is stored and loaded whole. Nothing orders them with each other.
 __device__ __forceinline__ void st_relaxed_sys(Vec16* p, const Vec16& v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
                "r"(v.word[3])
@@ -134,7 +135,7 @@ __device__ __forceinline__ Vec16 ld_relaxed_sys(const Vec16* p) {
   return v;
 }
 
-// Rows are read once: they need no place in L1.
+// Rows are read once, so they should not replace other lines in L1.
 __device__ __forceinline__ Vec16 ld_streaming(const Vec16* p) {
   Vec16 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -152,7 +153,7 @@ __device__ __forceinline__ void st_vec(Vec16* p, const Vec16& v) {
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_idx() { return threadIdx.x / 32; }
 
-// A warp copies `num_bytes` (a multiple of 16), eight vectors in flight in each lane, in whole lines of 128 bytes at the target.
+// A warp copies `num_bytes`, a multiple of 16. Each lane has eight vectors in flight and writes whole 128-byte lines of the destination.
 __device__ __forceinline__ void warp_copy(void* to, const void* from, int num_bytes) {
   constexpr int kInFlight = 8;
   const Vec16* source = static_cast<const Vec16*>(from);

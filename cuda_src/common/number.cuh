@@ -1,4 +1,4 @@
-// Element types that are added up: a 16-byte vector to floats and back, rounding to nearest even.
+// Element types of sums: converts a 16-byte vector to floats and back, and rounds to nearest even.
 #pragma once
 #include "common/memory.cuh"
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void add_to(float (&sum)[kPerVec<kElement>], const Ve
   for (int i = 0; i < kPerVec<kElement>; ++i) sum[i] += values[i];
 }
 
-// The product is rounded before it is added, so that a reference in NumPy gives the same bits.
+// Rounds the product before the addition, so that a reference in NumPy gives the same bits.
 template <int kElement>
 __device__ __forceinline__ void add_scaled_to(float (&sum)[kPerVec<kElement>], const Vec16& v, float weight) {
   float values[kPerVec<kElement>];

@@ -1,6 +1,8 @@
-// What kernels tell the host when something is wrong, and the one bounded wait. A peer that never comes ends in a report for the host, not
-// in a hang: the first wait that runs out of time writes it to pinned host memory and raises State::abort; every other wait, in this kernel
-// and in later ones, then gives up at once. Low-latency kernels can be made to mask the peer instead, and to go on (kMasksOnTimeout).
+// The one bounded wait, and the reports of a kernel to the host.
+//
+// A missing peer leads to a report for the host and not to a hang. The first wait that times out writes the report to pinned host memory
+// and raises State::abort. All other waits, in this kernel and in later ones, then end at once. With kMasksOnTimeout, low-latency kernels
+// mask the missing peer instead and continue.
 #pragma once
 #include "common/network.cuh"
 
@@ -10,16 +12,16 @@ __device__ __forceinline__ u64 nanoseconds() {
   return t;
 }
 
-// After a time-out, here or in an earlier kernel, nothing is sent any more: peers would take it for good.
+// After a time-out, in this kernel or an earlier one, a kernel sends nothing. Peers would accept it as valid data.
 __device__ __forceinline__ bool was_aborted(const Params& p) { return ld_relaxed_gpu(&at<State>(p.state, 0)->abort) != 0; }
 
-// After a time-out: results become NaN, in each type that a row or a scale can have, so that no replay of a CUDA graph serves those of an
-// earlier one. `num_bytes`: a multiple of 4. By some of so many threads.
+// After a time-out this fills results with NaN in each type that a row or a scale can have. A replay of a CUDA graph then shows no results
+// of an earlier replay. `num_bytes` is a multiple of 4. `num_threads` threads share the work.
 __device__ inline void poison(u64 results, u64 num_bytes, u64 thread, u64 num_threads) {
   for (u64 i = thread; i < num_bytes / sizeof(u32); i += num_threads) at<u32>(results, 0)[i] = ~0u;
 }
 
-// Raises State::abort, and reports, unless somebody did before.
+// Raises State::abort and writes the report, unless another thread has raised it before.
 __device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(&at<State>(p.state, 0)->abort, 1) != 0) return;
   Report* report = at<Report>(p.page, kPageReport);
@@ -31,24 +33,25 @@ __device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 exp
   st_release_sys(&report->flag, 1);
 }
 
-// Whether a rank is left out of low-latency calls.
+// The word that says whether low-latency calls exclude a rank.
 __device__ __forceinline__ u32* masked_at(const Params& p, int rank) { return at<u32>(p.state, kLocalMasked) + rank; }
 
-// Leaves a rank out of this call, as far as it has not come, and of those that follow; the host is told.
+// Excludes a rank from later calls, and from this call where the rank has not arrived yet. Tells the host too.
 __device__ inline void mask_rank(const Params& p, int rank) {
   exchange_relaxed_gpu(masked_at(p, rank), 1);
   st_relaxed_sys(at<u32>(p.page, kPageMasked) + rank, 1u);
 }
 
-// Signs of life, where time-outs mask. A rank that waits for a dead one, whose last words reached others but not it, must not be taken for
-// dead by them: whoever waits gives a sign every now and then, and for whoever has given one is waited twice as long.
+// Heartbeats, where time-outs mask. A rank may wait for a dead rank whose last data reached other ranks, but not this one. The other ranks
+// must not mask the waiting rank too. A rank that waits therefore sends heartbeats. A wait for a rank that has sent one lasts twice as
+// long.
 constexpr int kHeartbeatsPerTimeout = 8;
 
 __device__ __forceinline__ u64 last_heartbeat(const Params& p, int peer) {
   return ld_relaxed_sys(at<const u64>(p.peers[p.rank], kLlHeartbeats) + peer);
 }
 
-// One thread of the GPU at a time gets to give it; to this rank too, which may be waiting for itself.
+// Only one thread of the GPU sends each heartbeat. This rank gets one too, because it may wait for itself.
 __device__ inline void send_heartbeat(const Params& p, u64 now) {
   u64* last = at<u64>(p.state, kLocalHeartbeatSent);
   const u64 pause = p.timeout_ns / kHeartbeatsPerTimeout, before = ld_relaxed_sys(last);
@@ -63,11 +66,11 @@ __device__ inline void send_heartbeat(const Params& p, u64 now) {
   }
 }
 
-// Where ranks are far: NVSHMEM's functions within every wait would cost more registers than there are.
+// With a scale-out domain this is no inline function. NVSHMEM's functions in each wait would need more registers than a thread has.
 __device__ __noinline__ void send_heartbeat_out_of_line(const Params& p, u64 now) { send_heartbeat(p, now); }
 
-// Polls until has_come(seen), which may put into `seen` how far the peer is. False: the time is up, or was up elsewhere, and nothing that
-// was waited for may be used. Where time-outs mask, the peer is masked then, and all goes on without it.
+// Polls until condition(seen) is true; it may store the peer's progress in `seen`. False: this wait or another one timed out, and the
+// caller may not use the awaited data. Where time-outs mask, this masks the peer, and the caller continues without it.
 template <class Condition>
 __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int peer, Condition condition) {
   const u32* stop = kMasksOnTimeout ? masked_at(p, peer) : &at<State>(p.state, 0)->abort;
@@ -99,8 +102,9 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
   }
 }
 
-// Waits until the low half of *flag is `epoch`; then what it guards may be read. No flag gets ahead of who waits for it; one that not every
-// call raises may be any number of calls behind, and epochs wrap around: "at least" would not do.
+// Waits until the low half of *flag equals `epoch`. Then the caller may read what the flag guards. A flag is never ahead of the rank that
+// waits for it. A flag that some calls do not raise may be any number of calls late, and epochs wrap around. A test for "at least" would
+// therefore be wrong.
 template <class Flag>
 __device__ inline bool wait_epoch(const Params& p, const Flag* flag, u32 epoch, u32 phase, int peer) {
   return wait_until(p, epoch, phase, peer, [&](u32& seen) {
@@ -109,10 +113,10 @@ __device__ inline bool wait_epoch(const Params& p, const Flag* flag, u32 epoch, 
   });
 }
 
-// Whether a count that every call raises, and that wraps around, is at least so much.
+// Whether a count has reached `least`. Each call raises it, and it wraps around.
 __device__ __forceinline__ bool has_reached(u32 count, u32 least) { return static_cast<i32>(count - least) >= 0; }
 
-// Waits until the low half of *count is at least so much. It guards nothing that is read.
+// Waits until the low half of *count has reached `least`. It guards no data that the caller reads.
 __device__ inline bool wait_count(const Params& p, const u64* count, u32 least, u32 phase, int peer) {
   return wait_until(p, least, phase, peer, [&](u32& seen) {
     seen = static_cast<u32>(ld_relaxed_sys(count));
@@ -120,7 +124,7 @@ __device__ inline bool wait_count(const Params& p, const u64* count, u32 least, 
   });
 }
 
-// Waits until *word carries `epoch` in its lower half, and gives it. It guards nothing else, and so comes sooner.
+// Waits until the lower half of *word equals `epoch`, and returns the word. It guards no other data, so a relaxed load is enough.
 __device__ inline bool wait_word(const Params& p, const u64* word, u32 epoch, u32 phase, int peer, u64& found) {
   return wait_until(p, epoch, phase, peer, [&](u32& seen) {
     found = ld_relaxed_sys(word);
@@ -136,14 +140,14 @@ __device__ inline void report_bad_expert(const Params& p, int token, i64 expert)
   st_release_sys(&report->bad_flag, 1);
 }
 
-// Tells the host of something that is no reason to give up, by one word: what it says is whole, whichever thread was the last to say it.
+// Reports an event that does not end the call. One word holds the whole event, so it is consistent whichever thread wrote last.
 __device__ inline void report_event(const Params& p, u64 Report::* word, u64 value) {
   Report* report = at<Report>(p.page, kPageReport);
   st_relaxed_sys(&(report->*word), value);
   st_release_sys(&report->has_events, 1);
 }
 
-// What this rank and another one give, where all have to give the same: in the call, and which routing.
+// Reports that this rank and another rank differ in their call signatures or routings.
 __device__ inline void report_difference(const Params& p, int other, u64 mine, u64 theirs, u32 my_serial, u32 their_serial) {
   Report* report = at<Report>(p.page, kPageReport);
   st_relaxed_sys(&report->rank, p.rank);

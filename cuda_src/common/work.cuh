@@ -1,5 +1,5 @@
-// How the rows for all ranks are shared out: item j is chunk j / kNumRanks for some rank, and neighbours are for different ranks, so that
-// every link is busy all the time, whatever the number of workers.
+// Work distribution. Item j is chunk j / kNumRanks for some rank. Neighbouring items are for different ranks, so every link is busy all the
+// time, for any number of workers.
 #pragma once
 #include "common/memory.cuh"
 
@@ -13,22 +13,24 @@ __device__ __forceinline__ Item item_at(int j, int my_rank) {
   return {(j + chunk + my_rank) % kNumRanks, chunk};
 }
 
-// SMs differ: with equal shares for all, one is done in 300 us where another takes 550. So workers take items as they go, a few at a time.
+// SMs differ in speed. With equal shares, one SM finishes in 300 us and another one in 550 us. Workers therefore claim tickets as they
+// proceed, and a ticket stands for a few items.
 struct WorkQueue {
-  u32* tickets;  // takes so far; 0 before the kernel, and the last block resets it
+  u32* tickets;  // tickets claimed so far; 0 before the kernel; the last block resets it
   int num_items;
   int per_ticket;
 };
 
-// `most` items a time, but fewer where workers would only get a few times that.
+// A ticket has up to max_per_ticket items, and fewer where each worker would claim only a few tickets.
 __device__ __forceinline__ WorkQueue make_work_queue(u32* tickets, int num_items, int num_workers, int max_per_ticket) {
   const int fair = num_items / (8 * num_workers);
   return {tickets, num_items, fair < 1 ? 1 : fair < max_per_ticket ? fair : max_per_ticket};
 }
 
-// One warp's way through a queue. It knows what it takes next while it works on what it has taken, and the take after that is on its way:
-// `ahead(first)` is told the first item of each take one take in advance, to look up what it has to know about it (there may be no such
-// item). Even the first take comes from the counter: items are never bound to a block that may not run before others have ended.
+// One warp's iteration over the queue. While the warp works on one ticket, it knows the next one, and the claim after that is in flight.
+// `on_prefetch(first)` gets the first item of each ticket one ticket early, and can load data that the item needs. That item may lie past
+// the end. Even the first ticket comes from the counter. Otherwise items would belong to a block that may start only after other blocks
+// have ended.
 template <class OnPrefetch>
 struct WorkIterator {
   WorkQueue queue;
@@ -52,7 +54,7 @@ struct WorkIterator {
     on_prefetch(next_first);
   }
 
-  // All lanes together; -1 when nothing is left.
+  // Called by all lanes. Returns -1 when no item is left.
   __device__ __forceinline__ int next() {
     if (item == end) {
       if (next_first >= queue.num_items) return -1;
@@ -64,11 +66,11 @@ struct WorkIterator {
   }
 };
 
-// Whether this block is the last of the grid to come here. One thread of each block asks, after all of the block; what any block did
-// before, what it wrote to peers included, is then ordered before what this thread does and sends to peers.
+// Whether this block is the last one of the grid to call this. One thread of each block calls it, after all threads of the block are done.
+// It orders all earlier writes of all blocks, also to peers, before the later reads and writes of this thread.
 __device__ __forceinline__ bool is_last_block(u32* num_blocks) { return add_acq_rel_sys(num_blocks, 1) == gridDim.x - 1; }
 
-// Rows of a chunk that starts at row chunk * chunk_rows of num_rows.
+// Rows of the chunk that starts at row chunk * chunk_rows, of num_rows rows.
 __device__ __forceinline__ int rows_in_chunk(int num_rows, int chunk, int chunk_rows) {
   const int left = num_rows - chunk * chunk_rows;
   return left < 0 ? 0 : left < chunk_rows ? left : chunk_rows;
@@ -78,8 +80,8 @@ __device__ __forceinline__ int clamp_rows(i64 room, int num_rows) {
   return room < 0 ? 0 : room < num_rows ? static_cast<int>(room) : num_rows;
 }
 
-// First of all in a kernel that is launched while the one before it in its stream still ends (Kernel.overlaps): from here on that one has
-// ended and its writes can be seen; and the next one may be launched.
+// The first statement of a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After it, the
+// predecessor has ended and its writes are visible. The next kernel may start from here on.
 __device__ __forceinline__ void overlap_kernels() {
   if constexpr (kHasOverlap) {
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,8 +1,8 @@
-// ceiling: what the links can carry. Every rank pushes num_rows rows to every other rank at once (a single rank: to itself), with nothing
-// to look up and nobody to wait for; src is [kNumRanks, num_rows, row_bytes], and row i of rank r lands at row r * num_rows + i of
-// recv_x_offset.
+// copy_bandwidth: measures what the links can carry. Each rank pushes num_rows rows to each other rank at the same time; a single rank
+// pushes to itself. There is no routing to read and no rank to wait for. src is [kNumRanks, num_rows, row_bytes]. Row i of rank r arrives
+// at row r * num_rows + i of the window at recv_x_offset.
 //
-// Roles and work sharing as in dispatch, without its small arrays. The host times it; there is no protocol. The last block resets
+// Warps share the work as in dispatch, without metadata warps. The host measures the time, and there is no protocol. The last block resets
 // State::copy_bandwidth_items and State::copy_bandwidth_blocks.
 #include "common/bulk.cuh"
 #include "common/work.cuh"

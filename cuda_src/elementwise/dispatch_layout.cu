@@ -1,8 +1,8 @@
-// dispatch_layout: tokens for each rank, choices of each expert, and which token goes to which rank. DeepEP V1's programs ask for them
-// before each dispatch, which counts by itself (`route`).
+// dispatch_layout: counts the tokens for each rank and the choices of each expert, and marks the ranks of each token. Programs of DeepEP V1
+// ask for these before each dispatch. The dispatch itself counts in `route`.
 //
-// A warp takes a token: its lanes read the choices, then stand for ranks. Blocks count in shared memory, up to kCountedExperts experts at a
-// time, and add what they found to counters that the caller has cleared.
+// A warp takes a token. Its lanes read the choices, and then each lane stands for a rank. Blocks count up to kCountedExperts experts at a
+// time in shared memory. They add the counts to counters that the caller has cleared.
 #include "common/memory.cuh"
 
 __device__ inline void add_relaxed(i32* p, i32 v) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }

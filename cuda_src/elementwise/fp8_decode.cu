@@ -1,6 +1,7 @@
-// fp8_decode: FP8 (e4m3) rows times their scales, one for each 128 channels; rows from *num_kept on are padding and become zeros.
+// fp8_decode: multiplies FP8 (e4m3) rows by their scales, one for each 128 channels. Rows from *num_kept on are padding and become zeros.
 //
-// A block takes a row at a time, a thread 8 channels of it. Every byte of the rows that count is read once, and of all written once.
+// A block takes a row at a time, and each thread 8 channels of it. The kernel reads each byte of the kept rows once and writes each byte of
+// all rows once.
 #include "common/fp8.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) fp8_decode(const __grid_constant__ Params p) {

@@ -1,13 +1,15 @@
-// fp8_encode: elements to FP8 (e4m3), with a float32 scale for each 128 of them; the rule is that of fp8.py.
+// fp8_encode: converts elements to FP8 (e4m3), with a float32 scale for each 128 of them. fp8.py has the same rule.
 //
-// 8 neighbouring lanes take a group, 16 elements each, as in ll_dispatch. Every byte is read and written once, and nothing is shared.
+// 8 neighbouring lanes take a group, 16 elements each, as in ll_dispatch. The kernel reads and writes each byte once, and threads share
+// nothing else.
 #include "common/fp8.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) fp8_encode(const __grid_constant__ Params p) {
   constexpr int kVecs = 16 / kPerVec<kElement>;
   const Vec16* x = at<Vec16>(p.x, 0);
   const i64 count = p.num_groups * 8, step = static_cast<i64>(gridDim.x) * kLocalThreads;
-  for (i64 first = static_cast<i64>(blockIdx.x) * kLocalThreads; first < count; first += step) {  // the same for all lanes, which shuffle
+  for (i64 first = static_cast<i64>(blockIdx.x) * kLocalThreads; first < count;
+       first += step) {  // the same for all lanes, because they shuffle
     const i64 i = first + threadIdx.x;
     Vec16 held[kVecs] = {};
 #pragma unroll

@@ -1,6 +1,6 @@
-// zero_padding: rows up to *num_kept go to `out`, unless they are there already; the others are padding and become zeros there.
+// zero_padding: copies the rows before *num_kept to `out`, unless x is out. The other rows are padding and become zeros in `out`.
 //
-// A block takes a row at a time. Padding is not read, and rows that stay where they are are not touched.
+// A block takes a row at a time. It does not read padding, and it does not touch rows that stay where they are.
 #include "common/memory.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) zero_padding(const __grid_constant__ Params p) {

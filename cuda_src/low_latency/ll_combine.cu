@@ -1,9 +1,9 @@
-// ll_combine: a low-latency combine. Groups of warps, of several blocks where entries are few, share an entry's row; without
-// p.reduce_early they send one unweighted row for each expert, for its token's rank to add up. What goes over the network is written to
-// memory of this rank first, and put from there.
+// ll_combine: a low-latency combine. A group of warps shares the row of an entry. With few entries, a group spans several blocks. Without
+// p.reduce_early a group sends one unweighted row for each expert, and the rank of the token adds them up. A row for another scale-up
+// domain is first written to staging memory of this rank and put from there.
 #include "low_latency/ll_combine.cuh"
 
-// Called by all warps of a group, of which this block is the one with the number `block`. `idx`: of the entry.
+// Called by all warps of a group. `block`: number of this block in the group. `idx`: number of the entry.
 __device__ inline void send_entry(const Params& p, const Call& call, const WarpGroup& group, int block, int idx) {
   const int thread = group.thread(block), step = group.num_threads();
   const u32 epoch = call.sent;
@@ -47,9 +47,9 @@ __device__ inline void send_entry(const Params& p, const Call& call, const WarpG
   }
 }
 
-// Groups never leave early: their warps meet at barriers.
+// All warps of a group stay until the end, because they meet at barriers.
 __device__ inline void send_entries(const Params& p, const Call& call, const WarpGroup& group, int item, int num_items, int num_entries) {
-  __shared__ u32 ticket[2][kWarps];  // by turns
+  __shared__ u32 ticket[2][kWarps];  // two, used in turn
   u32 next = 0;
   for (int turn = 0; item < num_items; turn ^= 1) {
     if (group.is_leader()) next = fetch_add_relaxed_gpu(&progress_of(p)->tickets);
@@ -63,7 +63,7 @@ __device__ inline void send_entries(const Params& p, const Call& call, const War
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_combine(const __grid_constant__ Params p) {
   overlap_kernels();
-  // As if all ranks had as many tokens as this one: how many entries there are comes too late.
+  // The number of entries arrives too late, so this assumes that all ranks have as many tokens as this one.
   const WarpGroup senders(log2_warps_per_item(p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk), kMaxLog2WarpsPerItem));
   combine<kHasScaleOut>(p, senders, 1 << senders.log2_blocks, [&](const Call& call, int item, int num_items, int num_entries) {
     send_entries(p, call, senders, item, num_items, num_entries);

@@ -1,12 +1,12 @@
-// ll_combine_large: a low-latency combine where entries are so many that warps need not share one. They take a stretch of a row at a time:
-// rows are sums of one row to kNumTopk, and a warp with the whole of a large sum would still be at it when all others are done.
-// Only with p.reduce_early, and where all ranks are near.
+// ll_combine_large: a low-latency combine for so many entries that warps need not share one. A warp takes a tile of a row at a time. A row
+// is the sum of one to kNumTopk rows. A warp with the whole of a large sum would finish long after all others. This kernel needs
+// p.reduce_early and a single scale-up domain.
 #include "low_latency/ll_combine.cuh"
 
 constexpr int kTilesPerRow = (kRowVecs + kTileVecs - 1) / kTileVecs;
 static_assert(!kHasScaleOut);
 
-// `item`: the warp's first one.
+// `item`: the first item of the warp.
 __device__ inline void send_tiles(const Params& p, const Call& call, int item, int num_items, int num_entries) {
   const u32 epoch = call.sent;
   u32 next = 0;

@@ -1,25 +1,29 @@
-// ll_dispatch: a low-latency dispatch. A token travels once to each rank that holds some of its experts, and is laid out there expert by
-// expert. Launched for sending, for receiving, or for both (p.phases).
+// ll_dispatch: a low-latency dispatch. A token travels once to each rank that holds some of its experts. The receiver sorts the rows by
+// expert. A launch runs the send half, the receive half, or both (p.phases).
 //
-// Sending. Blocks take items as they go. The first item is the header: it tells every rank how many tokens this rank has, which of them
-// come there, and how often they choose each of its experts. The others are tokens: all warps but one read the row, convert it to FP8 if
-// asked to, and write it to each receiver's inbox. The last warp works out the token's places among this rank's choices of each expert, and
-// tells its receivers. What goes over the network is written to memory of this rank first, and put from there once the block is done.
+// Send half: blocks claim items from a counter. The first item is the header. It tells each rank the number of this rank's tokens, which of
+// them go to that rank, and the choices of each of its experts. Each other item is a token. All warps but one read its row, convert it to
+// FP8 if asked, and write it to the inboxes of its receivers. The last warp computes the expert slots of the token's choices and sends
+// them. An expert slot is the position among this rank's choices of one expert. A message for another scale-up domain is first written to
+// staging memory of this rank. Once the block has finished it, the warps put it.
 //
-// ReceiveContext. With the headers of all sources, of which blocks that have rows keep a copy, every warp knows where a source's rows begin
-// in each expert: the order (source, token, choice) needs no counting of what has arrived. Several warps may share a token of a source:
-// each learns where its row belongs, waits for its part of the row, and copies that to the experts; the first one writes what combine
-// has to know to the handle.
+// Receive half: blocks with rows keep a copy of the headers of all sources. With it, each warp knows where the rows of a source start in
+// each expert. The order (source, token, choice) therefore needs no count of arrived rows. Several warps may share a token of a source.
+// Each warp reads where the row belongs, waits for its part of the row, and copies that part to the experts. The first of these warps
+// writes the entry of the handle that combine needs.
 //
-// Words, rows, sides, masked ranks: low_latency.cuh. Counters only grow; the last block to have read them moves them on.
-// No block waits for a certain other one of its grid, but for block 0, which starts first, acknowledges, and decides: tokens are taken by
-// whoever runs, so all rows are sent even if only a few blocks get an SM.
+// Protocol: low_latency.cuh describes tagged words, rows, ring slots and masked ranks. Counters only grow; the last block to read them sets
+// the numbers of the next call.
 //
-// Where time-outs mask, all blocks have to be of one mind about a source, or places would differ: block 0 waits for whole headers, and
-// tells the others whether they have come (decide). A row that is lost after that leaves its place undefined.
+// Progress: blocks wait only for block 0, which starts first, acknowledges, and decides the status of sources. Running blocks claim the
+// tokens, so all rows leave even if only a few blocks get an SM.
 //
-// Bytes: a row, (FP8: half of it and 4 / 128,) once over the link for each rank; at the receiver written, read, cleared, and written once
-// for each expert.
+// Masks on time-outs: all blocks must agree on which sources they exclude, or rows would get different positions. Block 0 waits for whole
+// headers and tells the other blocks which sources have arrived (decide_source_status). If a row is lost after that, its position stays
+// undefined.
+//
+// Bytes: a row crosses the link once for each receiving rank. With FP8 it has half of the bytes, and scales of 4 bytes for each 128
+// channels. The receiver gets the row in its inbox, reads and clears it, and writes it once for each expert.
 #include "low_latency/ll_dispatch_receive.cuh"
 #include "low_latency/ll_dispatch_send.cuh"
 
@@ -42,5 +46,5 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
   start_receiving(p, start, shared.call);
   const bool ok = p.use_fp8 ? receive<kHidden / 16>(p, start, table->arrival_bitmap, shared)
                             : receive<kHidden / 8>(p, start, table->arrival_bitmap, shared);
-  if (!ok) poison_rows(p, lane_idx(), 32);  // all of them: where those lie that did not come is not known
+  if (!ok) poison_rows(p, lane_idx(), 32);  // all of them: the positions of the missing rows are unknown
 }

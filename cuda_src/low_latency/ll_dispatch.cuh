@@ -1,30 +1,31 @@
-// What both halves of ll_dispatch know: where headers and messages lie, and what the warps of a block share.
+// The common part of both halves of ll_dispatch: offsets of headers and messages, and the shared memory of a block.
 #pragma once
 #include "common/fp8.cuh"
 #include "low_latency/low_latency.cuh"
 
 constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
 constexpr int kScalesPerRow = kHidden / kFp8Group;
-constexpr int kExpertSlotBits = 17;  // of a choice; the expert is in the bits above
+constexpr int kExpertSlotBits = 17;  // lower bits of a choice; the expert is in the bits above
 static_assert(kNumMaxTokens * kNumTopk <= 1 << kExpertSlotBits && kNumExperts < 1 << (31 - kExpertSlotBits));
 
-// What the headers of all sources say.
+// The numbers in the headers of all sources.
 struct Sources {
   i32 num_tokens[kNumRanks], rows_before[kNumRanks + 1];
-  i32 most;  // tokens of a source
+  i32 most;  // the largest of num_tokens
 };
 
 struct Shared {
   Call call;
   Sources sources;
-  i32 choices[kNumExperts];  // how often each expert is chosen: by tokens of this rank, then (local experts) by those of each source
-  u32 item[2];               // the item at hand, by turns
+  i32 choices[kNumExperts];  // choices of each expert: by this rank's tokens (send half), then of each local expert by each source (receive
+                             // half)
+  u32 item[2];               // the current item; two words, used in turn
 };
 
 // Dynamic shared memory.
 union Table {
-  short experts[kNumMaxTokens * kNumTopk];         // sending: of all tokens, -1 for none
-  u32 arrival_bitmap[kNumRanks * kLlBitmapWords];  // receiving: which tokens of each source come, a bit for each
+  short experts[kNumMaxTokens * kNumTopk];         // send half: the experts of all tokens, -1 for none
+  u32 arrival_bitmap[kNumRanks * kLlBitmapWords];  // receive half: a bit for each token that a source sends here
 };
 static_assert(sizeof(Table) == kLlTableBytes);
 

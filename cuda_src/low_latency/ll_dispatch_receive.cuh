@@ -1,14 +1,15 @@
-// The receiving half of ll_dispatch, which tells the protocol.
+// The receive half of ll_dispatch. ll_dispatch.cu describes the protocol.
 #pragma once
 #include "low_latency/ll_dispatch.cuh"
 
 constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
-// So many blocks may poll whole headers, which saves them a round trip. Where twice as many do, the stores that are on their way there are
-// held up now and then, by 3 to 4 us; the sooner, the more ranks send some.
+// With at most this many busy blocks, the blocks poll whole headers, which saves a round trip. With twice as many, polling sometimes delays
+// the stores of the headers by 3 to 4 us. More ranks make this more likely.
 constexpr int kMaxEagerBlocks = 64 / kNumRanks;
 
-// How long a source kept this rank waiting, as one who waited for it saw. For what came last so far: the differences add up to the longest
-// wait. `start` is when the wait began, and `came` has been read by the thread that saw it come, when other lanes may still have waited.
+// Adds the time that a source kept this rank waiting, as one waiting thread saw it. Each call adds only the difference to the longest wait
+// so far, so the sum is the longest wait. `start`: when the wait began. `arrival_ns`: read by the thread that saw the data arrive, because
+// other lanes may have waited longer.
 __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 start, u64 arrival_ns) {
   const u64 waited = arrival_ns - start;
   u64* longest = at<u64>(p.state, kLocalWaits) + (epoch % 2) * kNumRanks + source;
@@ -16,7 +17,7 @@ __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 star
   if (before < waited) add_relaxed_gpu(at<u64>(p.wait_stats, 0) + source, waited - before);
 }
 
-// Warp 0 waits for the headers of all sources on behalf of its block. False: the time is up, or a source differs.
+// Warp 0 waits for the headers of all sources, for its block. False: the wait timed out, or a source differs.
 __device__ inline bool read_headers(const Params& p, const Call& call, u64 start, Sources& sources) {
   bool ok = true;
   int most = 0, before = 0;
@@ -41,7 +42,7 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
     if (blockIdx.x == 0) abort_on_difference(p, kPhaseLlCounts, call.received, differs, source, call_signature >> 32);
     const int num_tokens = tokens >> 32, num_rows = rows >> 32;
     __syncwarp();
-    int up_to = num_rows;  // rows of the sources up to this one, of these 32
+    int up_to = num_rows;  // rows of these 32 sources up to this one
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int more = __shfl_up_sync(~0u, up_to, step);
@@ -55,8 +56,8 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
   return __all_sync(~0u, ok);
 }
 
-// Copies the rest of all headers, on behalf of the block; all warps but the first. False: the time is up, or words that are not `awaited`
-// are missing.
+// All warps but the first copy the rest of all headers, for the block. `awaited`: whether to wait for missing words. False: a wait timed
+// out, or words are missing without a wait.
 __device__ inline bool copy_headers(const Params& p, const Call& call, bool awaited, i32* choices, u32* arrival_bitmap) {
   constexpr int kThreads = kLlThreads - 32;
   const int thread = threadIdx.x - 32;
@@ -72,18 +73,19 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
     const int source = i / kNumLocalExperts;
     choices[i] = look(source, header_of(source)->num_choices + i % kNumLocalExperts);
   }
-  for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords; i += kThreads) {  // threads that had less to do
+  for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords;
+       i += kThreads) {  // from the other end, for threads that had less to do
     const int source = i / kLlBitmapWords;
     arrival_bitmap[i] = look(source, header_of(source)->tokens + i % kLlBitmapWords);
   }
   return ok;
 }
 
-// One warp's part of a row on its way from the inbox to its experts, kAtOnce vectors and a scale of each thread at a time. Loads are
-// started before it is known where they go.
+// One warp's part of a row between the inbox and the experts. Each thread loads kAtOnce vectors and a scale at a time. It starts the loads
+// before it knows the destination.
 template <int kVecs, int kAtOnce>
 struct RowPart {
-  static constexpr bool kScales = kVecs == kHidden / 16;  // FP8
+  static constexpr bool kScales = kVecs == kHidden / 16;  // FP8 rows have scales
   static_assert(!kScales || kScalesPerRow * kAtOnce <= kVecs);
   Vec16* row;
   u32* scales;
@@ -100,7 +102,7 @@ struct RowPart {
   __device__ __forceinline__ bool exists(int first, int j) const { return first + j * step < kVecs; }
   __device__ __forceinline__ bool has_scale(int i) const { return kScales && i < kScalesPerRow; }
 
-  // The vectors `first`, `first` + step, ..., and the scale `i`.
+  // Loads the vectors `first`, `first` + step, ..., and the scale `i`.
   __device__ __forceinline__ void load(int first, int i) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
@@ -120,7 +122,7 @@ struct RowPart {
     return arrived;
   }
 
-  // After start. `place`: in lane k, where the row belongs for the token's choice k, or negative. False: the time is up.
+  // Called after start. `to_row`: in lane k, the output row of the token's choice k, or negative. False: the wait timed out.
   __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int to_row) {
     const u32 choices = __ballot_sync(~0u, to_row >= 0);
     bool ok = true;
@@ -128,7 +130,7 @@ struct RowPart {
       if (first != thread) load(first, i);
       ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
         if (all_arrived(first, i)) return true;
-        if (kAtOnce <= 2 || is_written(ld_relaxed_sys(row + first))) load(first, i);  // one piece stands for many: polling is cheap
+        if (kAtOnce <= 2 || is_written(ld_relaxed_sys(row + first))) load(first, i);  // poll one vector instead of all: this is cheap
         return false;
       });
       __syncwarp();
@@ -156,15 +158,15 @@ struct RowPart {
   }
 };
 
-// What a block knows in its receiving half.
+// What a block knows in the receive half.
 struct ReceiveContext {
   const Params& p;
   Shared& shared;
   const u32* arrival_bitmap;
-  u64 start;  // when it began
+  u64 start;  // when the receive half began
 };
 
-// One warp's part of a token. False: the time is up for all ranks.
+// Receives one warp's part of a token. False: the wait timed out for all ranks.
 template <int kVecs, int kAtOnce>
 __device__ inline bool receive_token(const ReceiveContext& r, int source, int token, const WarpGroup& group) {
   const Params& p = r.p;
@@ -175,7 +177,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
   if (!(arrival_bitmap[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
   RowPart<kVecs, kAtOnce> row(message, group);
-  bool ok = true, late = false;  // late: its head was not there when it was looked for
+  bool ok = true, late = false;  // late: the head was missing at the first look
   if (is_scale_out(p, source)) {
     if (p.wait_stats) late = static_cast<u32>(ld_relaxed_sys(at<const u64>(mine, flag_offset(epoch, source, token)))) != epoch;
     if (lane == 0) ok = wait_epoch(p, at<const u64>(mine, flag_offset(epoch, source, token)), epoch, kPhaseLlRows, source);
@@ -197,7 +199,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
   await_word(message->weight, weight);
   ok = __all_sync(~0u, ok);
   int to_row = ok ? kLlElsewhere : kLlUnknown;
-  const u32 chosen = choice >> 32;  // 0: nothing
+  const u32 chosen = choice >> 32;  // 0: no choice
   const int expert = static_cast<int>(chosen >> kExpertSlotBits) - 1 - p.rank * kNumLocalExperts;
   if (ok && chosen && expert >= 0 && expert < kNumLocalExperts) {
     to_row = chosen & ((1u << kExpertSlotBits) - 1);
@@ -205,7 +207,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
     for (int s = 0; s < kNumRanks; ++s) to_row += s < source ? r.shared.choices[s * kNumLocalExperts + expert] : 0;
     to_row = to_row < kCapacity ? expert * kCapacity + to_row : kLlNoRoom;
   }
-  if (row.thread < 32) {  // the group's first warp
+  if (row.thread < 32) {  // the first warp of the group
     if (lane == 0) entry->source = source, entry->token = token;
     if (lane < kNumTopk) entry->row[lane] = to_row, entry->weight[lane] = __uint_as_float(weight >> 32);
   }
@@ -216,7 +218,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
   return true;
 }
 
-// One warp's part of all that came. False: the time is up for all ranks.
+// Receives one warp's part of all tokens. False: the wait timed out for all ranks.
 template <int kVecs, int kAtOnce>
 __device__ inline bool receive_tokens(const ReceiveContext& r, const WarpGroup& group) {
   const Sources& sources = r.shared.sources;
@@ -228,14 +230,14 @@ __device__ inline bool receive_tokens(const ReceiveContext& r, const WarpGroup& 
   return true;
 }
 
-// After a time-out, by some of so many threads.
+// Fills all results with NaN after a time-out; `num_threads` threads share the work.
 __device__ __noinline__ void poison_rows(const Params& p, u64 thread, u64 num_threads) {
   constexpr u64 kRows = static_cast<u64>(kNumLocalExperts) * kCapacity;
   poison(p.recv_x, kRows * kHidden * (p.use_fp8 ? 1 : 2), thread, num_threads);
   if (p.use_fp8) poison(p.recv_scales, kRows * kScalesPerRow * (p.use_ue8m0 ? 1 : 4), thread, num_threads);
 }
 
-// What the host and combine want to know of the whole call.
+// Writes the counts of the whole call for the host and for combine.
 __device__ inline void publish_counts(const ReceiveContext& r) {
   const Params& p = r.p;
   if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = r.shared.sources.rows_before[kNumRanks];
@@ -249,8 +251,9 @@ __device__ inline void publish_counts(const ReceiveContext& r) {
   }
 }
 
-// Where time-outs mask: block 0 waits for whole headers, decides which sources have come, and tells the other blocks (relaxed: the headers'
-// words say themselves that they have come). It counts waits (else read_headers does): threads begin with the first words of all sources.
+// Where time-outs mask, block 0 waits for whole headers, decides which sources are excluded, and tells the other blocks. Relaxed accesses
+// are enough, because the words of a header carry the epoch. It also measures the waits; otherwise read_headers does. Threads start with
+// the first words of all sources.
 __device__ inline void decide_source_status(const Params& p, u64 start, Call& call) {
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
     const int source = i % kNumRanks, w = i / kNumRanks;
@@ -271,14 +274,14 @@ __device__ inline void decide_source_status(const Params& p, u64 start, Call& ca
   }
 }
 
-// Warp 0 of any other block. Whether block 0 knows better than this one did.
+// Called by warp 0 of the other blocks. Returns whether the decision of block 0 differs from what this block assumed.
 __device__ inline bool read_source_status(const Params& p, Call& call) {
   bool changes = false;
   for (int s = lane_idx(); s < kNumRanks; s += 32) {
     const u32 awaited = call.received << 1;
     u32 status;
     for (u32 spins = 1; ((status = ld_relaxed_gpu(at<u32>(p.state, kLocalSourceStatus) + s)) ^ awaited) > 1; ++spins) {
-      if (spins % 64 == 0 && was_aborted(p)) break;  // block 0 may have left before
+      if (spins % 64 == 0 && was_aborted(p)) break;  // block 0 may have ended before
     }
     const bool excluded = status != awaited;
     changes |= excluded != call.excluded[s];
@@ -287,32 +290,32 @@ __device__ inline bool read_source_status(const Params& p, Call& call) {
   return __any_sync(~0u, changes);
 }
 
-// What is done whatever the rows are. `start`: when the block began to receive.
+// The part of the receive half that does not depend on rows. `start`: when the block's receive half began.
 __device__ inline void start_receiving(const Params& p, u64 start, Call& call) {
   if (blockIdx.x != 0) return;
   if constexpr (kMasksOnTimeout) decide_source_status(p, start, call);
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {
     at<u64>(p.state, kLocalWaits)[(call.received + 1) % 2 * kNumRanks + s] = 0;  // for the next call
-    if (call.excluded[s]) at<u32>(p.handle, kLlHandleExcluded)[s] = 1;           // as sending did, or more
+    if (call.excluded[s]) at<u32>(p.handle, kLlHandleExcluded)[s] = 1;           // the send half has excluded the same sources or fewer
   }
 }
 
-// After start_receiving. kVecs: of a row. False: the time is up for all ranks, or a source differs.
+// Called after start_receiving. kVecs: vectors of a row. False: a wait timed out for all ranks, or a source differs.
 template <int kVecs>
 __device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, Shared& shared) {
   const Call& call = shared.call;
   const ReceiveContext r{p, shared, arrival_bitmap, start};
-  // The last block, which has no row where few come, tells the counts.
+  // The last block writes the counts. With few rows it has none to receive.
   const bool publishes_counts = blockIdx.x == gridDim.x - 1;
   auto group_of = [](int num_tokens) { return WarpGroup(log2_warps_per_item(num_tokens * kNumRanks, kMaxLog2WarpsPerItem)); };
   auto num_busy = [&](int num_tokens) { return num_tokens * kNumRanks << group_of(num_tokens).log2_blocks; };
   auto copy = [&](bool awaited) { return copy_headers(p, call, awaited, shared.choices, arrival_bitmap); };
-  // Who will have rows copies the headers as they come, or looks whether they have; first taking it that other ranks have as many tokens
-  // as this one.
+  // A block that will have rows copies the headers: it waits for each word, or takes the words that are there. It first assumes that other
+  // ranks have as many tokens as this one.
   const int expected = num_busy(p.num_tokens);
   bool ok = true, copied = publishes_counts || static_cast<int>(blockIdx.x) < expected;
   if (warp_idx() == 0) {
-    // Other warps copy meanwhile, by what the block knew before: in vain, if that was wrong.
+    // Meanwhile other warps copy by what the block assumed. If that was wrong, they copy again.
     if (kMasksOnTimeout && blockIdx.x != 0) copied &= !read_source_status(p, shared.call);
     ok = read_headers(p, call, start, shared.sources);
   } else if (copied) {
@@ -326,7 +329,7 @@ __device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, 
   }
   if (publishes_counts) publish_counts(r);
   const WarpGroup group = group_of(most);
-  constexpr int kFewVecs = 2;  // where few rows come, code that is not there takes no time; rows of a warp's size need no other
+  constexpr int kFewVecs = 2;  // a short loop is faster with few rows; rows of a warp's size need no other loop
   if (32 * kFewVecs >= kVecs || group.num_threads() * kFewVecs >= kVecs) {
     return receive_tokens<kVecs, kFewVecs>(r, group);
   }

@@ -1,12 +1,12 @@
-// The sending half of ll_dispatch, which tells the protocol.
+// The send half of ll_dispatch. ll_dispatch.cu describes the protocol.
 #pragma once
 #include "low_latency/ll_dispatch.cuh"
 
 constexpr int kChoiceWarp = kLastWarp, kRowThreads = 32 * kChoiceWarp;
 constexpr int kMaxReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;
 
-// The experts of all tokens, -1 for none, and how often each is chosen; block 0 keeps them for combine. All warps but the first, which
-// begins the call meanwhile.
+// Reads the experts of all tokens, -1 for none, and counts the choices of each expert. Block 0 keeps the experts for combine. All warps but
+// the first call this; the first warp acquires credits meanwhile.
 __device__ inline void read_expert_table(const Params& p, short* table, i32* choices) {
   for (int i = threadIdx.x - 32; i < p.num_tokens * kNumTopk; i += kLlThreads - 32) {
     const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
@@ -18,7 +18,7 @@ __device__ inline void read_expert_table(const Params& p, short* table, i32* cho
   }
 }
 
-// One warp: the header for one rank. Over the network its first word is the signal that the others have come.
+// One warp sends the header for one rank. For a scale-out rank, the first word is the signal that the others have arrived.
 __device__ inline void send_header(const Params& p, u32 epoch, int rank, const short* table, const i32* choices) {
   const int lane = lane_idx();
   const bool scale_out = is_scale_out(p, rank);
@@ -50,12 +50,12 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
   put(p, rank, there + sizeof(u64), staged + sizeof(u64), sizeof(LlHeader) - sizeof(u64), there, num_tokens);
 }
 
-// Where a token's message goes: to near ranks, and to where it is put from for far ones.
+// Destinations of a token's message: the inboxes of scale-up ranks, and the staging memory for scale-out ranks.
 struct Receivers {
-  LlMessage* messages[kMaxReceivers];  // in the memory of near ranks, or null
+  LlMessage* messages[kMaxReceivers];  // in the memory of scale-up ranks, or null
   LlMessage* staged;                   // or null
 
-  // `rank`: in some lanes a rank, -1 in the others.
+  // `rank`: a receiving rank in some lanes, -1 in the others.
   __device__ __forceinline__ Receivers(const Params& p, u32 epoch, int token, int rank) {
     const bool scale_out = rank >= 0 && is_scale_out(p, rank), scale_up = rank >= 0 && !scale_out;
     const u64 theirs = scale_up ? p.peers[rank] + message_offset(epoch, p.rank, token) : 0;
@@ -79,12 +79,12 @@ struct Receivers {
   }
 };
 
-// A token's row, two vectors of a thread at a time. The first ones are loaded before it is known where they go.
+// The row of a token. A thread has two vectors at a time. It starts to load the first ones before it knows the receivers.
 struct OutgoingRow {
   const Params& p;
   const bool fp8;
   const Vec16* row;
-  int first = threadIdx.x;  // vector, or pair of vectors that become one
+  int first = threadIdx.x;  // a vector, or a pair of vectors that becomes one FP8 vector
   Vec16 held[2] = {};
 
   __device__ __forceinline__ OutgoingRow(const Params& p, int token)
@@ -106,7 +106,7 @@ struct OutgoingRow {
       const int i = first;
       if (fp8) {
         float scale;
-        const Vec16 bytes = to_fp8<kBfloat16>(held, p.round_scale, scale);  // of all lanes together
+        const Vec16 bytes = to_fp8<kBfloat16>(held, p.round_scale, scale);  // called by all lanes together
         receivers.each([&](LlMessage* message) {
           char* body = body_of(message);
           if (i < count()) st_relaxed_sys(reinterpret_cast<Vec16*>(body) + i, bytes);
@@ -126,7 +126,7 @@ struct OutgoingRow {
   }
 };
 
-// One warp. Places are counted over the table, which all blocks have, so no block needs another's counts.
+// Called by one warp. It counts expert slots over the table, which each block has. No block needs the counts of another one.
 __device__ inline void send_choices(const Params& p, u32 epoch, int token, int expert, const Receivers& receivers, const short* table) {
   constexpr int kAtOnce = kNumTopk < 8 ? kNumTopk : 8;
   const int lane = lane_idx();
@@ -155,7 +155,7 @@ __device__ inline void send_choices(const Params& p, u32 epoch, int token, int e
   });
 }
 
-// All warps, each for some of the far ranks; the message is complete.
+// Called by all warps, each for some of the scale-out ranks, once the message is complete.
 __device__ inline void put_message(const Params& p, u32 epoch, int token, int rank) {
   const u32 num_bytes = kLlHeadBytes + (p.use_fp8 ? kHidden + kScalesPerRow * 4 : kHidden * 2);
   u32 scale_out = __ballot_sync(~0u, rank >= 0 && is_scale_out(p, rank));
@@ -170,7 +170,7 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
   u32* tickets = &progress_of(p)->tickets;
   u32 next = 0;
-  if (threadIdx.x == 0) next = fetch_add_relaxed_gpu(tickets);  // comes while the table is read
+  if (threadIdx.x == 0) next = fetch_add_relaxed_gpu(tickets);  // arrives while the table is read
   if (warp == 0) {
     acquire_credits(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
   } else {
@@ -188,7 +188,7 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
     const int item = shared.item[turn % 2] - shared.call.tickets_before, token = item - 1;
     if (item > p.num_tokens) break;
     if (threadIdx.x == 0) next = fetch_add_relaxed_gpu(tickets);
-    int rank = -1;  // in some lanes, one of the token's ranks
+    int rank = -1;  // in some lanes, one of the token's receiving ranks
     if (item == 0) {
       for (int r = warp; r < kNumRanks; r += kWarps) {
         if (!shared.call.excluded[r]) send_header(p, epoch, r, table, shared.choices);

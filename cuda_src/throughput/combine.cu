@@ -1,38 +1,45 @@
-// combine: sends rows back to the ranks of their tokens, and adds up the rows of each token there while they arrive.
+// combine: sends rows back to the ranks of their tokens, and adds up the rows of each token while they arrive.
 //
-// What dispatch brought from one source is contiguous here, and lands contiguously there, in the order of the source's tokens: a push is a
-// plain copy of chunks. Staging at the source holds one row for each (token, rank) that dispatch sent: those of rank 0 first, then
-// rank 1...
+// Layout: the rows that dispatch received from one source are contiguous here. They become contiguous at the source too, in the order of
+// the source's tokens. A transfer is therefore a plain copy of chunks. Staging at the source has one row for each (token, rank) that
+// dispatch sent: first the rows of rank 0, then those of rank 1, and so on.
 //
-// Roles in each block: kCombineCopyWarps warps push chunks of kChunkRows rows; one warp, the teller, raises a flag for each chunk once it
-// is written; the others take tokens in ascending order, wait for the flags of the chunks that hold a token's rows, and add the rows in
-// float32 and in rank order. A flag needs a fence, and a fence takes as long as many rows: the teller raises whatever flags are due after
-// each, and movers wait for none. Movers never wait for adders, and staging holds everything, so nothing can dead-lock as long as each
-// rank's blocks get to run. (Without TMA a mover's copies are its own stores: it raises its flags itself.)
+// Roles of the warps in each block:
+// - kCombineCopyWarps copy warps push chunks of kChunkRows rows.
+// - One signal warp raises a flag for each chunk that is written. A flag needs a fence, and a fence takes as long as many rows. The signal
+//   warp raises all due flags after each fence, and copy warps wait for no fence. Without TMA, a copy warp writes with its own stores and
+//   raises its own flags.
+// - Reduce warps take tokens in ascending order and wait for the flags of the chunks with a token's rows. They add up the rows in float32
+//   and in rank order.
+// Copy warps never wait for reduce warps, and staging holds all rows. The kernel therefore cannot deadlock while the blocks of each rank
+// get to run.
 //
-// Protocol: (1) landings as in landing.cuh; (2) combine_flags[sender][chunk] = epoch, released after the chunk. Flags need no cleaning: a
-// peer raises epoch k + 1 only after it read this rank's landing k + 1, hence after this rank's kernel k saw all of its flags. Staging may
-// be reused for the same reason. The last block to finish resets State::combine_blocks, combine_items and
-// combine_tokens, and advances State::combine_epoch.
+// Protocol:
+// 1. Each rank publishes its receive window (recv_window.cuh).
+// 2. After a chunk is written, the sender releases combine_flags[sender][chunk] = epoch at the receiver.
+// The last block to finish resets State::combine_blocks, combine_items and combine_tokens, and advances State::combine_epoch.
 //
-// Bytes: each row once over the link; at the source every staged row is read once and every token written once.
+// Reuse of memory: flags need no reset. A peer raises epoch k + 1 only after it has read window k + 1 of this rank. This rank publishes
+// that window after its kernel k has seen all of its flags. For the same reason, call k + 1 may overwrite the staging of call k.
+//
+// Bytes: each row crosses the link once. The source reads each staged row once and writes each token once.
 #include "common/bulk.cuh"
 #include "throughput/recv_window.cuh"
 #include "common/number.cuh"
 #include "common/work.cuh"
 
-constexpr int kSignalWarp = kHasTma ? kCombineCopyWarps : -1;  // its warp
+constexpr int kSignalWarp = kHasTma ? kCombineCopyWarps : -1;  // number of the signal warp in the block
 constexpr int kFirstReduceWarp = kHasTma ? kSignalWarp + 1 : kCombineCopyWarps;
 constexpr int kRowVecs = kRowBytes / 16;
 
 struct Routes {
-  u64 to_x[kNumRanks];  // where this rank's first row for a source goes, and its weights
+  u64 to_x[kNumRanks];  // address of this rank's first row at a source, and of its weights
   u64 to_weights[kNumRanks];
   i64 from_row[kNumRanks];    // the first row of y for a source
   int num_rows[kNumRanks];    // rows of y for a source
-  i64 staged_row[kNumRanks];  // first row of own staging that comes from a rank
+  i64 staged_row[kNumRanks];  // first row of this rank's staging from a rank
   int max_rows;
-  bool idle;  // the time is up, or the ranks differ: nothing is sent or waited for
+  bool idle;  // a wait timed out or the ranks differ: the block sends nothing and waits for nothing
 };
 
 __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
@@ -67,7 +74,7 @@ struct Chunk {
   int rank;
   int idx;
   int num_rows;
-  i64 first;  // row among those for that rank
+  i64 first;  // row among the rows for that rank
 };
 
 __device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j) {
@@ -100,12 +107,12 @@ __device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int 
   return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * kNumRanks, num_workers, kCombineItemsPerTicket);
 }
 
-// What a mover tells the teller: how many of its chunks are written, and which ones.
+// What a copy warp tells the signal warp: the number of its written chunks, and the items.
 struct Progress {
   static constexpr int kRing = 32;
   u32 written;
-  u32 signalled;  // the teller's answer: so many places of the ring are free again
-  u32 done;       // no more will come
+  u32 signalled;  // the signal warp's answer: entries of the ring that are free again
+  u32 done;       // 1: no more items follow
   i32 items[kRing];
 };
 
@@ -117,7 +124,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) return false;
     copy_weights(p, routes, c);
-    __syncwarp();  // lane 0 tells of what all lanes wrote
+    __syncwarp();  // lane 0 signals what all lanes wrote
     if (lane_idx() == 0) {
       barrier_expect(barrier, c.num_rows * kRowBytes);
       bulk_load(stage, source_of(p, routes, c), c.num_rows * kRowBytes, barrier);
@@ -127,7 +134,8 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
   auto store = [&](int turn, int item, char* stage) {
     const Chunk c = chunk_at(p, routes, item);
     bulk_store(target_of(routes, c), stage, c.num_rows * kRowBytes);
-    while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= Progress::kRing) continue;  // the teller waits for nothing
+    while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= Progress::kRing)
+      continue;  // the signal warp waits for nothing, so this ends
     progress.items[turn % Progress::kRing] = item;
   };
   auto written = [&](int count, bool all) {
@@ -137,13 +145,13 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
   bulk_pipeline<kCombineStages>(stages, barriers, [&] { return work.next(); }, target, load, store, written);
 }
 
-// Lane m follows mover m. No limit here: movers wait for nothing but their SM's copy engine.
+// Lane m follows copy warp m. This loop has no time limit, because copy warps wait only for the copy engine of their SM.
 __device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 epoch, Progress* progress) {
   const bool follows = lane_idx() < kCombineCopyWarps;
   Progress& mine = progress[follows ? lane_idx() : 0];
   u32 signalled = 0;
   for (bool done = false; !done;) {
-    done = __all_sync(~0u, !follows || ld_acquire_block(&mine.done));  // asked first: then `written` is final
+    done = __all_sync(~0u, !follows || ld_acquire_block(&mine.done));  // read before `written`, which is final then
     const u32 now = follows ? ld_acquire_block(&mine.written) : 0;
     if (!__any_sync(~0u, now > signalled)) continue;
     fence_release_sys();
@@ -168,7 +176,7 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   }
 }
 
-// Adding waits for memory: each lane has about 16 vectors on their way.
+// This loop waits for memory, so each lane has about 16 vectors in flight.
 __device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
   constexpr int kAtOnce = 16 / kNumRanks < 4 ? 16 / kNumRanks : 4;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
@@ -201,7 +209,7 @@ __device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 
   const int lane = lane_idx();
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
-  int position = -1, next_position = -1;  // of the row from rank `lane`; -1: it sends none
+  int position = -1, next_position = -1;  // of the row from rank `lane`; -1: that rank sends none
   auto prefetch = [&](int token) {
     position = next_position;
     const bool exists = lane < kNumRanks && token < p.num_tokens;
@@ -222,8 +230,7 @@ __device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 
       const i64 row = __shfl_sync(~0u, staged, r);
       rows[r] = row >= 0 ? base + p.recv_x_offset + row * kRowBytes : 0;
       if (p.topk_weights && row >= 0 && lane < kNumTopk) {
-        weight +=
-            ld_relaxed_sys(at<const float>(base, p.recv_topk_weights_offset) + row * kNumTopk + lane);  // L1 may hold a line from before
+        weight += ld_relaxed_sys(at<const float>(base, p.recv_topk_weights_offset) + row * kNumTopk + lane);  // L1 may hold an old line
       }
     }
     if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;

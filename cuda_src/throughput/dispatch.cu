@@ -1,17 +1,23 @@
-// dispatch: sends the rows of a known routing straight to their final places at the receivers.
+// dispatch: sends the rows of a known routing to their final positions at the receivers.
 //
-// Roles in each block: kDispatchCopyWarps warps move rows (one thread of each issues bulk copies; without TMA the whole warp copies), the
-// others carry the small arrays: where a row comes from, expert numbers and weights as the receiver sees them, scales, this rank's counts.
-// Rows for a rank go in the order of send_list, so a chunk of them is contiguous at the receiver and leaves as one copy.
+// Roles of the warps in each block:
+// - kDispatchCopyWarps copy warps copy rows. With TMA, one thread of each copy warp issues bulk copies. Without TMA, the whole warp copies.
+// - Metadata warps copy the small arrays: the source of each row, the expert numbers and weights as the receiver sees them, scales, and
+//   this rank's counts.
+// Rows for a rank follow the order of send_list. A chunk of them is therefore contiguous at the receiver and leaves as one copy.
 //
-// Protocol: (1) everybody publishes where its rows shall land, and waits for all peers' landings (landing.cuh says why the memory may be
-// reused); (2) rows are pushed; (3) the last block of a rank to finish raises one flag at each peer, which releases the writes of all
-// blocks, and waits for the flags of all peers. A flag of epoch k + 1 comes after the peer read this rank's landing k + 1, hence after this
-// rank's kernel k has seen flag k: one flag for each source is enough.
+// Protocol:
+// 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh).
+// 2. The copy warps push rows.
+// 3. The last block of a rank to finish raises one flag at each peer, and waits for the flags of all peers. Its flag releases the writes of
+//    all blocks.
 // The last block also resets State::dispatch_blocks and State::dispatch_items, and advances State::dispatch_epoch.
 //
-// Bytes: each row once from local memory for each rank it goes to (later reads hit L2), once over the link. Floor: the sum of the remote
-// rows over the copy ceiling.
+// Reuse of memory: recv_window.cuh says why rows may overwrite older ones. One flag for each source is enough. A peer raises the flag of
+// epoch k + 1 after it has read window k + 1 of this rank. This rank publishes that window after its kernel k has seen flag k.
+//
+// Bytes: each row is read once from local memory for each destination rank; later reads hit L2. It crosses the link once for each of these
+// ranks. Least time: the bytes of all remote rows divided by the copy bandwidth.
 #include "common/bulk.cuh"
 #include "throughput/recv_window.cuh"
 #include "common/work.cuh"
@@ -20,14 +26,14 @@ constexpr int kMetadataWarps = kDispatchThreads / 32 - kDispatchCopyWarps;
 constexpr int kMetadataRows = 32;
 
 struct Routes {
-  RecvWindow windows[kNumRanks];  // addresses at each rank
-  i64 first[kNumRanks];           // row there where this rank's rows begin
-  int num_rows[kNumRanks];        // rows to send there, as far as they fit
-  int num_listed[kNumRanks];      // rows of send_list, those that do not fit included
+  RecvWindow windows[kNumRanks];  // with addresses instead of offsets
+  i64 first[kNumRanks];           // the first row of this rank at the receiver
+  int num_rows[kNumRanks];        // rows to send that fit there
+  int num_listed[kNumRanks];      // rows of send_list, with those that do not fit
   int max_rows;                   // the largest of num_rows
   int max_listed;
   i64 num_recv;  // rows that arrive here
-  bool differs;  // what the ranks gave: nothing is sent
+  bool differs;  // the ranks differ: nothing is sent
   bool failed;
 };
 
@@ -63,21 +69,21 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   }
 }
 
-// Rows in the order of send_list, by takes of a few copies of rows_per_copy rows.
+// Rows follow the order of send_list. A ticket stands for a few copies of rows_per_copy rows.
 __device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
   const int max_chunks = (routes.max_rows + p.rows_per_copy - 1) / p.rows_per_copy;
   return make_work_queue(&at<State>(p.state, 0)->dispatch_items, max_chunks * kNumRanks, num_workers,
                          min(kDispatchItemsPerTicket, 32 / p.rows_per_copy));
 }
 
-// sm_90. Lanes look tokens up a take ahead, so that no list read stands in the way of a copy.
+// For sm_90. Lanes read the tokens of a ticket one ticket early, so that no copy waits for the list.
 __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers) {
   const int lane = lane_idx(), rows_per_copy = p.rows_per_copy;
   const int num_workers = gridDim.x * kDispatchCopyWarps;
   const WorkQueue queue = queue_of(p, routes, num_workers);
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
 
-  // Lane l holds row l % rows_per_copy of copy l / rows_per_copy of a take; -1: there is no such row.
+  // Lane l holds the token of row l % rows_per_copy of copy l / rows_per_copy of a ticket; -1: that row does not exist.
   const int my_copy = lane / rows_per_copy, my_row = lane % rows_per_copy;
   int token = -1, next_token = -1;
   auto prefetch = [&](int first) {
@@ -112,7 +118,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
   bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return work.next(); }, target, load, store, [](int, bool) {});
 }
 
-// Without TMA a copy is one row.
+// Without TMA, a copy is one row.
 __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes) {
   const int num_workers = gridDim.x * kDispatchCopyWarps;
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
@@ -128,7 +134,7 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes) 
   }
 }
 
-// Pieces of T of the scales of `num_rows` rows, contiguous at the receiver.
+// Copies the scales of `num_rows` rows in units of T. They are contiguous at the receiver.
 template <class T>
 __device__ inline void copy_scales(const Params& p, u64 to, int my_token, int num_rows) {
   const int pieces = p.scale_bytes / sizeof(T), total = num_rows * pieces;
@@ -139,7 +145,7 @@ __device__ inline void copy_scales(const Params& p, u64 to, int my_token, int nu
   }
 }
 
-// Expert numbers and weights of `num_rows` rows, as rank `to_rank` sees them; rows beyond those that exist here are not written.
+// Copies the expert numbers and weights of `num_rows` rows, as rank `to_rank` sees them. Lanes without a row write nothing.
 template <class Index>
 __device__ inline void copy_topk(const Params& p, const RecvWindow& window, int to_rank, i64 first_row, int my_token, int num_rows) {
   const int first_expert = to_rank * kNumLocalExperts, total = num_rows * kNumTopk;
@@ -170,7 +176,7 @@ __device__ inline void copy_metadata(const Params& p, const Routes& routes) {
     const i64 first_row = routes.first[it.rank] + it.chunk * kMetadataRows;
     if (lane_idx() < num_rows) at<int2>(window.src_idx, 0)[first_row + lane_idx()] = make_int2(p.rank, token);
     if (token >= 0 && lane_idx() >= num_rows)
-      at<i32>(p.handle, kHandleSendPos)[token * kNumRanks + it.rank] = -1;  // no room: combine skips it
+      at<i32>(p.handle, kHandleSendPos)[token * kNumRanks + it.rank] = -1;  // the receiver has no room; combine skips this row
     if (p.topk_idx) {
       if (p.idx_bytes == 8) {
         copy_topk<i64>(p, window, it.rank, first_row, token, num_rows);
@@ -189,7 +195,7 @@ __device__ inline void copy_metadata(const Params& p, const Routes& routes) {
   }
 }
 
-// Rows past those that arrive belong to no token.
+// Rows past the received ones belong to no token.
 __device__ inline void write_padding(const Params& p, const Routes& routes) {
   const i64 worker = (blockIdx.x * kMetadataWarps + warp_idx() - kDispatchCopyWarps) * 32 + lane_idx(),
             num_workers = gridDim.x * kMetadataWarps * 32;
@@ -206,7 +212,7 @@ __device__ inline void write_padding(const Params& p, const Routes& routes) {
   }
 }
 
-// One warp.
+// Called by one warp.
 __device__ inline void poison_results(const Params& p) {
   const u64 base = p.peers[p.rank];
   poison(base + p.recv_x_offset, p.capacity * p.row_bytes, lane_idx(), 32);
@@ -214,7 +220,7 @@ __device__ inline void poison_results(const Params& p) {
   if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
 }
 
-// The caller may write to its counts; the handle, which may be used again, keeps its own.
+// The caller may write to its counts, and later calls may use the handle again. The handle therefore keeps its own counts.
 __device__ inline void copy_counts(const Params& p) {
   if (blockIdx.x > 0 || warp_idx() != kDispatchCopyWarps) return;
   if (lane_idx() == 0) *at<i32>(p.num_recv, 0) = *at<const i32>(p.handle, kHandleNumRecv);
@@ -266,8 +272,8 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   bool last = lane == 0 && is_last_block(&state->dispatch_blocks);
   last = __shfl_sync(~0u, last, 0);
   if (!last) return;
-  __syncwarp();  // all lanes send what lane 0 acquired
-  // A block that gave up has left out its share, whatever this one thinks: it saw `abort` before it counted itself as done.
+  __syncwarp();  // all lanes send after what lane 0 acquired
+  // A block that saw `abort` has not sent its part. It saw `abort` before it counted itself as finished, so this block sees it too.
   if (!routes.failed && !was_aborted(p) && lane < kNumRanks) {
     st_release_sys(at<u32>(p.peers[lane], kControlDispatchFlags) + p.rank, epoch);
     wait_epoch(p, at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);

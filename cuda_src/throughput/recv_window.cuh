@@ -1,20 +1,22 @@
-// Receiver-addressed writing: at the start of a call every rank tells every peer where its rows shall land (offsets in its own symmetric
-// memory), and learns the same from every peer.
+// Receive windows: the receiver chooses the addresses. At the start of a call each rank publishes to each peer where it receives rows, as
+// offsets in its symmetric memory. It reads the windows of all peers.
 //
-// Why the two sides of the inbox, by parity of the epoch, suffice: a peer publishes epoch k + 2 only after its call k + 1 has ended, and
-// that call began by waiting for this rank's publication of k + 1, which came after this rank's call k. So nobody still reads side k.
-// Why a landing place may be reused without a barrier: it is published from the stream of the call, hence after every earlier kernel of
-// that stream that reads the memory; and peers write only after they have read the publication.
+// Reuse of the inbox: two ring slots, selected by the parity of the epoch, are enough. A peer publishes epoch k + 2 after its call k + 1
+// has ended. That call began with a wait for this rank's window k + 1. This rank published window k + 1 after its own call k. No thread
+// reads slot k at that time.
+//
+// Reuse of the window's memory: it needs no barrier. The stream of the call publishes the window, after all earlier kernels of that stream
+// that read the memory. Peers write only after they have read the window.
 #pragma once
 #include "common/wait.cuh"
 
-static_assert(kNumRanks <= 32);  // a lane stands for a rank
+static_assert(kNumRanks <= 32);  // one lane for each rank
 
 __device__ __forceinline__ RecvWindow* window_at(u64 base, u64 inbox, u32 epoch, int source) {
   return at<RecvWindow>(base, inbox) + (epoch % 2) * kNumRanks + source;
 }
 
-// One lane writes one peer's inbox.
+// One lane writes the inbox of one peer.
 __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, int peer, const RecvWindow& mine) {
   RecvWindow* theirs = window_at(p.peers[peer], inbox, epoch, p.rank);
   st_relaxed_sys(&theirs->x, mine.x);
@@ -28,7 +30,7 @@ __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, i
   st_release_sys(&theirs->flag, epoch);
 }
 
-// Waits for a peer's publication; its offsets come back as addresses in the peer's memory.
+// Waits for the window of a peer, and turns its offsets into addresses in the peer's memory.
 __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, RecvWindow& window) {
   const RecvWindow* mine = window_at(p.peers[p.rank], inbox, epoch, peer);
   if (!wait_epoch(p, &mine->flag, epoch, phase, peer)) return false;
@@ -42,8 +44,9 @@ __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epo
   return true;
 }
 
-// Lane r of warp 0 holds the landing of rank r. Whether a rank gave something else than this one. Then some other rank differs from each:
-// all come to the same verdict, and none sends a row. Everything else goes on as usual, so that the Buffer stays usable.
+// Lane r of warp 0 holds the window of rank r. Returns whether the call signature or routing of a rank differs from this rank's. If two
+// ranks differ, each rank differs from at least one of them. All ranks therefore agree that they differ, and no rank sends rows. The rest
+// of the call proceeds, so that the Buffer stays usable.
 __device__ inline bool ranks_differ(const Params& p, const RecvWindow& window, u32 serial) {
   const int lane = lane_idx();
   const bool differs = lane < kNumRanks && (window.call_signature != p.call_signature || window.serial != serial);

@@ -1,19 +1,23 @@
-// route: works out a new routing and tells everybody. Block b takes the b-th run of tokens; the last block speaks for all.
+// route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, and the last block sends the counts of the
+// rank.
 //
-//   1. every block counts, in its run, the rows for each rank (a token goes to a rank at most once) and the choices of each expert, and
-//      leaves the counts in local memory;
-//   2. it waits for the counts of the blocks before it, and so knows where its rows begin (blocks start in order: one that waits, waits for
-//      blocks that run);
-//   3. the last block, which now knows all counts, sends one message to each rank: the row counts of this rank, and how often each
-//      expert of the receiver was chosen;
-//   4. every block writes its part of the handle: each token's position among the rows for a rank (send_pos), and the tokens in that order
-//      (send_list);
-//   5. the last block waits for the messages of the peers, and completes the handle with the matrix of row counts, and, if asked, the host.
+// 1. Each block counts the rows for each rank and the choices of each expert in its run of tokens. A token sends at most one row to a rank.
+//    The block writes its counts to local memory.
+// 2. Each block waits for the counts of the blocks before it, and so knows the position of its first row. Blocks start in order, so a block
+//    waits only for running blocks.
+// 3. The last block now knows all counts. It sends one message to each rank: the row counts of this rank, and the choices of each expert of
+//    the receiver.
+// 4. Each block writes its part of the handle. send_pos has the position of each token among the rows for a rank. send_list has the tokens
+//    in that order.
+// 5. The last block waits for the messages of the peers and adds the matrix of row counts to the handle. If asked, it writes the counts for
+//    the host too.
 //
-// Bytes: topk_idx once, 8 * kNumRanks a token of handle. Reuse of the inbox, two sides by parity of the epoch: a peer sends message k + 2
-// after its call k + 1, which waited for this rank's message k + 1, which came after this rank's call k. RouteBlock::flag holds the epoch
-// of the counts beside it; kernels of one rank follow each other. State::route_epoch counts finished calls; the last block advances it,
-// after all others have read it.
+// Reuse of memory: the inbox has two ring slots, selected by the parity of the epoch. A peer sends message k + 2 after its call k + 1. That
+// call waited for this rank's message k + 1, which this rank sent after its call k. RouteBlock::flag holds the epoch of the block's counts;
+// kernels of one rank run one after another. State::route_epoch counts finished calls. The last block advances it after all other blocks
+// have read it.
+//
+// Bytes: topk_idx once, and 8 * kNumRanks bytes of the handle for each token.
 #include "common/wait.cuh"
 
 constexpr int kWarps = kRouteThreads / 32;
@@ -22,14 +26,14 @@ static_assert(kRouteBlocks <= 32, "one lane for each block");
 
 struct Shared {
   i32 choices[kNumExperts];
-  i32 rows_before[kNumRanks][kWarps];  // rows of each warp for each rank, then of the warps before it
+  i32 rows_before[kNumRanks][kWarps];  // rows of each warp for each rank; later, rows of the warps before it
   i32 num_rows[kNumRanks];             // of this block
   i32 first_row[kNumRanks];            // rows of the blocks before it
-  bool failed;                         // counts of other blocks did not come,
-  bool is_incomplete;                  // or messages of other ranks: a word of its own, since warps may still read the first one
+  bool failed;                         // the counts of another block did not arrive
+  bool is_incomplete;                  // a message of a peer did not arrive; its own word, because warps may still read `failed`
 };
 
-// A token's experts; -2 for a number that is no expert and not -1. All loads are on their way before the first one is used.
+// The experts of a token; -2 for a number that is neither -1 nor an expert. All loads are in flight before the first use.
 template <class Index>
 __device__ inline void read_experts(const Params& p, int token, i32 (&experts)[kNumTopk]) {
   const Index* from = at<const Index>(p.topk_idx, 0) + static_cast<i64>(token) * kNumTopk;
@@ -40,7 +44,7 @@ __device__ inline void read_experts(const Params& p, int token, i32 (&experts)[k
   }
 }
 
-// The ranks that a token goes to, as a bit mask; its choices are counted.
+// Returns the ranks that receive the token as a bit mask, and counts its choices.
 __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   i32 experts[kNumTopk];
   if (p.idx_bytes == 8) {
@@ -62,7 +66,7 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   return ranks;
 }
 
-// Each warp's run of tokens, in steps of 32.
+// The tokens of a warp, in steps of 32.
 struct Run {
   int begin, end;
 };
@@ -73,7 +77,7 @@ __device__ __forceinline__ Run run_of(const Params& p) {
   return {begin, min(begin + steps * 32, p.num_tokens)};
 }
 
-// Step 1. The mask of each token's ranks is left in send_pos, where the same lane finds it in step 4.
+// Step 1. It leaves the mask of each token's ranks in send_pos. The same lane reads the mask in step 4.
 __device__ inline void count(const Params& p, Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
   const int warp = warp_idx(), lane = lane_idx();
@@ -155,7 +159,8 @@ __device__ inline void write_positions(const Params& p, const Shared& shared) {
   i32* send_list = at<i32>(p.handle, kHandleSendList);
   const int lane = lane_idx();
   const Run run = run_of(p);
-  int next = lane < kNumRanks ? shared.first_row[lane] + shared.rows_before[lane][warp_idx()] : 0;  // lane r: of the next row for rank r
+  int next =
+      lane < kNumRanks ? shared.first_row[lane] + shared.rows_before[lane][warp_idx()] : 0;  // lane r: position of the next row for rank r
   for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
     const u32 ranks = token < run.end ? send_pos[token * kNumRanks] : 0;
@@ -201,7 +206,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   __syncthreads();
   if (threadIdx.x == 0) {
     at<State>(p.state, 0)->route_epoch = epoch;
-    if (p.to_host) st_release_sys(&mailbox->flag, 1);  // the host cleared it before the launch
+    if (p.to_host) st_release_sys(&mailbox->flag, 1);  // the host has cleared it before the launch
   }
 }
 
