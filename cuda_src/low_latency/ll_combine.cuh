@@ -37,8 +37,8 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
   const u32 ticket = claims ? fetch_add_relaxed_gpu(&progress_of(p)->tickets, senders.per_block) : 0;
   Choice choice(p, receivers.first());
   const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
-  const u32 dispatch_epoch =
-      warp_idx() == kLastWarp ? *at<const u32>(p.handle, kLlHandleEpoch) : 0;  // this warp sends and compares headers
+  // The last warp sends and compares headers.
+  const u32 dispatch_epoch = warp_idx() == kLastWarp ? *at<const u32>(p.handle, kLlHandleEpoch) : 0;
   if (warp_idx() == 0)
     acquire_credits(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleExcluded), call);
   if (claims) first_item = ticket;
@@ -52,8 +52,8 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
   if (p.phases & kLlSend) {
     if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
     send(call, static_cast<int>(first_item - call.tickets_before) + senders.idx, num_items, num_entries);
-    if (blockIdx.x == 0 && warp_idx() == kLastWarp)
-      send_headers(p, call, dispatch_epoch);  // after the rows, because other ranks wait for those
+    // The rows leave first, because other ranks wait for those.
+    if (blockIdx.x == 0 && warp_idx() == kLastWarp) send_headers(p, call, dispatch_epoch);
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;

@@ -3,8 +3,8 @@
 #include "low_latency/low_latency.cuh"
 
 constexpr int kRowVecs = kHidden / 8;
-constexpr int kTileVecs = kLlTileBytes / sizeof(Vec16),
-              kMaxVecsPerThread = kTileVecs / 32;  // 16-byte vectors that a thread loads at once
+constexpr int kTileVecs = kLlTileBytes / sizeof(Vec16);
+constexpr int kMaxVecsPerThread = kTileVecs / 32;  // that a thread loads at once
 constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;
 
 __device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlCombine); }

@@ -73,8 +73,8 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
     const int source = i / kNumLocalExperts;
     choices[i] = look(source, header_of(source)->num_choices + i % kNumLocalExperts);
   }
-  for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords;
-       i += kThreads) {  // from the other end, for threads that had less to do
+  // From the other end, for threads that had less to do.
+  for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords; i += kThreads) {
     const int source = i / kLlBitmapWords;
     arrival_bitmap[i] = look(source, header_of(source)->tokens + i % kLlBitmapWords);
   }

@@ -87,7 +87,8 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {  // acknowledges to all ranks before it waits for any of them
+  for (int i = 0; i < kPerLane; ++i) {
+    // This rank has acknowledged to all ranks before it waits for any of them.
     const int r = 32 * i + lane_idx();
     if (r >= kNumRanks) continue;
     bool excluded = (masked[i] | excluded_too[i]) != 0;

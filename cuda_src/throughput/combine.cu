@@ -24,9 +24,9 @@
 //
 // Bytes: each row crosses the link once. The source reads each staged row once and writes each token once.
 #include "common/bulk.cuh"
-#include "throughput/recv_window.cuh"
 #include "common/number.cuh"
 #include "common/work.cuh"
+#include "throughput/recv_window.cuh"
 
 constexpr int kSignalWarp = kHasTma ? kCombineCopyWarps : -1;  // number of the signal warp in the block
 constexpr int kFirstReduceWarp = kHasTma ? kSignalWarp + 1 : kCombineCopyWarps;

@@ -19,8 +19,8 @@
 // Bytes: each row is read once from local memory for each destination rank; later reads hit L2. It crosses the link once for each of these
 // ranks. Least time: the bytes of all remote rows divided by the copy bandwidth.
 #include "common/bulk.cuh"
-#include "throughput/recv_window.cuh"
 #include "common/work.cuh"
+#include "throughput/recv_window.cuh"
 
 constexpr int kMetadataWarps = kDispatchThreads / 32 - kDispatchCopyWarps;
 constexpr int kMetadataRows = 32;
