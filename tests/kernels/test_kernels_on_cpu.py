@@ -274,7 +274,11 @@ BROKEN = [
         id="no-wait-for-acknowledgements",
     ),
     pytest.param(
-        low_latency_rounds, "low_latency/ll_combine_receive.cuh", r"st_vec\(from\[j\], empty_vec\(\)\);", "", id="rows-are-not-reset"
+        low_latency_rounds,
+        "low_latency/ll_combine_receive.cuh",
+        r"st_vec\(from\[j\], empty_vec\(\)\);",
+        "",
+        id="rows-are-not-reset",
     ),
     pytest.param(
         low_latency_rounds,
