@@ -48,9 +48,7 @@ class Throughput:
             headers = self.agreement.new_headers("combine", x, inputs, routing.serial)
             headers.report_size(routing.num_received, x.row_bytes)
             sizes = [len(tokens) for tokens in routing.sent_tokens]
-            send_mask, recv_mask = self.agreement.exchange_row_counts(
-                headers, "kPhaseCombineWindow", routing.num_received, sizes
-            )
+            send_mask, recv_mask = self.agreement.exchange_row_counts(headers, "kPhaseCombineWindow", routing.num_received, sizes)
             routing = routing.restricted(recv_mask, send_mask)  # combine goes the way of the dispatch back
             parts, lost = self._exchange_sums(inputs, routing)
             return self._add_up(inputs, routing, parts, lost, excluded)
