@@ -142,7 +142,7 @@ class Buffer(SharedByCopies):
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
     ) -> None:
-        from .backends.agreement import refuse  # agreement and factory load communicators, which import mpi4py
+        from .backends.agreement import report_config_error  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
         from .comm.communicator import communicator_of
 
@@ -169,7 +169,7 @@ class Buffer(SharedByCopies):
                 **{name: value for name, value in optional.items() if value is not None},
             )
         except EPConfigError as error:
-            refuse(ranks, error, timeout_s)
+            report_config_error(ranks, error, timeout_s)
             raise
         self._rank = ranks.Get_rank()
         self._backend: Backend | None = None

@@ -1,4 +1,4 @@
-"""Host memory of the host backend: results, Views as rows of bytes, and element types to float32 and back."""
+"""Host memory of the host backend: results, Views as rows of bytes, and conversions of element types."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import numpy as np
 from .dtypes import DTYPES
 from .view import HOST, Framework, View, host_bytes
 
-_ALIGNMENT = 64  # JAX adopts host memory only when it is aligned like this
+_ALIGNMENT = 64  # JAX adopts host memory only with this alignment
 
 
 class Result:
-    """Aligned memory for a result: rows of bytes, and a View of them."""
+    """Aligned memory of a result, as rows of bytes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, fill: int | None = None) -> None:
         self.shape, self.dtype = shape, dtype
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * DTYPES[dtype].itemsize
         num_bytes = shape[0] * row_bytes
-        make = np.zeros if fill == 0 else np.empty  # zeros that nobody looks at take no memory
-        memory = make((-(-num_bytes // _ALIGNMENT) + 2) * _ALIGNMENT, np.uint8)
+        allocate = np.zeros if fill == 0 else np.empty  # pages of zeros take no memory until they are used
+        memory = allocate((-(-num_bytes // _ALIGNMENT) + 2) * _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         self.ptr = memory.ctypes.data + start
         self.rows = memory[start : start + num_bytes].reshape(shape[0], row_bytes)
@@ -32,10 +32,10 @@ class Result:
 
     @staticmethod
     def of(values: np.ndarray) -> Result:
-        """A copy of whole numbers as int32."""
-        made = Result(values.shape, "int32")
-        made.rows.view(np.int32).reshape(values.shape)[...] = values
-        return made
+        """Copy whole numbers to int32."""
+        result = Result(values.shape, "int32")
+        result.rows.view(np.int32).reshape(values.shape)[...] = values
+        return result
 
     def view(self, framework: Framework) -> View:
         return View(self.ptr, tuple(self.shape), self.dtype, HOST, self.rows, framework)
@@ -52,17 +52,19 @@ def values_of(view: View) -> np.ndarray:
 
 
 def to_float32(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Rows of bytes as numbers."""
+    """Convert rows of bytes to numbers."""
     if dtype == "bfloat16":  # NumPy does not know it: a bfloat16 is the upper half of a float32
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return rows.view(dtype).astype(np.float32, copy=False)
 
 
 def from_float32(values: np.ndarray, dtype: str, rows: np.ndarray) -> None:
-    """Round to nearest, ties to even, into `rows`."""
+    """Round numbers to the nearest of the type, ties to even, and write them to `rows`."""
     if dtype != "bfloat16":
         rows.view(dtype)[...] = values
         return
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    rows.view(np.uint16)[...] = np.where(np.isnan(values), 0x7FFF, rounded)  # the one NaN that a GPU's conversion gives
+    rows.view(np.uint16)[...] = np.where(
+        np.isnan(values), 0x7FFF, rounded
+    )  # 0x7FFF is the only NaN that a GPU's conversion gives

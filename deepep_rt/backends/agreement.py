@@ -1,9 +1,10 @@
-"""Agreement between ranks on the settings and the backend of a Buffer."""
+"""Let the ranks of a new Buffer agree on its settings and its backend."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -17,9 +18,10 @@ from ..network import NetworkOptions
 
 _log = logging.getLogger("deepep_rt")
 
-_MAKING = "the making of a Buffer", "all ranks of its communicator to make it at the same time"
-_MAKING_S = 300.0
-_PATIENCE_S = 30.0  # of a rank whose own time limit is what is wrong
+_CREATION = "the making of a Buffer", "all ranks of its communicator to make it at the same time"
+_CREATION_TIMEOUT_S = 300.0
+_REPORT_TIMEOUT_S = 30.0  # of a rank whose own timeout_s is wrong
+_DRIVER_FAILS = "the CUDA driver fails:"  # begins the reason if a GPU is there and does not work
 
 
 def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
@@ -29,68 +31,88 @@ def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, n
         "cuda" or "host".
 
     Raises:
-        EPConfigError: on every rank, if a setting differs, or is wrong on some; names it, and who has which value.
-        EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU, or a CUDA driver does not start.
-        EPTimeoutError: if a rank does not come at all.
+        EPConfigError: on every rank, if a setting differs between ranks, or is wrong on one. It names the setting, ranks and values.
+        EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU, or if a CUDA driver does not start.
+        EPTimeoutError: if a rank does not make the Buffer.
     """
-    mine = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
-    mine |= (network or NetworkOptions()).common()
-    missing = None if backend == "host" else why_no_gpu()
-    said = _exchanged(comm, config.timeout_s, (mine, missing))
-    for rank, wrong in enumerate(said):
-        if isinstance(wrong, str):
-            raise EPConfigError(f"rank {rank} asks for a Buffer that there cannot be: {wrong}")
-    settings, reasons = zip(*said, strict=True)
-    different = [name for name in mine if any(theirs[name] != settings[0][name] for theirs in settings)]
+    settings = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
+    settings |= (network or NetworkOptions()).common()
+    reason = None if backend == "host" else why_no_gpu()
+    gathered = _gather(comm, config.timeout_s, (settings, reason))
+    for rank, error in enumerate(gathered):
+        if isinstance(error, str):
+            raise EPConfigError(f"rank {rank} cannot make this Buffer: {error}")
+    all_settings, reasons = zip(*gathered, strict=True)
+    _check_same(all_settings)
+    return _choose_backend(backend, {rank: reason for rank, reason in enumerate(reasons) if reason}, len(reasons))
+
+
+def _check_same(settings: Sequence[dict[str, Any]]) -> None:
+    """Raise EPConfigError if a setting differs between ranks."""
+    different = [name for name in settings[0] if any(theirs[name] != settings[0][name] for theirs in settings)]
     if different:
         rows = "; ".join(f"{name}: " + ", ".join(f"rank {r} {s[name]!r}" for r, s in enumerate(settings)) for name in different)
-        raise EPConfigError(f"the ranks disagree on the configuration of a Buffer; give all of them the same. {rows}")
-    without = {rank: reason for rank, reason in enumerate(reasons) if reason}
-    if backend == "cuda" and without:
-        rank, reason = next(iter(without.items()))
+        raise EPConfigError(
+            f"the ranks disagree on the settings of a Buffer: {rows}; expected the same on all ranks. Pass the same settings on each rank"
+        )
+
+
+def _choose_backend(backend: str, reasons: dict[int, str], num_ranks: int) -> str:
+    """Choose "cuda" or "host".
+
+    Args:
+        backend: The backend that all ranks asked for.
+        reasons: Why ranks cannot use a GPU, by rank.
+        num_ranks: Ranks of the Buffer.
+
+    Raises:
+        EPUnavailableError: if a GPU is missing or does not work.
+    """
+    if backend == "cuda" and reasons:
+        rank, reason = next(iter(reasons.items()))
         raise EPUnavailableError(f"backend='cuda', but rank {rank} cannot use a GPU: {reason}")
     if backend == "auto":
-        broken = [rank for rank, reason in without.items() if reason.startswith(_BROKEN)]
+        broken = [rank for rank, reason in reasons.items() if reason.startswith(_DRIVER_FAILS)]
         if broken:
             raise EPUnavailableError(
-                f"backend='auto', but on rank {broken[0]} {without[broken[0]]}; python -m deepep_rt doctor says more. To do without GPUs, "
-                f"choose backend='host'"
+                f"backend='auto', but on rank {broken[0]} {reasons[broken[0]]}; expected a driver that starts. Run python -m deepep_rt "
+                f"doctor to find the cause, or pass backend='host' to use no GPU"
             )
-        if without and len(without) < len(reasons):
+        if reasons and len(reasons) < num_ranks:
             raise EPUnavailableError(
-                f"some ranks have a GPU and some have none (without: {sorted(without)}, {next(iter(without.values()))}); "
-                f"give every rank a GPU, or choose backend='host'"
+                f"some ranks have a GPU and some have none (without: {sorted(reasons)}, {next(iter(reasons.values()))}); expected a GPU on "
+                f"every rank or on none. Give every rank a GPU, or pass backend='host'"
             )
-        return "host" if without else "cuda"
+        return "host" if reasons else "cuda"
     return backend
 
 
-def refuse(comm: Communicator, error: EPConfigError, timeout_s: float | None) -> None:
-    """Let the others know what is wrong with this rank's settings, before they wait for it in vain."""
-    limit_s = timeout_s if isinstance(timeout_s, Real) and 0 < timeout_s <= MAX_TIMEOUT_S else _PATIENCE_S
-    with suppress(EPTimeoutError):  # nobody there: what is wrong is worth more than that
-        _exchanged(comm, limit_s, str(error))
+def report_config_error(comm: Communicator, error: EPConfigError, timeout_s: float | None) -> None:
+    """Tell the other ranks which setting is wrong on this rank, so that they do not wait for it."""
+    limit_s = timeout_s if isinstance(timeout_s, Real) and 0 < timeout_s <= MAX_TIMEOUT_S else _REPORT_TIMEOUT_S
+    with suppress(EPTimeoutError):  # the caller needs the error about the setting more than this one
+        _gather(comm, limit_s, str(error))
 
 
-def _exchanged(comm: Communicator, timeout_s: float, mine: Any) -> list[Any]:
-    """What all ranks say who make a Buffer now."""
-    comm = private(comm, timeout_s)
-    timed_allgather(comm, (), timeout_s, *_MAKING)
-    return comm.allgather(mine)
+def _gather(comm: Communicator, timeout_s: float, value: Any) -> list[Any]:
+    """Gather a value of each rank that makes a Buffer now."""
+    comm = creation_comm(comm, timeout_s)
+    timed_allgather(comm, (), timeout_s, *_CREATION)
+    return comm.allgather(value)
 
 
-def private(comm: Communicator, timeout_s: float) -> Communicator:
-    """A communicator of the library's own over the ranks of a Buffer that is made, whose collectives end in time."""
-    return private_comm(comm, timeout_s, *_MAKING)
+def creation_comm(comm: Communicator, timeout_s: float) -> Communicator:
+    """Make a private communicator of the ranks of a new Buffer. Its collectives have a time limit."""
+    return private_comm(comm, timeout_s, *_CREATION)
 
 
-def making_limit_s(timeout_s: float) -> float:
-    """After how many seconds a silent rank is given up while a Buffer is made: ranks load libraries and start GPUs at different speeds."""
-    return max(timeout_s, _MAKING_S)
+def creation_timeout_s(timeout_s: float) -> float:
+    """The time limit while a Buffer is made. It is long, because ranks load libraries and start GPUs at different speeds."""
+    return max(timeout_s, _CREATION_TIMEOUT_S)
 
 
 def announce(comm: Communicator, backend: str, transport: str, num_bytes: int) -> None:
-    """Log, on rank 0, what a Buffer that was just made consists of; the kernels are those of this process so far."""
+    """Log a new Buffer on rank 0. The numbers of kernels are those of this process so far."""
     if comm.Get_rank() == 0:
         _log.info(
             "Buffer of %d ranks: %s, %s, %.2f GB a rank, kernels: %d from the cache and %d compiled",
@@ -98,11 +120,8 @@ def announce(comm: Communicator, backend: str, transport: str, num_bytes: int) -
         )  # fmt: skip
 
 
-_BROKEN = "the CUDA driver fails:"  # how the reason begins where there ought to be a GPU
-
-
 def why_no_gpu() -> str | None:
-    """The reason why this process cannot use a GPU, or None."""
+    """Return the reason why this process cannot use a GPU, or None."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -111,9 +130,9 @@ def why_no_gpu() -> str | None:
         status, *count = driver.cuInit(0)
         if status == driver.CUresult.CUDA_SUCCESS:
             status, *count = driver.cuDeviceGetCount()
-    except Exception as error:  # without a driver the binding raises from whatever it tried last
+    except Exception as error:  # without a driver, the type of the binding's error depends on its version
         return f"no CUDA driver ({error})"
     if status != driver.CUresult.CUDA_SUCCESS:
-        nothing = status.name in ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
-        return f"{'the CUDA driver says' if nothing else _BROKEN} {status.name}"
+        has_no_gpu = status.name in ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
+        return f"{'the CUDA driver says' if has_no_gpu else _DRIVER_FAILS} {status.name}"
     return None if count[0] else "the CUDA driver sees no GPU (CUDA_VISIBLE_DEVICES?)"

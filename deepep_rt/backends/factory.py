@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..comm.communicator import Communicator
 from ..config import Config
 from ..network import NetworkOptions
-from .agreement import agree, making_limit_s, private
+from .agreement import agree, creation_comm, creation_timeout_s
 from .base import Backend
 
 
@@ -28,7 +28,7 @@ def make_backend(
         EPTimeoutError: If a rank does not come.
     """
     backend = agree(comm, config, backend, on_exhausted, network)
-    comm = private(comm, making_limit_s(config.timeout_s))
+    comm = creation_comm(comm, creation_timeout_s(config.timeout_s))
     # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.
     if backend == "host":
         from .host.backend import HostBackend

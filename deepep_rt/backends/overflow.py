@@ -1,4 +1,4 @@
-"""Warns of rows that did not fit a result: in the log, once for each Buffer. Counts on the device tell of each call."""
+"""Warn of rows that did not fit into a result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _log = logging.getLogger("deepep_rt")
 
 
 class OverflowLog:
-    """What one Buffer has to say of rows that were dropped.
+    """Log the first overflow of a Buffer as a warning. Later ones show only in the counts of each call.
 
     Args:
         rank: This rank, which the warning names.
@@ -17,20 +17,20 @@ class OverflowLog:
     def __init__(self, rank: int) -> None:
         self._rank, self._has_warned = rank, False
 
-    def rows(self, arrived: int, room: int) -> None:
-        """Warn that a dispatch brought more rows than `num_worst_tokens`."""
+    def warn_of_rows(self, num_recv: int, room: int) -> None:
+        """Warn that a dispatch received more rows than `num_worst_tokens`."""
         self._warn(
-            f"dispatch received {arrived} rows; num_worst_tokens={room}. The last {arrived - room} were dropped. Raise num_worst_tokens"
+            f"dispatch received {num_recv} rows; num_worst_tokens={room}. The last {num_recv - room} were dropped. Raise num_worst_tokens"
         )
 
-    def expert(self, expert: int, arrived: int, room: int) -> None:
-        """Warn that a low-latency dispatch brought a local expert more rows than fit."""
+    def warn_of_expert(self, expert: int, num_recv: int, room: int) -> None:
+        """Warn that a low-latency dispatch received more rows for a local expert than fit."""
         self._warn(
-            f"low_latency_dispatch received {arrived} rows for local expert {expert}; room for {room} (num_ranks * "
-            f"num_max_tokens_per_rank). The last {arrived - room} were dropped: tokens named the expert repeatedly"
+            f"low_latency_dispatch received {num_recv} rows for local expert {expert}; room for {room} (num_ranks * "
+            f"num_max_tokens_per_rank). The last {num_recv - room} were dropped, because tokens named the expert repeatedly"
         )
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("rank %d: %s. This Buffer warns once", self._rank, what)
+            _log.warning("rank %d: %s. This Buffer warns once", self._rank, text)

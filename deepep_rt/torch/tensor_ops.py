@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..arrays.dtypes import FP8_GROUP
-from ..arrays.number_formats import LARGEST, LEAST_AMAX
+from ..arrays.number_formats import MAX_E4M3, MIN_AMAX
 from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
 from ..jit import build as jit
 from ..kernels.tuning import has_fp8
@@ -39,7 +39,7 @@ def to_fp8(rows: Any) -> tuple[Any, Any]:
     if not _has_kernels(rows):
         groups = rows.contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
         amax = torch.linalg.vector_norm(groups, math.inf, dim=-1)  # in one pass
-        scales = amax.float().clamp_(min=float(LEAST_AMAX)) / float(LARGEST)
+        scales = amax.float().clamp_(min=float(MIN_AMAX)) / float(MAX_E4M3)
         return (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
     rows = aligned(rows)
     out = torch.empty_like(rows, dtype=torch.float8_e4m3fn)

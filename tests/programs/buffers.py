@@ -88,7 +88,7 @@ def check_settings_that_are_wrong_on_one_rank(comm: MPI.Intracomm) -> None:
         *((name, np.ones(3), f"{name}=<ndarray>") for name in ("hidden", "timeout_s", "low_latency")),
     ):
         settings = dict(num_max_tokens_per_rank=8, hidden=32, num_topk=4, num_experts=4 * ranks, backend="host", timeout_s=60)
-        with raises(EPConfigError, why, *([] if guilty else [f"rank {ranks - 1} asks for a Buffer that there cannot be"])):
+        with raises(EPConfigError, why, *([] if guilty else [f"rank {ranks - 1} cannot make this Buffer"])):
             Buffer(comm, **{**settings, **({name: wrong} if guilty else {})})
     assert time.monotonic() - start < 30
     with make_buffer(comm, num_experts=4 * ranks) as buffer:

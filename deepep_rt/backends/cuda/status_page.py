@@ -86,9 +86,9 @@ class HostPage:
         if self._has_events.value:
             self._has_events.value = 0
             if rows := self._taken("no_room"):
-                self._overflow.rows(rows >> 32, rows & _LOW_HALF)
+                self._overflow.warn_of_rows(rows >> 32, rows & _LOW_HALF)
             if rows := self._taken("full_expert"):
-                self._overflow.expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
+                self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
             if choice := self._taken("other_choice"):
                 raise self._other_choice(choice)
 

@@ -13,9 +13,9 @@ import time
 
 import numpy as np
 
-from ...arrays import number_formats as fp8
 from ...arrays.dtypes import FP8_GROUP
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
+from ...arrays.number_formats import to_fp8, to_ue8m0
 from ...arrays.view import Framework, View, host_bytes
 from ...errors import EPInputError
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
@@ -57,7 +57,7 @@ class LowLatency:
     def dispatch(self, inputs: LowLatencyDispatchInputs, with_hook: bool) -> LowLatencyDispatchResult:
         """Send tokens to their experts; with a hook, the results are written when it is called."""
         self._hooks.dispatch.check_can_start(with_hook)
-        x, scales = _to_fp8(inputs) if inputs.use_fp8 else (inputs.x, None)
+        x, scales = _convert_to_fp8(inputs) if inputs.use_fp8 else (inputs.x, None)
         start = time.perf_counter_ns()
         with self._agreement.low_latency_call("low_latency_dispatch"):
             sources = self._channel.peers
@@ -145,7 +145,7 @@ class LowLatency:
         counts = np.minimum(routing.counts, capacity).astype(np.int32)
         fullest = int(routing.counts.argmax())
         if routing.counts[fullest] > capacity:
-            self._overflow.expert(fullest, int(routing.counts[fullest]), capacity)
+            self._overflow.warn_of_expert(fullest, int(routing.counts[fullest]), capacity)
         num_recv.values[:, 0] = counts
         if inputs.recv_stats is not None:
             stats = host_bytes(inputs.recv_stats).view(np.int32)
@@ -280,12 +280,12 @@ def _weighted_sum(rows: np.ndarray, target: np.ndarray, choice: np.ndarray, weig
         from_float32(total, "bfloat16", out)
 
 
-def _to_fp8(inputs: LowLatencyDispatchInputs) -> tuple[View, View]:
+def _convert_to_fp8(inputs: LowLatencyDispatchInputs) -> tuple[View, View]:
     """Convert the rows of a dispatch to FP8, with scales."""
     x = inputs.x
-    codes, factors = fp8.to_fp8(to_float32(rows_of(x), "bfloat16"), inputs.round_scale)
+    codes, factors = to_fp8(to_float32(rows_of(x), "bfloat16"), inputs.round_scale)
     if inputs.use_ue8m0:
-        factors = fp8.exponents(factors)
+        factors = to_ue8m0(factors)
     rows = Result(x.shape, "float8_e4m3fn")
     rows.rows[...] = codes
     scales = Result((x.shape[0], x.shape[1] // FP8_GROUP), factors.dtype.name)

@@ -75,7 +75,7 @@ class Throughput:
         num_recv = int(num_sent[:, rank].sum())
         num_recv_rows = num_recv if num_worst_tokens is None else num_worst_tokens
         if num_recv > num_recv_rows:
-            self._overflow.rows(num_recv, num_recv_rows)
+            self._overflow.warn_of_rows(num_recv, num_recv_rows)
         views = {
             "num_recv": Result.of(np.array([num_recv])).view(framework),
             "num_recv_per_expert": Result.of(num_per_expert).view(framework),
