@@ -44,7 +44,7 @@ LAYERS = [
     "backends.host",
     "backends.cuda",
     "backends.factory",
-    "buffer",
+    "buffer _buffer_base _low_latency_calls",
     "__init__",
     "torch",
     "jax",
@@ -288,6 +288,12 @@ def test_the_tree_of_exceptions_is_the_one_in_the_docstring() -> None:
         assert f"({builtin.__name__})" in line or parent is not errors.EPError
 
 
+def _methods(kind: type) -> dict[str, Any]:
+    """Return what a class and its bases in this package define."""
+    bases = [base for base in reversed(kind.__mro__) if base.__module__.startswith("deepep_rt")]
+    return {name: value for base in bases for name, value in vars(base).items()}
+
+
 def _public_calls() -> Iterator[tuple[str, Any, Any]]:
     """(name, what has the docstring, what has the signature) of everything public that users call: not what only results have."""
     modules = [deepep_rt]
@@ -304,7 +310,7 @@ def _public_calls() -> Iterator[tuple[str, Any, Any]]:
             if made_by_users:
                 yield name, thing, thing
             if inspect.isclass(thing):
-                for method, value in vars(thing).items():
+                for method, value in _methods(thing).items():
                     function = getattr(value, "__func__", value)
                     if not method.startswith("_") and inspect.isfunction(function):
                         yield f"{name}.{method}", function, function

@@ -1,0 +1,151 @@
+"""The life of a Buffer: its backend, the lock around its calls, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from types import TracebackType
+from typing import Any
+
+from ._checks import flag
+from .arrays.stream_handles import of_event, of_stream
+from .backends.base import Backend
+from .backends.calls import Call
+from .errors import EPInputError
+from .results import MAKE_ANOTHER, SharedByCopies
+
+_log = logging.getLogger("deepep_rt")
+_living: weakref.WeakSet[BufferBase] = weakref.WeakSet()
+_AFTER_FORK = (
+    "this Buffer belongs to the process that this one was forked from; expected calls in that process only. Keep calls out of forked "
+    "processes (a DataLoader's workers prepare batches, and run no model)"
+)
+
+
+def _detach_after_fork() -> None:
+    """Refuse calls in a forked process: peers would take its messages for messages of its parent."""
+    for buffer in _living:
+        if buffer._backend is not None:
+            buffer._call_lock.refuse(_AFTER_FORK)
+            # Kept, so that this process releases nothing that its parent uses.
+            buffer._parents_backend, buffer._backend = buffer._backend, None
+
+
+os.register_at_fork(after_in_child=_detach_after_fork)
+
+
+class BufferBase(SharedByCopies):
+    """What all calls of a Buffer share. Use `Buffer`."""
+
+    _instead = MAKE_ANOTHER
+    _backend: Backend | None = None
+    _parents_backend: Backend | None = None
+
+    def _start(self, rank: int, backend: Backend) -> None:
+        self._rank, self._backend, self._info, self._call_lock = rank, backend, backend.info, backend.call_lock
+        self.config = backend.info.config
+        _living.add(self)
+
+    def check(self) -> None:
+        """Raise what the next call would raise: a silent peer, a difference between ranks, or a wrong input.
+
+        This reads pinned memory (under a microsecond), waits for nothing and is not collective. It sees what the GPU has done so far.
+        A loop that only replays CUDA graphs makes no calls that could raise: check after each replay, or after some. After a time-out,
+        every replay gives NaN in its floating-point results.
+
+        Raises:
+            EPTimeoutError: If a peer did not answer. The Buffer is broken.
+            EPInputError: If ranks gave different arguments, or an argument was wrong.
+            EPDestroyedError: After `destroy()`.
+
+        Example:
+            >>> graph.replay()
+            >>> buffer.check()
+        """
+        self._live().check()
+
+    def synchronize(self) -> None:
+        """Wait on the host for all calls so far. If they were all on one stream, this waits for all work of that stream.
+
+        Raises:
+            EPTimeoutError: If a peer did not answer.
+            EPInputError: While that stream is captured in a CUDA graph.
+
+        Example:
+            >>> buffer.synchronize()  # before reading a clock, or using results without a stream
+        """
+        backend = self._live()
+        with backend.context:
+            backend.synchronize()
+
+    def destroy(self, in_touch: bool = True) -> None:
+        """Release the memory. Collective; do not use results afterwards. A second call does nothing.
+
+        On GPUs, all ranks have to take part. Three kinds of ranks tell the others that they leave, and wait for no rank: a rank whose call
+        timed out, a rank that an exception took out of the `with` block, and a rank that has masked others. The memory of all ranks then
+        stays allocated until the processes end, and a new Buffer may be made.
+
+        A silent rank is waited for in two rounds of `timeout_s` (30 s at least), with a warning every 30 seconds. Then the memory stays
+        allocated too, and this raises EPTimeoutError with the names of such ranks. With `on_timeout="mask"` a round takes `timeout_s`, and
+        this warns instead.
+
+        A signal handler or another thread may destroy a Buffer during a call. The call then raises EPDestroyedError, and this rank tells
+        the others.
+
+        Args:
+            in_touch: False if the program knows that a rank is lost. This rank then waits for no other.
+
+        Raises:
+            EPTimeoutError: If a rank did not come, or if a peer did not answer in an earlier call that the host did not wait for.
+                The Buffer is destroyed all the same.
+            EPInputError: As `synchronize`. The Buffer is destroyed, but the memory of all ranks stays allocated until the processes end.
+
+        Example:
+            >>> buffer.destroy()  # the end of a with block does the same
+        """
+        self._destroy(flag(in_touch, "in_touch"))
+
+    def _destroy(self, in_touch: bool, error: BaseException | None = None) -> None:
+        self._call_lock.refuse("this Buffer was destroyed; make a new one")
+        backend, self._backend = self._backend, None
+        if backend is None:
+            return
+
+        def finish(interruption: BaseException | None) -> None:
+            backend.destroy(in_touch and interruption is None, error or interruption)
+
+        self._call_lock.drain(finish)
+
+    def _begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
+        """Check how a call shall run, also on a backend without streams, and begin it."""
+        async_finish = flag(async_finish, "async_finish")
+        if previous_event is not None:
+            of_event(previous_event)
+        if stream is not None:
+            of_stream(stream)
+        return self._live().begin(x, async_finish, previous_event, stream)
+
+    def _live(self) -> Backend:
+        self._call_lock.check()
+        assert self._backend is not None  # calls are refused before it goes
+        return self._backend
+
+    def _low_latency(self) -> Backend:
+        if not self.config.low_latency:
+            raise EPInputError(
+                "low_latency=False; expected a Buffer with memory for low-latency calls. Make it with low_latency=True"
+            )
+        return self._live()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._destroy(error is None, error)  # after an error, the other ranks may not get here
+
+    def __del__(self) -> None:
+        if self._backend is not None:  # release is collective, and destructors run at no agreed time
+            _log.warning("a Buffer was dropped without destroy(): its memory stays allocated until the process ends")
+            warnings.warn("a Buffer was dropped without destroy(); use `with Buffer(...)`", ResourceWarning, stacklevel=2)
