@@ -57,9 +57,6 @@ class Event:
             >>> result.event.synchronize()
         """
 
-    def record_again(self) -> None:
-        """Move the event to the end of the call's work, after a hook has queued the rest of it. Internal."""
-
 
 class _ProcessLocal:
     """An object that refers to memory of this process. It refuses to be pickled."""

@@ -156,9 +156,9 @@ class CallOrder:
         """The stream that a caller works on now; the legacy default stream where its library does not tell."""
         return (framework and framework.current_stream(self._device)) or 0
 
-    def event(self, call: Call) -> Event:
+    def event(self, call: Call) -> CallEnd:
         """The end of what the call has queued so far."""
-        return _End(self, call)
+        return CallEnd(self, call)
 
     def end(self) -> driver.CudaEvent:
         """An event behind all calls so far."""
@@ -177,7 +177,7 @@ class CallOrder:
         self._capture = None
 
 
-class _End(Event):
+class CallEnd(Event):
     """The end of a call on the GPU. A CUDA event is recorded only where the call did not run in order with the caller's work."""
 
     __slots__ = ("_framework", "_marker", "_order", "_stream")
@@ -206,5 +206,6 @@ class _End(Event):
             self._order.check()
 
     def record_again(self) -> None:
+        """Move the event to the end of the call's work, after a hook has queued the rest."""
         if self._marker is not None:
             self._marker.record(self._stream)
