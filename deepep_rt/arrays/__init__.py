@@ -1,1 +1,1 @@
-"""Arrays without a library: views, element types, and the frameworks that they come from."""
+"""Arrays without a library: views, element types, and conversion from and to array libraries."""

@@ -1,4 +1,4 @@
-"""The DLPack structures in ctypes: how a View leaves for, and an unknown array arrives from, another library."""
+"""DLPack capsules in ctypes: make one of a View for another library, and read the one of an unknown library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = b"dltensor"
 
 
 class _Tensor(ctypes.Structure):
-    """DLTensor, which a DLManagedTensor begins with."""
+    """DLTensor, the first member of a DLManagedTensor."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -29,18 +29,18 @@ class _Tensor(ctypes.Structure):
 
 
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-_Hold = ctypes.c_uint8 * 1
+_Placeholder = ctypes.c_uint8 * 1
 
 
 def capsule(ptr: int, shape: tuple[int, ...], code: int, bits: int, device: tuple[int, int], owner: Any) -> Any:
-    """A DLPack capsule over row-major memory; `owner` is kept alive until the consumer drops the array.
+    """Make a DLPack capsule over row-major memory. It keeps `owner` alive until the consumer drops the array.
 
-    It is NumPy's capsule of a stand-in, with another address and type: its deleter is C. One in Python would lose the exception that is on
-    its way when a consumer drops the array, as `torch.utils.checkpoint` does.
+    The capsule is NumPy's for a placeholder array, with another address and type, because NumPy's deleter is written in C. A deleter in
+    Python would lose a pending exception when a consumer drops the array, as `torch.utils.checkpoint` does.
     """
-    hold: Any = _Hold()
-    hold.owner = owner
-    made = np.ndarray(shape, np.uint8, hold, strides=(0,) * len(shape)).__dlpack__()
+    placeholder: Any = _Placeholder()
+    placeholder.owner = owner
+    made = np.ndarray(shape, np.uint8, placeholder, strides=(0,) * len(shape)).__dlpack__()
     tensor = _Tensor.from_address(_pointer(id(made), _NAME))
     tensor.data = ptr
     tensor.device_type, tensor.device_id = device
@@ -50,15 +50,15 @@ def capsule(ptr: int, shape: tuple[int, ...], code: int, bits: int, device: tupl
 
 
 def address(capsule: Any) -> int:
-    """The pointer alone, where shape and type are known: looking at those takes longer."""
+    """Return only the pointer. This is faster than `parse`, for callers that know shape and type."""
     tensor = _Tensor.from_address(_pointer(id(capsule), _NAME))
     return (tensor.data or 0) + tensor.byte_offset
 
 
 def parse(capsule: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, int, int, tuple[int, int]]:
-    """Pointer, shape, strides (in elements, or None), type code, bits and device of a producer's capsule, which stays unused.
+    """Return pointer, shape, strides (in elements, or None), type code, bits and device of a producer's capsule.
 
-    The memory is valid as long as the caller keeps the capsule.
+    The capsule is not consumed. The memory is valid as long as the caller keeps the capsule.
     """
     tensor = _Tensor.from_address(_pointer(id(capsule), _NAME))
     shape = tuple((ctypes.c_int64 * tensor.ndim).from_address(tensor.shape)) if tensor.ndim else ()

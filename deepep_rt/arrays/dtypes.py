@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FP8_GROUP = 128
-"""Channels that share a scale where this library converts to FP8."""
+"""Channels that share a scale when this library converts to FP8."""
 
 
 @dataclass(frozen=True, slots=True)

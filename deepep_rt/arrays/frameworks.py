@@ -1,7 +1,7 @@
-"""NumPy, CuPy, PyTorch and JAX: their arrays in, and theirs out again, without importing one that the caller did not.
+"""Conversion between Views and the arrays of NumPy, CuPy, PyTorch and JAX. No library is imported that the caller did not import.
 
-Results are Views over the library's own memory; `View.to_framework()` hands them out in the caller's framework. The memory of a result
-lives as long as the array that the caller holds (`View.owner`).
+Results are Views over this library's memory. `View.to_framework()` returns them in the caller's framework. The memory of a result lives
+as long as the caller's array, through `View.owner`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .stream_handles import StreamHandle
 from .view import HOST, Framework, View, not_contiguous
 
 
-class _Numpy(Framework):
+class NumpyFramework(Framework):
     name = "numpy"
 
-    def view(self, array: Any, what: str, stream: int | None) -> View:
+    def view(self, array: Any, name: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
-            raise not_contiguous(what)
-        return View(array.__array_interface__["data"][0], array.shape, _numpy_name(array.dtype, what), HOST, array, self)
+            raise not_contiguous(name)
+        return View(array.__array_interface__["data"][0], array.shape, _numpy_name(array.dtype, name), HOST, array, self)
 
     def wrap(self, view: View) -> Any:
         import numpy as np
@@ -36,19 +36,19 @@ class _Numpy(Framework):
         return array.flags.writeable
 
 
-class _Cupy(Framework):
+class CupyFramework(Framework):
     name = "cupy"
 
     def __init__(self) -> None:
         self._cupy = sys.modules["cupy"]
         self._current_stream = self._cupy.cuda.get_current_stream
-        self._last: StreamHandle | None = None  # made once for calls that all work on one stream
+        self._last: StreamHandle | None = None  # kept while calls stay on one stream: making one takes time
 
-    def view(self, array: Any, what: str, stream: int | None) -> View:
+    def view(self, array: Any, name: str, stream: int | None) -> View:
         if not array.flags.c_contiguous:
-            raise not_contiguous(what)
+            raise not_contiguous(name)
         memory = array.data
-        return View(memory.ptr, array.shape, _numpy_name(array.dtype, what), memory.device_id, array, self)
+        return View(memory.ptr, array.shape, _numpy_name(array.dtype, name), memory.device_id, array, self)
 
     def wrap(self, view: View) -> Any:
         import numpy as np
@@ -64,21 +64,21 @@ class _Cupy(Framework):
         return last
 
 
-_CUT = (
-    "{} requires a gradient, and no gradient flows through the methods of a Buffer; train with deepep_rt.torch.dispatch and combine, or "
-    "call them under torch.no_grad()"
+_NO_GRADIENT = (
+    "{} requires a gradient, but the methods of a Buffer pass no gradients. Train with deepep_rt.torch.dispatch and combine, or call "
+    "the methods under torch.no_grad()."
 )
 
 
-class _Torch(Framework):
+class TorchFramework(Framework):
     name = "torch"
 
     def __init__(self) -> None:
         torch = sys.modules["torch"]
         self._from_dlpack = torch.from_dlpack
-        self._current_stream: Callable[[int], int | None] = lambda device: None  # a PyTorch without CUDA has none
+        self._current_stream: Callable[[int], int | None] = lambda device: None  # without CUDA there are no streams
         if torch.backends.cuda.is_built():
-            # Where PyTorch offers the handle alone: a Stream object takes longer than all the rest of looking at an argument.
+            # Get only the handle if PyTorch offers it: making a Stream object takes longer than the rest of `view`.
             self._current_stream = getattr(
                 torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
             )
@@ -86,28 +86,28 @@ class _Torch(Framework):
         self._names = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
         self._types = {name: dtype for dtype, name in self._names.items()}
 
-    def view(self, array: Any, what: str, stream: int | None) -> View:
+    def view(self, array: Any, name: str, stream: int | None) -> View:
         try:
             is_contiguous, ptr, shape = array.is_contiguous(), array.data_ptr(), array.shape
-        except EPError:  # of a tensor of ours that only says what it is not
+        except EPError:  # a placeholder tensor of this library raises its own error
             raise
-        except RuntimeError as error:  # sparse and nested tensors refuse one of these; to ask for the layout would take longer
-            raise not_dense(array, what) from error
+        except RuntimeError as error:  # sparse and nested tensors raise; checking the layout first would take longer
+            raise not_dense(array, name) from error
         if not is_contiguous:
-            raise not_contiguous(what)
-        name = self._names.get(array.dtype) or _known(str(array.dtype), what)
+            raise not_contiguous(name)
+        dtype = self._names.get(array.dtype) or _supported(str(array.dtype), name)
         if array.requires_grad and self._is_grad_enabled():
-            warnings.warn(_CUT.format(what), stacklevel=5)  # where a call of a Buffer stands
-        if not ptr:  # as of empty ones
+            warnings.warn(_NO_GRADIENT.format(name), stacklevel=5)  # the caller's line with the Buffer's method
+        if not ptr:  # an empty tensor, or one without memory
             if array.is_nested:
-                raise not_dense(array, what)
+                raise not_dense(array, name)
             if array.is_meta or array.numel():
                 kind = "meta" if array.is_meta else "fake"
-                raise EPInputError(f"{what} is a {kind} tensor, which has no numbers; pass one that has")
-        return View(ptr, shape, name, array.get_device(), array, self)  # -1 for host memory, as HOST
+                raise EPInputError(f"{name} is a {kind} tensor; expected a tensor with values. Pass one that has memory.")
+        return View(ptr, shape, dtype, array.get_device(), array, self)  # PyTorch's number for host memory is -1, as HOST
 
     def wrap(self, view: View) -> Any:
-        if view.dtype.startswith("float8"):  # torch's DLPack does not speak FP8 in every version
+        if view.dtype.startswith("float8"):  # the DLPack of some PyTorch versions lacks FP8
             return self._from_dlpack(view.capsule("uint8")).view(self._types[view.dtype])
         return self._from_dlpack(view.capsule())
 
@@ -115,15 +115,17 @@ class _Torch(Framework):
         return self._current_stream(device)
 
 
-class _Jax(Framework):
+class JaxFramework(Framework):
     name = "jax"
 
-    def view(self, array: Any, what: str, stream: int | None) -> View:
+    def view(self, array: Any, name: str, stream: int | None) -> View:
         if not hasattr(array, "__dlpack_device__"):
-            raise EPInputError(f"{what} is traced by JAX: in compiled functions, use deepep_rt.jax.dispatch and combine")
-        if hasattr(array, "is_deleted") and array.is_deleted():  # what XLA shows to callbacks has no such method
-            raise argument_error(array, what, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
-        return super().view(array, what, stream)
+            raise EPInputError(
+                f"{name} is traced by JAX; expected an array with values. Use deepep_rt.jax.dispatch and combine in compiled functions."
+            )
+        if hasattr(array, "is_deleted") and array.is_deleted():  # arrays in XLA's callbacks lack this method
+            raise argument_error(array, name, "an array that JAX has not deleted", "Pass one that was not donated to a function.")
+        return super().view(array, name, stream)
 
     def is_writable(self, array: Any) -> bool:
         return False
@@ -134,95 +136,97 @@ class _Jax(Framework):
         return jax.dlpack.from_dlpack(view)
 
 
-class _Seen(Framework):
-    """What was looked at already."""
+class ViewFramework(Framework):
+    """The framework of Views themselves, which need no conversion."""
 
-    def view(self, array: View, what: str, stream: int | None) -> View:
+    def view(self, array: View, name: str, stream: int | None) -> View:
         return array
 
 
 _MAKERS: dict[str, Callable[[], Framework]] = {
-    "numpy": _Numpy,
-    "cupy": _Cupy,
-    "torch": _Torch,
-    "jax": _Jax,
-    "jaxlib": _Jax,
+    "numpy": NumpyFramework,
+    "cupy": CupyFramework,
+    "torch": TorchFramework,
+    "jax": JaxFramework,
+    "jaxlib": JaxFramework,
 }
 _MASKED = ("MaskedArray", "MaskedTensor")  # of NumPy and of PyTorch
-_MOST_SAID = 200  # characters of another library's message
-_frameworks: dict[type, Framework] = {View: _Seen()}  # array class -> its framework
+_MAX_MESSAGE_CHARS = 200  # of another library's message
+FRAMEWORK_OF_CLASS: dict[type, Framework] = {View: ViewFramework()}
+"""The framework of each array class that was seen so far."""
+
 _singletons: dict[type[Framework], Framework] = {}
 
 
-def framework_of(array: Any, what: str) -> Framework:
-    """The framework of an array, found from its class; nothing is imported to find it.
+def framework_of(array: Any, name: str) -> Framework:
+    """Return the framework of an array from its class, without an import.
 
     Raises:
-        EPInputError: if `array` is no array, neither of a known framework nor through DLPack.
+        EPInputError: if `array` is neither an array of a known framework nor a DLPack array.
     """
     kind = type(array)
-    if found := _frameworks.get(kind):
+    if found := FRAMEWORK_OF_CLASS.get(kind):
         return found
-    if isinstance(array, type):  # it has all the names that its arrays have
-        raise argument_error(array, what, "an array", "Pass an array of this class.")
-    check_unmasked(array, what)
-    for base in kind.__mro__:  # a subclass of torch.Tensor lives in somebody else's module
+    if isinstance(array, type):  # an array class has the attributes of its arrays
+        raise argument_error(array, name, "an array", "Pass an array of this class.")
+    check_unmasked(array, name)
+    for base in kind.__mro__:  # a subclass of torch.Tensor may be defined in any module
         if maker := _MAKERS.get(base.__module__.partition(".")[0]):
             break
     else:
         maker = Framework
-    if maker is not _Jax and not _has_dlpack(array):  # JAX's own are traced, or else arrays
-        raise argument_error(array, what, "a NumPy, CuPy, PyTorch, JAX or DLPack array", "Pass one of them.")
+    if maker is not JaxFramework and not _has_dlpack(array):  # traced arrays of JAX have no DLPack
+        raise argument_error(array, name, "a NumPy, CuPy, PyTorch, JAX or DLPack array", "Pass one of them.")
     made = maker()
-    _frameworks[kind] = framework = _singletons.setdefault(type(made), made)
+    FRAMEWORK_OF_CLASS[kind] = framework = _singletons.setdefault(type(made), made)
     return framework
 
 
 def _has_dlpack(array: Any) -> bool:
     try:
         return hasattr(array, "__dlpack__")
-    except Exception:  # of a class that answers every question with an error
+    except Exception:  # a class may raise anything for an unknown attribute
         return False
 
 
-def check_unmasked(array: Any, what: str) -> None:
-    """Raise EPInputError about an array with a mask: calls would not see it."""
+def check_unmasked(array: Any, name: str) -> None:
+    """Raise EPInputError for an array with a mask, because calls would ignore the mask."""
     if any(base.__name__ in _MASKED for base in type(array).__mro__):
-        raise argument_error(array, what, "an array without a mask", "Pass its data, with masked entries filled in.")
+        raise argument_error(array, name, "an array without a mask", "Pass its data, with masked entries filled in.")
 
 
-def not_shown(array: Any, what: str, error: Exception) -> EPError:
-    """What to raise about an array that its library does not show: deleted, on several devices, read-only, of a strange type."""
-    said = re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_MOST_SAID])
-    expected = f"an array whose memory its library shows ({said})"
-    return argument_error(array, what, expected, "Pass a copy of it, in one piece, on one device, of a usual dtype.")
+def unreadable(array: Any, name: str, error: Exception) -> EPError:
+    """Make the error for an array whose library raised `error`: it is deleted, on several devices, read-only, or of a rare dtype."""
+    message = re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_MAX_MESSAGE_CHARS])
+    expected = f"an array whose memory its library shows ({message})"
+    return argument_error(array, name, expected, "Pass a copy of it, in one piece, on one device, of a usual dtype.")
 
 
-def not_dense(tensor: Any, what: str) -> EPInputError:
-    """What to raise about a tensor of PyTorch that has no rows one behind the other."""
+def not_dense(tensor: Any, name: str) -> EPInputError:
+    """Make the error for a PyTorch tensor whose rows are not contiguous in memory."""
     kind, dense = f"{tensor.layout} tensor", ".to_dense()"
     if tensor.is_nested:
         kind, dense = "nested tensor", ".to_padded_tensor(0)"
     elif kind.startswith("torch.strided"):
         return EPInputError(
-            f"{what} is a tensor whose memory PyTorch does not show, as inside of torch.func.vmap; call from outside of it"
+            f"{name} is a tensor whose memory PyTorch does not show; expected a plain tensor. Call from outside of torch.func.vmap."
         )
-    return EPInputError(f"{what} is a {kind}, whose rows do not lie one behind the other; pass a dense one, which {dense} makes")
+    return EPInputError(f"{name} is a {kind}; expected a dense tensor with contiguous rows. Convert it with {dense}.")
 
 
-_numpy_names: dict[Any, str] = {}  # NumPy's dtype -> its name, which NumPy puts together anew each time it is asked
+_numpy_names: dict[Any, str] = {}  # the name of each NumPy dtype: NumPy builds the name again for each request
 
 
-def _numpy_name(dtype: Any, what: str) -> str:
-    name = _numpy_names.get(dtype)
-    if name is None:
+def _numpy_name(dtype: Any, name: str) -> str:
+    found = _numpy_names.get(dtype)
+    if found is None:
         if not dtype.isnative:
-            raise EPInputError(f"{what}: dtype {dtype.str} has the byte order of other machines; pass x.astype({dtype.name!r})")
-        name = _numpy_names[dtype] = _known(dtype.name, what)
-    return name
+            raise EPInputError(f"{name}: dtype {dtype.str}; expected this machine's byte order. Pass x.astype({dtype.name!r}).")
+        found = _numpy_names[dtype] = _supported(dtype.name, name)
+    return found
 
 
-def _known(name: str, what: str) -> str:
-    if name not in DTYPES:
-        raise EPInputError(f"{what}: dtype {name} is not supported; expected one of {', '.join(DTYPES)}")
-    return name
+def _supported(dtype: str, name: str) -> str:
+    if dtype not in DTYPES:
+        raise EPInputError(f"{name}: dtype {dtype}; expected one of {', '.join(DTYPES)}. Convert the array.")
+    return dtype

@@ -1,7 +1,7 @@
 """Arrays without a library: a `View` is a pointer with a shape, a dtype and a device.
 
-What a library's arrays look like as Views, and Views as its arrays, is said by a `Framework`: here for every library that speaks DLPack,
-in `frameworks` for those that are known.
+A `Framework` converts a library's arrays to Views, and Views to its arrays. The one here serves every library that supports DLPack.
+`frameworks` has others for the known libraries.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ HOST = -1
 """Device number of ordinary host memory."""
 
 
-class Work(Protocol):
-    """What a stream will have done."""
+class StreamDependency(Protocol):
+    """Work of a stream that a consumer has to wait for."""
 
     @property
     def stream(self) -> int:
         """The handle of the stream."""
 
-    def let_wait(self, consumer: int) -> None:
-        """Make another stream wait for it."""
+    def make_wait(self, consumer: int) -> None:
+        """Make the stream `consumer` wait for the work."""
 
 
-@dataclass(slots=True, repr=False)  # not frozen: several are made in each call, and that would triple the time
+@dataclass(slots=True, repr=False)  # not frozen: each call makes several, and freezing triples the time
 class View:
-    """A row-major array: address, shape, dtype name, device (GPU ordinal or `HOST`), and whatever keeps the memory alive."""
+    """A row-major array: address, shape, dtype name, device (GPU ordinal or `HOST`), and the owner of the memory."""
 
     ptr: int
     shape: tuple[int, ...]
@@ -39,7 +39,9 @@ class View:
     device: int
     owner: Any
     framework: Framework
-    work: Work | None = field(default=None, compare=False)  # what produces it, where the consumer has to be told
+    dependency: StreamDependency | None = field(
+        default=None, compare=False
+    )  # the work that fills it, if consumers must wait for it
 
     def __repr__(self) -> str:
         where = "host memory" if self.device == HOST else f"GPU {self.device}"
@@ -51,7 +53,7 @@ class View:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one entry of the first dimension."""
+        """Return the bytes of one entry of the first dimension."""
         return DTYPES[self.dtype].itemsize * math.prod(self.shape[1:])
 
     @property
@@ -59,22 +61,22 @@ class View:
         return self.row_bytes * self.shape[0] if self.shape else self.itemsize
 
     def to_framework(self) -> Any:
-        """The array in the caller's framework, without a copy."""
-        if hasattr(self.owner, "used_by"):
-            self.owner.used_by(self.framework, self.device)
+        """Return the array in the caller's framework, without a copy."""
+        if hasattr(self.owner, "add_framework"):
+            self.owner.add_framework(self.framework, self.device)
         return self.framework.wrap(self)
 
     def capsule(self, dtype: str | None = None) -> Any:
-        """A DLPack capsule, optionally under another dtype of the same size, for consumers that lack this one."""
+        """Return a DLPack capsule. `dtype` replaces the dtype by one of the same size, for consumers that lack the original."""
         kind = DTYPES[dtype or self.dtype]
         return dlpack.capsule(self.ptr, self.shape, kind.code, kind.bits, self.__dlpack_device__(), self.owner)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        consumer = 0 if stream in (None, 1) else stream  # so DLPack writes the legacy default stream, and -1 for none
-        if self.work is not None and consumer not in (-1, self.work.stream):
-            self.work.let_wait(consumer)
-            if hasattr(self.owner, "used_on"):
-                self.owner.used_on(consumer)
+        consumer = 0 if stream in (None, 1) else stream  # DLPack: 1 is the legacy default stream, -1 asks for no order
+        if self.dependency is not None and consumer not in (-1, self.dependency.stream):
+            self.dependency.make_wait(consumer)
+            if hasattr(self.owner, "add_stream"):
+                self.owner.add_stream(consumer)
         return self.capsule()
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -82,62 +84,66 @@ class View:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """NumPy's door (host memory only); exotic types go through as bytes and are viewed by the caller."""
+        """NumPy's array interface, for host memory. It shows bytes, because NumPy lacks some dtypes; the caller sets the dtype."""
         if self.device != HOST:
             raise AttributeError("__array_interface__: this array is in GPU memory")
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False)}
 
 
 class Framework:
-    """How one array library shows its arrays and takes ours. This base class speaks plain DLPack, for every other library."""
+    """Conversion between one library's arrays and Views. This base class uses DLPack, for libraries without a class of their own."""
 
     name = "dlpack"
 
-    def view(self, array: Any, what: str, stream: int | None) -> View:
-        """Look at an argument of a call, without a copy.
+    def view(self, array: Any, name: str, stream: int | None) -> View:
+        """Return an argument of a call as a View, without a copy.
 
         Args:
             array: A row-major array.
-            what: The argument's name, for error messages.
-            stream: The CUDA stream that will read it, for libraries that have to be told (JAX, plain DLPack): it waits for what fills it.
+            name: The argument's name, for error messages.
+            stream: The CUDA stream that will read the array. JAX and plain DLPack make it wait for the work that fills the array.
 
         Raises:
-            EPInputError: if it is of an unsupported dtype or device, or not contiguous.
+            EPInputError: if the dtype or the device is not supported, or the array is not contiguous.
         """
         device_type, device_id = array.__dlpack_device__()
         on_gpu = device_type in (dlpack.CUDA, dlpack.CUDA_MANAGED)
         if not on_gpu and device_type not in (dlpack.CPU, dlpack.CUDA_HOST):
             raise EPInputError(
-                f"{what}: its memory is of DLPack's device type {int(device_type)}; expected host memory or a CUDA GPU's"
+                f"{name}: DLPack device type {int(device_type)}; expected host memory or a CUDA GPU's. Copy the array there first."
             )
         capsule = array.__dlpack__(stream=_dlpack_stream(stream)) if on_gpu else array.__dlpack__()
         ptr, shape, strides, code, bits, _ = dlpack.parse(capsule)
         kind = BY_CODE.get((code, bits))
         if kind is None:
-            raise EPInputError(f"{what}: DLPack type code {code} with {bits} bits is not supported; pass a uint8 view of it")
+            raise EPInputError(
+                f"{name}: DLPack type code {code} with {bits} bits; expected one of {', '.join(DTYPES)}. Pass a uint8 view."
+            )
         if strides is not None and not _row_major(shape, strides):
-            raise not_contiguous(what)
+            raise not_contiguous(name)
         return View(ptr, shape, kind.name, device_id if on_gpu else HOST, (array, capsule), self)
 
     def wrap(self, view: View) -> Any:
-        """Hand out one of our arrays."""
+        """Return a View as an array of the library."""
         return view
 
     def current_stream(self, device: int) -> int | None:
-        """The stream that the caller works on now; None where the library does not tell."""
+        """Return the caller's current stream; None if the library does not provide it."""
         return None
 
     def is_writable(self, array: Any) -> bool:
-        """Whether it may be written to, as far as the library tells."""
+        """Return whether an array may be written to. True if the library does not provide this."""
         return True
 
 
 def host_bytes(view: View) -> Any:
-    """The memory of a host View as a flat NumPy array of bytes (no copy)."""
+    """Return the memory of a host View as a flat NumPy array of bytes, without a copy."""
     import numpy as np
 
     if view.device != HOST:
-        raise EPUnavailableError("host_bytes: this array is in GPU memory")
+        raise EPUnavailableError(
+            f"device={view.device}; expected an array in host memory, but this one is in GPU memory. Copy it first."
+        )
     return np.asarray(view) if view.nbytes else np.empty(0, np.uint8)
 
 
@@ -147,7 +153,7 @@ def _dlpack_stream(stream: int | None) -> int | None:
 
 def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     if 0 in shape:
-        return True  # strides of nothing; NumPy makes them 0
+        return True  # an array without elements has no meaningful strides; NumPy sets them to 0
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent > 1 and stride != expected:
@@ -156,5 +162,6 @@ def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def not_contiguous(what: str) -> EPInputError:
-    return EPInputError(f"{what}: rows must be contiguous (row-major without gaps); call .contiguous() or make a copy first")
+def not_contiguous(name: str) -> EPInputError:
+    """Make the error for an array with gaps."""
+    return EPInputError(f"{name}: rows must be contiguous (row-major without gaps). Call .contiguous() or make a copy first.")

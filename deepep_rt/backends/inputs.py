@@ -195,7 +195,7 @@ def _as_view(
     except EPError:
         raise
     except Exception as error:  # what the array's library raises: of DLPack producers, it may be anything
-        raise frameworks.not_shown(array, what, error) from error
+        raise frameworks.unreadable(array, what, error) from error
     if view.device != info.device and view.device != HOST:
         here = "host memory (the host backend has no GPU)" if info.device == HOST else f"GPU {info.device}"
         raise EPInputError(f"{what} is on GPU {view.device}; expected {here}, where this Buffer works. Move the array")

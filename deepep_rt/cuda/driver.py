@@ -1,4 +1,4 @@
-"""The CUDA driver, as little of it as is needed: checked calls, devices, streams, events and memory, all as plain integers."""
+"""The part of the CUDA driver that this library needs: checked calls, devices, streams, events and memory. Handles are plain integers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from cuda.bindings import driver
 
 from ..errors import EPOutOfMemoryError, EPUnavailableError
 
-# Members of enumerations that calls are compared with: looking one up takes longer than comparing.
+# Members of enumerations, looked up once: the lookup takes longer than the comparison.
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _CAPTURED_ELSEWHERE = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 _NOT_CAPTURED = _SUCCESS, driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _device_uuid = getattr(
     driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid
-)  # CUDA 13 has only the newer one, under the plain name
+)  # CUDA 13 has only the newer version, under the plain name
 
 
 def ok(result: tuple) -> Any:
-    """Unwrap what a driver call returns: its value, its values, or None.
+    """Return the value or the values of a driver call, or None if it has none.
 
     Raises:
         EPOutOfMemoryError: if the GPU is out of memory.
-        EPUnavailableError: for every other failure, with CUDA's name for it.
+        EPUnavailableError: for every other failure, with the name of the CUDA error.
     """
     if result[0] != _SUCCESS:
-        kind = EPOutOfMemoryError if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else EPUnavailableError
-        raise kind(f"the CUDA driver reports {result[0].name}")
+        is_memory = result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        raise (EPOutOfMemoryError if is_memory else EPUnavailableError)(f"the CUDA driver reports {result[0].name}")
     return result[1] if len(result) == 2 else result[1:] or None
 
 
 def use_device(local_rank: int) -> int:
-    """The GPU of the current context, or else the one with the number of `local_rank`; its primary context becomes current."""
+    """Return the GPU of the current context. Without a context, make that of GPU number `local_rank` current and return this GPU."""
     ok(driver.cuInit(0))
     if int(ok(driver.cuCtxGetCurrent())):
         return current_device()
@@ -50,24 +50,24 @@ def make_current(ordinal: int) -> None:
 
 
 def has_started() -> bool:
-    """Whether somebody has started CUDA in this process, which settles what GPUs it sees."""
+    """Return whether CUDA runs in this process. Once it runs, the set of visible GPUs is fixed."""
     return driver.cuCtxGetCurrent()[0] != driver.CUresult.CUDA_ERROR_NOT_INITIALIZED
 
 
-class _Callers(threading.local):
+class _CallerContexts(threading.local):
     def __init__(self) -> None:
         self.contexts: list[int] = []
 
 
 class CurrentContext:
-    """`with` it, work goes to the context that was current when it was made; the caller's own comes back afterwards.
+    """Remember the current context. In a `with` block this context is current again, and the caller's returns afterwards.
 
-    Other libraries change the current context without a word (JAX does when it starts). Every thread has its own (JAX calls from threads).
+    Other libraries change the current context silently, as JAX does when it starts. Every thread has its own, and JAX calls from threads.
     """
 
     def __init__(self) -> None:
         self._own = int(ok(driver.cuCtxGetCurrent()))
-        self._callers = _Callers()
+        self._callers = _CallerContexts()
 
     def __enter__(self) -> None:
         current = int(ok(driver.cuCtxGetCurrent()))
@@ -82,7 +82,7 @@ class CurrentContext:
 
 
 def num_devices() -> int:
-    """The GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return int(ok(driver.cuDeviceGetCount()))
 
 
@@ -91,7 +91,7 @@ def device_uuid(ordinal: int) -> str:
 
 
 def current_device() -> int:
-    """The number of the current context's GPU."""
+    """Return the number of the current context's GPU."""
     return int(ok(driver.cuCtxGetDevice()))
 
 
@@ -114,13 +114,13 @@ class CudaEvent:
         self.record(stream)
 
     def record(self, stream: int) -> None:
-        ok(driver.cuEventRecord(self._event, stream))  # from an integer, the event would be made anew in each call
+        ok(driver.cuEventRecord(self._event, stream))  # an integer would be converted to an object in each call
 
     def synchronize(self) -> None:
         ok(driver.cuEventSynchronize(self.handle))
 
     def done(self) -> bool:
-        return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY  # a failure is for who waits
+        return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY  # waiting reports a failure
 
     def __del__(self, _destroy: Any = driver.cuEventDestroy) -> None:
         if hasattr(self, "handle"):
@@ -132,7 +132,7 @@ def wait_event(stream: int, event: int) -> None:
 
 
 def wait_stream(stream: int, other: int) -> None:
-    """Make `stream` wait for what `other` holds now."""
+    """Make `stream` wait for the work that `other` holds now."""
     event = CudaEvent(other)  # has to live until the wait is queued
     wait_event(stream, event.handle)
 
@@ -142,38 +142,38 @@ def wait_value(stream: int, ptr: int, value: int) -> None:
     ok(driver.cuStreamWaitValue32(stream, ptr, value, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ))
 
 
-class Work:
-    """What a stream will have done. Whoever needs that may ask at any time, whatever context is current then."""
+class StreamWork:
+    """The work of a stream as a `StreamDependency`. Any thread may use it, and any context may be current then."""
 
     __slots__ = ("_context", "stream")
 
     def __init__(self, stream: int, context: CurrentContext) -> None:
         self.stream, self._context = stream, context
 
-    def let_wait(self, consumer: int) -> None:
-        """Make another stream wait for it."""
+    def make_wait(self, consumer: int) -> None:
+        """Make another stream wait for the work that the stream holds now."""
         with self._context:
             wait_stream(consumer, self.stream)
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether a stream is part of a graph capture; the default stream is, in a way, while one that waits for it is."""
-    said = driver.cuStreamIsCapturing(stream)
-    if said == _NOT_CAPTURED:
+    """Return whether a stream is part of a graph capture. The default stream counts while a stream that waits for it is captured."""
+    status = driver.cuStreamIsCapturing(stream)
+    if status == _NOT_CAPTURED:
         return False
-    if said[0] != _CAPTURED_ELSEWHERE:
-        ok(said)
+    if status[0] != _CAPTURED_ELSEWHERE:
+        ok(status)
     return True
 
 
 def capture_id(stream: int) -> int | None:
-    """The number of the graph capture that the stream is part of, if any."""
+    """Return the number of the graph capture that the stream is part of, or None."""
     return int(ok(driver.cuStreamGetCaptureInfo(stream))[1]) if is_capturing(stream) else None
 
 
 @contextmanager
-def outside_of_captures() -> Iterator[None]:
-    """Within, what no graph can hold may be asked of the driver while a stream is captured."""
+def relaxed_capture_mode() -> Iterator[None]:
+    """Allow driver calls that a graph cannot hold while a stream is captured."""
     before = ok(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     try:
         yield
@@ -186,7 +186,7 @@ def synchronize(stream: int) -> None:
 
 
 def synchronize_all() -> None:
-    """Wait for all streams of the current context, as far as captures let one."""
+    """Wait for all streams of the current context. Does nothing if a capture forbids it."""
     driver.cuCtxSynchronize()
 
 
@@ -197,14 +197,14 @@ def new_stream() -> int:
 _idle_streams: dict[int, list[int]] = {}  # by context
 
 
-def take_stream() -> int:
-    """A stream that nobody else uses, until `give_stream_back`. None is destroyed: results that outlive their Buffer come back on it."""
+def acquire_stream() -> int:
+    """Return a stream for the caller alone, until `release_stream`. No stream is destroyed: results may outlive their Buffer."""
     idle = _idle_streams.setdefault(int(ok(driver.cuCtxGetCurrent())), [])
     return idle.pop() if idle else new_stream()
 
 
-def give_stream_back(stream: int) -> None:
-    """The work on it is done."""
+def release_stream(stream: int) -> None:
+    """Make a stream available again. Its work must be done."""
     _idle_streams[int(ok(driver.cuCtxGetCurrent()))].append(stream)
 
 
@@ -214,8 +214,8 @@ def elapsed_ms(begin: CudaEvent, end: CudaEvent) -> float:
 
 
 def allocate(num_bytes: int) -> int:
-    """Device memory, also in the middle of a graph capture (of which it is no part)."""
-    with outside_of_captures():
+    """Allocate device memory. In a graph capture this works too, and the memory is not part of the graph."""
+    with relaxed_capture_mode():
         return int(ok(driver.cuMemAlloc(max(num_bytes, 1))))
 
 
@@ -228,7 +228,7 @@ def fill(ptr: int, byte: int, num_bytes: int) -> None:
 
 
 def allocate_pinned(num_bytes: int) -> int:
-    """Host memory that kernels can write; one address serves both sides. What was there before may still be in it."""
+    """Allocate host memory that kernels can write, at the same address on host and device. It is not cleared."""
     flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
     return int(ok(driver.cuMemHostAlloc(num_bytes, flags)))
 
@@ -238,13 +238,13 @@ def free_pinned(ptr: int) -> None:
 
 
 def copy_async(to: int, source: int, num_bytes: int, stream: int) -> None:
-    """Copy between any two of host and device memory."""
+    """Copy in any direction between host and device memory."""
     if num_bytes:
         ok(driver.cuMemcpyAsync(to, source, num_bytes, stream))
 
 
-def write_beside(ptr: int, value: int) -> None:
-    """Write an int32 to device memory now, whatever all streams are busy with."""
+def write_int32_now(ptr: int, value: int) -> None:
+    """Write an int32 to device memory without waiting for the work of other streams."""
     stream, number = new_stream(), ctypes.c_int32(value)
     ok(driver.cuMemcpyHtoDAsync(ptr, ctypes.addressof(number), 4, stream))
     synchronize(stream)
@@ -255,10 +255,10 @@ _memory_pools: dict[int, Any] = {}  # by context
 
 
 def allocate_async(num_bytes: int, stream: int) -> int:
-    """Memory from a stream-ordered pool of this library's, on the current context's GPU, which keeps what is freed.
+    """Allocate from this library's stream-ordered pool on the current context's GPU. The pool keeps freed memory.
 
-    The driver takes that back when this process finds no other memory. It is one pool, for good: the driver may be asked to destroy one
-    with memory in use (results outlive Buffers), but was seen to crash then.
+    The driver reclaims this memory when the process finds no other. The pool is never destroyed: results outlive Buffers, and the driver
+    was seen to crash when it destroyed a pool with memory in use.
     """
     context = int(ok(driver.cuCtxGetCurrent()))
     pool = _memory_pools.get(context) or _memory_pools.setdefault(context, _new_memory_pool())
@@ -277,7 +277,7 @@ def _new_memory_pool() -> Any:
 
 
 def trim_memory_pool() -> None:
-    """Give back what the pool of the current context keeps."""
+    """Return the free memory in the pool of the current context to the driver."""
     if pool := _memory_pools.get(int(ok(driver.cuCtxGetCurrent()))):
         driver.cuMemPoolTrimTo(pool, 0)
 

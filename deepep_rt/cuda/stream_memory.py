@@ -1,4 +1,4 @@
-"""Memory from a stream-ordered pool of the driver, for what finds no room in a Buffer's own."""
+"""Memory from a stream-ordered pool of the driver, for results that do not fit into a Buffer's own pool."""
 
 from __future__ import annotations
 
@@ -7,56 +7,58 @@ from collections import deque
 from typing import Any
 
 from . import driver
-from .stream_tracking import Past, Piece, Users
+from .stream_tracking import Allocation, PendingWork, StreamTracker
 
-_late: deque[tuple[Users, int, int, Past]] = deque()  # what could not be freed when it died: whose, pointer, stream, who used it
+_deferred: deque[tuple[StreamTracker, int, int, PendingWork]] = (
+    deque()
+)  # tracker, pointer, stream and pending work of memory to free
 
 
 class StreamPool:
-    """A Buffer's part of that pool.
+    """The part of the driver's pool that one Buffer uses.
 
-    The pool keeps what comes back. The driver's default one gives memory back whenever the host waits for a stream; asking for 240 MB anew
-    then takes a millisecond.
+    This pool keeps freed memory. The driver's default pool returns memory to the system whenever the host waits for a stream; the next
+    request for 240 MB then takes a millisecond.
     """
 
     def __init__(self) -> None:
-        self._users = Users()
+        self._tracker = StreamTracker()
 
     def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> StreamMemory:
-        """Memory for work on `stream`; `reader` may be another stream that will use it too."""
-        _free_late()
-        return StreamMemory(self._users, driver.allocate_async(num_bytes, stream), stream, reader)
+        """Allocate memory for work on `stream`. `reader` may be another stream that will use it too."""
+        _free_deferred()
+        return StreamMemory(self._tracker, driver.allocate_async(num_bytes, stream), stream, reader)
 
     def destroy(self) -> None:
-        """Give back what nothing uses."""
-        _free_late()
+        """Return unused memory to the driver."""
+        _free_deferred()
         driver.trim_memory_pool()
 
 
-class StreamMemory(Piece):
-    """A piece of a stream-ordered pool; it goes back with the last reference, after what the streams that use it hold then."""
+class StreamMemory(Allocation):
+    """An allocation of a stream-ordered pool. Its last reference frees it, after the work that its streams hold at that time."""
 
-    __slots__ = ("_users", "ptr")
+    __slots__ = ("_tracker", "ptr")
 
-    def __init__(self, users: Users, ptr: int, stream: int, reader: int | None) -> None:
+    def __init__(self, tracker: StreamTracker, ptr: int, stream: int, reader: int | None) -> None:
         super().__init__(stream, reader)
-        self.ptr, self._users = ptr, users
+        self.ptr, self._tracker = ptr, tracker
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            _free(self._users, self.ptr, self._streams[0], self._users.left_by(self._end()[1:]))
+            _free(self._tracker, self.ptr, self._streams[0], self._tracker.record(self._final_streams()[1:]))
 
 
-def _free(users: Users, ptr: int, stream: int, past: Past) -> None:
-    """Free memory in stream order, or later if a capture is in the way: a graph does not free what it has not allocated."""
-    with users.context:
-        left = users.let_finish(past, stream)
-        if left or driver.is_capturing(stream):
-            _late.append((users, ptr, stream, left))
+def _free(tracker: StreamTracker, ptr: int, stream: int, pending: PendingWork) -> None:
+    """Free memory in stream order. Defer it in a capture: a graph must not free memory that it did not allocate."""
+    with tracker.context:
+        remaining = tracker.order_after(pending, stream)
+        if remaining or driver.is_capturing(stream):
+            _deferred.append((tracker, ptr, stream, remaining))
         else:
             driver.free_async(ptr, stream)
 
 
-def _free_late() -> None:
-    for _ in range(len(_late)):
-        _free(*_late.popleft())
+def _free_deferred() -> None:
+    for _ in range(len(_deferred)):
+        _free(*_deferred.popleft())

@@ -1,136 +1,142 @@
-"""Which streams use a piece of memory, and how its next user is ordered after them.
+"""Track the streams that use an allocation, and order its next user after them.
 
-A piece may be handed out again as soon as its arrays have died on the host, although kernels that use it may still be queued. Work of the
-next user is ordered after what these streams held when the piece died:
+An allocation becomes free when its arrays die on the host, although kernels that use it may still be queued. Work of the next user is
+ordered after the work that these streams held when the allocation died:
 
 - the stream of the call, and the caller's current stream at the call;
 - streams that a DLPack consumer named;
-- the stream that was current when an array was made of the piece, and the one that is current where its last array is dropped.
+- the stream that was current when an array was made of the allocation, and the current stream of the thread that drops its last array.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ..arrays.view import Framework
 from ..errors import EPUnavailableError
 from . import driver
 
-if TYPE_CHECKING:
-    from ..arrays.view import Framework
+PendingWork = tuple[tuple[int, driver.CudaEvent | None], ...]
+"""Streams whose work may still use an allocation, each with an event after that work.
 
-Past = tuple[tuple[int, driver.CudaEvent | None], ...]
-"""Streams whose work may still use a piece, each with an event behind that work; None stands for all that the stream will hold by then."""
+None in place of an event means all work that the stream holds when the next user asks.
+"""
 
 Streams = tuple[int, ...]
 
-_IN_A_ROW = 64  # pieces of one stream alone, after which the others are thought to be gone
+_SINGLE_STREAM_RUN = 64  # after so many allocations of one stream alone, the tracker assumes that there is no other stream
 
 
-class Piece:
-    """Memory that is handed out, and the streams that use it. Who makes arrays of it tells of further streams."""
+class Allocation:
+    """Memory that was handed out, and the streams that use it. Code that makes arrays of it records further streams."""
 
-    __slots__ = ("_library", "_streams")
+    __slots__ = ("_framework", "_streams")
 
     def __init__(self, stream: int, reader: int | None) -> None:
         self._streams: Streams = (stream,) if reader is None or reader == stream else (stream, reader)
-        self._library: tuple[Framework, int] | None = None
+        self._framework: tuple[Framework, int] | None = None
 
-    def used_on(self, stream: int) -> None:
-        """Another stream works with it."""
+    def add_stream(self, stream: int) -> None:
+        """Add a stream that uses the allocation."""
         if stream not in self._streams:
             self._streams += (stream,)
 
-    def used_by(self, library: Framework, device: int) -> None:
-        """An array library makes an array of it: its current stream works with it, now and when the array is dropped."""
-        stream = library.current_stream(device)
+    def add_framework(self, framework: Framework, device: int) -> None:
+        """Add an array library that makes an array of the allocation: its current stream uses it now, and when the array is dropped."""
+        stream = framework.current_stream(device)
         if stream is not None:
-            self._library = library, device
-            self.used_on(stream)
+            self._framework = framework, device
+            self.add_stream(stream)
 
-    def _end(self) -> Streams:
-        """The streams that use it as it dies, in the thread that drops it. Finalizers ask, so it does not raise."""
-        if self._library is not None:
-            library, device = self._library
+    def _final_streams(self) -> Streams:
+        """Return the streams that use the allocation when it dies, in the thread that drops it. Finalizers call this: it does not raise."""
+        if self._framework is not None:
+            framework, device = self._framework
             try:
-                stream = library.current_stream(device)
-            except Exception:  # the memory has to come back all the same
+                stream = framework.current_stream(device)
+            except Exception:  # the memory has to be released anyway
                 stream = None
             if stream is not None:
-                self.used_on(stream)
+                self.add_stream(stream)
         return self._streams
 
 
-class Users:
-    """The streams that use what comes from one place. Where one stream does everything, the driver is asked nothing."""
+class StreamTracker:
+    """Pending work of the allocations of one pool. While a single stream uses all of them, the tracker calls no driver function."""
 
     def __init__(self) -> None:
-        self.context = driver.CurrentContext()  # memory comes back at any time, whatever another library has made current
-        self._last: Streams = ()  # one
-        self._in_a_row = 0
+        self.context = driver.CurrentContext()  # allocations die at any time, and another library's context may be current then
+        self._last_stream: Streams = ()  # of the last allocation that died: one stream
+        self._run_length = 0
 
-    def left_by(self, streams: Streams, past: Past = ()) -> Past:
-        """What a piece leaves behind that dies now: these streams, and what was left to them. Finalizers ask, so it does not raise."""
+    def record(self, streams: Streams, pending: PendingWork = ()) -> PendingWork:
+        """Return the work that the next user of a dying allocation has to wait for. Finalizers call this: it does not raise.
+
+        Args:
+            streams: The streams that used the allocation.
+            pending: The work that the allocation itself did not wait for.
+        """
         if not streams:
-            return past
-        if streams == self._last:
-            in_a_row = self._in_a_row + 1
+            return pending
+        if streams == self._last_stream:
+            run_length = self._run_length + 1
         else:
-            in_a_row = _IN_A_ROW if len(streams) == 1 and not self._last else 0
-            self._last = streams[-1:]
-        self._in_a_row = in_a_row  # which another thread may change before it is read again
-        # A new mark stands for what its stream held before, too.
-        older = past and tuple(mark for mark in past if mark[0] not in streams)
-        if in_a_row >= _IN_A_ROW:
+            run_length = _SINGLE_STREAM_RUN if len(streams) == 1 and not self._last_stream else 0
+            self._last_stream = streams[-1:]
+        self._run_length = run_length  # read the local variable below: another thread may change this one
+        # A new event on a stream also covers earlier work of that stream.
+        older = pending and tuple(entry for entry in pending if entry[0] not in streams)
+        if run_length >= _SINGLE_STREAM_RUN:
             return (*older, (streams[0], None))
         with self.context:
-            return (*older, *(mark for stream in streams for mark in _mark(stream)))
+            return (*older, *(entry for stream in streams for entry in _record_event(stream)))
 
-    def let_finish(self, past: Past, stream: int) -> Past:
-        """Order later work on `stream` after it; returns what has to be left to the next user.
+    def order_after(self, pending: PendingWork, stream: int) -> PendingWork:
+        """Order later work on `stream` after pending work. Return the part that the next user still has to wait for.
 
-        Captured work is ordered after other work of its capture alone, and for the rest by whoever replays the graph.
+        Captured work is ordered only after other work of its capture. The program that replays the graph orders the rest.
         """
-        if is_own(past, stream):
+        if is_only_on(pending, stream):
             return ()
-        others = [(other, event) for other, event in past if other != stream]
+        others = [(other, event) for other, event in pending if other != stream]
         with self.context:
             if driver.is_capturing(stream):
-                _order_in_capture(past, stream)
-                return past
-            marks = [mark for other, event in others for mark in (_mark(other) if event is None else ((other, event),))]
-            for _, event in marks:
+                _order_in_capture(pending, stream)
+                return pending
+            entries = [
+                entry for other, event in others for entry in (_record_event(other) if event is None else ((other, event),))
+            ]
+            for _, event in entries:
                 if event is not None:
                     driver.wait_event(stream, event.handle)
-        return tuple(mark for mark in marks if mark[1] is None)
+        return tuple(entry for entry in entries if entry[1] is None)
 
 
-def is_own(past: Past, stream: int) -> bool:
-    """Whether no other stream is in it."""
-    for other, _ in past:  # noqa: SIM110  # a loop is quicker, and each call of a Buffer asks several times
+def is_only_on(pending: PendingWork, stream: int) -> bool:
+    """Return whether no other stream has pending work."""
+    for other, _ in pending:  # noqa: SIM110  # a loop is faster, and each call of a Buffer asks several times
         if other != stream:
             return False
     return True
 
 
-def unfinished(past: Past) -> Past:
-    """The same without work that has ended. Not for captures, in which nobody may ask that."""
-    return tuple((stream, event) for stream, event in past if event is None or not event.done())
+def unfinished(pending: PendingWork) -> PendingWork:
+    """Return pending work without the finished part. Do not call this in a capture: the driver would end the capture."""
+    return tuple((stream, event) for stream, event in pending if event is None or not event.done())
 
 
-def _mark(stream: int) -> Past:
-    """Stands for the work that a stream holds now; to wait for what is queued later would tie streams to each other."""
+def _record_event(stream: int) -> PendingWork:
+    """Return an entry for the work that a stream holds now. Waiting for later work as well would tie streams to each other."""
     try:
-        # An event in a capture says nothing of the work before it.
+        # An event recorded in a capture does not cover work before the capture.
         return ((stream, None if driver.is_capturing(stream) else driver.CudaEvent(stream)),)
-    except EPUnavailableError:  # it was destroyed, perhaps with work on it (the driver may as well crash when asked)
+    except EPUnavailableError:  # the stream was destroyed, perhaps with work on it; the driver may also crash instead
         driver.synchronize_all()
         return ()
 
 
-def _order_in_capture(past: Past, stream: int) -> None:
-    """Order later work on a captured stream after what other streams of its capture hold."""
+def _order_in_capture(pending: PendingWork, stream: int) -> None:
+    """Order later work on a captured stream after the work of other streams in the same capture."""
     capture = _capture_of(stream)
-    for other, event in past:
+    for other, event in pending:
         if event is None and other != stream and capture is not None and _capture_of(other) == capture:
             driver.wait_stream(stream, other)
 
@@ -138,5 +144,5 @@ def _order_in_capture(past: Past, stream: int) -> None:
 def _capture_of(stream: int) -> int | None:
     try:
         return driver.capture_id(stream)
-    except EPUnavailableError:  # the default stream while one that waits for it is captured, or a stream that was destroyed
+    except EPUnavailableError:  # the stream was destroyed, or is the default stream while a stream that waits for it is captured
         return None

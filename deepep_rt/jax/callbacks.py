@@ -15,7 +15,7 @@ from .._checks import argument_error
 from ..arrays import dlpack
 from ..arrays import view as arrays
 from ..arrays.dtypes import DTYPES
-from ..arrays.frameworks import check_unmasked, not_shown
+from ..arrays.frameworks import check_unmasked, unreadable
 from ..arrays.view import HOST, Framework, View
 from ..backends.base import Backend
 from ..buffer import Buffer, backend_of, info_of
@@ -168,7 +168,7 @@ def as_array(value: Any, name: str) -> jax.Array:
     try:
         return jnp.asarray(value)
     except Exception as error:  # JAX asks the object, which may raise anything
-        raise not_shown(value, name, error) from error
+        raise unreadable(value, name, error) from error
 
 
 def as_int32(topk_idx: Any) -> jax.Array:

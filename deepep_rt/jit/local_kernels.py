@@ -42,6 +42,6 @@ def zero_padding(stream: int, x: int, out: int, num_kept: int, num_rows: int, ro
 def _launcher(name: str, dtype: str | None, arch: str, context: int) -> tuple[Launcher, int]:
     """A loaded kernel, and the most blocks that are worth launching."""
     kernel, constants = KERNELS[name], local_constants(arch, dtype)
-    with driver.outside_of_captures():  # also where the first call is captured
+    with driver.relaxed_capture_mode():  # also where the first call is captured
         function = jit.load(kernel, constants, arch)
         return Launcher(kernel, function, constants, {}), _BLOCKS_PER_SM * driver.num_sms(driver.current_device())

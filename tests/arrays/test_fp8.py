@@ -15,7 +15,7 @@ def _all_bfloat16() -> np.ndarray:
 
 
 def _reference(values: np.ndarray) -> np.ndarray:
-    """Through ml_dtypes, which does not saturate and keeps the sign of NaN."""
+    """Convert with ml_dtypes. It does not saturate and keeps the sign of NaN, so clip and replace NaN here."""
     with np.errstate(invalid="ignore"):
         codes = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.where(np.isnan(values), 0x7F, codes)
@@ -29,9 +29,9 @@ def test_encode_every_bfloat16() -> None:
 def test_encode_ties_and_their_neighbours() -> None:
     codes = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     ties = (codes[1:] + codes[:-1]) / 2  # exact
-    near = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf)), codes]
+    around = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf)), codes]
     top = np.array([448, 463.9, 464, 464.1, 480, 1e30, np.inf, 2.0**-10, 1e-40, 0], np.float32)
-    values = np.concatenate([*near, top])
+    values = np.concatenate([*around, top])
     values = np.concatenate([values, -values])
     np.testing.assert_array_equal(fp8.encode_e4m3(values), _reference(values))
 
@@ -49,7 +49,7 @@ def test_rows_of_every_bfloat16(order: str, round_scale: bool) -> None:
     values = _all_bfloat16()
     if order == "mixed":
         values = np.random.default_rng(2).permutation(values)
-    if order == "finite":  # groups of every size, without infinities
+    if order == "finite":  # groups of all magnitudes, without infinities
         values = np.where(np.isfinite(values.astype(np.float32)), values, np.zeros_like(values))
     rows = values.reshape(-1, 256)
     codes, scales = fp8.to_fp8(rows.astype(np.float32), round_scale)

@@ -484,7 +484,7 @@ def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch:
 
     class Library(type(frameworks.framework_of(Array(fake, "int32", 1), "x"))): ...  # type: ignore[misc]
 
-    monkeypatch.setitem(frameworks._frameworks, Other, Library())
+    monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Other, Library())
     with make(low_latency=True) as buffer:
         x, _, weights = arguments(fake)
         for call in (
@@ -512,7 +512,7 @@ def test_host_memory_beside_a_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.
             return arrays.View(array.ptr, array.shape, array.dtype, arrays.HOST, array, library)
 
     library = frameworks.framework_of(Array(fake, "int32", 1), "x")  # PyTorch's tensors are in both kinds of memory
-    monkeypatch.setitem(frameworks._frameworks, OnHost, Library())
+    monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, OnHost, Library())
     with make() as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.dispatch(x, idx, weights, num_worst_tokens=40)

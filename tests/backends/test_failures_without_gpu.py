@@ -47,7 +47,7 @@ def test_a_buffer_that_does_not_fit_allocates_nothing(
     message = str(caught.value)
     for words in (f"takes {need / 1e9:.2f} GB", f"rank {rank} has 0.00 GB free", "lower num_max_tokens_per_rank or num_slots"):
         assert words in message
-    assert not [name for name in fake.asked if name.startswith(("allocate", "fill", "take_stream"))]
+    assert not [name for name in fake.asked if name.startswith(("allocate", "fill", "acquire_stream"))]
 
 
 def test_counts_that_come_late(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
     """It says why, and who waits for it stops waiting, on the host and on the GPU."""
     pytest.importorskip("mpi4py.MPI")
     written: list[tuple[int, int]] = []
-    monkeypatch.setattr(driver, "write_beside", lambda ptr, value: written.append((ptr, value)))
+    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append((ptr, value)))
     buffer = make(timeout_s=60.0)
     ranks = buffer._backend._comm
     with pytest.raises(KeyError), buffer:

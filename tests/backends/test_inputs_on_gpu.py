@@ -54,7 +54,7 @@ class Library(Framework):
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
-    monkeypatch.setitem(frameworks._frameworks, Array, made)
+    monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, made)
     return made
 
 

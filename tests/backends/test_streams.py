@@ -64,7 +64,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
             fake.captures[stream] = fake.captures[other]
 
     monkeypatch.setattr(driver, "CudaEvent", Event)
-    monkeypatch.setattr(driver, "take_stream", lambda: OWN)
+    monkeypatch.setattr(driver, "acquire_stream", lambda: OWN)
     monkeypatch.setattr(driver, "capture_id", fake.captures.get)
     monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in fake.captures)
     monkeypatch.setattr(driver, "wait_event", wait_event)

@@ -112,7 +112,7 @@ def test_wrong_input_is_raised_and_the_call_was_made(ranks: list[StoreCommunicat
 def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
     """What waits for it on the GPU is ended, by the word that kernels look at; where time-outs mask, nothing is."""
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(driver, "write_beside", lambda ptr, value: told.append((ptr, value)))
+    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: told.append((ptr, value)))
     waiting, leaving = make(ranks[0], Page(), on_timeout=on_timeout), make(ranks[2], Page())
     waiting.listen()
     speaker = threading.Thread(target=leaving.notify, args=(KeyError("mine"),))

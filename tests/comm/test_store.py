@@ -332,7 +332,7 @@ def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monke
     from deepep_rt.cuda import driver
 
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(driver, "write_beside", lambda ptr, value: told.append((ptr, value)))
+    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: told.append((ptr, value)))
     page: Any = SimpleNamespace(check_peers=lambda: None)
     config = Config(3, 8, 64, 2, 12, low_latency=True, timeout_s=5.0)
     ranks[0]._store.fails = True

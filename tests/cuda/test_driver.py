@@ -70,16 +70,16 @@ def test_streams_are_used_again(current: threading.local, monkeypatch: pytest.Mo
     made = iter(range(100, 200))
     monkeypatch.setattr(driver, "new_stream", lambda: next(made))
     monkeypatch.setattr(driver, "_idle_streams", {})
-    first, second = driver.take_stream(), driver.take_stream()
+    first, second = driver.acquire_stream(), driver.acquire_stream()
     assert first != second
-    driver.give_stream_back(first)
+    driver.release_stream(first)
     current.context = OTHERS
-    other = driver.take_stream()
+    other = driver.acquire_stream()
     assert other not in (first, second)
-    driver.give_stream_back(other)
+    driver.release_stream(other)
     current.context = OWN
-    assert driver.take_stream() == first
-    assert driver.take_stream() not in (first, second, other)
+    assert driver.acquire_stream() == first
+    assert driver.acquire_stream() not in (first, second, other)
 
 
 def test_one_memory_pool_for_a_context(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,8 +179,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
             fake.depth -= 1
 
     replaced = {
-        "take_stream": lambda: OWN_STREAM,
-        "give_stream_back": lambda stream: None,
+        "acquire_stream": lambda: OWN_STREAM,
+        "release_stream": lambda stream: None,
         "free_bytes": lambda: 1 << 50,
         "num_sms": lambda ordinal: 132,
         "is_capturing": lambda stream: False,
@@ -217,7 +217,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(jit, "load", fake.load)
     monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
     monkeypatch.setattr(device, "choose_device", lambda *_: 0)
-    monkeypatch.setitem(frameworks._frameworks, Array, _Library())
+    monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake
     assert not fake.outside
 

@@ -352,7 +352,7 @@ class Machine(AbstractContextManager):
             self._memory.remove(ptr)
             self._lib.gpu_free(ctypes.c_void_p(ptr))
 
-    def _take_stream(self) -> int:
+    def _acquire_stream(self) -> int:
         number = next(self._numbers)
         self._streams[number] = _Stream(self._making)
         return number
@@ -433,8 +433,8 @@ class Machine(AbstractContextManager):
             def free(self) -> None: ...  # peers may still write there; it goes with the machine
 
         replaced = {
-            "take_stream": self._take_stream,
-            "give_stream_back": lambda stream: None,
+            "acquire_stream": self._acquire_stream,
+            "release_stream": lambda stream: None,
             "free_bytes": lambda: 1 << 50,
             "num_sms": lambda ordinal: 132,
             "is_capturing": lambda stream: False,
@@ -472,4 +472,4 @@ class Machine(AbstractContextManager):
         patch(factory, "agree", lambda *_: "cuda")
         patch(agreement, "announce", lambda *_: None)
         patch(placement, "placed", lambda comm, config: config)
-        self._patches.setitem(frameworks._frameworks, DeviceArray, _Library())
+        self._patches.setitem(frameworks.FRAMEWORK_OF_CLASS, DeviceArray, _Library())

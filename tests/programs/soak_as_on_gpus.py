@@ -144,7 +144,7 @@ def damage(call):
 def main():
     damage(sys.argv[1])
     sys.modules["cupy"] = make_cupy()
-    wrap, run, make_graph = frameworks._Numpy.wrap, runner._Run._backend, _Graph.__init__
+    wrap, run, make_graph = frameworks.NumpyFramework.wrap, runner._Run._backend, _Graph.__init__
 
     def backend(self):
         run(self)
@@ -154,7 +154,7 @@ def main():
         graphs.append(self)
         make_graph(self, session)
 
-    frameworks._Numpy.wrap = lambda self, view: wrap(self, view).view(Array)
+    frameworks.NumpyFramework.wrap = lambda self, view: wrap(self, view).view(Array)
     runner._Run._backend, runner.Buffer, _Graph.__init__ = backend, on_host, init
     try:
         cli.run(["soak", "--backend", "host", *sys.argv[2:]])

@@ -116,11 +116,11 @@ class DeviceBackend:
         # Counts do not lie with the rows: who keeps counts must not keep those.
         if known is not None:
             capacity, slot = known.num_recv_rows, known.routing
-            counts_slot = self._counts.take(stream, call.caller_stream)
+            counts_slot = self._counts.acquire(stream, call.caller_stream)
             counts_at = counts_slot.ptr
         else:
             capacity = config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
-            counts_slot = slot = self._handles.take(stream, call.caller_stream)
+            counts_slot = slot = self._handles.acquire(stream, call.caller_stream)
             counts_at = slot.ptr + self._handle_map.offsets["counts"]
         shape = self._layout.result(capacity, row_bytes, scale_bytes, idx_bytes, idx is not None)
         place = self._results.place(shape.num_bytes, call)
@@ -312,7 +312,7 @@ class DeviceBackend:
         self._held.callback(self._page.free)
         self._watch = Watch(self._comm, config, self._page, self._state, self.call_lock.check)
         self._order = CallOrder(self.device, self.context, self._watch.check)
-        self._held.callback(driver.give_stream_back, self._order.own_stream)
+        self._held.callback(driver.release_stream, self._order.own_stream)
         self._stream_pool = StreamPool()
         self._held.callback(self._stream_pool.destroy)
         self._results = ResultMemory(base, self._map, config.num_slots, self._order, self._stream_pool, self._copy_when_full)
@@ -422,7 +422,7 @@ class DeviceBackend:
     def _result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
         if self._destroyed:
             raise EPDestroyedError("the Buffer of this result was destroyed, and nobody had looked at the result; look before")
-        return View(ptr, shape, dtype, self.device, owner, framework, driver.Work(stream, self.context))
+        return View(ptr, shape, dtype, self.device, owner, framework, driver.StreamWork(stream, self.context))
 
     def _on_device(self, stream: int, *views: View | None) -> Sequence[Any]:
         for view in views:

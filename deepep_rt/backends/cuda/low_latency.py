@@ -154,9 +154,9 @@ class DeviceLowLatencyBackend(DeviceBackend):
         x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         results = self._ll_results[inputs.use_fp8, inputs.use_ue8m0]
         if (into := inputs.into) is None:
-            memory: Any = results.memory.take(stream, call.caller_stream)
+            memory: Any = results.memory.acquire(stream, call.caller_stream)
             recv_x, recv_scales = memory.ptr + results.x, memory.ptr + results.scales
-            slot: Any = self._ll_handles.take(stream, call.caller_stream)
+            slot: Any = self._ll_handles.acquire(stream, call.caller_stream)
         else:
             memory, slot = into, into.tables
             recv_x, recv_scales = into.recv_x.ptr, into.recv_scales.ptr if into.recv_scales else 0
@@ -216,7 +216,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if inputs.out is not None:
             owner, out = inputs.out.owner, inputs.out.ptr
         else:
-            owner = self._ll_sums.take(stream, call.caller_stream)
+            owner = self._ll_sums.acquire(stream, call.caller_stream)
             out = owner.ptr
         values = {
             "phases": _PHASES[with_hook],
@@ -255,7 +255,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
         if self._ll_combine_buffer is None:
             writer = framework.current_stream(self.device)  # 0 is a stream too
             memory = self._ll_results[False, False].memory
-            self._ll_combine_buffer = memory.take(self._order.own_stream if writer is None else writer)
+            self._ll_combine_buffer = memory.acquire(self._order.own_stream if writer is None else writer)
         return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
 
     def _run(

@@ -85,7 +85,7 @@ class Watch:
             error = lost
         if error is not None:
             self._broken = error
-            driver.write_beside(self._abort_at, 1)
+            driver.write_int32_now(self._abort_at, 1)
             raise error
 
     def await_counts(self) -> tuple[int, list[int]]:

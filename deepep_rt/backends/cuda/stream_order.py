@@ -76,7 +76,7 @@ class CallOrder:
 
     def __init__(self, device: int, context: driver.CurrentContext, check: Callable[[], None]) -> None:
         self._device, self.context, self.check = device, context, check
-        self.own_stream = driver.take_stream()
+        self.own_stream = driver.acquire_stream()
         self._last_call = _LastCall(self.own_stream)
         self._capture: _Capture | None = None  # the last one that had calls
         self._thread: int | None = None  # whose per-thread default stream has calls
