@@ -22,8 +22,8 @@ HOST_ONLY = {
     "check_huge_messages_are_refused",
     "check_host_memory_that_does_not_suffice",  # of the host backend
     "check_low_latency_bad_expert_number",
-    "check_low_latency_arguments_that_are_wrong",  # GPUs cannot look at numbers
-    "check_low_latency_ranks_that_disagree",
+    "check_wrong_low_latency_arguments",  # GPUs cannot look at numbers
+    "check_ranks_that_disagree_on_low_latency_calls",
     "check_other_choices_are_refused",  # on GPUs: test_low_latency.test_other_choices_are_reported
     "check_late_messages_of_every_kind",  # ranks tell each other in combine which rows of a call with a lost rank there are
 }
@@ -36,18 +36,22 @@ def _checks():
         import choices
         import combine
         import dispatch
+        import lost_ranks
         import low_latency
+        import low_latency_errors
+        import low_latency_hooks
         import masks
         import rounds
     except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
         return []
     found = []
-    for module in (dispatch, combine, buffers, rounds, bad_calls, low_latency, choices, masks):
+    for_low_latency = (low_latency, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
+    for module in (dispatch, combine, buffers, rounds, bad_calls, *for_low_latency):
         checks = [
             f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
         ]
         for check in sorted(checks, key=lambda f: f.__code__.co_firstlineno):
-            for name, settings in transports() if module in (low_latency, choices, masks) else [("nvlink", {})]:
+            for name, settings in transports() if module in for_low_latency else [("nvlink", {})]:
                 found.append(pytest.param(check, settings, id=f"{module.__name__}-{check.__name__}-{name}"))
     return found
 

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import low_latency_oracle
 import numpy as np
 import oracle
-from low_latency import FORMATS, MAX_TOKENS, _arrived, _buffer, _check_same, _inputs, _outputs
+from low_latency_rounds import (
+    FORMATS,
+    MAX_TOKENS,
+    assert_same,
+    expected_arrivals,
+    expert_outputs,
+    make_low_latency_buffer,
+    make_low_latency_inputs,
+)
 from mpi4py import MPI
 from spmd import main, raises
 
@@ -39,17 +47,20 @@ def _check_steps(
     """A compiled step with inputs that change."""
     rank = comm.Get_rank()
     for seed in seeds:
-        inputs, y = _inputs(comm, seed, _tokens, idx_dtype="int32"), _outputs(buffer, seed, special=bool(seed % 2))
+        inputs, y = (
+            make_low_latency_inputs(comm, seed, _tokens, idx_dtype="int32"),
+            expert_outputs(buffer, seed, special=bool(seed % 2)),
+        )
         wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
         mine = inputs[rank]
         sent, back = jax.block_until_ready(step(mine.x, mine.topk_idx, mine.topk_weights, y[rank]))
         got = jax.tree.map(np.asarray, sent)
-        low_latency_oracle.check_dispatch(got, _arrived(buffer, rank, inputs, options))
-        _check_same(f"combine, reduce_early={reduce_early}", np.asarray(back.x), wanted)
+        low_latency_oracle.check_dispatch(got, expected_arrivals(buffer, rank, inputs, options))
+        assert_same(f"combine, reduce_early={reduce_early}", np.asarray(back.x), wanted)
 
 
 def check_every_format(comm: MPI.Intracomm) -> None:
-    with _buffer(comm) as buffer:
+    with make_low_latency_buffer(comm) as buffer:
         for i, options in enumerate(FORMATS):
             late, early = bool(i % 2), i != 3
             with ep.errors():
@@ -59,12 +70,12 @@ def check_every_format(comm: MPI.Intracomm) -> None:
 def check_a_scan(comm: MPI.Intracomm) -> None:
     """Steps of decoding in one program, each fed with what the last one gave; throughput calls in between."""
     rank = comm.Get_rank()
-    inputs = [_inputs(comm, seed, lambda rank: 8, idx_dtype="int32")[rank] for seed in range(6)]
+    inputs = [make_low_latency_inputs(comm, seed, lambda rank: 8, idx_dtype="int32")[rank] for seed in range(6)]
     x = inputs[0].x
     idx, weights = (np.stack([getattr(one, name) for one in inputs]) for name in ("topk_idx", "topk_weights"))
     factor = np.float32(rank + 1)  # what the experts of this rank do
 
-    with _buffer(comm) as buffer:
+    with make_low_latency_buffer(comm) as buffer:
         place = jnp.arange(buffer.config.num_max_recv_tokens)
 
         def step(carry: Any, routing: Any) -> Any:
@@ -88,16 +99,16 @@ def check_a_scan(comm: MPI.Intracomm) -> None:
             np.testing.assert_array_equal(counts[i], np.asarray(sent.num_recv_tokens_per_expert))
             y = (np.asarray(sent.recv_x).astype(np.float32) * factor).astype(x.dtype)
             low = np.asarray(buffer.low_latency_combine(y, idx[i], weights[i], sent.handle).x)
-            _check_same(f"step {i}", np.asarray(sums[i]), low)
+            assert_same(f"step {i}", np.asarray(sums[i]), low)
             slow = buffer.dispatch(low, idx[i], weights[i])
             x = np.asarray(buffer.combine(slow.recv_x, slow.handle).x)
 
 
 def check_wrong_calls(comm: MPI.Intracomm) -> None:
     """Refused while the function is traced: no call was made, and the Buffer stays good."""
-    mine: oracle.RankInputs = _inputs(comm, 1, _tokens, idx_dtype="int32")[comm.Get_rank()]
+    mine: oracle.RankInputs = make_low_latency_inputs(comm, 1, _tokens, idx_dtype="int32")[comm.Get_rank()]
     given = mine.x, mine.topk_idx, mine.topk_weights
-    with _buffer(comm) as buffer:
+    with make_low_latency_buffer(comm) as buffer:
 
         def dispatch(x: Any = given[0], idx: Any = given[1], weights: Any = given[2], **options: Any) -> Any:
             return jax.jit(lambda x, idx, weights: ep.low_latency_dispatch(buffer, x, idx, weights, **options))(x, idx, weights)
@@ -126,11 +137,11 @@ def check_wrong_calls(comm: MPI.Intracomm) -> None:
             ep.low_latency_combine(buffer, y, *given[1:], ep.Dispatched(*[None] * 5))
         with raises(EPInputError, "y.dtype=float32"):
             ep.low_latency_combine(buffer, y.astype(jnp.float32), *given[1:], sent.handle)
-        with _buffer(comm) as other, raises(EPInputError, "handle is of another Buffer"):
+        with make_low_latency_buffer(comm) as other, raises(EPInputError, "handle is of another Buffer"):
             ep.low_latency_combine(other, y, *given[1:], sent.handle)
         back = jax.block_until_ready(ep.low_latency_combine(buffer, y, *given[1:], sent.handle))
         assert not np.asarray(back.x).any()
-    plain = _buffer(comm, low_latency=False)
+    plain = make_low_latency_buffer(comm, low_latency=False)
     with plain as buffer, raises(EPInputError, "low_latency=True"):
         ep.low_latency_dispatch(buffer, *given)
 

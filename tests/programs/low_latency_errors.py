@@ -1,0 +1,161 @@
+"""Wrong low-latency calls."""
+
+from __future__ import annotations
+
+import numpy as np
+from low_latency_rounds import (
+    HIDDEN,
+    MAX_TOKENS,
+    NUM_TOPK,
+    expert_outputs,
+    make_low_latency_buffer,
+    make_low_latency_inputs,
+    run_checked_round,
+)
+from mpi4py import MPI
+from spmd import main, make_buffer, raises
+
+from deepep_rt import EPDestroyedError, EPInputError
+
+
+def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
+    """A wrong argument of one rank raises there before anything is sent. When that rank calls again, all ranks go on."""
+    rank = comm.Get_rank()
+    with make_low_latency_buffer(comm) as buffer, make_low_latency_buffer(comm) as other:
+        inputs, y = make_low_latency_inputs(comm, 22, lambda rank: 5), expert_outputs(buffer, 22)
+        mine, mine_y = inputs[rank], y[rank]
+        x, idx, weights = mine.x, mine.topk_idx, mine.topk_weights
+        handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
+        foreign = other.low_latency_dispatch(x, idx, use_fp8=False).handle
+        many = np.zeros((MAX_TOKENS + 1, HIDDEN), x.dtype)
+        mistakes = [
+            (("float32", "bfloat16"), lambda: buffer.low_latency_dispatch(x.astype(np.float32), idx)),
+            (("[5, 128]", "256"), lambda: buffer.low_latency_dispatch(np.zeros((5, 128), x.dtype), idx)),
+            (("x.shape=[17, ", "16 tokens"), lambda: buffer.low_latency_dispatch(many, np.zeros((17, NUM_TOPK), idx.dtype))),
+            (("topk_idx", "shape"), lambda: buffer.low_latency_dispatch(x, idx[:3])),
+            (("topk_weights", "float64"), lambda: buffer.low_latency_dispatch(x, idx, topk_weights=weights.astype("f8"))),
+            (("use_ue8m0", "use_fp8"), lambda: buffer.low_latency_dispatch(x, idx, use_fp8=False, use_ue8m0=True)),
+            (
+                ("wait_recv_cost_stats", "int32", "int64"),
+                lambda: buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=np.zeros(comm.Get_size(), np.int32)),
+            ),
+            (("y", "shape"), lambda: buffer.low_latency_combine(mine_y[:, 1:].copy(), idx, weights, handle)),
+            (("y", "float16"), lambda: buffer.low_latency_combine(mine_y.astype(np.float16), idx, weights, handle)),
+            (("topk_weights", "shape"), lambda: buffer.low_latency_combine(mine_y, idx, weights[:2], handle)),
+            (("another Buffer",), lambda: buffer.low_latency_combine(mine_y, idx, weights, foreign)),
+            (("handle='handle'", "LowLatencyDispatchResult"), lambda: buffer.low_latency_combine(mine_y, idx, weights, "handle")),
+            (("out", "shape"), lambda: buffer.low_latency_combine(mine_y, idx, weights, handle, out=x[:3])),
+        ]
+        for words, call in mistakes:
+            if rank == 0:
+                with raises(EPInputError, *words):
+                    call()
+        run_checked_round(comm, buffer, inputs, 22)
+        run_checked_round(comm, other, inputs, 23)
+
+
+def check_buffer_without_low_latency(comm: MPI.Intracomm) -> None:
+    mine = make_low_latency_inputs(comm, 24)[comm.Get_rank()]
+    with (
+        make_buffer(
+            comm, num_experts=4 * comm.Get_size(), hidden=HIDDEN, num_max_tokens_per_rank=MAX_TOKENS, dtype="bfloat16"
+        ) as buffer,
+        make_low_latency_buffer(comm) as other,
+    ):
+        handle = other.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False).handle
+        y = expert_outputs(other, 24)[comm.Get_rank()]
+        for call in (
+            lambda: buffer.low_latency_dispatch(mine.x, mine.topk_idx),
+            lambda: buffer.low_latency_combine(y, mine.topk_idx, mine.topk_weights, handle),
+            lambda: buffer.get_low_latency_combine_buffer(handle),
+        ):
+            with raises(EPInputError, "low_latency=True"):
+                call()
+        sent = buffer.dispatch(mine.x, mine.topk_idx)
+        assert buffer.combine(sent.recv_x, sent.handle).x.shape == mine.x.shape
+
+
+def check_low_latency_bad_expert_number(comm: MPI.Intracomm) -> None:
+    """Host only: every rank raises in the same call."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    num_experts, culprit = 4 * ranks, ranks - 1
+    with make_low_latency_buffer(comm) as buffer:
+        inputs = make_low_latency_inputs(comm, 25, lambda rank: 5)
+        mine = inputs[rank]
+        for value in (num_experts, -2, 1 << 40):
+            idx = mine.topk_idx.copy()
+            if rank == culprit:
+                idx[3, 1] = value
+            for hook in (False, True):
+                with raises(EPInputError, "token 3", f"expert {value}", *([] if rank == culprit else [f"rank {culprit}"])):
+                    buffer.low_latency_dispatch(mine.x, idx, return_recv_hook=hook)
+        run_checked_round(comm, buffer, inputs, 25)
+
+
+def check_wrong_low_latency_arguments(comm: MPI.Intracomm) -> None:
+    """Host only."""
+    with make_low_latency_buffer(comm) as buffer:
+        inputs = make_low_latency_inputs(comm, 27, lambda rank: 5)
+        mine, y = inputs[comm.Get_rank()], expert_outputs(buffer, 27)[comm.Get_rank()]
+        x, idx, weights = mine.x, mine.topk_idx, mine.topk_weights
+        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
+        with raises(EPInputError, "topk_weights differ", "low_latency_dispatch"):
+            buffer.low_latency_combine(y, idx, weights + 1, sent.handle)
+        given = weights.copy()
+        changed = buffer.low_latency_dispatch(x, idx, topk_weights=given)
+        given *= 2  # in place
+        with raises(EPInputError, "topk_weights differ", "low_latency_dispatch"):
+            buffer.low_latency_combine(y, idx, given, changed.handle)
+        given[:] = np.nan
+        same = buffer.low_latency_dispatch(x, idx, topk_weights=given)
+        buffer.low_latency_combine(y, idx, given, same.handle)
+        read_only = np.zeros_like(x)
+        read_only.flags.writeable = False
+        with raises(EPInputError, "out is read-only"):
+            buffer.low_latency_combine(y, idx, weights, sent.handle, out=read_only)
+        counts = np.zeros(buffer.config.num_local_experts, np.int32)
+        counts.flags.writeable = False
+        with raises(EPInputError, "cumulative_local_expert_recv_stats is read-only"):
+            buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=counts)
+        waits = np.zeros(comm.Get_size(), np.int64)
+        buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=waits)
+        assert waits[comm.Get_rank()] == 0, "a rank does not wait for itself"
+        waits.flags.writeable = False
+        with raises(EPInputError, "wait_recv_cost_stats is read-only"):
+            buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=waits)
+        run_checked_round(comm, buffer, inputs, 27)
+        last = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
+    with raises(EPDestroyedError, "this Buffer was destroyed"):
+        last.hook()
+
+
+def check_ranks_that_disagree_on_low_latency_calls(comm: MPI.Intracomm) -> None:
+    """Host only."""
+    if comm.Get_size() == 1:
+        return
+    is_odd = comm.Get_rank() % 2
+    with make_low_latency_buffer(comm) as buffer:
+        inputs = make_low_latency_inputs(comm, 26, lambda rank: 5)
+        mine, y = inputs[comm.Get_rank()], expert_outputs(buffer, 26)[comm.Get_rank()]
+        x, idx, weights = mine.x, mine.topk_idx, mine.topk_weights
+        sent, other = (buffer.low_latency_dispatch(x, idx, topk_weights=weights) for _ in range(2))
+        with raises(EPInputError, "kind", "rank 0: low_latency_dispatch", "rank 1: dispatch"):
+            buffer.dispatch(x, idx) if is_odd else buffer.low_latency_dispatch(x, idx, use_fp8=False)
+        with raises(EPInputError, "x of this call", "bfloat16", "float8_e4m3fn"):
+            buffer.low_latency_dispatch(x, idx, use_fp8=bool(is_odd))
+        with raises(EPInputError, "x_scales", "uint8", "float32"):
+            buffer.low_latency_dispatch(x, idx, use_ue8m0=bool(is_odd))
+        with raises(EPInputError, "topk_weights", "None"):
+            buffer.low_latency_dispatch(x, idx, topk_weights=weights if is_odd else None)
+        with raises(EPInputError, "kind", "rank 1: low_latency_combine with allow_multiple_reduction=False"):
+            buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=not is_odd)
+        for reduce_early in (True, False):
+            with raises(EPInputError, "handle"):
+                buffer.low_latency_combine(
+                    y, idx, weights, (other if is_odd else sent).handle, allow_multiple_reduction=reduce_early
+                )
+        run_checked_round(comm, buffer, inputs, 26)
+
+
+if __name__ == "__main__":
+    main(__name__)

@@ -1,0 +1,101 @@
+"""Inputs, expected results and checked rounds of the low-latency calls, for the programs that test them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import low_latency_oracle
+import numpy as np
+import oracle
+import spmd
+from mpi4py import MPI
+from spmd import inputs_of_all, make_buffer
+
+from deepep_rt import Buffer
+
+HIDDEN, NUM_TOPK, MAX_TOKENS = 256, 4, 16
+FORMATS = (
+    dict(use_fp8=False),
+    dict(use_fp8=True),
+    dict(use_fp8=True, round_scale=True),
+    dict(use_fp8=True, use_ue8m0=True),
+    dict(use_fp8=True, round_scale=True, use_ue8m0=True),
+)
+
+
+def make_low_latency_buffer(comm: MPI.Intracomm, **settings: Any) -> Buffer:
+    """Make a small Buffer for low-latency calls."""
+    defaults = dict(hidden=HIDDEN, num_topk=NUM_TOPK, num_max_tokens_per_rank=MAX_TOKENS, num_experts=4 * comm.Get_size())
+    return make_buffer(comm, dtype="bfloat16", **{"low_latency": True, **defaults, **settings})
+
+
+def tokens_of(rank: int) -> int:
+    """Numbers of tokens that differ between ranks."""
+    return (5, 0, 16, 3)[rank % 4]
+
+
+def make_low_latency_inputs(comm: MPI.Intracomm, seed: int, num_tokens=tokens_of, **settings: Any) -> list[oracle.RankInputs]:
+    """Make the inputs of all ranks for such a Buffer."""
+    defaults = dict(hidden=HIDDEN, num_topk=NUM_TOPK, num_experts=4 * comm.Get_size(), dtype="bfloat16", skip_probability=0.2)
+    return inputs_of_all(comm, seed, num_tokens, **{**defaults, **settings})
+
+
+def expert_outputs(buffer: Buffer, seed: int, **settings: Any) -> list[np.ndarray]:
+    """Make random outputs of each rank's experts."""
+    config = buffer.config
+    shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
+    return [low_latency_oracle.outputs(seed, rank, shape, **settings) for rank in range(config.num_ranks)]
+
+
+def expected_arrivals(
+    buffer: Buffer, rank: int, inputs: list[oracle.RankInputs], options: dict[str, bool]
+) -> low_latency_oracle.Arrived:
+    """Work out what a dispatch with these options of `Buffer.low_latency_dispatch` brings to a rank."""
+    renamed = {{"use_fp8": "fp8", "use_ue8m0": "ue8m0"}.get(name, name): value for name, value in options.items()}
+    return low_latency_oracle.expected_dispatch(rank, inputs, buffer.config.num_experts, **renamed)
+
+
+def assert_same(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+    """Compare two arrays bit for bit."""
+    assert got.dtype == wanted.dtype, (name, got.dtype)
+    assert got.shape == wanted.shape, (name, got.shape, wanted.shape)
+    bad = np.argwhere(np.ascontiguousarray(got).view(np.uint16) != wanted.view(np.uint16))
+    assert not len(bad), f"{name}: {len(bad)} differ, first at {bad[0]}: {got[tuple(bad[0])]} != {wanted[tuple(bad[0])]}"
+
+
+def run_checked_round(comm: MPI.Intracomm, buffer: Buffer, inputs: list[oracle.RankInputs], seed: int, **options: Any) -> None:
+    """Dispatch with and without weights, combine each in both ways, and compare all results with the oracle."""
+    rank = comm.Get_rank()
+    mine, y = inputs[rank], expert_outputs(buffer, seed, special=bool(seed % 2))
+    options = options or dict(use_fp8=False)
+    expected = expected_arrivals(buffer, rank, inputs, options)
+    sent = [
+        buffer.low_latency_dispatch(mine.x, mine.topk_idx, topk_weights=weights, **options)
+        for weights in (mine.topk_weights, None)
+    ]
+    for reduce_early in (True, False):
+        wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
+        for result in sent:
+            back = buffer.low_latency_combine(
+                y[rank], mine.topk_idx, mine.topk_weights, result.handle, allow_multiple_reduction=reduce_early
+            )
+            assert back.hook is None
+            assert_same(f"combine, reduce_early={reduce_early}, has_weights={result.handle.has_weights}", back.x, wanted)
+    for result in sent:
+        assert result.hook is None
+        assert result.handle.num_tokens == len(mine.x)
+        low_latency_oracle.check_dispatch(result, expected)
+
+
+def to_backend(array: np.ndarray) -> Any:
+    """Copy an array to memory that the backend can write to. CUDA calls refuse to write to host memory."""
+    if spmd.backend == "host":
+        return array.copy()
+    import cupy
+
+    return cupy.asarray(array.view(np.uint8)).view(array.dtype)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Return an array of `to_backend` as one of NumPy."""
+    return array.view(np.uint8).get().view(np.dtype(array.dtype.name)) if hasattr(array, "get") else array
