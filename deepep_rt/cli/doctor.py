@@ -11,7 +11,7 @@ from .._console import console, printing
 from ..errors import EPConfigError
 from .options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 
-_WIDTH_OF_LOGS = 150  # holds the table of 8 GPUs
+_WIDTH_OF_LOGS = 150  # enough for the table of 8 GPUs
 
 
 def doctor(
@@ -30,11 +30,10 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Examine this machine, or under mpirun all ranks, and say what is wrong and what to do. Exit status 1 if Buffers cannot work."""
-    from ..doctor import report as doctor
-    from ..doctor.findings import findings
+    from ..doctor import report
 
     if backend not in ("auto", "cuda", "host"):
-        raise EPConfigError(f"--backend is {backend!r}; expected auto, cuda or host")
+        raise EPConfigError(f"--backend={backend!r}; expected auto, cuda or host. Choose one of them.")
     sizes = dict(
         num_max_tokens_per_rank=tokens,
         hidden=hidden,
@@ -45,13 +44,13 @@ def doctor(
         low_latency=low_latency,
         ranks_per_node=ranks_per_node,
     )
-    situation, speaks = doctor.examine(sizes, ranks, backend)
-    if not speaks:  # with status 0: a launcher that sees a rank fail ends the others, and rank 0 has not spoken yet
+    job, prints = report.examine(sizes, ranks, backend)
+    if not prints:  # status 0: a launcher that sees a rank fail ends the others, perhaps before rank 0 has printed
         return
-    found = findings(situation)
+    found = report.findings(job)
     with printing():
         if as_json:
-            print(json.dumps(doctor.as_json(situation, found), indent=2))
+            print(json.dumps(report.as_json(job, found), indent=2))
         else:
-            doctor.show(situation, found, console(_WIDTH_OF_LOGS))
-    raise typer.Exit(1 if doctor.is_broken(found) else 0)
+            report.show(job, found, console(_WIDTH_OF_LOGS))
+    raise typer.Exit(1 if report.is_broken(found) else 0)

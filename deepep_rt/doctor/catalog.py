@@ -1,24 +1,24 @@
-"""Every finding that doctor can make: what it means and what to do. `docs/when-it-does-not-work.md` has a section for each."""
+"""List the findings of doctor with meaning and remedy. `docs/when-it-does-not-work.md` has a section for each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MIN_NVSHMEM = "3.4.5"
-"""As pyproject.toml asks for."""
+"""The oldest NVSHMEM that pyproject.toml accepts."""
 
 MIN_SHM_BYTES = 128 << 20
 MIN_MEMLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of finding.
+class FindingType:
+    """A type of finding.
 
     Attributes:
-        name: As it is printed, and the heading of its section in the documentation.
-        meaning: What follows from it.
-        remedy: What to do.
+        name: The printed name, and the heading of its section in the documentation.
+        meaning: The consequences.
+        remedy: The steps that remove the cause.
     """
 
     name: str
@@ -28,20 +28,20 @@ class Kind:
 
 _ALL = (
     # --- MPI
-    Kind(
+    FindingType(
         "no-mpi4py",
         "Buffers need an mpi4py communicator, on GPUs too. Only Buffers of a torch.distributed group need none. mpi4py is "
         "not installed, or it finds no MPI library.",
         "pip install 'deepep_rt[mpich]' brings an MPI and its mpirun. With an MPI of your own, put its library where the "
         "loader finds it (module load, LD_LIBRARY_PATH), or build mpi4py for it: pip install --no-binary mpi4py mpi4py.",
     ),
-    Kind(
+    FindingType(
         "no-mpirun",
         "There is no mpirun on the PATH, so you cannot start more than one rank.",
         "Activate the environment that holds it, call it by its path, or pip install 'deepep_rt[mpich]'. Under Slurm, "
         "srun can start the ranks too.",
     ),
-    Kind(
+    FindingType(
         "wrong-mpirun",
         "The launcher belongs to one MPI, and mpi4py uses another. MPI then ends with an error about PMI or PMIx, or each "
         "process believes that it is rank 0 of 1. In the second case programs seem to work, but every rank computes "
@@ -49,14 +49,14 @@ _ALL = (
         "Start with the mpirun of the MPI that mpi4py uses; pip puts it next to this python. Or install mpi4py for the "
         "MPI that you start with, with its mpicc on the PATH: pip install --force-reinstall --no-binary mpi4py mpi4py.",
     ),
-    Kind(
+    FindingType(
         "other-launcher",
         "torchrun, or another launcher that is not MPI's, started the processes. To MPI each is rank 0 of 1. A program "
         "that gives a Buffer MPI.COMM_WORLD seems to work, but every process computes alone.",
         "With PyTorch, give the Buffer deepep_rt.torch.communicator(), which needs no MPI. Otherwise start with mpirun "
         "(or srun), one process for each GPU. If this is the only process, unset WORLD_SIZE.",
     ),
-    Kind(
+    FindingType(
         "mpi-does-not-start",
         "There is an MPI, but MPI_Init failed or hung, or ranks are missing. You cannot make a Buffer.",
         "The message is MPI's own. Common causes are a mpirun of another MPI, a full or tiny /dev/shm, hosts that cannot "
@@ -66,21 +66,21 @@ _ALL = (
         "Open MPI 4 starts only with OMPI_MCA_plm=isolated.",
     ),
     # --- GPUs
-    Kind(
+    FindingType(
         "no-gpu",
         "This process found no NVIDIA GPU. With backend='auto', Buffers run on the host backend (NumPy and MPI), which "
         "gives the same results far more slowly. With backend='cuda', making one raises EPUnavailableError.",
         "On a machine that has GPUs, install NVIDIA's driver. In a container, pass the GPUs in (docker run --gpus all). "
         "If you want no GPUs, choose backend='auto' (the default) or 'host'.",
     ),
-    Kind(
+    FindingType(
         "gpu-hidden",
         "The machine has GPUs, but this process sees none of them. With backend='auto', Buffers run on the host backend. "
         "With backend='cuda', making one raises EPUnavailableError.",
         "Unset CUDA_VISIBLE_DEVICES, or set it to GPUs that exist. In a container, pass the GPUs in (docker run --gpus "
         "all). Under Slurm, ask for them (--gpus-per-node).",
     ),
-    Kind(
+    FindingType(
         "neighbours-hidden",
         "A rank sees only its own GPU, or not those of all other ranks of its host. NVSHMEM then asks NVML which GPUs "
         "reach each other, and maps the memory of those. If NVML does not see them either, making a Buffer raises "
@@ -89,7 +89,7 @@ _ALL = (
         "the host, unless the program chooses another one. Under Slurm leave out --gpus-per-task and --gpu-bind. Under "
         "Ray set RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1.",
     ),
-    Kind(
+    FindingType(
         "driver-fails",
         "There is an NVIDIA driver, but CUDA does not start. CUDA_ERROR_SYSTEM_NOT_READY means that the fabric manager of "
         "a machine with NVSwitch does not run. CUDA_ERROR_SYSTEM_DRIVER_MISMATCH means that the machine was not restarted "
@@ -98,52 +98,52 @@ _ALL = (
         "Look at nvidia-smi and dmesg. Then, as administrator, do one of these: systemctl start nvidia-fabricmanager (in "
         "the version of the driver), restart the machine after an update of the driver, or modprobe nvidia_uvm.",
     ),
-    Kind(
+    FindingType(
         "gpu-lost",
         "The driver counts a GPU that it cannot reach. Often the GPU fell off the bus (Xid 79 in dmesg).",
         "Reset the GPU or restart the machine, as administrator. If it happens again, suspect the hardware.",
     ),
-    Kind(
+    FindingType(
         "driver-too-old",
         "NVRTC belongs to a newer CUDA than the driver. Kernels compile, but the driver cannot load them.",
         "Install the CUDA libraries for the driver (pip install 'deepep_rt[cuda12]' instead of 'deepep_rt[cuda13]'), or a "
         "newer driver.",
     ),
-    Kind(
+    FindingType(
         "gpu-too-old",
         "A GPU is older than sm_80 (A100), the oldest that the kernels support.",
         "Leave it out with CUDA_VISIBLE_DEVICES, or use backend='host'.",
     ),
-    Kind(
+    FindingType(
         "compiler-too-old",
         "NVRTC does not know the architecture of a GPU, so it cannot compile its kernels.",
         "Install a newer NVRTC: pip install --upgrade 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'.",
     ),
-    Kind(
+    FindingType(
         "mig",
         "MIG divides a GPU. Its parts can reach neither each other's memory nor other GPUs, so only a Buffer of one rank works.",
         "Turn MIG off for GPUs that run deepep_rt (nvidia-smi -mig 0, as administrator).",
     ),
-    Kind(
+    FindingType(
         "no-peer-access",
         "GPUs of one host cannot map each other's memory. Ranks on these GPUs cannot share a Buffer, except in different "
         "groups of ranks_per_node, through NVSHMEM.",
         "A virtual machine, PCIe ACS or IOMMU may disable peer access: ask the administrator. Or choose GPUs that reach "
         "each other with CUDA_VISIBLE_DEVICES.",
     ),
-    Kind(
+    FindingType(
         "no-nvlink",
         "GPUs reach each other over PCIe only. Everything works, at a fraction of the speed of NVLink.",
         "If NVLink connects other GPUs, choose them with CUDA_VISIBLE_DEVICES. If NVLink should be there, look at "
         "nvidia-smi nvlink --status and at the fabric manager's log.",
     ),
-    Kind(
+    FindingType(
         "nvlink-uneven",
         "GPUs of one model have different numbers of active NVLinks, so some links are down. All ranks wait for the slowest one.",
         "nvidia-smi nvlink --status shows which. Reset the GPU or restart the machine, as administrator. A link that "
         "stays down is a fault of the hardware.",
     ),
-    Kind(
+    FindingType(
         "shared-gpu",
         "Several ranks would use one GPU. Kernels of one then wait for kernels of the other, which do not run, so Buffer "
         "refuses it. DEEPEP_RT_SHARE_GPUS=1 lets ranks take turns: right results, very slowly, or at once under NVIDIA's "
@@ -151,54 +151,54 @@ _ALL = (
         "Start at most as many ranks on a host as it has GPUs. Give no rank a CUDA_VISIBLE_DEVICES that names the GPU of "
         "another one.",
     ),
-    Kind(
+    FindingType(
         "gpus-on-some-ranks",
         "Some ranks see a GPU and others see none. Buffer(backend='auto') refuses that.",
         "Give every rank a GPU, or choose backend='host' on all of them.",
     ),
-    Kind(
+    FindingType(
         "uneven-hosts",
         "The ranks are not placed evenly. Ranks of one host must follow each other, and every host must hold the same "
         "number of them. NVLink connects at most 8 in a Buffer.",
         "Place ranks host by host. With 8 a host, use mpirun --map-by ppr:8:node (Open MPI), mpirun -ppn 8 (MPICH) or "
         "srun --ntasks-per-node=8 --distribution=block (Slurm).",
     ),
-    Kind(
+    FindingType(
         "not-enough-memory",
         "A Buffer of these sizes takes more memory than a GPU has free. Making it raises EPOutOfMemoryError.",
         "End other processes on the GPU (nvidia-smi shows them), limit the memory that a framework takes in advance "
         "(XLA_PYTHON_CLIENT_MEM_FRACTION for JAX), or lower num_max_tokens_per_rank or num_slots.",
     ),
-    Kind(
+    FindingType(
         "wrong-sizes",
         "A Buffer cannot have these sizes, so doctor cannot tell its memory.",
         "Give doctor the sizes that the program uses: --tokens, --hidden, --topk, --experts, --dtype, --slots, --ranks.",
     ),
     # --- libraries
-    Kind(
+    FindingType(
         "no-cuda-packages",
         "A CUDA library or its Python binding does not load. The CUDA backend needs all of them. The host backend needs none.",
         "pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]', whichever matches the driver.",
     ),
-    Kind(
+    FindingType(
         "mixed-cuda-packages",
         "Packages for different CUDA versions are installed together. They may overwrite each other's files.",
         "Make a new environment, and install only 'deepep_rt[cuda12]' or only 'deepep_rt[cuda13]', and frameworks for the "
         "same CUDA.",
     ),
-    Kind(
+    FindingType(
         "no-nvshmem",
         "NVSHMEM or nvshmem4py is missing or does not load. The CUDA backend takes its memory from NVSHMEM.",
         "pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]', whichever matches the driver. If it is installed, the "
         "message names the library that it misses.",
     ),
-    Kind(
+    FindingType(
         "nvshmem-too-old",
         "NVSHMEM is older than 3.4.5. Its device library does not link with code from NVRTC.",
         "pip install --upgrade nvidia-nvshmem-cu12 (or -cu13). If the loader finds another NVSHMEM first, remove it from "
         "LD_LIBRARY_PATH and from the module environment.",
     ),
-    Kind(
+    FindingType(
         "nvshmem-mismatch",
         "Kernels would link the device library of one NVSHMEM and run with the host library of another. Both must have "
         "the same version.",
@@ -206,92 +206,92 @@ _ALL = (
         "nvidia-nvshmem-cu12 (or -cu13). Then run python -m deepep_rt cache clear.",
     ),
     # --- network
-    Kind(
+    FindingType(
         "no-nic",
         "The ranks are on several hosts, and a host has no RDMA NIC that is active and that this user may use.",
         "Look at ibstat or ibv_devinfo. In a container, pass /dev/infiniband in. On a cloud, choose machines with RDMA "
         "(InfiniBand, RoCE, EFA) and NVSHMEM_REMOTE_TRANSPORT to match; docs/several-nodes.md has the list.",
     ),
-    Kind(
+    FindingType(
         "nic-down",
         "Ports of RDMA NICs are not active. The ranks of the GPUs next to them use another NIC, and share its bandwidth.",
         "If the port should be active, look at its cable, the switch and the subnet manager (ibstat). Otherwise do nothing.",
     ),
-    Kind(
+    FindingType(
         "no-gpudirect",
         "NICs may not be able to reach GPU memory. Neither the module nvidia-peermem is loaded, nor a driver with open "
         "kernel modules, which has DMA-BUF.",
         "As administrator, run modprobe nvidia-peermem, or install the driver with its open kernel modules.",
     ),
-    Kind(
+    FindingType(
         "ibgda-parameters",
         "The NVIDIA driver runs without the parameters that IBGDA needs for GPUs to ring a NIC's doorbell. NVSHMEM then "
         "lets the CPU ring it, which is slower.",
         'Put options nvidia NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;" into '
         "/etc/modprobe.d/nvidia.conf, as administrator, and restart the machine. docs/several-nodes.md says more.",
     ),
-    Kind(
+    FindingType(
         "no-gdrcopy",
         "GDRCopy is not complete (module gdrdrv and library libgdrapi). NVSHMEM's proxy transports use it for atomic "
         "operations. IBGDA uses it for a doorbell that the CPU rings.",
         "Install both parts of GDRCopy (github.com/NVIDIA/gdrcopy). In a container, pass /dev/gdrdrv in.",
     ),
-    Kind(
+    FindingType(
         "memlock",
         "The limit on locked memory is low. RDMA locks the memory that it registers, and fails at this limit.",
         "Raise the limit: ulimit -l unlimited in a shell, PropagateResourceLimitsExcept=MEMLOCK in Slurm, --ulimit "
         "memlock=-1 in a container.",
     ),
     # --- settings, cache, system
-    Kind(
+    FindingType(
         "wrong-setting",
         "The library does not understand the value of a DEEPEP_RT_ variable. Making a Buffer raises EPConfigError, or "
         "EPCompileError for a DEEPEP_RT_ARCH that NVRTC does not know.",
         "Correct or unset the variable. docs/configuration.md has a table of them.",
     ),
-    Kind(
+    FindingType(
         "unknown-setting",
         "The name of a variable begins like a setting of deepep_rt, but there is no such setting. It has no effect.",
         "Correct its name. docs/configuration.md has a table of all variables.",
     ),
-    Kind(
+    FindingType(
         "cache-not-writable",
         "The library cannot keep compiled kernels. A kernel that is not in the cache raises EPCacheError.",
         "Set DEEPEP_RT_CACHE_DIR to a folder that this user can write, or make this one writable. If you filled the cache "
         "ahead of time and made it read-only on purpose, set DEEPEP_RT_ASSERT_CACHED=1.",
     ),
-    Kind(
+    FindingType(
         "cache-corrupt",
         "Files of the kernel cache have changed since the library wrote them (a full disk, an interrupted copy). The "
         "library compiles these kernels again when it needs them.",
         "Nothing, or python -m deepep_rt cache clear. If it happens again, suspect the file system.",
     ),
-    Kind(
+    FindingType(
         "small-shm",
         "/dev/shm has little room. MPI and NVSHMEM keep shared memory there. If it is full, ranks die of SIGBUS or hang "
         "at the start.",
         "In a container, use --shm-size=1g or --ipc=host. Otherwise remove the files of ended programs from /dev/shm.",
     ),
     # --- ranks
-    Kind(
+    FindingType(
         "versions-differ",
         "Ranks run different versions of something. With different versions of deepep_rt or NVSHMEM they cannot work "
         "together. With other differences they may, and all wait for the slowest one.",
         "Start all ranks in the same environment: the same virtual environment on a shared file system, or the same "
         "container image, and the same modules on every host.",
     ),
-    Kind(
+    FindingType(
         "environment-differs",
         "Environment variables differ between ranks, but all ranks should have the same.",
         "Open MPI passes variables to other hosts only with mpirun -x NAME. MPICH passes all. Look for settings in a "
         "host's own shell start-up files.",
     ),
-    Kind(
+    FindingType(
         "caches-differ",
         "Ranks of one host use different cache folders, so each compiles for itself.",
         "Set DEEPEP_RT_CACHE_DIR to one folder for all ranks of a host.",
     ),
-    Kind(
+    FindingType(
         "probe-failed",
         "doctor could not collect some facts. Findings that need them are missing above.",
         "The message says why. A probe that dies or does not end often shows a broken driver or library. The same will "
@@ -299,4 +299,4 @@ _ALL = (
     ),
 )
 
-KINDS = {kind.name: kind for kind in _ALL}
+FINDING_TYPES = {finding_type.name: finding_type for finding_type in _ALL}

@@ -1,8 +1,9 @@
-"""What doctor knows: the situation of all ranks, the facts in it, and how a finding is written down."""
+"""Hold the reports of all ranks, look facts up in them, and describe findings."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,29 +11,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import MAX_RANKS_PER_NODE, Config
-from .catalog import KINDS, Kind
+from ..errors import EPConfigError
+from ..kernels.layout import Layout
+from .catalog import FINDING_TYPES, FindingType
 
 LEVELS = ("error", "warning", "note")
-"""error: a Buffer cannot be made, or not as asked for. warning: it can, but something is slow, or about to break. note: to know."""
+"""error: the Buffer cannot be made as asked for. warning: it can, but it is slow or may break. note: information."""
 
 MPI_FAMILIES = ("Open MPI", "MPICH")
-"""Names that launchers and libraries have in common; any other launcher (Slurm) can start both."""
+"""MPIs whose launcher starts only programs of the same MPI. Any other launcher (Slurm) starts both."""
 
 SHOWN = 4
-"""Of a long list."""
+"""Items of a long list that are printed."""
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What the rules judge.
+class JobReport:
+    """The reports of all ranks, and the Buffer that they are to make. Input of the rules.
 
     Args:
-        reports: One for each rank: `facts` and `failures` (as `doctor_run.examine` gives them), `launch`, `rank`, `local_rank`, `group`;
-            perhaps `other_launch`, of a launcher that is not MPI's.
-        sizes: Arguments of `Config` except for `num_ranks`; `num_experts` may be left out (32 for each rank).
-        num_ranks: Ranks of the Buffer; default: those that there are, or 8 if this is a process without others.
+        reports: One for each rank: `facts` and `failures` of `runner.run_probes`, `launch`, `rank`, `local_rank` and `group`.
+            `other_launch` is present if a launcher other than MPI's may have started the process.
+        sizes: Arguments of `Config` except for `num_ranks`. `num_experts` is optional (32 for each rank).
+        num_ranks: Ranks of the Buffer. Default: the ranks of the job, or 8 for a single process.
         backend: "auto", "cuda" or "host", as for `Buffer`.
-        mpi_failure: Why MPI did not bring the other ranks' reports.
+        mpi_failure: The reason for which MPI did not deliver the other ranks' reports.
     """
 
     reports: Sequence[Mapping[str, Any]]
@@ -43,12 +46,15 @@ class Situation:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether a Buffer of this backend would use GPUs."""
+        """Tell whether a Buffer of this backend would use GPUs."""
         return self.backend == "cuda" or (self.backend == "auto" and any(gpus(report) for report in self.reports))
 
     @property
     def hosts(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The reports of each host, in the order of ranks. MPI says who is where: names may be equal, or differ in containers."""
+        """Group the reports by host, in the order of ranks.
+
+        MPI tells which ranks share a host. Names do not: two hosts may have one name, and containers of a host may have different names.
+        """
         groups: dict[int, list[Mapping[str, Any]]] = {}
         for report in self.reports:
             groups.setdefault(report["group"], []).append(report)
@@ -58,14 +64,18 @@ class Situation:
 
     @property
     def has_network(self) -> bool:
-        """Whether ranks reach each other over a network, as far as that can be told."""
+        """Tell whether ranks reach each other over a network, as far as variables and hosts show it."""
         variables = [fact(report, "settings", "variables") or {} for report in self.reports]
         asked = any(v.get("NVSHMEM_REMOTE_TRANSPORT", "none") != "none" or "NVSHMEM_IB_ENABLE_IBGDA" in v for v in variables)
         return len(self.hosts) > 1 or asked
 
     def config(self) -> Config:
-        """Raises EPConfigError if the sizes are wrong."""
-        # settings with a default in the environment, which may be what is wrong
+        """Make the Buffer's configuration.
+
+        Raises:
+            EPConfigError: if the sizes are wrong.
+        """
+        # These two have defaults in environment variables, which may be wrong and have findings of their own.
         fixed = {"timeout_s": 1.0, "check_inputs": False}
         there = len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE
         ranks = there if self.num_ranks is None else self.num_ranks
@@ -75,63 +85,70 @@ class Situation:
             config = dataclasses.replace(config, ranks_per_node=host)  # as Buffer does
         return config
 
+    def size_hint(self) -> dict[str, int] | None:
+        """Compute the bytes of the Buffer by region. None: the sizes are wrong."""
+        try:
+            return Layout(self.config()).size_hint
+        except EPConfigError:
+            return None
+
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know about.
+    """A result of a rule.
 
     Attributes:
-        kind: What it means and what to do.
+        type: Its meaning and remedy.
         level: One of `LEVELS`.
-        what: What was found.
-        ranks: Where; empty if it is about all of them.
+        what: The observed facts.
+        ranks: The ranks concerned. Empty: all of them.
     """
 
-    kind: Kind
+    type: FindingType
     level: str
     what: str
     ranks: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, kind: str, level: str, what: str) -> Finding:
-        """A finding about all ranks, or about the rank whose rule says it."""
-        return cls(KINDS[kind], level, what)
+    def of(cls, name: str, level: str, what: str) -> Finding:
+        """Make a finding about all ranks, or about the rank that a rule examines."""
+        return cls(FINDING_TYPES[name], level, what)
 
 
 def fact(report: Mapping[str, Any], probe: str, name: str) -> Any:
-    """A fact, or None if it is not known."""
+    """Look up a fact. Return None if it is unknown."""
     return (report["facts"].get(probe) or {}).get(name)
 
 
 def gpus(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The GPUs that the driver shows to a rank."""
+    """List the GPUs that the driver shows to a rank."""
     return fact(report, "driver", "gpus") or []
 
 
 def gpu_of(report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The GPU that a rank would take if the program does not choose one."""
+    """Return the GPU that a rank takes if the program does not choose one."""
     visible = gpus(report)
     return visible[report["local_rank"] % len(visible)] if visible else None
 
 
 def has_hardware(report: Mapping[str, Any]) -> bool:
-    """Whether there are NVIDIA GPUs, usable or not."""
+    """Tell whether the machine has NVIDIA GPUs, usable or not."""
     return bool(gpus(report) or fact(report, "nvml", "gpus") or fact(report, "machine", "pci_gpus"))
 
 
 def free_bytes(report: Mapping[str, Any], uuid: str) -> int | None:
-    """Free memory of a GPU, if NVML knows it."""
+    """Return the free memory of a GPU. None: NVML does not report it."""
     return next((gpu["free_bytes"] for gpu in fact(report, "nvml", "gpus") or [] if gpu["uuid"] == uuid), None)
 
 
 def path_between(report: Mapping[str, Any], a: str, b: str) -> str | None:
-    """How two GPUs are connected: "NV18", "PIX", ...; None if it is not known."""
+    """Return the connection of two GPUs, such as "NV18" or "PIX". None: unknown."""
     at = {gpu["uuid"]: index for index, gpu in enumerate(fact(report, "nvml", "gpus") or [])}
     return fact(report, "nvml", "paths")[at[a]][at[b]] if a in at and b in at else None
 
 
 def access_between(reports: Iterable[Mapping[str, Any]], a: str, b: str) -> bool | None:
-    """Whether two GPUs reach each other's memory, as the driver tells whichever process sees both; None if none does."""
+    """Ask the driver of the first rank that sees both GPUs whether they reach each other's memory. None: no rank sees both."""
     for report in reports:
         at = {gpu["uuid"]: gpu["ordinal"] for gpu in gpus(report)}
         if a in at and b in at:
@@ -140,7 +157,7 @@ def access_between(reports: Iterable[Mapping[str, Any]], a: str, b: str) -> bool
 
 
 def nvml_access_between(reports: Iterable[Mapping[str, Any]], a: str, b: str) -> bool | None:
-    """Whether the ranks of two GPUs find in NVML that these reach each other; None if NVML does not say."""
+    """Combine the NVML answers of the two GPUs' ranks: whether the GPUs reach each other. None: NVML does not say."""
     answers: list[bool | None] = []
     for report in reports:
         if (own := gpu_of(report)) is None or own["uuid"] not in (a, b):
@@ -156,8 +173,8 @@ def nvml_access_between(reports: Iterable[Mapping[str, Any]], a: str, b: str) ->
     return False if False in answers else None if None in answers else True
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as "0 to 3, 5"."""
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format numbers as "0 to 3, 5"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -165,11 +182,11 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     parts = ((str(run[0]),) if len(run) == 1 else (f"{run[0]} to {run[-1]}",) if len(run) > 2 else map(str, run) for run in runs)
-    return ", ".join(part for some in parts for part in some)
+    return ", ".join(itertools.chain.from_iterable(parts))
 
 
 def differences(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[int]]]:
-    """What differs between ranks: for each item, each value and the ranks that have it."""
+    """Find items that differ between ranks. Return each value of an item with its ranks."""
     items: dict[str, dict[int, str]] = {}
     for report in reports:
         for item, value in _comparable(report).items():
@@ -208,10 +225,10 @@ def _comparable(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def numbers_of(version: str | None) -> tuple[int, ...]:
-    """A version as numbers to compare; empty if it is not known."""
+    """Convert a version to numbers that can be compared. Empty: unknown."""
     return tuple(int(part) for part in re.findall(r"\d+", version or "")[:3])
 
 
-def some(parts: Sequence[str]) -> str:
-    """The first few of a long list."""
+def first_few(parts: Sequence[str]) -> str:
+    """Join the first items of a long list, and count the others."""
     return ", ".join(parts[:SHOWN]) + (f", and {len(parts) - SHOWN} more" if len(parts) > SHOWN else "")

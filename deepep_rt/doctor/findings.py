@@ -1,34 +1,42 @@
-"""From what doctor found out about the ranks to what that means: what all rules say."""
+"""Apply all rules to the reports of the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .catalog import KINDS
-from .facts import LEVELS, Finding, Situation
+from .catalog import FINDING_TYPES
+from .facts import LEVELS, Finding, JobReport
 from .job_rules import RULES
 from .rank_rules import RANK_RULES
 
 
-def findings(situation: Situation) -> list[Finding]:
-    """Everything that the rules say, the worst first, kind by kind; what they say of several ranks alike is said once."""
-    said: list[Finding] = [finding for rule in RULES for finding in _judged(rule, situation)]
+def findings(job: JobReport) -> list[Finding]:
+    """Apply every rule. Return the findings by level and type, the worst first.
+
+    Equal findings about several ranks become one.
+    """
+    made = [finding for rule in RULES for finding in _apply(rule, job)]
     ranks: dict[Finding, list[int]] = {}
-    for report in situation.reports:
+    for report in job.reports:
         for rule in RANK_RULES:
-            for finding in _judged(rule, situation, report):
+            for finding in _apply(rule, job, report):
                 ranks.setdefault(finding, []).append(report["rank"])
     for finding, at in ranks.items():
-        everywhere = len(at) == len(situation.reports)
-        said.append(finding if everywhere else Finding(finding.kind, finding.level, finding.what, tuple(at)))
-    kinds = list(KINDS)
-    return sorted(said, key=lambda finding: (LEVELS.index(finding.level), kinds.index(finding.kind.name)))
+        is_everywhere = len(at) == len(job.reports)
+        made.append(finding if is_everywhere else Finding(finding.type, finding.level, finding.what, tuple(at)))
+    names = list(FINDING_TYPES)
+    return sorted(made, key=lambda finding: (LEVELS.index(finding.level), names.index(finding.type.name)))
 
 
-def _judged(rule: Callable[..., Iterator[Finding]], *about: Any) -> list[Finding]:
-    """What a rule says; a rule that stumbles over facts which nobody thought of says that."""
+def is_broken(found: Iterable[Finding]) -> bool:
+    """Tell whether a Buffer cannot be made as asked for."""
+    return any(finding.level == "error" for finding in found)
+
+
+def _apply(rule: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Finding]:
+    """Apply a rule. If unexpected facts make it raise, the error is the finding."""
     try:
-        return list(rule(*about))
+        return list(rule(*arguments))
     except Exception as error:
         return [Finding.of("probe-failed", "warning", f"the rule {rule.__name__}: {type(error).__name__}: {error}")]

@@ -1,6 +1,6 @@
-"""What doctor finds out about a machine: probes, each of which looks at one thing and returns plain data (JSON).
+"""Define the probes. Each collects facts about one part of the machine and returns plain data (JSON).
 
-A probe may fail, hang or crash: `runner` runs them in processes of their own. What an answer means is for `findings` to say.
+A probe may fail, hang or crash, so `runner` runs probes in child processes. The rules interpret the facts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NVIDIA_PCI_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
 def python() -> dict[str, Any]:
-    """The interpreter and the installed packages that matter."""
+    """Report the interpreter and the installed packages that matter."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
         if _PACKAGES.fullmatch(name):
-            found.setdefault(name, distribution.version)  # the first on the path is what an import finds
+            found.setdefault(name, distribution.version)  # an import finds the first one on the path
     return {
         "version": platform.python_version(),
         "executable": sys.executable,
@@ -53,29 +53,29 @@ def python() -> dict[str, Any]:
 
 
 def settings() -> dict[str, Any]:
-    """The environment variables that matter, what is wrong with ours, and the two that decide what is wrong elsewhere."""
+    """Report the environment variables that matter, mistakes in ours, and two flags that other rules need."""
     mistakes = _env.mistakes()
     for name, read in (("DEEPEP_RT_TIMEOUT_S", lambda: Config(1, 1, 16, 1, 1, check_inputs=False)), ("DEEPEP_RT_ARCH", _arch)):
-        try:  # what can be read may still be out of range
+        try:  # a value can be a number and still be out of range
             read()
         except (EPConfigError, EPCompileError) as error:
             if str(error) not in mistakes:
                 mistakes.append(f"{name}: {error}")
     found: dict[str, Any] = {"variables": _env.variables(), "mistakes": mistakes, "unknown": _env.unknown()}
     for flag in (_env.share_gpus, _env.assert_cached):
-        with contextlib.suppress(EPConfigError):  # it is among the mistakes
+        with contextlib.suppress(EPConfigError):  # `mistakes` has it
             found[flag.__name__] = flag()
     return found
 
 
 def _arch() -> None:
     if arch := _env.arch():
-        with contextlib.suppress(EPUnavailableError):  # without NVRTC, which has a finding of its own
+        with contextlib.suppress(EPUnavailableError):  # a missing NVRTC has another finding
             toolchain.check_arch(arch)
 
 
 def machine(root: Path = Path("/")) -> dict[str, Any]:
-    """The host: its name, its limits, and the NVIDIA GPUs on its PCI bus, whether or not this process may use them."""
+    """Report the host: its name, its limits, and the NVIDIA GPUs on its PCI bus, usable or not."""
     devices = [(_read(path / "vendor"), _read(path / "class")) for path in (root / "sys/bus/pci/devices").glob("*")]
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
@@ -89,7 +89,7 @@ def machine(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def mpi() -> dict[str, Any]:
-    """mpi4py, the MPI library behind it, and the mpirun that a shell would find. MPI is not started."""
+    """Report mpi4py, its MPI library, and the mpirun on the PATH. Do not start MPI."""
     return {**_mpi_library(), **_mpirun()}
 
 
@@ -122,32 +122,32 @@ def _mpirun() -> dict[str, Any]:
 
 
 def mpi_family(text: str) -> str | None:
-    """Which launcher and library go together: those of Open MPI, or those of MPICH and what came from it."""
+    """Return the family of a launcher or library: Open MPI, or MPICH and its derivatives. None: unknown."""
     if "Open MPI" in text or "OpenRTE" in text or "open-mpi" in text:
         return "Open MPI"
     return "MPICH" if re.search(r"MPICH|HYDRA|Intel\(R\) MPI|MVAPICH", text) else None
 
 
 def nvrtc() -> dict[str, Any]:
-    """NVRTC, which compiles the kernels."""
+    """Report NVRTC, which compiles the kernels."""
     version = toolchain.nvrtc_version()
     return {"version": version, "path": doctor_gpus.loaded("libnvrtc.so"), "archs": list(toolchain.known_archs())}
 
 
 def nvjitlink() -> dict[str, Any]:
-    """nvJitLink, which links them with NVSHMEM."""
+    """Report nvJitLink, which links kernels with NVSHMEM."""
     version = toolchain.nvjitlink_version()
     return {"version": version, "path": doctor_gpus.loaded("libnvJitLink.so")}
 
 
 def nvshmem_device() -> dict[str, Any]:
-    """NVSHMEM as the kernels see it: headers and device library."""
+    """Report the NVSHMEM of the kernels: headers and device library."""
     found = toolchain.nvshmem()
     return {"version": found.version, "path": str(found.device_library), "include": str(found.include)}
 
 
 def nvshmem_host() -> dict[str, Any]:
-    """NVSHMEM's host library: it is loaded, not started."""
+    """Load NVSHMEM's host library and report it. Do not start NVSHMEM."""
     from cuda import pathfinder
 
     path = pathfinder.load_nvidia_dynamic_lib("nvshmem_host").abs_path
@@ -157,11 +157,11 @@ def nvshmem_host() -> dict[str, Any]:
 
 
 def bindings() -> dict[str, Any]:
-    """The Python bindings that the CUDA backend imports; `error` names the first that does not come."""
+    """Import the Python bindings of the CUDA backend. `module` and `error` describe the first that fails."""
     for module in ("cuda.bindings.driver", "cuda.core", "nvshmem.bindings"):
         try:
             if module == "nvshmem.bindings":
-                nvshmem_host()  # the bindings find only a host library that is loaded
+                nvshmem_host()  # the bindings find the host library only if it is loaded
             __import__(module)
         except Exception as error:
             return {"module": module, "error": f"{type(error).__name__}: {error}"}
@@ -169,7 +169,7 @@ def bindings() -> dict[str, Any]:
 
 
 def network(root: Path = Path("/")) -> dict[str, Any]:
-    """RDMA NICs, and what lets GPUs and NICs talk to each other. Files of the kernel only: nothing is opened for writing."""
+    """Report RDMA NICs, and the modules and settings that connect them to GPUs. Read only files of the kernel."""
     modules = {line.split()[0] for line in _read(root / "proc/modules").splitlines() if line}
     nics = [_nic(folder, root) for folder in sorted((root / "sys/class/infiniband").glob("*"))]
     lines = (line.partition(":") for line in _read(root / "proc/driver/nvidia/params").splitlines())
@@ -209,7 +209,7 @@ def _read(path: Path) -> str:
 
 
 def kernel_cache() -> dict[str, Any]:
-    """The disk cache of compiled kernels. The folder is not made if it is not there."""
+    """Report the disk cache of compiled kernels. Do not create its folder."""
     store = KernelCache()
     entries, unreadable = [], None
     try:

@@ -1,8 +1,8 @@
-"""Runs doctor's probes, each where it can do no harm, and brings the answers of all ranks together.
+"""Run doctor's probes in child processes, and gather the reports of all ranks.
 
-`python -m deepep_rt.doctor.runner NAME...` is the process in which probes run: one line of JSON for each. When it dies or hangs, that is
-an answer too, and another process takes the remaining probes. `python -m deepep_rt.doctor.runner --gather` reads this rank's answers
-and writes those of all ranks; only that process starts MPI, so that an MPI that does not start can be reported.
+`python -m deepep_rt.doctor.runner NAME...` is a child that runs probes and prints a line of JSON for each. If it dies or hangs, the running
+probe has failed, and another child runs the remaining ones. `python -m deepep_rt.doctor.runner --gather` reads this rank's report and
+prints the reports of all ranks. Only this child starts MPI, so that doctor can report an MPI that does not start.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from ..errors import EPError
 from .probes import PROBES
 
 PROBE_LIMIT_S = 30.0
-"""How long one probe may take; a driver that initialises many GPUs takes seconds."""
+"""Limit of one probe. A driver that initialises many GPUs takes seconds."""
 
 GATHER_LIMIT_S = 90.0
-"""How long the ranks may take to find each other. Ranks whose probes hang come late."""
+"""Limit for the ranks to find each other. A rank with a probe that hangs is late."""
 
 ALONE = {"rank": 0, "local_rank": 0, "group": 0}
-"""What `gather` would add to the report of a process without others."""
+"""The entries that `gather` adds to the report of a single process."""
 
 _MARK = "deepep_rt.doctor.runner: "
-"""How an answer's line begins; whatever else is printed (by a sitecustomize, say) is none."""
+"""The beginning of an answer's line. Other lines, such as those of a sitecustomize, are ignored."""
 
 _MODULE = [sys.executable, "-m", f"{__package__}.runner"]
 
 
-def examine(names: Sequence[str] = tuple(PROBES), limit_s: float = PROBE_LIMIT_S) -> dict[str, Any]:
-    """Run probes in other processes.
+def run_probes(names: Sequence[str] = tuple(PROBES), limit_s: float = PROBE_LIMIT_S) -> dict[str, Any]:
+    """Run probes in child processes.
 
     Args:
-        names: Of `PROBES`.
-        limit_s: Seconds that each may take.
+        names: Names in `PROBES`.
+        limit_s: Limit of each probe in seconds.
 
     Returns:
-        `facts` (what a probe returned, by its name) and `failures` (why one returned nothing).
+        `facts` (results by probe) and `failures` (reasons by probe that failed).
     """
     facts: dict[str, Any] = {}
     failures: dict[str, str] = {}
     waiting = list(names)
     while waiting:
-        ended = _run(waiting, facts, failures, limit_s)
+        ended = _run_child(waiting, facts, failures, limit_s)
         waiting = [name for name in waiting if name not in facts and name not in failures]
-        if waiting:  # the process ended in the middle of this one
+        if waiting:  # the child ended in the middle of this probe
             failures[waiting.pop(0)] = ended
     return {"facts": facts, "failures": failures}
 
 
-def _run(names: list[str], facts: dict[str, Any], failures: dict[str, str], limit_s: float) -> str:
-    """One process; returns how it ended."""
+def _run_child(names: list[str], facts: dict[str, Any], failures: dict[str, str], limit_s: float) -> str:
+    """Run one child and add its answers. Return how it ended."""
     with subprocess.Popen(
         [*_MODULE, *names], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
@@ -84,29 +84,30 @@ def _run(names: list[str], facts: dict[str, Any], failures: dict[str, str], limi
         reader.join(1)
     if expired.is_set():
         return f"did not end within {limit_s:g} s"
-    return _ending(status, "".join(errors))
+    return exit_text(status, "".join(errors))
 
 
-def _ending(status: int, errors: str) -> str:
+def exit_text(status: int, errors: str) -> str:
+    """Describe how a child ended, with the important lines of its standard error."""
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     lines = [line.strip() for line in errors.splitlines() if line.strip(" -*")]
     if lines[:1] == ["Traceback (most recent call last):"]:
         lines = lines[-1:]
-    if len(lines) > 4:  # libraries say first what went wrong, or last
+    if len(lines) > 4:  # the first or the last lines name the cause
         lines[3:-1] = ["[...]"]
     return f"its process {how}" + (": " + " ".join(lines) if lines else "")
 
 
 def gather(report: dict[str, Any], limit_s: float = GATHER_LIMIT_S) -> tuple[int, list[dict[str, Any]], str | None]:
-    """Exchange the reports of all ranks. Collective over whatever MPI's world is.
+    """Exchange the reports of all ranks. Collective over MPI's world.
 
     Returns:
-        This rank, the reports by rank, each with `rank`, `local_rank` (number among the ranks of its host) and `group` (the lowest rank
-        of that host), and None; or, instead of None, why MPI did not bring any other report than this one.
+        This rank, the reports by rank, and None. Each report gets `rank`, `local_rank` (number among the ranks of its host) and `group`
+        (the lowest rank of that host). If MPI fails: 0, this report, and the reason.
     """
     alone = 0, [{**report, **ALONE}]
     try:
-        done = subprocess.run(  # the child speaks to the launcher through pipes that this process inherited
+        done = subprocess.run(  # the child needs the launcher's pipes, which this process inherited
             [*_MODULE, "--gather"],
             input=json.dumps(report),
             capture_output=True,
@@ -121,7 +122,7 @@ def gather(report: dict[str, Any], limit_s: float = GATHER_LIMIT_S) -> tuple[int
     answers = [answer for answer in map(_answer, done.stdout.splitlines()) if answer is not None]
     if done.returncode == 0 and answers:
         return answers[0]["rank"], answers[0]["reports"], None
-    return *alone, _ending(done.returncode, done.stderr)
+    return *alone, exit_text(done.returncode, done.stderr)
 
 
 def _answer(line: str) -> dict[str, Any] | None:
@@ -129,18 +130,18 @@ def _answer(line: str) -> dict[str, Any] | None:
 
 
 def _probe(names: Sequence[str]) -> None:
-    tell = _answers()
+    write = _answer_writer()
     for name in names:
         try:
             answer = {"name": name, "facts": PROBES[name]()}
         except Exception as error:
-            kind = "" if isinstance(error, EPError) else f"{type(error).__name__}: "  # ours speak for themselves
-            answer = {"name": name, "failure": kind + " ".join(str(error).split())}
-        tell(answer)
+            prefix = "" if isinstance(error, EPError) else f"{type(error).__name__}: "
+            answer = {"name": name, "failure": prefix + " ".join(str(error).split())}
+        write(answer)
 
 
 def _gather() -> None:
-    tell = _answers()
+    write = _answer_writer()
     report = json.loads(sys.stdin.read())
     from mpi4py import MPI
 
@@ -149,18 +150,18 @@ def _gather() -> None:
     place = {"rank": comm.Get_rank(), "local_rank": host.Get_rank(), "group": min(host.allgather(comm.Get_rank()))}
     reports = comm.allgather({**report, **place})
     host.Free()
-    tell({"rank": comm.Get_rank(), "reports": reports})
+    write({"rank": comm.Get_rank(), "reports": reports})
 
 
-def _answers() -> Callable[[dict[str, Any]], None]:
-    """A way to standard output that is for answers alone; what libraries print goes to standard error from now on."""
+def _answer_writer() -> Callable[[dict[str, Any]], None]:
+    """Reserve standard output for answers, and redirect the prints of libraries to standard error. Return the function that answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda answer: print(_MARK + json.dumps(answer), file=answers, flush=True)
 
 
-def launch() -> dict[str, Any] | None:
-    """What the launcher of this process says: `launcher`, `rank`, `size`."""
+def launch_variables() -> dict[str, Any] | None:
+    """Read `launcher`, `rank` and `size` from the launcher's variables. None: no launcher."""
     found = _env.launch()
     return vars(found) if found else None
 

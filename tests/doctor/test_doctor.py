@@ -26,6 +26,7 @@ from without import without
 
 from deepep_rt import Buffer, _env
 from deepep_rt.cli import app as cli
+from deepep_rt.doctor import examine as doctor_examine
 from deepep_rt.doctor import gpus as doctor_gpus
 from deepep_rt.doctor import probes as doctor_probes
 from deepep_rt.doctor import runner as doctor_run
@@ -76,7 +77,7 @@ def doctor(tmp_path: Path) -> Doctor:
 @pytest.fixture(scope="module")
 def probed() -> dict[str, Any]:
     """What the probes find here, for tests of what does not depend on it."""
-    return doctor_run.examine()
+    return doctor_run.run_probes()
 
 
 def kinds(answer: dict[str, Any]) -> dict[str, str]:
@@ -129,8 +130,8 @@ def test_sizes_are_options(doctor: Doctor) -> None:
 def test_a_size_of_zero_is_no_default(
     probed: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor_run, "examine", lambda: probed)
-    monkeypatch.setattr(doctor_run, "gather", lambda report: (0, [{**report, **doctor_run.ALONE}], None))
+    monkeypatch.setattr(doctor_examine, "run_probes", lambda: probed)
+    monkeypatch.setattr(doctor_examine, "gather", lambda report: (0, [{**report, **doctor_run.ALONE}], None))
     with pytest.raises(SystemExit) as caught:
         cli.run(["doctor", "--json", option, "0"])
     assert caught.value.code == 1
@@ -273,7 +274,7 @@ def test_a_probe_that_crashes_is_a_finding(doctor: Doctor, gpu_machine: dict[str
 def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, gpu_machine: dict[str, str]) -> None:
     for name, value in {**gpu_machine, "FAKE_INIT": "-1"}.items():
         monkeypatch.setenv(name, value)
-    examined = doctor_run.examine(["machine", "driver", "settings"], limit_s=4)
+    examined = doctor_run.run_probes(["machine", "driver", "settings"], limit_s=4)
     assert examined["failures"] == {"driver": "did not end within 4 s"}
     assert set(examined["facts"]) == {"machine", "settings"}
 
@@ -282,7 +283,7 @@ def test_what_libraries_print_is_no_answer(tmp_path: Path, doctor: Doctor) -> No
     (tmp_path / "sitecustomize.py").write_text('print(\'{"name": "noise"}\', flush=True)')
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = doctor.run(
-        [sys.executable, "-c", "from deepep_rt.doctor import runner; print(runner.examine(['settings']))"], PYTHONPATH=paths
+        [sys.executable, "-c", "from deepep_rt.doctor import runner; print(runner.run_probes(['settings']))"], PYTHONPATH=paths
     )
     assert "'failures': {}" in done.stdout
 
@@ -545,7 +546,7 @@ def test_an_mpi_that_does_not_start(doctor: Doctor, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_dead_process_has_said(errors: str, said: str) -> None:
-    assert doctor_run._ending(1, errors) == "its process ended with status 1" + said
+    assert doctor_run.exit_text(1, errors) == "its process ended with status 1" + said
 
 
 def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

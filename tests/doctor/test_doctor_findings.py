@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-from deepep_rt.doctor.catalog import KINDS, MIN_NVSHMEM
-from deepep_rt.doctor.facts import Situation, differences, ranges, some
+from deepep_rt.doctor.catalog import FINDING_TYPES, MIN_NVSHMEM
+from deepep_rt.doctor.facts import JobReport, differences, first_few, format_ranges
 from deepep_rt.doctor.findings import findings
 
 SIZES = dict(num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
@@ -70,13 +70,13 @@ def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 
     }
 
 
-def machine(ranks: int = 8, *, per_host: int = 8, num_gpus: int = 8, **options: Any) -> Situation:
+def machine(ranks: int = 8, *, per_host: int = 8, num_gpus: int = 8, **options: Any) -> JobReport:
     reports = [report(rank, ranks=ranks, per_host=per_host, num_gpus=num_gpus) for rank in range(ranks)]
-    return Situation(reports, **{"sizes": SIZES, **options})
+    return JobReport(reports, **{"sizes": SIZES, **options})
 
 
-def found(situation: Situation) -> dict[str, str]:
-    return {finding.kind.name: finding.level for finding in findings(situation)}
+def found(job: JobReport) -> dict[str, str]:
+    return {finding.type.name: finding.level for finding in findings(job)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16])
@@ -85,45 +85,45 @@ def test_a_healthy_machine_has_no_findings(ranks: int, backend: str) -> None:
     assert found(machine(ranks, backend=backend)) == {}
 
 
-def _set(probe: str, **facts: Any) -> Callable[[Situation], None]:
+def _set(probe: str, **facts: Any) -> Callable[[JobReport], None]:
     """Change facts on every rank."""
 
-    def change(s: Situation) -> None:
-        for one in s.reports:
+    def change(job: JobReport) -> None:
+        for one in job.reports:
             one["facts"][probe].update(copy.deepcopy(facts))
 
     return change
 
 
-def _drop(probe: str, why: str = "RuntimeError: broken") -> Callable[[Situation], None]:
-    def change(s: Situation) -> None:
-        for one in s.reports:
+def _drop(probe: str, why: str = "RuntimeError: broken") -> Callable[[JobReport], None]:
+    def change(job: JobReport) -> None:
+        for one in job.reports:
             del one["facts"][probe]
             one["failures"][probe] = why
 
     return change
 
 
-def _all(*changes: Callable[[Situation], None]) -> Callable[[Situation], None]:
-    def change(s: Situation) -> None:
+def _all(*changes: Callable[[JobReport], None]) -> Callable[[JobReport], None]:
+    def change(job: JobReport) -> None:
         for one in changes:
-            one(s)
+            one(job)
 
     return change
 
 
-def _gpus(**facts: Any) -> Callable[[Situation], None]:
-    def change(s: Situation) -> None:
-        for one in s.reports:
+def _gpus(**facts: Any) -> Callable[[JobReport], None]:
+    def change(job: JobReport) -> None:
+        for one in job.reports:
             for gpu in one["facts"]["driver"]["gpus"]:
                 gpu.update(facts)
 
     return change
 
 
-def _nvml(index: int | None = None, **facts: Any) -> Callable[[Situation], None]:
-    def change(s: Situation) -> None:
-        for one in s.reports:
+def _nvml(index: int | None = None, **facts: Any) -> Callable[[JobReport], None]:
+    def change(job: JobReport) -> None:
+        for one in job.reports:
             for number, gpu in enumerate(one["facts"]["nvml"]["gpus"]):
                 if index in (None, number):
                     gpu.update(facts)
@@ -131,41 +131,41 @@ def _nvml(index: int | None = None, **facts: Any) -> Callable[[Situation], None]
     return change
 
 
-def _rank(rank: int, probe: str, **facts: Any) -> Callable[[Situation], None]:
-    return lambda s: s.reports[rank]["facts"][probe].update(facts)
+def _rank(rank: int, probe: str, **facts: Any) -> Callable[[JobReport], None]:
+    return lambda job: job.reports[rank]["facts"][probe].update(facts)
 
 
-def _access(a: int, b: int) -> Callable[[Situation], None]:
-    def change(s: Situation) -> None:
-        for one in s.reports:
+def _access(a: int, b: int) -> Callable[[JobReport], None]:
+    def change(job: JobReport) -> None:
+        for one in job.reports:
             one["facts"]["driver"]["access"][a][b] = one["facts"]["driver"]["access"][b][a] = False
 
     return change
 
 
-def _paths(path: str) -> Callable[[Situation], None]:
-    def change(s: Situation) -> None:
-        for one in s.reports:
+def _paths(path: str) -> Callable[[JobReport], None]:
+    def change(job: JobReport) -> None:
+        for one in job.reports:
             one["facts"]["nvml"]["paths"] = [["-" if i == j else path for j in range(8)] for i in range(8)]
 
     return change
 
 
-def _alone(s: Situation) -> None:
+def _alone(job: JobReport) -> None:
     """MPI of another kind: every process sees itself."""
-    del s.reports[1:]
+    del job.reports[1:]
 
 
-def _other_launch(size: int, local_rank: int | None) -> Callable[[Situation], None]:
-    def change(s: Situation) -> None:
-        for one in s.reports:
+def _other_launch(size: int, local_rank: int | None) -> Callable[[JobReport], None]:
+    def change(job: JobReport) -> None:
+        for one in job.reports:
             one["other_launch"] = {"size": size, "local_rank": local_rank}
 
     return change
 
 
-def _nic(**facts: Any) -> Callable[[Situation], None]:
-    return lambda s: [one["facts"]["network"]["nics"][0].update(facts) for one in s.reports]  # type: ignore[func-returns-value]
+def _nic(**facts: Any) -> Callable[[JobReport], None]:
+    return lambda job: [one["facts"]["network"]["nics"][0].update(facts) for one in job.reports]  # type: ignore[func-returns-value]
 
 
 NONE = dict(gpus=[], access=[])
@@ -175,8 +175,8 @@ NO_DRIVER = _all(
 DOWN = [{"port": "1", "state": "DOWN", "rate": "", "link": ""}]
 ONE_PROCESS, TWO_HOSTS, NO_SHARING = dict(ranks=1), dict(ranks=16), dict(ranks=8, num_gpus=4)
 
-# What is wrong, in which situation, and which finding of which level that makes.
-CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] = [
+# What is wrong, in which job, and which finding of which level that makes.
+CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] = [
     ("no-mpi4py", "error", ONE_PROCESS, _set("mpi", error="ModuleNotFoundError: No module named 'mpi4py'", library=None), "mpi4py"),
     ("no-mpirun", "warning", ONE_PROCESS, _set("mpi", mpirun=None, mpirun_family=None), "no mpirun"),
     ("wrong-mpirun", "warning", ONE_PROCESS, _set("mpi", mpirun_family="MPICH", mpirun_version="5.0"), "is of MPICH 5.0"),
@@ -213,7 +213,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("gpus-on-some-ranks", "error", dict(ranks=4), _rank(2, "driver", **NONE), "no GPU on ranks 2 of 4"),
     ("uneven-hosts", "error", dict(ranks=12, per_host=8), _all(), "host1 holds ranks 8 to 11"),
     ("uneven-hosts", "error", dict(ranks=4, per_host=4),
-     lambda s: [one.update(group=one["rank"] % 2) for one in s.reports], "host0 (rank 0) holds ranks 0, 2"),  # type: ignore[func-returns-value]
+     lambda job: [one.update(group=one["rank"] % 2) for one in job.reports], "host0 (rank 0) holds ranks 0, 2"),  # type: ignore[func-returns-value]
     ("uneven-hosts", "error", dict(ranks=16, per_host=16, num_gpus=16), _all(), "0 to 15"),
     ("not-enough-memory", "error", dict(ranks=8), _nvml(6, free_bytes=10**9),
      "on host0, GPU 60000000 has 1.00 GB free and is to hold 1.56 GB"),
@@ -225,9 +225,9 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
     ("no-cuda-packages", "error", ONE_PROCESS, _set("bindings", module="cuda.core", error="ImportError: x"), "cuda.core: ImportError"),
     ("no-cuda-packages", "note", ONE_PROCESS, _all(NO_DRIVER, _drop("nvrtc")), "NVRTC"),
     ("mixed-cuda-packages", "warning", ONE_PROCESS,
-     lambda s: s.reports[0]["facts"]["python"]["packages"].update({"cupy-cuda12x": "13.6"}), "not cupy-cuda12x 13.6"),
+     lambda job: job.reports[0]["facts"]["python"]["packages"].update({"cupy-cuda12x": "13.6"}), "not cupy-cuda12x 13.6"),
     ("mixed-cuda-packages", "warning", ONE_PROCESS,
-     lambda s: s.reports[0]["facts"]["python"]["packages"].update({"cuda-bindings": "12.9.0"}), "not cuda-bindings 12.9.0"),
+     lambda job: job.reports[0]["facts"]["python"]["packages"].update({"cuda-bindings": "12.9.0"}), "not cuda-bindings 12.9.0"),
     ("no-nvshmem", "error", ONE_PROCESS, _drop("nvshmem_host"), "broken"),
     ("no-nvshmem", "error", ONE_PROCESS, _drop("nvshmem_device"), "broken"),
     ("no-nvshmem", "error", ONE_PROCESS, _set("bindings", module="nvshmem.bindings", error="ImportError: y"), "ImportError: y"),
@@ -267,24 +267,24 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Situation], None], str]] =
 
 
 @pytest.mark.parametrize(("kind", "level", "options", "change", "text"), CASES, ids=[f"{c[0]}-{n}" for n, c in enumerate(CASES)])
-def test_what_is_wrong_is_found(kind: str, level: str, options: dict, change: Callable[[Situation], None], text: str) -> None:
-    situation = machine(**options)
-    change(situation)
-    matching = [finding for finding in findings(situation) if finding.kind.name == kind]
-    assert matching, found(situation)
+def test_what_is_wrong_is_found(kind: str, level: str, options: dict, change: Callable[[JobReport], None], text: str) -> None:
+    job = machine(**options)
+    change(job)
+    matching = [finding for finding in findings(job) if finding.type.name == kind]
+    assert matching, found(job)
     assert {finding.level for finding in matching} == {level}
     assert any(text in finding.what for finding in matching), matching
 
 
 # What is no fault, or is none with this backend, and what all that is said then.
-QUIET: dict[str, tuple[dict[str, Any], Callable[[Situation], None], dict[str, str]]] = {
-    "one rank under mpirun": (ONE_PROCESS, lambda s: s.reports[0].update(launch={"launcher": "Open MPI", "rank": 0, "size": 1}), {}),  # type: ignore[attr-defined]
+QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, str]]] = {
+    "one rank under mpirun": (ONE_PROCESS, lambda job: job.reports[0].update(launch={"launcher": "Open MPI", "rank": 0, "size": 1}), {}),  # type: ignore[attr-defined]
     "the wrong mpirun, of which mpi4py's MPI hears nothing": (
         dict(ranks=2, mpi_failure="unsupported PMI version"), _all(_alone, _set("mpi", family="MPICH")), {"wrong-mpirun": "error"}),
     "no GPU on a rank that needs none": (dict(ranks=4, backend="host"), _rank(2, "driver", **NONE), {"gpu-hidden": "note"}),
     "GPUs that nobody takes": (dict(NO_SHARING, backend="host"), _all(), {}),
     "full GPUs that nobody takes": (dict(ranks=8, backend="host"), _nvml(free_bytes=10**6), {}),
-    "GPUs that nobody sees or takes": (dict(ranks=2, backend="host"), lambda s: _each_its_own(s), {}),
+    "GPUs that nobody sees or takes": (dict(ranks=2, backend="host"), lambda job: _each_its_own(job), {}),
     "uneven hosts without GPUs": (dict(ranks=12, per_host=8, backend="host"), _all(), {}),
     "hosts without NICs that need none": (dict(TWO_HOSTS, backend="host"), _set("network", nics=[]), {}),
     "NICs that are down and not needed": (dict(ranks=8, backend="host"), _nic(ports=DOWN), {}),
@@ -309,45 +309,45 @@ QUIET: dict[str, tuple[dict[str, Any], Callable[[Situation], None], dict[str, st
 
 @pytest.mark.parametrize(("options", "change", "said"), QUIET.values(), ids=QUIET)
 def test_nothing_is_found_where_nothing_is_wrong(
-    options: dict, change: Callable[[Situation], None], said: dict[str, str]
+    options: dict, change: Callable[[JobReport], None], said: dict[str, str]
 ) -> None:
-    situation = machine(**options)
-    change(situation)
-    assert found(situation) == said
+    job = machine(**options)
+    change(job)
+    assert found(job) == said
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (2, 4), (1, 1)])
 def test_ranks_that_mpi_knows_have_no_other_launcher(ranks: int, size: int) -> None:
     """A program's WORLD_SIZE may well be set under mpirun, and be that of several jobs."""
-    situation = machine(ranks)
-    _other_launch(size, 0)(situation)
-    assert found(situation) == {}
+    job = machine(ranks)
+    _other_launch(size, 0)(job)
+    assert found(job) == {}
 
 
 def test_a_wrong_mpirun_is_said_once() -> None:
-    situation = machine(2)
-    _all(_alone, _other_launch(2, 0))(situation)
-    assert found(situation) == {"wrong-mpirun": "error"}
+    job = machine(2)
+    _all(_alone, _other_launch(2, 0))(job)
+    assert found(job) == {"wrong-mpirun": "error"}
 
 
 @pytest.mark.parametrize("kind", ["no-gpu", "gpu-hidden"])
 def test_what_it_means_that_there_is_no_gpu_is_said_for_each_backend(kind: str) -> None:
     """The same text stands under a note and, with --backend cuda, under an error."""
-    meaning = KINDS[kind].meaning
+    meaning = FINDING_TYPES[kind].meaning
     assert "With backend='auto'" in meaning
     assert re.search(r"[Ww]ith backend='cuda', making one raises EPUnavailableError", meaning)
-    assert "if that is meant" not in KINDS[kind].remedy
+    assert "if that is meant" not in FINDING_TYPES[kind].remedy
 
 
 def test_patch_releases_of_nvrtc_are_no_newer_cuda() -> None:
     """A driver tells none."""
-    situation = machine(1)
-    _all(_set("nvrtc", version="13.1.115"), _set("settings", variables={"DEEPEP_RT_ARCH": "compute_80"}))(situation)
-    assert found(situation) == {}
+    job = machine(1)
+    _all(_set("nvrtc", version="13.1.115"), _set("settings", variables={"DEEPEP_RT_ARCH": "compute_80"}))(job)
+    assert found(job) == {}
 
 
 def test_every_kind_has_a_case() -> None:
-    assert {case[0] for case in CASES} | {"neighbours-hidden"} == set(KINDS)
+    assert {case[0] for case in CASES} | {"neighbours-hidden"} == set(FINDING_TYPES)
 
 
 # A change that is not among the findings' kinds must leave nothing else behind: what follows from one fault is said once.
@@ -366,104 +366,106 @@ ALONE = {
 
 
 @pytest.mark.parametrize(("kind", "options", "change"), [(c[0], c[2], c[3]) for c in CASES if c[0] in ALONE])
-def test_one_fault_makes_one_finding(kind: str, options: dict, change: Callable[[Situation], None]) -> None:
-    situation = machine(**options)
-    change(situation)
-    assert list(found(situation)) == [kind]
+def test_one_fault_makes_one_finding(kind: str, options: dict, change: Callable[[JobReport], None]) -> None:
+    job = machine(**options)
+    change(job)
+    assert list(found(job)) == [kind]
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda", "host"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_rule_needs_a_fact(ranks: int, backend: str) -> None:
     """Whatever probes failed, singly or all: no rule stumbles, and there is a screen."""
-    doctor = pytest.importorskip("deepep_rt.doctor.report")
+    pytest.importorskip("rich")
     from rich.console import Console
+
+    from deepep_rt.doctor.report import as_json, is_broken, show
 
     probes = list(report()["facts"])
     for lost in [*([probe] for probe in probes), probes]:
-        situation = machine(ranks, backend=backend)
+        job = machine(ranks, backend=backend)
         for probe in lost:
-            _drop(probe)(situation)
-        said = findings(situation)
+            _drop(probe)(job)
+        said = findings(job)
         assert not [finding.what for finding in said if finding.what.startswith("the rule ")]
         with (console := Console(width=150)).capture() as screen:
-            doctor.show(situation, said, console)
-        assert ("Broken" if doctor.is_broken(said) else "Usable") in screen.get()
-        json.dumps(doctor.as_json(situation, said))
+            show(job, said, console)
+        assert ("Broken" if is_broken(said) else "Usable") in screen.get()
+        json.dumps(as_json(job, said))
 
 
 def test_facts_that_nobody_thought_of_are_no_end() -> None:
-    situation = machine(1)
-    _set("nvrtc", archs=7)(situation)
-    (finding,) = findings(situation)
-    assert finding.kind.name == "probe-failed"
+    job = machine(1)
+    _set("nvrtc", archs=7)(job)
+    (finding,) = findings(job)
+    assert finding.type.name == "probe-failed"
     assert finding.what.startswith("the rule _architecture: TypeError: ")
 
 
 def test_what_ranks_have_in_common_is_said_once_and_the_worst_comes_first() -> None:
-    situation = machine(8)
-    _set("machine", shm_free_bytes=1)(situation)
+    job = machine(8)
+    _set("machine", shm_free_bytes=1)(job)
     for rank in (1, 2, 3, 6):
-        _rank(rank, "settings", mistakes=["DEEPEP_RT_DEBUG is 'x'"])(situation)
-    first, second = findings(situation)
-    assert (first.kind.name, first.ranks) == ("wrong-setting", (1, 2, 3, 6))
-    assert (second.kind.name, second.ranks) == ("small-shm", ())
+        _rank(rank, "settings", mistakes=["DEEPEP_RT_DEBUG is 'x'"])(job)
+    first, second = findings(job)
+    assert (first.type.name, first.ranks) == ("wrong-setting", (1, 2, 3, 6))
+    assert (second.type.name, second.ranks) == ("small-shm", ())
 
 
 def test_differences_name_every_value_and_its_ranks() -> None:
-    situation = machine(4)
-    _rank(1, "settings", variables={"NVSHMEM_DEBUG": "INFO"})(situation)
-    _rank(3, "cache", folder="/other")(situation)
-    assert differences(situation.reports) == {
+    job = machine(4)
+    _rank(1, "settings", variables={"NVSHMEM_DEBUG": "INFO"})(job)
+    _rank(3, "cache", folder="/other")(job)
+    assert differences(job.reports) == {
         "NVSHMEM_DEBUG": {"(none)": [0, 2, 3], "INFO": [1]},
         "kernel cache": {"/cache": [0, 1, 2], "/other": [3]},
     }
 
 
-def _each_its_own(s: Situation) -> None:
-    for rank, one in enumerate(s.reports):
+def _each_its_own(job: JobReport) -> None:
+    for rank, one in enumerate(job.reports):
         one["facts"]["settings"]["variables"] = {"CUDA_VISIBLE_DEVICES": str(rank)}
         one["facts"]["driver"].update(gpus=[{**one["facts"]["driver"]["gpus"][rank], "ordinal": 0}], access=[[True]])
 
 
 def test_gpus_that_only_one_rank_sees() -> None:
-    situation = machine(2)
-    _each_its_own(situation)
-    (finding,) = findings(situation)
-    assert (finding.kind.name, finding.level) == ("neighbours-hidden", "warning"), (
+    job = machine(2)
+    _each_its_own(job)
+    (finding,) = findings(job)
+    assert (finding.type.name, finding.level) == ("neighbours-hidden", "warning"), (
         "and different variables are no finding of their own"
     )
     assert "00000000 and 10000000" in finding.what
-    _paths("PIX")(situation)  # NVML sees all of them
-    assert set(found(situation)) == {"neighbours-hidden", "no-nvlink"}
+    _paths("PIX")(job)  # NVML sees all of them
+    assert set(found(job)) == {"neighbours-hidden", "no-nvlink"}
 
 
 @pytest.mark.parametrize(("access", "level"), [(True, "note"), (None, "warning"), (False, "error")])
 def test_gpus_that_nvml_sees_and_cuda_does_not(access: bool | None, level: str) -> None:
     """NVSHMEM asks NVML about them."""
-    situation = machine(2)
-    _each_its_own(situation)
-    situation.reports[1]["facts"]["nvml"]["access"] = [[True] * 8] * 8
-    situation.reports[0]["facts"]["nvml"]["access"] = [[True, access] + [True] * 6, [access] + [True] * 7]
-    assert found(situation) == {"neighbours-hidden": level}
+    job = machine(2)
+    _each_its_own(job)
+    job.reports[1]["facts"]["nvml"]["access"] = [[True] * 8] * 8
+    job.reports[0]["facts"]["nvml"]["access"] = [[True, access] + [True] * 6, [access] + [True] * 7]
+    assert found(job) == {"neighbours-hidden": level}
 
 
 def test_gpus_that_nvml_does_not_see_either() -> None:
     """Containers that hold a GPU each."""
-    situation = machine(2)
-    _each_its_own(situation)
-    for rank, one in enumerate(situation.reports):
+    job = machine(2)
+    _each_its_own(job)
+    for rank, one in enumerate(job.reports):
         nvml = one["facts"]["nvml"]
         nvml.update(gpus=nvml["gpus"][rank : rank + 1], paths=[["-"]], access=[[True]])
-    assert found(situation)["neighbours-hidden"] == "error"
+    assert found(job)["neighbours-hidden"] == "error"
 
 
 def test_groups_that_speak_through_nvshmem_need_no_path() -> None:
-    situation = machine(8, sizes={**SIZES, "ranks_per_node": 4})
-    _access(3, 4)(situation)
-    assert found(situation) == {}
-    _access(4, 5)(situation)
-    assert found(situation) == {"no-peer-access": "error"}
+    job = machine(8, sizes={**SIZES, "ranks_per_node": 4})
+    _access(3, 4)(job)
+    assert found(job) == {}
+    _access(4, 5)(job)
+    assert found(job) == {"no-peer-access": "error"}
 
 
 def test_memory_is_that_of_a_buffer_over_several_hosts() -> None:
@@ -475,7 +477,7 @@ def test_memory_is_that_of_a_buffer_over_several_hosts() -> None:
 
 
 def test_ranges() -> None:
-    assert [ranges(numbers) for numbers in ([], [3], [0, 1], [0, 1, 2, 5], [7, 5, 6, 1])] == [
+    assert [format_ranges(numbers) for numbers in ([], [3], [0, 1], [0, 1, 2, 5], [7, 5, 6, 1])] == [
         "",
         "3",
         "0, 1",
@@ -485,7 +487,7 @@ def test_ranges() -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    assert [some("abcdef"[:length]) for length in (0, 4, 6)] == ["", "a, b, c, d", "a, b, c, d, and 2 more"]
+    assert [first_few("abcdef"[:length]) for length in (0, 4, 6)] == ["", "a, b, c, d", "a, b, c, d, and 2 more"]
 
 
 def test_the_oldest_nvshmem_is_the_one_that_is_asked_for() -> None:

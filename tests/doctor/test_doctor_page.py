@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from deepep_rt.doctor.catalog import KINDS
+from deepep_rt.doctor.catalog import FINDING_TYPES
 
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "when-it-does-not-work.md").read_text()
@@ -19,18 +19,18 @@ SECTIONS = dict(re.findall(r"^### `([\w-]+)`\n(.*?)(?=^##|\Z)", PAGE, re.M | re.
 
 
 def test_every_finding_has_a_section_and_every_section_a_finding() -> None:
-    assert list(SECTIONS) == list(KINDS)
+    assert list(SECTIONS) == list(FINDING_TYPES)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", FINDING_TYPES)
 def test_a_section_begins_with_what_doctor_prints(name: str) -> None:
-    kind = KINDS[name]
+    kind = FINDING_TYPES[name]
     assert " ".join(SECTIONS[name].split()).startswith(f"{kind.meaning} **What to do:** {kind.remedy}")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", FINDING_TYPES)
 def test_meanings_and_remedies_are_sentences(name: str) -> None:
-    kind = KINDS[name]
+    kind = FINDING_TYPES[name]
     assert all(text.endswith(".") and "  " not in text for text in (kind.meaning, kind.remedy))
 
 
@@ -40,8 +40,8 @@ def test_the_output_shown_is_in_todays_words() -> None:
     assert len(shown) >= 9
     for name, text in shown:
         said = " ".join(text.split())
-        assert KINDS[name].meaning in said, name
-        assert f"What to do: {KINDS[name].remedy}" in said, name
+        assert FINDING_TYPES[name].meaning in said, name
+        assert f"What to do: {FINDING_TYPES[name].remedy}" in said, name
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)

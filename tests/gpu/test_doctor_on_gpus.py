@@ -23,7 +23,7 @@ from gpu_buffers import make  # noqa: E402
 
 from deepep_rt import Buffer  # noqa: E402
 from deepep_rt.doctor import runner as doctor_run  # noqa: E402
-from deepep_rt.doctor.facts import Situation, gpu_of  # noqa: E402
+from deepep_rt.doctor.facts import JobReport, gpu_of  # noqa: E402
 from deepep_rt.doctor.findings import findings  # noqa: E402
 from deepep_rt.jit import build as jit  # noqa: E402
 
@@ -117,7 +117,7 @@ def test_more_memory_than_there_is():
 def test_all_ranks_together(comm, monkeypatch):
     """What the ranks report, judged together: a GPU for each, or the finding that says otherwise."""
     monkeypatch.delenv("DEEPEP_RT_SHARE_GPUS", raising=False)
-    report = {**doctor_run.examine(), "launch": doctor_run.launch()}
+    report = {**doctor_run.run_probes(), "launch": doctor_run.launch_variables()}
     assert report["failures"] == {}, report["failures"]
     from mpi4py import MPI
 
@@ -126,8 +126,8 @@ def test_all_ranks_together(comm, monkeypatch):
     reports = comm.allgather({**report, **place})
     host.Free()
     sizes = dict(num_max_tokens_per_rank=64, hidden=1024, num_topk=4)
-    situation = Situation(reports, sizes, backend="cuda")
-    found = {finding.kind.name: finding for finding in findings(situation)}
+    job = JobReport(reports, sizes, backend="cuda")
+    found = {finding.type.name: finding for finding in findings(job)}
     shares = len({gpu_of(one)["uuid"] for one in reports}) < len(reports)
     assert ("shared-gpu" in found) == shares, found
     errors = {name: finding.what for name, finding in found.items() if finding.level == "error"}
