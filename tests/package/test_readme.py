@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
 OTHERS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")]
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in (*OTHERS, *DOCS)}
+DOES_NOT_WORK = ROOT / "docs/when-it-does-not-work.md"
 WITHOUT_EXTRAS = [ROOT / "docs/dispatch-and-combine.md", ROOT / "docs/decoding.md"]
 LANGUAGES = {"python", "bash", "console", "dockerfile", "yaml", "toml", "json", "text", "{toctree}", "{eval-rst}", "{include}"}
 SHELL = ("bash", "dockerfile", "yaml")
@@ -113,7 +114,7 @@ def test_example_command_installs_and_runs_the_example():
 
 
 def run_python_blocks(text, tmp_path, check="", **environment):
-    """Run all Python blocks of a document as one program, on two ranks."""
+    """Run all Python blocks of a document as one program on two ranks, and return its output."""
     program = "\n".join(content for language, content in blocks(text) if language == "python") + check
     for library in re.findall(r"^\s*(?:import|from) (torch|jax|cupy|ml_dtypes)\b", program, re.MULTILINE):
         pytest.importorskip(library)
@@ -123,6 +124,7 @@ def run_python_blocks(text, tmp_path, check="", **environment):
     environment = {**os.environ, "MASTER_PORT": str(free_port()), **environment}  # for blocks with torch.distributed
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    return " ".join((done.stdout + done.stderr).split())
 
 
 def test_python_blocks_run_without_extras(tmp_path):
@@ -143,7 +145,7 @@ def test_python_blocks_of_the_readme_run(tmp_path):
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in DOCS if "```python\n" in path.read_text() and path not in WITHOUT_EXTRAS],
+    [path for path in DOCS if "```python\n" in path.read_text() and path not in (*WITHOUT_EXTRAS, DOES_NOT_WORK)],
     ids=lambda path: path.name,
 )
 def test_python_blocks_of_the_documents_run(path, tmp_path):
@@ -153,7 +155,7 @@ def test_python_blocks_of_the_documents_run(path, tmp_path):
 
 
 def test_a_buffer_after_a_time_out(tmp_path):
-    """Run the page's block with one silent rank. Both ranks have a Buffer that works afterwards."""
+    """Run the page with one silent rank. It raises the error and writes the line of the log that the page shows."""
     silent = """
 import deepep_rt
 from mpi4py import MPI
@@ -167,8 +169,12 @@ Buffer.dispatch = real
 assert len(buffer.dispatch(x, topk_idx).recv_x) == 16
 buffer.destroy()
 """
-    page = PAGES["docs/when-it-does-not-work.md"].read_text()
-    run_python_blocks(f"```python\n{silent}```\n{page}", tmp_path, check)
+    page = DOES_NOT_WORK.read_text()
+    output = run_python_blocks(f"```python\n{silent}```\n{page}", tmp_path, check)
+    error = re.search(r"^EPTimeoutError: (rank 0 waited.*?)```", page, re.DOTALL | re.MULTILINE)[1]
+    log = re.search(r"# (INFO:deepep_rt:.*)", page)[1]
+    assert " ".join(error.split()) in output
+    assert log in output
 
 
 @pytest.mark.parametrize("page", PAGES)
