@@ -32,9 +32,11 @@ HOST_ONLY = {
 def _checks():
     try:
         import bad_calls
+        import buffer_failures
         import buffers
         import choices
         import combine
+        import consensus
         import dispatch
         import lost_ranks
         import low_latency
@@ -46,7 +48,7 @@ def _checks():
         return []
     found = []
     for_low_latency = (low_latency, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
-    for module in (dispatch, combine, buffers, rounds, bad_calls, *for_low_latency):
+    for module in (dispatch, combine, buffers, buffer_failures, consensus, rounds, bad_calls, *for_low_latency):
         checks = [
             f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
         ]

@@ -1,0 +1,111 @@
+"""Steps that succeed on all ranks or on none, and ranks that arrive late at them."""
+
+from __future__ import annotations
+
+import time
+import unittest.mock
+import warnings
+from types import SimpleNamespace
+
+import spmd
+from mpi4py import MPI
+from spmd import TIMEOUT_S, main, raises
+
+from deepep_rt import EPTimeoutError, EPUnavailableError
+from deepep_rt.comm import rendezvous
+from deepep_rt.comm.communicator import communicator_of
+from deepep_rt.comm.rendezvous import Consensus
+from deepep_rt.cuda import nvshmem as symmetric
+
+
+def check_step_that_fails_on_one_rank(comm: MPI.Intracomm) -> None:
+    """The other ranks raise at once, although the failed rank makes no more MPI calls."""
+    if comm.Get_size() == 1:
+        return
+    consensus, start = Consensus(communicator_of(comm)), time.monotonic()
+    with consensus.step():
+        pass
+    if comm.Get_rank() == 0:
+        with raises(KeyError), consensus.step():
+            raise KeyError
+        time.sleep(2)
+    else:
+        with raises(EPUnavailableError, "another rank could not make its part"), consensus.step():
+            pass
+        assert time.monotonic() - start < 1.5
+
+
+def check_late_rank_of_a_timed_allgather(comm: MPI.Intracomm) -> None:
+    """It finds the values of the ranks that timed out, and times out too. The next step of all ranks succeeds."""
+    rank, size, ranks = comm.Get_rank(), comm.Get_size(), communicator_of(comm).Dup()
+    if size == 1:
+        return
+    time.sleep(0.8 if rank == size - 1 else 0)
+    with raises(EPTimeoutError, "a step"):
+        rendezvous.timed_allgather(ranks, (rank,), 0.4, "a step", "all ranks to make it")
+    comm.Barrier()
+    assert rendezvous.timed_allgather(ranks, (rank, 7), TIMEOUT_S, "a step", "all ranks to make it") == [
+        [other, 7] for other in range(size)
+    ]
+
+
+def check_consensus(comm: MPI.Intracomm) -> None:
+    """All ranks succeed or none does, also if one declines early or arrives late. No rank waits for one that has declined."""
+    last, rank = comm.Get_size() - 1, comm.Get_rank()
+    assert Consensus(communicator_of(comm)).all_ok(True, "be here", 20.0)
+    start, consensus = time.monotonic(), Consensus(communicator_of(comm))
+    assert not consensus.all_ok(rank != last, "be here", 20.0)
+    assert not consensus.silent_ranks, "the last rank has declined"
+    assert time.monotonic() - start < 10
+    if last == 0:
+        return
+    consensus = Consensus(communicator_of(comm))
+    assert consensus.all_ok(True, "be here", 20.0)
+    if rank == last:
+        time.sleep(1.5)
+    assert not consensus.all_ok(True, "be here", 0.5)
+    assert consensus.silent_ranks == ([last] if rank != last else list(range(last)))
+    error = consensus.timeout_error()
+    assert (error.peer, error.rank) == (consensus.silent_ranks[0], rank)
+    assert f"for rank{'s' * (len(consensus.silent_ranks) > 1)} {consensus.silent_ranks[0]}" in str(error)
+
+
+def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
+    """NVSHMEM frees memory on all ranks of its runtime together. If one rank does not free, no group frees."""
+    rank, size, freed = comm.Get_rank(), comm.Get_size(), []
+    if size == 1 or spmd.backend != "host":
+        return  # on GPUs: check_subcommunicators
+    nvshmem = SimpleNamespace(malloc=lambda num_bytes: 1 << 40, ptr=lambda ptr, pe: ptr, free=freed.append)
+    runtime = symmetric.Runtime(communicator_of(comm), rank, size)
+    with unittest.mock.patch.multiple(symmetric, load=lambda: nvshmem, _runtime=runtime):
+        for odd in (None, 0, size - 1):
+            memory = symmetric.SymmetricMemory(communicator_of(MPI.COMM_SELF), 64, 5.0)
+            assert memory.is_of_several_buffers
+            if memory.all_free(rank != odd, 5.0):
+                memory.free()
+            assert len(freed) == (odd is None)
+            freed.clear()
+            comm.Barrier()
+
+
+def check_consensus_reminds(comm: MPI.Intracomm) -> None:
+    """A rank that waits long warns, with the names of the ranks that have not arrived."""
+    late = comm.Get_size() - 1
+    if late == 0:
+        return
+    consensus = Consensus(communicator_of(comm))
+    with warnings.catch_warnings(record=True) as caught, unittest.mock.patch.object(rendezvous, "_REMINDER_S", 0.4):
+        warnings.simplefilter("always")
+        if comm.Get_rank() == late:
+            time.sleep(1.2)
+        assert consensus.all_ok(True, "be here", 20.0)
+    texts = [str(warning.message) for warning in caught]
+    if comm.Get_rank() == late:
+        assert not texts
+    else:
+        assert len(texts) >= 2, texts
+        assert any(f"of 20 s for rank {late} to be here" in text for text in texts), texts
+
+
+if __name__ == "__main__":
+    main(__name__)
