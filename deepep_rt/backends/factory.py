@@ -35,6 +35,6 @@ def make_backend(
 
         return HostBackend(comm, config, serial)
     from ..cuda.topology import placed
-    from .cuda.low_latency import DeviceLowLatencyBackend
+    from .cuda.backend import CudaBackend
 
-    return DeviceLowLatencyBackend(comm, placed(comm, config), serial, copy_when_full=on_exhausted == "copy", network=network)
+    return CudaBackend(comm, placed(comm, config), serial, copy_when_full=on_exhausted == "copy", network=network)

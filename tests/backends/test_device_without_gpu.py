@@ -190,7 +190,7 @@ def test_options_reach_the_kernels(fake: FakeGpu, make: Any) -> None:
         backend = buffer._backend
         for kernel in (route, dispatch, combine, quick):
             assert (kernel.timeout_ns, kernel.rank, kernel.pes) == (2_500_000_000, 0, [0, 1, 2, 3])
-            assert (kernel.state, kernel.page) == (backend._state, backend._page.ptr)
+            assert (kernel.state, kernel.page) == (backend.runtime.state, backend.runtime.page.ptr)
 
 
 def test_no_tokens(fake: FakeGpu, make: Any) -> None:
@@ -309,7 +309,7 @@ def test_counts_belong_to_the_caller(fake: FakeGpu, make: Any) -> None:
     """They are neither what the handle keeps for its next use, nor do they keep the rows."""
     with make() as buffer:
         x, idx, _ = arguments(fake)
-        pool = buffer._backend._results._pool
+        pool = buffer._backend.throughput.results.pool
         free = pool.free_bytes
         sent = buffer.dispatch(x, idx, num_worst_tokens=40)
         again = buffer.dispatch(x, handle=sent.handle)
@@ -528,9 +528,9 @@ def test_scales_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         x, idx, _ = arguments(fake)
         for scales in (Array(fake, "uint8", 10, 8, offset=1), Array(fake, "float32", 10, 2, offset=2)):
-            with pytest.raises(EPInputError, match=r"x_scales starts at an address.*multiple of 4 bytes.*pass a copy"):
+            with pytest.raises(EPInputError, match=r"x_scales starts at address.*multiple of 4 bytes. Pass a copy"):
                 buffer.dispatch(x, idx, x_scales=scales)
-        with pytest.raises(EPInputError, match=r"topk_idx starts at an address.*multiple of 8 bytes"):
+        with pytest.raises(EPInputError, match=r"topk_idx starts at address.*multiple of 8 bytes"):
             buffer.dispatch(x, Array(fake, "int64", 10, 4, offset=4))
         assert fake.take() == []
 
@@ -548,7 +548,7 @@ def test_rows_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
             lambda: buffer.low_latency_dispatch(odd, idx),
             lambda: buffer.low_latency_combine(z, idx, weights, quick.handle),
         ):
-            with pytest.raises(EPInputError, match="multiple of 16 bytes; pass a copy"):
+            with pytest.raises(EPInputError, match=r"multiple of 16 bytes\. Pass a copy"):
                 call()
         assert fake.take() == []
 

@@ -17,7 +17,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from fake_gpu import BASE, Array, FakeGpu, _Communicator, arguments, fake, make, region
 
 from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
-from deepep_rt.backends.cuda.low_latency import DeviceLowLatencyBackend
+from deepep_rt.backends.cuda.low_latency import LowLatency
 from deepep_rt.comm import call_signature, rendezvous
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
@@ -54,11 +54,11 @@ def test_counts_that_come_late(fake: FakeGpu, make: Any, monkeypatch: pytest.Mon
     """Those of the call before are not taken for them."""
     with make() as buffer:
         x, idx, _ = arguments(fake)
-        page = buffer._backend._page
+        page = buffer._backend.runtime.page
 
         def count() -> None:
-            page._mailbox["num_recv"] = num_rows
-            page._counted.value = 1
+            page.mailbox["num_recv"] = num_rows
+            page.counted.value = 1
 
         monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", count)
         for num_rows in (30, 20):
@@ -68,11 +68,11 @@ def test_counts_that_come_late(fake: FakeGpu, make: Any, monkeypatch: pytest.Mon
 def test_a_time_out_while_the_host_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU says for whom it has waited: it is heard, also where the host's own time is up."""
     buffer = make(timeout_s=0.05)
-    page, start = buffer._backend._page, time.monotonic()
+    page, start = buffer._backend.runtime.page, time.monotonic()
 
     def report() -> None:
         if time.monotonic() > start + 0.2:
-            page._report["rank"], page._report["peer"], page._report["phase"], page._timed_out.value = 0, 2, 3, 1
+            page.report["rank"], page.report["peer"], page.report["phase"], page.timed_out.value = 0, 2, 3, 1
 
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", report)
     with pytest.raises(EPTimeoutError, match=r"waited 0\.05 s for rank 2: the rows of dispatch"):
@@ -104,18 +104,18 @@ def test_a_host_that_is_interrupted_while_it_waits(fake: FakeGpu, make: Any, mon
 def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
     """It is raised once the call is whole: its counts have come, and the second half of a low-latency call is launched."""
     with make(low_latency=True) as buffer:
-        page = buffer._backend._page
+        page = buffer._backend.runtime.page
 
         def report(call: SimpleNamespace) -> None:
-            page._bad_input.value = 1
+            page.bad_input.value = 1
             if call.kernel == "route":
-                fake.on_launch = lambda call: setattr(page._counted, "value", 1)  # later
+                fake.on_launch = lambda call: setattr(page.counted, "value", 1)  # later
 
         fake.on_launch = report
         with pytest.raises(EPInputError, match="It was skipped"):
             buffer.dispatch(*arguments(fake))
         assert [call.kernel for call in fake.take()] == ["route", "dispatch"]
-        assert page._counted.value
+        assert page.counted.value
         fake.on_launch = report
         sent = buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
         fake.take()
@@ -130,11 +130,11 @@ def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
 def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: int, call_idx: int) -> None:
     """One that waits for room waits for the call that has used it before; with three slots there is room for four."""
     buffer = make(low_latency=True, num_slots=3)
-    page = buffer._backend._page
-    report = page._report[0]
+    page = buffer._backend.runtime.page
+    report = page.report[0]
     report["rank"], report["peer"], report["phase"] = 0, 2, structs.PHASES[phase][0]
     report["expected"], report["seen"] = expected, 6
-    page._timed_out.value = 1
+    page.timed_out.value = 1
     with pytest.raises(EPTimeoutError, match=f"call {call_idx} of its kind.*rank 2 was at 6") as caught:
         buffer.synchronize()
     error = caught.value
@@ -145,8 +145,8 @@ def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: in
 
 def test_a_replay_while_a_hook_was_open(fake: FakeGpu, make: Any) -> None:
     buffer = make(low_latency=True)
-    page = buffer._backend._page
-    page._report["phase"], page._timed_out.value = structs.LL_OPEN_HOOK, 1
+    page = buffer._backend.runtime.page
+    page.report["phase"], page.timed_out.value = structs.LL_OPEN_HOOK, 1
     for call in (buffer.synchronize, lambda: buffer.low_latency_dispatch(*arguments(fake)[:2])):
         with pytest.raises(EPInputError, match=r"replayed while a hook of such a call was open.*cannot be used any more"):
             call()
@@ -157,13 +157,13 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
     """Kernels report what two ranks gave; it is raised once, or, from a call that cannot be mended, in every call from then on."""
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)[:3]
-        page = buffer._backend._page
+        page = buffer._backend.runtime.page
         buffer.dispatch(x, idx, weights, num_worst_tokens=8)
         (mine,) = (call.call_signature for call in fake.take() if call.kernel == "dispatch")
-        report = page._report[0]
+        report = page.report[0]
         report["rank"], report["other"], report["serial"] = 1, 0, (5, 5)
         report["call_signature"] = mine, call_signature.pack("dispatch", x.dtype, idx.dtype, None)
-        page._differs.value = 1
+        page.ranks_differ.value = 1
         with pytest.raises(
             EPInputError, match=r"topk_weights of this call.* rank 0: None, rank 1: float32. No rows were sent"
         ) as caught:
@@ -174,7 +174,7 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         buffer.low_latency_dispatch(x, idx, topk_weights=weights)
         (mine,) = (call.call_signature for call in fake.take())
         report["call_signature"] = mine, call_signature.pack("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
-        page._differs.value = 1  # and a moment later, that the time was up
+        page.ranks_differ.value = 1  # and a moment later, that the time was up
         for _ in range(2):
             with pytest.raises(
                 EPInputError, match=r"x of this call.*rank 0: bfloat16, rank 1: float8_e4m3fn.*cannot be used any more"
@@ -186,8 +186,8 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
 def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
     """What a kernel reports is raised by the next call, and by all after it."""
     buffer = make()
-    page = buffer._backend._page
-    page._report["rank"], page._report["peer"], page._report["phase"], page._timed_out.value = 0, 2, 3, 1
+    page = buffer._backend.runtime.page
+    page.report["rank"], page.report["peer"], page.report["phase"], page.timed_out.value = 0, 2, 3, 1
     for _ in range(2):
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2: the rows of dispatch") as caught:
             buffer.dispatch(*arguments(fake))
@@ -215,15 +215,15 @@ def test_memory_that_is_not_empty_when_it_comes(fake: FakeGpu, make: Any, monkey
             assert fills[region(buffer, name).start] == (0, len(region(buffer, name)))
         rows = inboxes.offsets["messages"]
         assert fills[region(buffer, "low_latency").start + rows] == (0xFF, inboxes.num_bytes - rows)
-        assert fills[backend._state] == (0, layout.local.num_bytes)
+        assert fills[backend.runtime.state] == (0, layout.local.num_bytes)
 
 
 def test_a_time_out_under_results_in_host_memory(fake: FakeGpu, make: Any) -> None:
     """The host has waited for them: who gets them knows that they are whole."""
     buffer = make(dtype="float32")
-    page = buffer._backend._page
-    page._report["peer"], page._report["phase"] = 2, 3
-    fake.on_launch = lambda call: setattr(page._timed_out, "value", 1)
+    page = buffer._backend.runtime.page
+    page.report["peer"], page.report["phase"] = 2, 3
+    fake.on_launch = lambda call: setattr(page.timed_out, "value", 1)
     with pytest.raises(EPTimeoutError, match="for rank 2"):
         buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
     buffer.destroy()
@@ -267,8 +267,8 @@ def test_how_long_destroy_waits(
     with monkeypatch.context() as behind:
         behind.setattr(driver.CudaEvent, "done", lambda event: False)
         buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True)
-        behind.setattr(buffer._backend._order, "end", lambda: SimpleNamespace(done=lambda: True, synchronize=lambda: None))
-        order = buffer._backend._order
+        behind.setattr(buffer._backend.runtime.order, "end", lambda: SimpleNamespace(done=lambda: True, synchronize=lambda: None))
+        order = buffer._backend.runtime.order
         buffer.destroy()
     del x
     gc.collect()
@@ -284,7 +284,7 @@ def test_a_rank_that_does_not_destroy_its_buffer(
     """It is named; the memory stays, as nobody can give it back alone."""
     buffer, start = make(on_timeout=on_timeout, timeout_s=0.2), time.monotonic()
     monkeypatch.setattr(_Communicator, "Irecv", lambda self, word, peer, tag: SimpleNamespace(Test=lambda: peer != 2))
-    monkeypatch.setattr("deepep_rt.backends.cuda.backend._PARTING_S", 0.0)
+    monkeypatch.setattr("deepep_rt.backends.cuda.backend._MIN_DESTROY_TIMEOUT_S", 0.0)
     if on_timeout == "raise":
         with pytest.raises(
             EPTimeoutError, match=r"for rank 2, which did not come; expected all ranks to destroy their B"
@@ -292,7 +292,7 @@ def test_a_rank_that_does_not_destroy_its_buffer(
             buffer.destroy()
         assert caught.value.peer == 2
     else:
-        with pytest.warns(UserWarning, match=r"for rank 2, which did not come.*The memory of this Buffer stays taken"):
+        with pytest.warns(UserWarning, match=r"for rank 2, which did not come.*The memory of this Buffer stays allocated"):
             buffer.destroy()
     assert time.monotonic() - start < 3
     assert BASE not in fake.freed
@@ -303,9 +303,9 @@ def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:
     """They do not look at memory that is gone."""
     buffer = make()
     event = buffer.dispatch(*arguments(fake), num_worst_tokens=40).event
-    page = buffer._backend._page
+    page = buffer._backend.runtime.page
     buffer.destroy()
-    ctypes.memset(page.ptr, 0xFF, page._map.num_bytes)  # somebody else's by now
+    ctypes.memset(page.ptr, 0xFF, Layout(buffer.config).status_page.num_bytes)  # somebody else's by now
     event.synchronize()
 
 
@@ -318,7 +318,7 @@ def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
 
     buffer = make()
-    monkeypatch.setattr(buffer._backend._order, "synchronize", fail)
+    monkeypatch.setattr(buffer._backend.runtime.order, "synchronize", fail)
     with pytest.raises(EPUnavailableError):
         buffer.destroy()
     make().destroy(in_touch=False)
@@ -339,27 +339,27 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
     written: list[tuple[int, int]] = []
     monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append((ptr, value)))
     buffer = make(timeout_s=60.0)
-    ranks = buffer._backend._comm
+    ranks = buffer._backend.comm
     with pytest.raises(KeyError), buffer:
         raise KeyError("mine")
     assert ranks.said == "KeyError: 'mine'"
     buffer = make(timeout_s=60.0)
     backend = buffer._backend
-    backend._comm.incoming_notice = "ValueError: no batch"
+    backend.comm.incoming_notice = "ValueError: no batch"
     start = time.monotonic()
     for _ in range(2):
         with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch") as caught:
             buffer.dispatch(*arguments(fake))
         assert caught.value.peer == 2
     waiting = make(timeout_s=60.0)
-    waiting._backend._comm.incoming_notice = "ValueError: no batch"
-    monkeypatch.setattr(waiting._backend._order, "end", lambda: SimpleNamespace(done=lambda: False))
+    waiting._backend.comm.incoming_notice = "ValueError: no batch"
+    monkeypatch.setattr(waiting._backend.runtime.order, "end", lambda: SimpleNamespace(done=lambda: False))
     with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch"):
         waiting.synchronize()
     waiting.destroy()
     written.pop()
     assert time.monotonic() - start < 10
-    assert written == [(backend._state + structs.offset(structs.State.dtype({}), "abort"), 1)]
+    assert written == [(backend.runtime.state + structs.offset(structs.State.dtype({}), "abort"), 1)]
     buffer.destroy()
 
 
@@ -371,7 +371,7 @@ def test_a_time_out_is_raised_while_the_callers_own_work_goes_on(
     buffer = make()
     buffer.dispatch(*arguments(fake), num_worst_tokens=40)
     monkeypatch.setattr(driver.CudaEvent, "done", lambda event: False)
-    buffer._backend._page._timed_out.value = 1
+    buffer._backend.runtime.page.timed_out.value = 1
     with pytest.raises(EPTimeoutError):
         getattr(buffer, wait)()
     buffer.destroy()
@@ -394,16 +394,16 @@ def test_a_rank_that_leaves_others_that_mask(fake: FakeGpu, make: Any, monkeypat
     """Their low-latency calls go on without it."""
     with make(on_timeout="mask", low_latency=True) as buffer:
         backend = buffer._backend
-        backend._comm.incoming_notice, start = "ValueError: no batch", time.monotonic()
+        backend.comm.incoming_notice, start = "ValueError: no batch", time.monotonic()
         end = SimpleNamespace(done=lambda: time.monotonic() > start + 0.5, synchronize=lambda: None)
-        monkeypatch.setattr(backend._order, "end", lambda: end)
+        monkeypatch.setattr(backend.runtime.order, "end", lambda: end)
         buffer.synchronize()
         buffer.low_latency_dispatch(*arguments(fake)[:2])
 
 
 @pytest.mark.parametrize(
     ("module", "name", "parts_before"),
-    [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (jit, "load", 1), (DeviceLowLatencyBackend, "_clear_rows", 1)],
+    [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (jit, "load", 1), (LowLatency, "clear_inboxes", 1)],
 )
 def test_a_rank_that_cannot_make_its_part(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, parts_before: int
@@ -448,28 +448,28 @@ def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatc
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GRACE_S", 0.0)
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor._REMINDER_S", 0.2)
     with make(timeout_s=0.1) as buffer:
-        page, start = buffer._backend._page, time.monotonic()
+        page, start = buffer._backend.runtime.page, time.monotonic()
 
         def run() -> None:
             if time.monotonic() > start + 0.5:
-                page._mailbox["num_recv"], page._started.value = 7, 1
+                page.mailbox["num_recv"], page.started.value = 7, 1
             if time.monotonic() > start + 0.55:
-                page._counted.value = 1
+                page.counted.value = 1
 
         monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", run)
         with pytest.warns(UserWarning, match=r"rank 0: the GPU has not come to this dispatch after 0 s") as said:
             assert buffer.dispatch(*arguments(fake)).recv_x.shape == (7, 256)
         assert len(said) == 2
-        page._started.value = 1
+        page.started.value = 1
         yields = "deepep_rt.backends.cuda.monitor.os.sched_yield"
-        monkeypatch.setattr(yields, lambda: setattr(page._counted, "value", not page._started.value))
+        monkeypatch.setattr(yields, lambda: setattr(page.counted, "value", not page.started.value))
         buffer.dispatch(*arguments(fake)), "the start of the call before is not taken for this one's"
 
 
 def test_a_gpu_that_is_stuck(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GRACE_S", 0.1)
     buffer = make(timeout_s=0.1)
-    fake.on_launch = lambda call: setattr(buffer._backend._page._started, "value", 1)
+    fake.on_launch = lambda call: setattr(buffer._backend.runtime.page.started, "value", 1)
     with pytest.raises(EPTimeoutError, match=r"routing kernel has run for 0\.2 s, and reports neither"):
         buffer.dispatch(*arguments(fake))
     buffer.destroy()
@@ -508,5 +508,5 @@ def test_results_that_nobody_had_looked_at(fake: FakeGpu, make: Any) -> None:
         back = buffer.combine(Array(fake, "bfloat16", 8, 256), sent.handle)
         soon = buffer.low_latency_dispatch(x, idx)
     for look in (lambda: sent.recv_x, lambda: back.x, lambda: soon.num_recv_tokens_per_expert):
-        with pytest.raises(EPDestroyedError, match="look before"):
+        with pytest.raises(EPDestroyedError, match=r"Access result arrays before destroy\(\)"):
             look()

@@ -239,7 +239,7 @@ def test_a_hook_that_reports_bad_input_has_received(fake: FakeGpu, make: Any) ->
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True)
-        buffer._backend._page._bad_input.value = 1
+        buffer._backend.runtime.page.bad_input.value = 1
         with pytest.raises(EPInputError, match="It was skipped"):
             sent.hook()
         with pytest.raises(EPInputError, match="was called already"):
@@ -279,8 +279,8 @@ def test_a_hook_after_a_time_out(fake: FakeGpu, make: Any) -> None:
     buffer = make(low_latency=True)
     sent = buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
     fake.take()
-    page = buffer._backend._page
-    page._report["peer"], page._report["phase"], page._timed_out.value = 2, 3, 1
+    page = buffer._backend.runtime.page
+    page.report["peer"], page.report["phase"], page.timed_out.value = 2, 3, 1
     with pytest.raises(EPTimeoutError, match="for rank 2"):
         sent.hook()
     assert fake.take() == []
@@ -467,7 +467,7 @@ def test_zero_copy(fake: FakeGpu, make: Any) -> None:
 def test_masks(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True, on_timeout="mask") as buffer:
         backend = buffer._backend
-        mask = backend._state + Layout(buffer.config).local.offsets["masked"] + 4 * 2
+        mask = backend.runtime.state + Layout(buffer.config).local.offsets["masked"] + 4 * 2
         fake.fills.clear()
         buffer.mask_rank(2)
         assert fake.fills == [(mask, 1, 1)]
@@ -486,7 +486,7 @@ def test_masks(fake: FakeGpu, make: Any) -> None:
         assert rows[1] == 0xFF, "half a row may have come: all are taken for not there"
         assert unmasked == (mask, 0, 1)
         assert buffer.query_masked_ranks() == []
-        backend._page.masked[3] = 1  # as a kernel does
+        backend.runtime.page.masked[3] = 1  # as a kernel does
         assert buffer.query_masked_ranks() == [3]
     assert BASE not in fake.freed, "rank 3 may not come to free symmetric memory"
 
@@ -515,7 +515,7 @@ def test_ranks_that_kernels_mask_are_named_once(fake: FakeGpu, make: Any, caplog
         x, idx, _ = arguments(fake)
         buffer.mask_rank(2)
         for _ in range(2):
-            buffer._backend._page.masked[3] = 1  # as a kernel does
+            buffer._backend.runtime.page.masked[3] = 1  # as a kernel does
             for _ in range(2):
                 buffer.low_latency_dispatch(x, idx)
             buffer.unmask_rank(3)

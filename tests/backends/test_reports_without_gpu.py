@@ -19,15 +19,15 @@ __all__ = ["fake", "make"]
 
 
 def _time_out(page: Any) -> None:
-    page._report["rank"], page._report["peer"], page._report["phase"], page._timed_out.value = 0, 2, 12, 1
+    page.report["rank"], page.report["peer"], page.report["phase"], page.timed_out.value = 0, 2, 12, 1
 
 
 def test_check_raises_what_a_call_would(fake: FakeGpu, make: Any) -> None:
     """A loop that replays CUDA graphs makes no call that could raise."""
     buffer = make(low_latency=True)
-    page = buffer._backend._page
+    page = buffer._backend.runtime.page
     buffer.check()
-    page._bad_input.value = 1
+    page.bad_input.value = 1
     with pytest.raises(EPInputError, match="It was skipped"):
         buffer.check()
     buffer.check()
@@ -56,10 +56,10 @@ def test_check_asks_the_driver_nothing(fake: FakeGpu, make: Any) -> None:
 def test_combines_of_other_choices(fake: FakeGpu, make: Any) -> None:
     """The word names one choice, as combine and as the dispatch got it; it is raised once."""
     with make(low_latency=True) as buffer:
-        page, experts = buffer._backend._page, buffer.config.num_experts
+        page, experts = buffer._backend.runtime.page, buffer.config.num_experts
         for now, shown in ((5, "5"), (-1, "-1"), (experts, "an expert that does not exist")):
-            page._report["other_choice"] = 1 << 63 | (7 * 4 + 2) << 32 | (now + 1) << 16 | 4
-            page._has_events.value = 1
+            page.report["other_choice"] = 1 << 63 | (7 * 4 + 2) << 32 | (now + 1) << 16 | 4
+            page.has_events.value = 1
             with pytest.raises(EPInputError, match=rf"low_latency_combine: topk_idx\[7, 2\]={shown}; expected 3, as"):
                 buffer.check()
             buffer.check()
@@ -71,9 +71,9 @@ def test_rows_without_room_are_logged_once(fake: FakeGpu, make: Any, caplog: pyt
         ("full_expert", 4 << 32 | 300, "rank 0: low_latency_dispatch received 300 rows for local expert 3; room for 256"),
     ):
         with make(low_latency=True) as buffer:
-            page = buffer._backend._page
+            page = buffer._backend.runtime.page
             for _ in range(3):
-                page._report[word], page._has_events.value = value, 1
+                page.report[word], page.has_events.value = value, 1
                 buffer.check()
         told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
         assert len(told) == 1
@@ -93,10 +93,10 @@ def test_combines_tell_each_other_what_they_add_up(fake: FakeGpu, make: Any) -> 
         told.append(fake.take()[-1].call_signature)
     assert told[0] != told[1]
     assert max(told) < 1 << 32, "it travels as half a word"
-    page = buffer._backend._page
-    report = page._report[0]
+    page = buffer._backend.runtime.page
+    report = page.report[0]
     report["rank"], report["other"], report["serial"], report["call_signature"] = 0, 1, (7, 8), (told[0], told[0])
-    page._differs.value = 1
+    page.ranks_differ.value = 1
     _time_out(page)
     for _ in range(2):
         with pytest.raises(

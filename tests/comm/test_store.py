@@ -325,10 +325,10 @@ def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommuni
     speaker.join()
 
 
-def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monitor_of_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is told as well; and where time-outs mask, Buffers go on."""
     pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
-    from deepep_rt.backends.cuda.monitor import Watch
+    from deepep_rt.backends.cuda.monitor import Monitor
     from deepep_rt.cuda import driver
 
     told: list[tuple[int, int]] = []
@@ -336,12 +336,12 @@ def test_a_watch_over_a_store_that_is_gone(ranks: list[StoreCommunicator], monke
     page: Any = SimpleNamespace(check_peers=lambda: None)
     config = Config(3, 8, 64, 2, 12, low_latency=True, timeout_s=5.0)
     ranks[0]._store.fails = True
-    Watch(ranks[0], replace(config, on_timeout="mask"), page, 1 << 20).listen()
-    watch = Watch(ranks[0], config, page, 1 << 20)
+    Monitor(ranks[0], replace(config, on_timeout="mask"), page, 1 << 20).check_failure_notices()
+    monitor = Monitor(ranks[0], config, page, 1 << 20)
     for _ in range(2):
         with pytest.raises(EPUnavailableError, match="does not answer"):
-            watch.listen() if not told else watch.check_peers()
-    assert watch.is_broken
+            monitor.check_failure_notices() if not told else monitor.check_peers()
+    assert monitor.is_broken
     assert [value for _, value in told] == [1]
 
 

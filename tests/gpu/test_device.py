@@ -285,15 +285,15 @@ def test_other_frameworks(comm):
         want = host.dispatch(*cpu(x, idx, weights))
         reference = host.combine(want.recv_x, want.handle).x.numpy()
         cupy = pytest.importorskip("cupy")
-        with cupy.cuda.Device(gpu._backend.device):
+        with cupy.cuda.Device(gpu._backend.info.device):
             sent = gpu.dispatch(*map(cupy.asarray, (x, idx, weights)))
             assert isinstance(sent.recv_x, cupy.ndarray)
             np.testing.assert_array_equal(cupy.asnumpy(sent.recv_x), want.recv_x.numpy())
             np.testing.assert_array_equal(cupy.asnumpy(gpu.combine(sent.recv_x, sent.handle).x), reference)
         jax = pytest.importorskip("jax")
-        device = next(d for d in jax.local_devices() if d.local_hardware_id == gpu._backend.device)
+        device = next(d for d in jax.local_devices() if d.local_hardware_id == gpu._backend.info.device)
         arrays = [jax.device_put(t.cpu().numpy(), device) for t in (x, idx, weights)]
-        with torch.cuda.stream(torch.cuda.ExternalStream(gpu._backend._order.own_stream)):
+        with torch.cuda.stream(torch.cuda.ExternalStream(gpu._backend.runtime.order.own_stream)):
             torch.cuda._sleep(int(50e6))  # JAX's stream has to wait for the rows
         sent = gpu.dispatch(*arrays, num_worst_tokens=50 * comm.Get_size())
         np.testing.assert_array_equal(np.asarray(sent.recv_x)[: len(want.recv_x)], want.recv_x.numpy())

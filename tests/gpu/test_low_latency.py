@@ -132,13 +132,13 @@ def test_epochs_wrap_around(comm):
     gpu, host = make_both(comm, hidden=512)
     ranks, config = comm.Get_size(), gpu.config
     layout, progress, calls = Layout(config), structs.LlProgress.dtype({}), 2**32 - 9
-    inboxes = gpu._backend._memory.ptr + gpu._backend._map.offsets["low_latency"]
+    inboxes = gpu._backend.runtime.memory.ptr + gpu._backend.runtime.regions.offsets["low_latency"]
     with gpu, host:
         for name in ("dispatch", "combine"):
             made = np.zeros(1, progress)
             made["sent"] = made["received"] = calls
             made["tickets"] = made["tickets_before"] = 2**32 - 1000
-            write(gpu._backend._state + layout.local.offsets[f"ll_{name}"], made)
+            write(gpu._backend.runtime.state + layout.local.offsets[f"ll_{name}"], made)
             write(inboxes + layout.low_latency.offsets[f"{name}_acks"], np.full(ranks, calls, np.uint64))
         comm.Barrier()
         # Memory that was never used holds 0 and -1, which are epochs too; after so many calls there is none. Every token goes everywhere.
@@ -152,7 +152,7 @@ def test_epochs_wrap_around(comm):
         for i in range(20):
             round_trip(comm, gpu, host, 8 * i, 128 - 3 * i, early_weights=i % 4 < 2, use_fp8=len(formats()) > 1 and i % 3 > 0)
         after = np.zeros(1, progress)
-        read(gpu._backend._state + layout.local.offsets["ll_dispatch"], after)
+        read(gpu._backend.runtime.state + layout.local.offsets["ll_dispatch"], after)
         assert after["sent"] == after["received"] == calls + 2 * config.low_latency_ring_depth + 20 - 2**32
 
 

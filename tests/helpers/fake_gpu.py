@@ -17,7 +17,7 @@ from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.arrays.view import Framework, View
 from deepep_rt.backends import agreement, factory
-from deepep_rt.backends.cuda import backend as device
+from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.comm import communicator
 from deepep_rt.comm.timed_collectives import TimedCollectives
 from deepep_rt.cuda import driver
@@ -216,7 +216,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     )
     monkeypatch.setattr(jit, "load", fake.load)
     monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
-    monkeypatch.setattr(device, "choose_device", lambda *_: 0)
+    monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake
     assert not fake.outside
@@ -264,16 +264,16 @@ def routed(buffer: Buffer, num_rows: int, counts: list[int]) -> Any:
 
     def act(call: SimpleNamespace) -> None:
         if call.kernel == "route" and call.to_host:
-            page = buffer._backend._page
-            page._mailbox["num_recv"], page._mailbox["num_recv_per_expert"] = num_rows, counts
-            page._counted.value = 1
+            page = buffer._backend.runtime.page
+            page.mailbox["num_recv"], page.mailbox["num_recv_per_expert"] = num_rows, counts
+            page.counted.value = 1
 
     return act
 
 
 def region(buffer: Buffer, name: str) -> range:
     """Addresses of a region of symmetric memory."""
-    found = buffer._backend._map
+    found = buffer._backend.runtime.regions
     return range(BASE + found.offsets[name], BASE + found.offsets[name] + found.sizes[name])
 
 

@@ -44,11 +44,13 @@ def poison(buffer):
     """Every byte where rows may land gets a value that no test expects."""
     backend = buffer._backend
     torch.cuda.synchronize()
-    backend._comm.Barrier()
+    backend.comm.Barrier()
     for region in ("pool", "landing", "sums"):
-        driver.fill(backend._memory.ptr + backend._map.offsets[region], 0xA5, backend._map.sizes[region])
+        driver.fill(
+            backend.runtime.memory.ptr + backend.runtime.regions.offsets[region], 0xA5, backend.runtime.regions.sizes[region]
+        )
     torch.cuda.synchronize()
-    backend._comm.Barrier()
+    backend.comm.Barrier()
 
 
 def same(a, b):

@@ -34,8 +34,8 @@ from deepep_rt import Buffer, EPError
 from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.view import Framework, View
 from deepep_rt.backends import agreement, factory
-from deepep_rt.backends.cuda import backend as device
-from deepep_rt.backends.cuda import monitor as watch
+from deepep_rt.backends.cuda import backend as cuda_backend
+from deepep_rt.backends.cuda import monitor, runtime
 from deepep_rt.comm import communicator
 from deepep_rt.cuda import driver, stream_memory
 from deepep_rt.cuda import nvshmem as symmetric
@@ -460,11 +460,11 @@ class Machine(AbstractContextManager):
         for name, answer in replaced.items():
             patch(driver, name, answer)
         patch(launch, "driver", launcher)
-        patch(watch, "os", SimpleNamespace(sched_yield=self.pause))
-        patch(device, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
+        patch(monitor, "os", SimpleNamespace(sched_yield=self.pause))
+        patch(runtime, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
         patch(jit, "load", self._load)
         patch(jit, "current_arch", lambda: self.arch)
-        patch(device, "choose_device", lambda comm, _: comm.Get_rank())
+        patch(cuda_backend, "choose_device", lambda comm, _: comm.Get_rank())
         patch(stream_memory, "StreamMemory", _Kept)
         patch(symmetric, "SymmetricMemory", Memory)
         patch(symmetric, "load", lambda: None)

@@ -1,4 +1,4 @@
-"""The low-latency calls of the CUDA backend: one launch for a call, or one for its sending and one for its receiving part."""
+"""The low-latency calls of the CUDA backend: one launch for a call, or one for its sending and one for its receiving half."""
 
 from __future__ import annotations
 
@@ -6,159 +6,153 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...arrays.dtypes import FP8_GROUP
 from ...arrays.view import HOST, Framework, View
 from ...comm import call_signature
 from ...cuda import driver
-from ...cuda.pool import Slot, Slots
+from ...cuda.pool import Slot
 from ...errors import EPInputError, EPUnavailableError
-from ...kernels.layout import Layout
+from ...jit.launch import Launcher
 from ...kernels.structs import LL_RECEIVE, LL_SEND
 from ...kernels.table import KERNELS
 from ...kernels.tuning import has_fp8
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from ..calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs
 from ..hooks import Hook, HookQueue, Hooks, check_hook_called
-from .backend import DeviceBackend, address_of
+from .runtime import CudaRuntime, address_of
 from .transfer import to_host
 
 _log = logging.getLogger("deepep_rt")
 
 _PHASES = {False: LL_SEND | LL_RECEIVE, True: LL_SEND}
-"""What a call launches, by whether it has a hook, which launches the rest."""
+"""The phases that a call launches, by whether it has a hook. The hook launches the rest."""
+
+_live: weakref.WeakSet[LowLatency] = weakref.WeakSet()
+"""Objects of Buffers with low-latency calls that were not destroyed."""
 
 
-_living: weakref.WeakSet[DeviceLowLatencyBackend] = weakref.WeakSet()
-"""Backends with low-latency calls that were not destroyed."""
+def _update_overlap() -> None:
+    """Let a low-latency kernel start while the kernel before it in its stream ends, but only if one Buffer has such kernels.
 
+    Blocks that start early hold SMs. Ranks may launch the kernels of two Buffers in different orders. Then the early blocks of each Buffer
+    could keep the other Buffer's kernels off the GPU forever.
 
-def _allow_overlap() -> None:
-    """Let a low-latency kernel start while the one before it in its stream ends, if all such kernels are of one Buffer.
-
-    Blocks that start early hold SMs until then. Those of two Buffers can keep each other's kernels from the GPU, on ranks that launch in
-    different orders, for ever. A captured graph keeps what it was captured with. That is safe: a Buffer captures graphs that overlap
-    only while it is alone, so graphs of two living Buffers never both do.
+    A CUDA graph keeps the setting of its capture. That is safe: a Buffer captures overlap only while it is alone, so two live Buffers
+    never both have such graphs.
     """
-    for backend in _living:
-        for launcher in backend._launchers.values():
-            launcher.allow_overlap(len(_living) == 1)
+    for calls in _live:
+        calls.allow_overlap(len(_live) == 1)
 
 
-class _Results:
-    """Results of one kind of dispatch: their memory, and what lies where in it."""
+class _RowFormat:
+    """Results of dispatch with one format of rows: their memory, offsets and dtypes. Slots keep the memory for later calls."""
 
-    def __init__(self, slots: Callable[[int], Slots], layout: Layout, use_fp8: bool, use_ue8m0: bool) -> None:
-        parts = layout.low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)
-        self.memory = slots(parts.num_bytes)
+    def __init__(self, runtime: CudaRuntime, use_fp8: bool, use_ue8m0: bool) -> None:
+        parts = runtime.layout.low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)
+        self.memory = runtime.slots(parts.num_bytes)
         self.x, self.scales = parts.offsets["x"], parts.offsets["scales"]
         self.dtype = "float8_e4m3fn" if use_fp8 else "bfloat16"
         self.scale_dtype = None if not use_fp8 else "uint8" if use_ue8m0 else "float32"
 
 
-class DeviceLowLatencyBackend(DeviceBackend):
-    """The CUDA backend with both kinds of calls; the arguments are those of `DeviceBackend`."""
+class LowLatency:
+    """Both low-latency calls, and the masks of ranks.
 
-    def _make_own_part(self) -> None:
-        super()._make_own_part()
-        config = self.config
-        self._ll_handle_map = self._layout.low_latency_handle
-        self._ll_handles = self._slots(self._ll_handle_map.num_bytes, self._layout.num_handles if config.low_latency else 0)
-        # Where results of a dispatch lie, and memory for them, by use_fp8 and use_ue8m0; it is kept, and handed out again.
-        self._ll_results = {
-            kind: _Results(self._slots, self._layout, *kind) for kind in ((False, False), (True, False), (True, True))
+    Args:
+        runtime: The Buffer's memory and kernels.
+        archs: The target of each rank's GPU.
+    """
+
+    def __init__(self, runtime: CudaRuntime, archs: Sequence[str]) -> None:
+        config, layout = runtime.config, runtime.layout
+        self._runtime, self._order, self._monitor = runtime, runtime.order, runtime.monitor
+        self._config, self._page = config, runtime.page
+        self._handles = runtime.slots(layout.low_latency_handle.num_bytes, layout.num_handles if config.low_latency else 0)
+        self._formats = {
+            (use_fp8, use_ue8m0): _RowFormat(runtime, use_fp8, use_ue8m0)
+            for use_fp8, use_ue8m0 in ((False, False), (True, False), (True, True))
         }
-        self._ll_sums = self._slots(config.num_max_tokens_per_rank * config.hidden * 2)
-        # Rows travel in one form: what one rank's GPU lacks, all go without.
-        self._without_fp8 = [rank for rank, arch in enumerate(self._archs) if not has_fp8(arch)]
-        self._has_told_fp8 = False
-        # The same in every call: a rank with few tokens may get many from others.
-        self._num_blocks = min(config.low_latency_sms, driver.num_sms(self.device), max(2 * config.num_max_tokens_per_rank, 16))
+        self._sums = runtime.slots(config.num_max_tokens_per_rank * config.hidden * 2)
+        # Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts.
+        self._archs_without_fp8 = {rank: arch for rank, arch in enumerate(archs) if not has_fp8(arch)}
+        self._has_warned_of_fp8 = False
+        # The same for every call: a rank with few tokens may receive many.
+        self._num_blocks = min(
+            config.low_latency_sms, driver.num_sms(runtime.device), max(2 * config.num_max_tokens_per_rank, 16)
+        )
         self._least_large_combine = math.inf if config.has_network else config.least_large_combine(self._num_blocks)
         self._known_masked: set[int] = set()
-        self._ll_combine_buffer: Slot | None = None
-        self._hooks = Hooks(config.num_slots, self.call_lock)
+        self._combine_buffer: Slot | None = None
+        self._hooks = Hooks(config.num_slots, runtime.call_lock)
         if config.low_latency:
-            self._clear_rows()
+            self.clear_inboxes()
             for kernel in KERNELS.values():
                 if kernel.low_latency and kernel.fits(config):
-                    self._launcher(kernel.name)
-            _living.add(self)
-            _allow_overlap()
+                    runtime.launcher(kernel.name)
+            _live.add(self)
+            _update_overlap()
 
-    def destroy(self, in_touch: bool, error: BaseException | None) -> None:
-        try:
-            super().destroy(in_touch, error)
-        finally:
-            _living.discard(self)
-            _allow_overlap()
+    def close(self) -> None:
+        """Let the kernels of another Buffer overlap, if it is the only one left."""
+        _live.discard(self)
+        _update_overlap()
+
+    def allow_overlap(self, allowed: bool) -> None:
+        """Set whether the next launches may start while the kernel before them ends."""
+        for launcher in self._runtime.launchers.values():
+            launcher.allow_overlap(allowed)
+
+    # --- masks -------------------------------------------------------------------------------------------------------------------
 
     def set_mask(self, rank: int, masked: bool) -> None:
-        """Leave a rank out of the calls from now on, or let it take part again."""
+        """Exclude a rank from the calls from now on, or include it again."""
         self._hooks.check_none_open("masking or unmasking a rank")
-        self.synchronize()
+        self._runtime.synchronize()
         if not masked:
-            self._clear_rows()  # it may have sent half a row
-        mask = self._state + self._layout.local.offsets["masked"] + 4 * rank
+            self.clear_inboxes()  # the rank may have sent half a row
+        mask = self._runtime.state + self._runtime.layout.local.offsets["masked"] + 4 * rank
         driver.fill(mask, int(masked), 1)  # the low byte of an int32
         driver.synchronize(0)
         self._page.masked[rank] = masked
         (self._known_masked.add if masked else self._known_masked.discard)(rank)
 
     def masked_ranks(self) -> list[int]:
+        """List the ranks that the calls exclude, ascending."""
         return self._page.masked.nonzero()[0].tolist()
 
-    def _clear_rows(self) -> None:
-        """Say of all rows of the inboxes that they have not come."""
-        inboxes = self._layout.low_latency
+    def clear_inboxes(self) -> None:
+        """Mark every row of the inboxes as not arrived."""
+        inboxes = self._runtime.layout.low_latency
         start = inboxes.offsets["messages"]
-        driver.fill(self._memory.ptr + self._map.offsets["low_latency"] + start, 0xFF, inboxes.num_bytes - start)
+        driver.fill(self._runtime.address_of_region("low_latency") + start, 0xFF, inboxes.num_bytes - start)
         driver.synchronize(0)
 
-    def _give_up_fp8(self, inputs: LowLatencyDispatchInputs) -> None:
-        """Make it a dispatch of bfloat16 rows, and say so, once."""
-        rank = self._without_fp8[0]
-        arch = self._archs[rank]
-        if inputs.into is not None:  # made for FP8
-            raise EPUnavailableError(
-                f"use_fp8=True; rank {rank}'s {arch} cannot convert to FP8. Pass use_fp8=False on all ranks: rows travel as bfloat16"
-            )
-        if not self._has_told_fp8:
-            self._has_told_fp8 = True
-            _log.warning(
-                "rank %d: rank %d's %s cannot convert to FP8: rows travel and arrive as bfloat16, without scales. Pass use_fp8=False on "
-                "all ranks",
-                self._comm.Get_rank(),
-                rank,
-                arch,
-            )
-        inputs.use_fp8 = inputs.round_scale = inputs.use_ue8m0 = False
-
-    def _tell_masked(self) -> None:
-        """Warn, once, of ranks that kernels have masked."""
+    def _warn_of_masked_ranks(self) -> None:
+        """Warn, once for each, of ranks that kernels have masked."""
         for rank in set(self.masked_ranks()) - self._known_masked:
             self._known_masked.add(rank)
-            _log.warning("rank %d: rank %d is masked: it was silent for %g s", self._comm.Get_rank(), rank, self.config.timeout_s)
+            _log.warning("rank %d: rank %d is masked: it was silent for %g s", self._runtime.rank, rank, self._config.timeout_s)
 
-    def _is_sound(self) -> bool:
-        return super()._is_sound() and not self.masked_ranks()
+    # --- calls -------------------------------------------------------------------------------------------------------------------
 
-    def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
-        config, stream = self.config, call.stream
-        if inputs.use_fp8 and self._without_fp8:
-            self._give_up_fp8(inputs)
+    def dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
+        """Send tokens to the ranks of their experts; receive them here, or in the hook."""
+        stream = call.stream
+        if inputs.use_fp8 and self._archs_without_fp8:
+            self._fall_back_to_bfloat16(inputs)
         self._hooks.dispatch.check_can_start(with_hook)
         self._order.enter(call)
-        x, idx, weights = self._on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
-        results = self._ll_results[inputs.use_fp8, inputs.use_ue8m0]
+        x, idx, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
+        format_ = self._formats[inputs.use_fp8, inputs.use_ue8m0]
         if (into := inputs.into) is None:
-            memory: Any = results.memory.acquire(stream, call.caller_stream)
-            recv_x, recv_scales = memory.ptr + results.x, memory.ptr + results.scales
-            slot: Any = self._ll_handles.acquire(stream, call.caller_stream)
+            memory: Any = format_.memory.acquire(stream, call.caller_stream)
+            recv_x, recv_scales = memory.ptr + format_.x, memory.ptr + format_.scales
+            tables: Any = self._handles.acquire(stream, call.caller_stream)
         else:
-            memory, slot = into, into.tables
+            memory, tables = into, into.tables
             recv_x, recv_scales = into.recv_x.ptr, into.recv_scales.ptr if into.recv_scales else 0
         values = {
             "phases": _PHASES[with_hook],
@@ -166,7 +160,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "x": x.ptr,
             "topk_idx": idx.ptr,
             "topk_weights": address_of(weights),
-            "handle": slot.ptr,
+            "handle": tables.ptr,
             "recv_x": recv_x,
             "recv_scales": recv_scales,
             "recv_stats": inputs.recv_stats.ptr if inputs.recv_stats else 0,
@@ -175,48 +169,75 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "use_fp8": inputs.use_fp8,
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
-            "check": config.check_inputs,
+            "check": self._config.check_inputs,
             "call_signature": call_signature.pack(
-                "low_latency_dispatch", results.dtype, idx.dtype, weights.dtype if weights else None, results.scale_dtype
+                "low_latency_dispatch", format_.dtype, idx.dtype, weights.dtype if weights else None, format_.scale_dtype
             ),
         }
-        framework = x.framework
-
-        def views() -> Views:
-            experts, most, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
-            counts = slot.ptr + self._ll_handle_map.offsets["num_recv_per_expert"]
-            found: Views = {
-                "num_recv_per_expert": self._result(counts, (experts,), "int32", slot, framework, stream),
-                "x": self._result(recv_x, (experts, most, hidden), results.dtype, memory, framework, stream),
-            }
-            if kind := results.scale_dtype:
-                found["scales"] = self._result(recv_scales, (experts, most, hidden // FP8_GROUP), kind, memory, framework, stream)
-            return found
-
+        make_views = functools.partial(self._dispatch_views, format_, recv_x, recv_scales, memory, tables, x.framework, stream)
         given = inputs.topk_idx, inputs.topk_weights
-        leave = functools.partial(self._order.leave, call, (x, idx, weights, inputs), (slot, memory), *given)
-        hooks = self._hooks.dispatch if with_hook else None
-        event, made, hook = self._run("ll_dispatch", values, call, leave, hooks, views, inputs.x.device == HOST)
-        handle = LowLatencyHandle(x.shape[0], self._serial, (slot, hook.state if hook else None), weights is not None, framework)
-        return LowLatencyDispatchResult(handle, event, hook, made)
+        leave = functools.partial(self._order.leave, call, (x, idx, weights, inputs), (tables, memory), *given)
+        queue = self._hooks.dispatch if with_hook else None
+        event, views, hook = self._run("ll_dispatch", values, call, leave, queue, make_views, inputs.x.device == HOST)
+        routing = tables, hook.state if hook else None
+        handle = LowLatencyHandle(x.shape[0], self._runtime.info.serial, routing, weights is not None, x.framework)
+        return LowLatencyDispatchResult(handle, event, hook, views)
 
-    def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
-        config, stream, handle = self.config, call.stream, inputs.handle
-        slot, hook_state = handle.routing
+    def _dispatch_views(
+        self, format_: _RowFormat, recv_x: int, recv_scales: int, memory: Any, tables: Any, framework: Framework, stream: int
+    ) -> Views:
+        config, result = self._config, self._runtime.result
+        experts, rows, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
+        counts = tables.ptr + self._runtime.layout.low_latency_handle.offsets["num_recv_per_expert"]
+        views: Views = {
+            "num_recv_per_expert": result(counts, (experts,), "int32", tables, framework, stream),
+            "x": result(recv_x, (experts, rows, hidden), format_.dtype, memory, framework, stream),
+        }
+        if format_.scale_dtype:
+            shape = experts, rows, hidden // FP8_GROUP
+            views["scales"] = result(recv_scales, shape, format_.scale_dtype, memory, framework, stream)
+        return views
+
+    def _fall_back_to_bfloat16(self, inputs: LowLatencyDispatchInputs) -> None:
+        """Change an FP8 dispatch to a bfloat16 dispatch, and warn once.
+
+        Raises:
+            EPUnavailableError: if the caller has already allocated memory for FP8 results.
+        """
+        rank, arch = next(iter(self._archs_without_fp8.items()))
+        if inputs.into is not None:
+            raise EPUnavailableError(
+                f"use_fp8=True; rank {rank}'s {arch} cannot convert to FP8. Pass use_fp8=False on all ranks: rows travel as bfloat16"
+            )
+        if not self._has_warned_of_fp8:
+            self._has_warned_of_fp8 = True
+            _log.warning(
+                "rank %d: rank %d's %s cannot convert to FP8: rows travel and arrive as bfloat16, without scales. Pass use_fp8=False on "
+                "all ranks",
+                self._runtime.rank,
+                rank,
+                arch,
+            )
+        inputs.use_fp8 = inputs.round_scale = inputs.use_ue8m0 = False
+
+    def combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
+        """Send the experts' rows back to the tokens' ranks; add them up here, or in the hook."""
+        stream, handle = call.stream, inputs.handle
+        tables, hook_state = handle.routing
         check_hook_called(hook_state)
-        if not inputs.reduce_early and (config.on_timeout == "mask" or self.masked_ranks()):
-            # Such rows lie by choice, not by sender: what a lost rank has sent could be taken for another one's.
+        if not inputs.reduce_early and (self._config.on_timeout == "mask" or self.masked_ranks()):
+            # Such rows lie by choice, not by sender. A row of a lost rank could pass for a row of another rank.
             raise EPInputError(
                 "allow_multiple_reduction=False goes neither with on_timeout='mask' nor with masked ranks on GPUs; leave it out"
             )
         self._hooks.combine.check_can_start(with_hook)
         self._order.enter(call)
-        y, idx, weights = self._on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
-        num_tokens = handle.num_tokens
-        if inputs.out is not None:
-            owner, out = inputs.out.owner, inputs.out.ptr
+        y, idx, weights = self._runtime.on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
+        num_tokens, given_out = handle.num_tokens, inputs.out
+        if given_out is not None:
+            owner, out = given_out.owner, given_out.ptr
         else:
-            owner = self._ll_sums.acquire(stream, call.caller_stream)
+            owner = self._sums.acquire(stream, call.caller_stream)
             out = owner.ptr
         values = {
             "phases": _PHASES[with_hook],
@@ -224,7 +245,7 @@ class DeviceLowLatencyBackend(DeviceBackend):
             "y": y.ptr,
             "topk_idx": idx.ptr,
             "topk_weights": weights.ptr,
-            "handle": slot.ptr,
+            "handle": tables.ptr,
             "out": out,
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
@@ -236,27 +257,31 @@ class DeviceLowLatencyBackend(DeviceBackend):
                 None,
             ),
         }
-        framework, into = y.framework, inputs.out
+        framework, shape = y.framework, (num_tokens, self._config.hidden)
 
-        def views() -> Views:
-            return {"x": into or self._result(out, (num_tokens, config.hidden), "bfloat16", owner, framework, stream)}
+        def make_views() -> Views:
+            return {"x": given_out or self._runtime.result(out, shape, "bfloat16", owner, framework, stream)}
 
         kernel = "ll_combine_large" if num_tokens >= self._least_large_combine and inputs.reduce_early else "ll_combine"
         given = inputs.topk_idx, inputs.topk_weights
-        arguments = y, idx, weights, inputs.y, *given, into  # and not the handle, which would hold its tables
-        leave = functools.partial(self._order.leave, call, arguments, (slot, owner), *given)
-        hooks = self._hooks.combine if with_hook else None
-        event, made, hook = self._run(kernel, values, call, leave, hooks, views, inputs.y.device == HOST, into)
-        return LowLatencyCombineResult(event, hook, made)
+        arguments = y, idx, weights, inputs.y, *given, given_out  # not the handle, which holds its tables
+        leave = functools.partial(self._order.leave, call, arguments, (tables, owner), *given)
+        queue = self._hooks.combine if with_hook else None
+        is_host_caller = inputs.y.device == HOST
+        event, views, hook = self._run(kernel, values, call, leave, queue, make_views, is_host_caller, given_out)
+        return LowLatencyCombineResult(event, hook, views)
 
-    def low_latency_combine_view(self, framework: Framework) -> View:
-        config = self.config
+    def combine_view(self, framework: Framework) -> View:
+        """Return the memory of `Buffer.get_low_latency_combine_buffer`."""
+        config, device = self._config, self._runtime.device
         shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
-        if self._ll_combine_buffer is None:
-            writer = framework.current_stream(self.device)  # 0 is a stream too
-            memory = self._ll_results[False, False].memory
-            self._ll_combine_buffer = memory.acquire(self._order.own_stream if writer is None else writer)
-        return View(self._ll_combine_buffer.ptr, shape, "bfloat16", self.device, self._ll_combine_buffer, framework)
+        if self._combine_buffer is None:
+            writer = framework.current_stream(device)  # 0 is a stream too
+            memory = self._formats[False, False].memory
+            self._combine_buffer = memory.acquire(self._order.own_stream if writer is None else writer)
+        return View(self._combine_buffer.ptr, shape, "bfloat16", device, self._combine_buffer, framework)
+
+    # --- launches ----------------------------------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -264,47 +289,64 @@ class DeviceLowLatencyBackend(DeviceBackend):
         values: dict[str, Any],
         call: Call,
         leave: Callable[[], None],
-        hooks: HookQueue | None,
-        views: Callable[[], Views],
-        on_host: bool,
-        into: View | None = None,
+        queue: HookQueue | None,
+        make_views: Callable[[], Views],
+        is_host_caller: bool,
+        given: View | None = None,
     ) -> tuple[Event, Callable[[], Views], Hook | None]:
-        """Launch a call; with a hook, only its sending half, and the hook launches the rest on the same stream.
+        """Launch a call, or only its sending half if it has a hook.
 
         Args:
             kernel: Its name.
             values: Members of its Params.
             call: The call.
-            leave: `CallOrder.leave` with what the call needs, all of which it keeps until the rest is launched.
-            hooks: Where its hook is noted, if it has one.
-            views: Makes its results.
-            on_host: The caller works in host memory, and gets copies of the results (not of `into`), now or from the hook.
-            into: What the caller gave to be written to.
+            leave: `CallOrder.leave` with the arguments and memory of the call. It keeps them until the last launch.
+            queue: The queue of the hook, or None.
+            make_views: Makes the results.
+            is_host_caller: Whether the caller's arrays lie in host memory. Results are then copied there, now or by the hook.
+            given: An array of the caller that is a result; it is not copied.
+
+        Returns:
+            The end of the call, a function that returns the results, and the hook.
         """
+        if self._config.on_timeout == "mask":
+            self._warn_of_masked_ranks()
+        launch = self._runtime.launcher(kernel)
+        if queue is not None:
+            return self._send(launch, values, call, leave, queue, make_views, is_host_caller, given)
+        launch(call.stream, self._num_blocks, values)
+        leave()
+        event = self._order.event(call)
+        self._monitor.check_inputs()
+        return event, self._runtime.for_caller(make_views, is_host_caller, call.stream, given), None
+
+    def _send(
+        self,
+        launch: Launcher,
+        values: dict[str, Any],
+        call: Call,
+        leave: Callable[[], None],
+        queue: HookQueue,
+        make_views: Callable[[], Views],
+        is_host_caller: bool,
+        given: View | None,
+    ) -> tuple[Event, Callable[[], Views], Hook]:
+        """Launch the sending half of a call, and make the hook that launches the receiving half on the same stream."""
         stream = call.stream
-        if self.config.on_timeout == "mask":
-            self._tell_masked()
-        launch = self._launcher(kernel)
-        if hooks is None:
-            launch(stream, self._num_blocks, values)
-            leave()
-            event = self._order.event(call)
-            self._watch.check_inputs()
-            return event, self._for_caller(views, on_host, stream, into), None
 
         def receive() -> None:
-            self._watch.check_peers()
-            with self._watch.half_a_call():
+            self._monitor.check_peers()
+            with self._monitor.call_half():
                 self._order.enter(call)
                 launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
                 leave()
                 event.record_again()
-            if on_host:
-                made.update(to_host(made, stream, into))
-            self._watch.check()  # at last: bad input does not keep a call from its second half
+            if is_host_caller:
+                views.update(to_host(views, stream, given))
+            self._monitor.check()  # after the launch: other ranks wait for this half, whatever the input was
 
-        with self._watch.half_a_call():
+        with self._monitor.call_half():
             launch(stream, self._num_blocks, values)
             leave()
-            event, made = self._order.event(call), views()
-            return event, lambda: made, hooks.append(receive, lambda: driver.capture_id(stream))
+            event, views = self._order.event(call), make_views()
+            return event, lambda: views, queue.append(receive, lambda: driver.capture_id(stream))

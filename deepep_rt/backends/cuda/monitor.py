@@ -14,7 +14,7 @@ from ...config import Config
 from ...cuda import driver
 from ...errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
 from ...kernels import structs
-from .status_page import HostPage
+from .status_page import StatusPage
 
 _GRACE_S = 5.0
 """The device reports a silent peer itself. The host gives up this much later: only where a kernel that has started reports nothing."""
@@ -22,7 +22,7 @@ _GRACE_S = 5.0
 _LOOK_S, _REMINDER_S = 1.0, 30.0  # how often a host whose kernel has not started looks for an error of the GPU, and warns
 
 
-class Watch:
+class Monitor:
     """Hears of the calls of one Buffer, from kernels by its page and from ranks that leave by a message.
 
     Args:
@@ -34,7 +34,7 @@ class Watch:
     """
 
     def __init__(
-        self, comm: Communicator, config: Config, page: HostPage, state: int, check_ended: Callable[[], None] = lambda: None
+        self, comm: Communicator, config: Config, page: StatusPage, state: int, check_ended: Callable[[], None] = lambda: None
     ) -> None:
         self._check_ended = check_ended
         self._config, self._page, self._rank = config, page, comm.Get_rank()
@@ -70,11 +70,11 @@ class Watch:
             error.call_made = True
             raise
 
-    def start_listening(self) -> None:
+    def begin_wait(self) -> None:
         """The host begins to wait."""
         self._failure_notice.start_listening()
 
-    def listen(self) -> None:
+    def check_failure_notices(self) -> None:
         """While the host waits: raise if a rank has left, and end what waits for it on the GPU."""
         if self._config.on_timeout == "mask":
             return
@@ -91,13 +91,13 @@ class Watch:
     def await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host until the routing is known: the one synchronisation of the library."""
         counts, limit = None, _Limit(self._rank, self._config.timeout_s + _GRACE_S)
-        self.start_listening()
+        self.begin_wait()
         try:
             # Bad input is no reason to stop: the next call must not take these counts for its own.
             while (counts := self._page.counts()) is None:
                 self._check_ended()
                 self.check_peers()
-                self.listen()
+                self.check_failure_notices()
                 os.sched_yield()  # with Python's lock: other threads would get it once in 5 ms
                 if limit.is_over(self._page.has_started()):
                     raise self._timeout(
@@ -111,7 +111,7 @@ class Watch:
         return counts
 
     @contextmanager
-    def half_a_call(self) -> Iterator[None]:
+    def call_half(self) -> Iterator[None]:
         """Around the launch of one half of a call: if something throws the host out of it (Ctrl-C), later halves would be taken for it."""
         try:
             yield

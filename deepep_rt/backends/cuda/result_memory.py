@@ -42,19 +42,19 @@ class ResultMemory:
     ) -> None:
         self._base, self._offsets, self._outside = base, regions.offsets, outside
         self._order, self._copy_when_full, self._has_copied = order, copy_when_full, False
-        self._pool, self._sums = (
+        self.pool, self._sums = (
             Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // num_slots)
             for name in ("pool", "sums")
         )
 
     def place(self, num_bytes: int, call: Call) -> Place:
         """Where the rows of a dispatch land that brings at most so many bytes."""
-        block = self._pool.allocate(num_bytes, call.stream, call.caller_stream)
+        block = self.pool.allocate(num_bytes, call.stream, call.caller_stream)
         if block is not None:
             return Place(self._offsets["pool"] + block.offset, block)
         if not self._copy_when_full:
             raise EPOutOfMemoryError(
-                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self._pool.free_bytes / 1e6:.0f} MB of the pool are free); drop "
+                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self.pool.free_bytes / 1e6:.0f} MB of the pool are free); drop "
                 f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
             )
         self._refuse_when_fixed(call.stream)
@@ -79,7 +79,7 @@ class ResultMemory:
 
     def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
         """Memory for what a combine adds up. It may lie anywhere; only in captures it takes room from dispatches, whose rows may not."""
-        for pool in (self._sums,) if call.capture is None else (self._sums, self._pool):
+        for pool in (self._sums,) if call.capture is None else (self._sums, self.pool):
             block = pool.allocate(num_bytes, call.stream, call.caller_stream)
             if block is not None:
                 return block
@@ -89,6 +89,6 @@ class ResultMemory:
     def _refuse_when_fixed(self, stream: int) -> None:
         if driver.is_capturing(stream):
             raise EPOutOfMemoryError(
-                f"the pool is full ({self._pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is "
+                f"the pool is full ({self.pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is "
                 f"captured; drop earlier results, or make the Buffer with a larger num_slots"
             )

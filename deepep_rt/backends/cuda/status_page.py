@@ -17,7 +17,7 @@ from ..overflow import OverflowLog
 _LOW_HALF = 0xFFFFFFFF
 
 
-class HostPage:
+class StatusPage:
     """A Buffer's page.
 
     Args:
@@ -30,61 +30,61 @@ class HostPage:
         self._map = layout.status_page
         self.ptr = driver.allocate_pinned(self._map.num_bytes)
         ctypes.memset(self.ptr, 0, self._map.num_bytes)
-        self._report = self._part("report", structs.Report)
-        self._mailbox = self._part("mailbox", structs.Mailbox)
+        self.report = self._part("report", structs.Report)
+        self.mailbox = self._part("mailbox", structs.Mailbox)
         masked: Any = (ctypes.c_uint32 * self._config.num_ranks).from_address(self.ptr + self._map.offsets["masked"])
         self.masked = np.frombuffer(masked, np.uint32)
         """`[num_ranks]`: 1 for the ranks that low-latency calls leave out, as far as this GPU has come."""
-        self._timed_out = self._flag("report", self._report, "flag")
-        self._bad_input = self._flag("report", self._report, "bad_flag")
-        self._differs = self._flag("report", self._report, "differs")
-        self._has_events = self._flag("report", self._report, "has_events")
-        self._counted = self._flag("mailbox", self._mailbox, "flag")
-        self._started = self._flag("mailbox", self._mailbox, "started")
+        self.timed_out = self._flag("report", self.report, "flag")
+        self.bad_input = self._flag("report", self.report, "bad_flag")
+        self.ranks_differ = self._flag("report", self.report, "differs")
+        self.has_events = self._flag("report", self.report, "has_events")
+        self.counted = self._flag("mailbox", self.mailbox, "flag")
+        self.started = self._flag("mailbox", self.mailbox, "started")
 
     def free(self) -> None:
-        self._timed_out = self._bad_input = self._differs = self._has_events = ctypes.c_uint32(0)  # events may be asked later
+        self.timed_out = self.bad_input = self.ranks_differ = self.has_events = ctypes.c_uint32(0)  # events may be asked later
         driver.free_pinned(self.ptr)
 
     def expect_counts(self) -> None:
         """Before the launch of a routing that shall tell its counts."""
-        self._counted.value = self._started.value = 0
+        self.counted.value = self.started.value = 0
 
     def has_started(self) -> bool:
         """Whether the GPU has come to that routing."""
-        return bool(self._started.value)
+        return bool(self.started.value)
 
     def counts(self) -> tuple[int, list[int]] | None:
         """Rows that the routing brings, in all and for each local expert; None until they are known."""
-        if not self._counted.value:
+        if not self.counted.value:
             return None
-        return int(self._mailbox["num_recv"][0]), self._mailbox["num_recv_per_expert"][0].tolist()
+        return int(self.mailbox["num_recv"][0]), self.mailbox["num_recv_per_expert"][0].tolist()
 
     def check_peers(self) -> None:
         """Raise EPTimeoutError if a wait on the device ran out of time, EPInputError if low-latency calls differ, or a replay came between
         the halves of one: that is for good.
         """
-        if self._differs.value and self._is_for_good():
+        if self.ranks_differ.value and self._is_for_good():
             raise self._difference("The buffer cannot be used any more")
-        if self._timed_out.value:
-            raise self._open_hook() if self._report[0]["phase"] == structs.LL_OPEN_HOOK else self._timeout()
+        if self.timed_out.value:
+            raise self._open_hook() if self.report[0]["phase"] == structs.LL_OPEN_HOOK else self._timeout()
 
     def check_inputs(self) -> None:
         """Raise EPInputError, once, for ranks that gave different arguments, a token that chose an expert that does not exist, or a combine
         with other choices than its dispatch. Log, once, that rows did not fit.
         """
-        if self._differs.value:
+        if self.ranks_differ.value:
             self.check_peers()
-            self._differs.value = 0
+            self.ranks_differ.value = 0
             raise self._difference("No rows were sent")
-        if self._bad_input.value:
-            self._bad_input.value = 0
-            token, expert = int(self._report["bad_token"][0]), int(self._report["bad_expert"][0])
+        if self.bad_input.value:
+            self.bad_input.value = 0
+            token, expert = int(self.report["bad_token"][0]), int(self.report["bad_expert"][0])
             raise EPInputError(
                 f"topk_idx[{token}] holds expert {expert}; expected -1 or 0 to {self._config.num_experts - 1}. It was skipped"
             )
-        if self._has_events.value:
-            self._has_events.value = 0
+        if self.has_events.value:
+            self.has_events.value = 0
             if rows := self._taken("no_room"):
                 self._overflow.warn_of_rows(rows >> 32, rows & _LOW_HALF)
             if rows := self._taken("full_expert"):
@@ -94,8 +94,8 @@ class HostPage:
 
     def _taken(self, name: str) -> int:
         """A word of the report, which is 0 from then on."""
-        word = int(self._report[0][name])
-        self._report[0][name] = 0
+        word = int(self.report[0][name])
+        self.report[0][name] = 0
         return word
 
     def _other_choice(self, word: int) -> EPInputError:
@@ -108,10 +108,10 @@ class HostPage:
         )
 
     def _is_for_good(self) -> bool:
-        return call_signature.is_low_latency(call_signature.unpack(int(self._report[0]["call_signature"][0])))
+        return call_signature.is_low_latency(call_signature.unpack(int(self.report[0]["call_signature"][0])))
 
     def _difference(self, consequence: str) -> EPInputError:
-        report = self._report[0]
+        report = self.report[0]
         ranks = (int(report["rank"]), int(report["other"]))
         said = {
             rank: (*call_signature.unpack(int(number)), serial)
@@ -126,7 +126,7 @@ class HostPage:
         )
 
     def _timeout(self) -> EPTimeoutError:
-        report = self._report[0]
+        report = self.report[0]
         rank, peer, number = int(report["rank"]), int(report["peer"]), int(report["phase"])
         expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
         call_idx = expected

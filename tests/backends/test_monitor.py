@@ -1,4 +1,4 @@
-"""`watch`: what the host hears of calls while it waits for them."""
+"""`Monitor`: what the host learns of calls, from kernels and from other ranks, while it waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from memory_store import Store
 
 from deepep_rt import EPInputError, EPTimeoutError
-from deepep_rt.backends.cuda import monitor as watch
+from deepep_rt.backends.cuda import monitor
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
 from deepep_rt.cuda import driver
@@ -26,10 +26,10 @@ def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPa
     """Python takes its lock away from a thread only now and then; here, not within the time that the counts may take."""
     found: list[Any] = [None]
     page = SimpleNamespace(counts=lambda: found[0], check_peers=lambda: None, has_started=lambda: True)
-    monkeypatch.setattr(watch, "_GRACE_S", 1.0)
-    for name in ("check_peers", "start_listening", "listen"):
-        monkeypatch.setattr(watch.Watch, name, lambda self: None)
-    waiting = watch.Watch.__new__(watch.Watch)
+    monkeypatch.setattr(monitor, "_GRACE_S", 1.0)
+    for name in ("check_peers", "begin_wait", "check_failure_notices"):
+        monkeypatch.setattr(monitor.Monitor, name, lambda self: None)
+    waiting = monitor.Monitor.__new__(monitor.Monitor)
     waiting._config, waiting._page, waiting._rank, waiting._broken = Config(1, 8, 64, 1, 1, timeout_s=1.0), page, 0, None
     waiting._check_ended = lambda: None
     begun = threading.Event()
@@ -74,8 +74,8 @@ def ranks() -> list[StoreCommunicator]:
     return [StoreCommunicator(store, "test", rank, 3) for rank in range(3)]
 
 
-def make(comm: StoreCommunicator, page: Any, **settings: Any) -> watch.Watch:
-    return watch.Watch(comm, Config(3, 8, 64, 2, 12, low_latency=True, **settings), page, 1 << 20)
+def make(comm: StoreCommunicator, page: Any, **settings: Any) -> monitor.Monitor:
+    return monitor.Monitor(comm, Config(3, 8, 64, 2, 12, low_latency=True, **settings), page, 1 << 20)
 
 
 def test_what_breaks_a_buffer_is_raised_ever_after(ranks: list[StoreCommunicator]) -> None:
@@ -114,15 +114,15 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: told.append((ptr, value)))
     waiting, leaving = make(ranks[0], Page(), on_timeout=on_timeout), make(ranks[2], Page())
-    waiting.listen()
+    waiting.check_failure_notices()
     speaker = threading.Thread(target=leaving.notify, args=(KeyError("mine"),))
     speaker.start()
     end = time.monotonic() + 1.0
-    waiting.start_listening()
+    waiting.begin_wait()
 
     def wait() -> None:
         while time.monotonic() < end:
-            waiting.listen()
+            waiting.check_failure_notices()
 
     if on_timeout == "mask":
         wait()
@@ -137,17 +137,17 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
     speaker.join()
 
 
-def test_half_a_call(ranks: list[StoreCommunicator]) -> None:
+def test_call_half(ranks: list[StoreCommunicator]) -> None:
     waiting = make(ranks[1], Page())
-    with waiting.half_a_call():
+    with waiting.call_half():
         pass
     assert not waiting.is_broken
-    with pytest.raises(KeyboardInterrupt), waiting.half_a_call():
+    with pytest.raises(KeyboardInterrupt), waiting.call_half():
         raise KeyboardInterrupt
     with pytest.raises(EPTimeoutError, match="interrupted between its halves") as caught:
         waiting.check_peers()
     assert (caught.value.rank, caught.value.peer) == (1, 1)
-    with pytest.raises(KeyError), waiting.half_a_call():
+    with pytest.raises(KeyError), waiting.call_half():
         raise KeyError
     with pytest.raises(EPTimeoutError, match="interrupted between its halves"):
         waiting.check_peers()
@@ -156,9 +156,9 @@ def test_half_a_call(ranks: list[StoreCommunicator]) -> None:
 def test_a_limit_begins_when_the_kernel_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     clock = [100.0]
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(driver, "free_bytes", lambda: asked.append(clock[0]))
-    limit = watch._Limit(3, 5.0)
+    limit = monitor._Limit(3, 5.0)
     for clock[0] in (100.5, 101.5, 102.0, 102.6):
         assert not limit.is_over(False)
     assert asked == [101.5, 102.6], "once a second"

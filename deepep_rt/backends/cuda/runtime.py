@@ -1,0 +1,175 @@
+"""The state of a Buffer on its GPU that both modes share: memory, loaded kernels, call order, and reports from kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ...arrays.view import HOST, Framework, View
+from ...comm.communicator import Communicator
+from ...cuda import driver
+from ...cuda.nvshmem import SymmetricMemory
+from ...cuda.pool import Slots
+from ...cuda.stream_memory import StreamPool
+from ...errors import EPDestroyedError
+from ...jit import build as jit
+from ...jit.launch import Launcher
+from ...kernels.layout import Layout
+from ...kernels.source import kernel_constants
+from ...kernels.table import KERNELS
+from ...results import Views
+from ..call_lock import CallLock
+from ..calls import BufferInfo
+from .monitor import Monitor
+from .status_page import StatusPage
+from .stream_order import CallOrder
+from .transfer import to_device, to_host
+
+_EMPTY = 256  # the address that stands for an array without elements; no kernel reads it
+
+
+class CudaRuntime:
+    """A Buffer's memory and kernels on one GPU, without its calls.
+
+    Args:
+        info: The Buffer.
+        layout: Its memory maps.
+        comm: The ranks.
+        memory: Its symmetric memory, which the constructor clears.
+        arch: The GPU's target.
+        context: The GPU's context.
+        call_lock: The lock of its calls.
+        resources: Releases what the constructor and `slots` acquire.
+    """
+
+    def __init__(
+        self,
+        info: BufferInfo,
+        layout: Layout,
+        comm: Communicator,
+        memory: SymmetricMemory,
+        arch: str,
+        context: driver.CurrentContext,
+        call_lock: CallLock,
+        resources: ExitStack,
+    ) -> None:
+        self.info, self.config, self.device = info, info.config, info.device
+        self.layout, self.comm, self.rank = layout, comm, comm.Get_rank()
+        self.call_lock, self.context = call_lock, context
+        self.memory, self.regions = memory, layout.symmetric
+        self.is_destroyed = False
+        self.launchers: dict[tuple[str, str | None], Launcher] = {}
+        self._arch, self._resources = arch, resources
+        for region in ("control", "low_latency"):  # flags start at zero
+            if self.regions.sizes[region]:
+                driver.fill(self.address_of_region(region), 0, self.regions.sizes[region])
+        self.state = driver.allocate(layout.local.num_bytes)
+        resources.callback(driver.free, self.state)
+        driver.fill(self.state, 0, layout.local.num_bytes)
+        self.page = StatusPage(layout, self.rank)
+        resources.callback(self.page.free)
+        self.monitor = Monitor(comm, self.config, self.page, self.state, call_lock.check)
+        self.order = CallOrder(self.device, self.context, self.monitor.check)
+        resources.callback(driver.release_stream, self.order.own_stream)
+        self.stream_pool = StreamPool()
+        resources.callback(self.stream_pool.destroy)
+
+    def address_of_region(self, name: str) -> int:
+        """Address of a region of symmetric memory on this rank."""
+        return self.memory.ptr + self.regions.offsets[name]
+
+    def slots(self, num_bytes: int, count: int = 0) -> Slots:
+        """Make Slots that live as long as the Buffer."""
+        slots = Slots(num_bytes, count)
+        self._resources.callback(slots.destroy)
+        return slots
+
+    def launcher(self, name: str, dtype: str | None = None) -> Launcher:
+        """Return the launcher of a kernel. The first call loads the kernel.
+
+        Args:
+            name: Its name in the kernel table.
+            dtype: Element type, for a kernel that is compiled once for each.
+        """
+        launcher = self.launchers.get((name, dtype))
+        if launcher is None:
+            kernel = KERNELS[name]
+            constants = kernel_constants(self.layout, self._arch, kernel, dtype)
+            function = jit.load(kernel, constants, self._arch)
+            fixed = {
+                "peers": self.memory.peers,
+                "state": self.state,
+                "page": self.page.ptr,
+                "timeout_ns": int(self.config.timeout_s * 1e9),
+                "rank": self.rank,
+                "pes": self.memory.pes,
+            }
+            launcher = self.launchers[name, dtype] = Launcher(kernel, function, constants, fixed)
+        return launcher
+
+    # --- arguments and results ---------------------------------------------------------------------------------------------------
+
+    def on_device(self, stream: int, *views: View | None) -> Sequence[Any]:
+        """Return the same arrays in GPU memory; copy those that lie in host memory."""
+        for view in views:
+            if view is not None and view.device == HOST:
+                return to_device(self.device, stream, self.stream_pool, *views)
+        return views
+
+    def result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
+        """Make the View of a result. Work on `stream` may still write it.
+
+        Raises:
+            EPDestroyedError: if the Buffer was destroyed.
+        """
+        if self.is_destroyed:
+            raise EPDestroyedError(
+                "the Buffer of this result was destroyed before the first access to this array. Access result arrays before destroy()"
+            )
+        return View(ptr, shape, dtype, self.device, owner, framework, driver.StreamWork(stream, self.context))
+
+    def for_caller(
+        self, make_views: Callable[[], Views], is_host_caller: bool, stream: int, given: View | None = None
+    ) -> Callable[[], Views]:
+        """Copy the results to host memory now, if the caller's arrays lie there.
+
+        Args:
+            make_views: Makes the results in GPU memory.
+            is_host_caller: Whether the caller's arrays lie in host memory.
+            stream: The stream of the call.
+            given: An array of the caller that is a result; it is not copied.
+        """
+        if not is_host_caller:
+            return make_views
+        copied = to_host(make_views(), stream, given)
+        self.monitor.check()
+        return lambda: copied
+
+    # --- waiting -----------------------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait on the host for all calls; raise what kernels report, and if the Buffer is destroyed meanwhile."""
+        self.wait_for_calls(self.call_lock.check)
+
+    def wait_for_calls(self, check_ended: Callable[[], None] = lambda: None) -> None:
+        """Wait on the host for all calls; raise what kernels report.
+
+        Args:
+            check_ended: Runs often. Its exception ends the wait.
+        """
+        end = self.order.end()
+        self.monitor.begin_wait()
+        while not end.done():
+            check_ended()
+            # The caller may have queued work that waits for a lost peer without a limit. So a time-out has to end this wait.
+            self.monitor.check_peers()
+            self.monitor.check_failure_notices()
+            time.sleep(1e-5)
+        self.order.synchronize(end)
+
+
+def address_of(view: View | None) -> int:
+    """The address that a kernel gets. 0 means: no such array. An empty array may lie at 0; kernels get another address for it."""
+    return 0 if view is None else view.ptr or _EMPTY

@@ -1,0 +1,280 @@
+"""The throughput calls of the CUDA backend: dispatch, combine, and the measurement of the copy bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...arrays.view import HOST, View
+from ...comm import call_signature
+from ...comm.rendezvous import agree_on_measurement, begin_measurement
+from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
+from ...cuda import driver
+from ...errors import EPInputError, EPUnavailableError
+from ...results import CombineResult, DispatchHandle, DispatchResult, Views
+from ..calls import Call, CombineInputs, DispatchInputs
+from .result_memory import ResultMemory
+from .runtime import CudaRuntime, address_of
+
+_NUM_MEASUREMENTS = 3
+
+
+class Throughput:
+    """Dispatch and combine as kernel launches over symmetric memory.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
+    """
+
+    def __init__(self, runtime: CudaRuntime, copy_when_full: bool) -> None:
+        config, layout = runtime.config, runtime.layout
+        self.num_sms = config.num_sms
+        """SMs of the next calls."""
+        self._runtime, self._order, self._monitor = runtime, runtime.order, runtime.monitor
+        self._config, self._layout, self._regions = config, layout, runtime.regions
+        self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
+        self._counts_offsets = layout.counts.offsets
+        self._counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
+        self.results = ResultMemory(
+            runtime.memory.ptr, runtime.regions, config.num_slots, runtime.order, runtime.stream_pool, copy_when_full
+        )
+        self._has_peer_access = config.num_ranks <= MAX_RANKS_PER_NODE and all(runtime.memory.peers)
+        if self._has_peer_access:
+            for kernel in ("route", "dispatch"):
+                runtime.launcher(kernel)
+            if config.dtype in COMBINE_DTYPES:
+                runtime.launcher("combine", config.dtype)
+
+    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
+        """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size."""
+        self._check_peer_access()
+        known, stream = inputs.handle, call.stream
+        self._order.enter(call)
+        needs_counts = known is None and inputs.num_worst_tokens is None
+        if needs_counts and call.capture is not None:
+            raise EPInputError("the host cannot wait for counts in a CUDA graph capture; pass num_worst_tokens=, or handle=")
+        arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
+        x, idx, _, scales = arrays
+        row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
+        # Counts have memory of their own: a caller that keeps them must not keep the rows.
+        if known is None:
+            capacity = self._config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
+            counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
+            counts = tables.ptr + self._layout.handle.offsets["counts"]
+        else:
+            capacity, tables = known.num_recv_rows, known.routing
+            counts_owner = self._counts.acquire(stream, call.caller_stream)
+            counts = counts_owner.ptr
+        parts = self._layout.result(capacity, row_bytes, scale_bytes, idx.itemsize if idx else 0, idx is not None)
+        place = self.results.place(parts.num_bytes, call)
+        if known is None:
+            self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
+        self._launch_dispatch(arrays, row_bytes, scale_bytes, tables.ptr, place.offset, parts.offsets, capacity, counts, stream)
+        given = inputs.topk_idx, inputs.topk_weights, inputs.scales
+        self._order.leave(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
+        num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None
+        if needs_counts:
+            num_rows, counts_list = self._monitor.await_counts()
+        owner, base = self.results.keep(place, parts.offsets["x"] + num_rows * row_bytes, call)
+        make_views = self._dispatch_views(
+            arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream
+        )
+        handle = known or DispatchHandle(x.shape[0], num_rows, counts_list, self._runtime.info.serial, tables, {})
+        self._monitor.check_inputs()
+        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
+        return DispatchResult(handle, self._order.event(call), views)
+
+    def _launch_route(self, idx: View, tables: int, expert_alignment: int, needs_counts: bool, stream: int) -> None:
+        if needs_counts:
+            self._runtime.page.expect_counts()
+        num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
+        self._runtime.launcher("route")(
+            stream,
+            max(num_blocks, 1),
+            {
+                "num_tokens": idx.shape[0],
+                "topk_idx": idx.ptr,
+                "handle": tables,
+                "idx_bytes": idx.itemsize,
+                "expert_alignment": expert_alignment,
+                "check": self._config.check_inputs,
+                "to_host": needs_counts,
+            },
+        )
+
+    def _launch_dispatch(
+        self,
+        arrays: Sequence[Any],
+        row_bytes: int,
+        scale_bytes: int,
+        tables: int,
+        offset: int,
+        parts: dict[str, int],
+        capacity: int,
+        counts: int,
+        stream: int,
+    ) -> None:
+        """Launch the dispatch kernel.
+
+        Args:
+            arrays: x, topk_idx, topk_weights, scales.
+            row_bytes: Of x.
+            scale_bytes: Of a row of scales, or 0.
+            tables: Address of the handle's tables.
+            offset: Of the result in symmetric memory.
+            parts: Offsets in the result.
+            capacity: Rows that fit.
+            counts: Address of the caller's counts.
+            stream: The call's stream.
+        """
+        x, idx, weights, scales = arrays
+        self._runtime.launcher("dispatch")(
+            stream,
+            self.num_sms,
+            {
+                "row_bytes": row_bytes,
+                "x": x.ptr,
+                "scales": address_of(scales),
+                "topk_idx": address_of(idx),
+                "topk_weights": address_of(weights),
+                "handle": tables,
+                "recv_x_offset": offset + parts["x"],
+                "recv_scales_offset": offset + parts["scales"],
+                "recv_topk_idx_offset": offset + parts["topk_idx"],
+                "recv_topk_weights_offset": offset + parts["topk_weights"],
+                "recv_src_idx_offset": offset + parts["src_idx"],
+                "capacity": capacity,
+                "num_recv": counts + self._counts_offsets["num_recv"],
+                "num_recv_per_expert": counts + self._counts_offsets["num_recv_per_expert"],
+                "scale_bytes": scale_bytes,
+                "idx_bytes": idx.itemsize if idx else 0,
+                "rows_per_copy": rows_per_copy(row_bytes),
+                "call_signature": call_signature.pack("dispatch", *_dtypes(*arrays), scale_bytes),
+            },
+        )
+
+    def _dispatch_views(
+        self,
+        arrays: Sequence[Any],
+        offsets: dict[str, int],
+        num_rows: int,
+        *,
+        rows: tuple[int, Any],
+        counts: tuple[int, Any],
+        stream: int,
+    ) -> Callable[[], Views]:
+        """Return the function that makes the results of a dispatch.
+
+        Args:
+            arrays: x, topk_idx, topk_weights, scales: results have their dtypes and shapes, but for the number of rows.
+            offsets: Of the results, from the address in `rows`.
+            num_rows: Rows of the results.
+            rows: An address, and the owner of the memory there.
+            counts: The same, for the counts.
+            stream: The stream of the call.
+        """
+        framework = arrays[0].framework
+        # The function does not hold the arguments: the caller may drop them before it reads the results.
+        formats = [(view.dtype, view.shape[1:]) if view else None for view in arrays]
+
+        def make_views() -> Views:
+            result = self._runtime.result
+            named = zip(("x", "topk_idx", "topk_weights", "scales"), formats, strict=True)
+            results = {name: (format_[0], (num_rows, *format_[1])) for name, format_ in named if format_}
+            results["src_idx"] = "int32", (num_rows, 2)
+            (base, rows_owner), (counts_base, counts_owner) = rows, counts
+            views: Views = {
+                name: result(base + offsets[name], shape, dtype, rows_owner, framework, stream)
+                for name, (dtype, shape) in results.items()
+            }
+            for name, shape in (("num_recv", (1,)), ("num_recv_per_expert", (self._config.num_local_experts,))):
+                ptr = counts_base + self._counts_offsets[name]
+                views[name] = result(ptr, shape, "int32", counts_owner, framework, stream)
+            return views
+
+        return make_views
+
+    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
+        """Launch one kernel: rows arrive in the staging region of the tokens' ranks, which add them up."""
+        self._check_peer_access()
+        config, stream, handle = self._config, call.stream, inputs.handle
+        self._order.enter(call)
+        x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
+        staging = self._layout.staging(x.row_bytes).offsets
+        staging_offset = self._regions.offsets["landing"]
+        num_tokens = handle.num_tokens
+        parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
+        owner = self.results.for_sums(parts.num_bytes, call)
+        out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
+        self._runtime.launcher("combine", x.dtype)(
+            stream,
+            self.num_sms,
+            {
+                "num_tokens": num_tokens,
+                "y": x.ptr,
+                "topk_weights": address_of(weights),
+                "bias_0": address_of(biases[0]) if biases else 0,
+                "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
+                "handle": handle.routing.ptr,
+                "out": out,
+                "out_topk_weights": out_weights,
+                "recv_x_offset": staging_offset + staging["x"],
+                "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
+                "capacity": handle.num_recv_rows,
+                "call_signature": call_signature.pack("combine", *_dtypes(x, None, weights)),
+            },
+        )
+        given = inputs.topk_weights, *inputs.biases
+        self._order.leave(call, (x, weights, biases, inputs.x, *given), handle, *given)
+        dtype, framework, with_weights = x.dtype, x.framework, weights is not None
+
+        def make_views() -> Views:
+            result = self._runtime.result
+            views: Views = {"x": result(out, (num_tokens, config.hidden), dtype, owner, framework, stream)}
+            if with_weights:
+                shape = num_tokens, config.num_topk
+                views["topk_weights"] = result(out_weights, shape, "float32", owner, framework, stream)
+            return views
+
+        self._monitor.check_inputs()
+        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
+        return CombineResult(self._order.event(call), views)
+
+    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
+        """Bytes per second that every rank pushes while all ranks push to all others; see `Buffer.copy_ceiling`."""
+        self._check_peer_access()
+        runtime, comm, timeout_s = self._runtime, self._runtime.comm, self._config.timeout_s
+        stream, num_ranks = self._order.own_stream, self._config.num_ranks
+        agree_on_measurement(comm, timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+        capacity = min(self._regions.sizes["landing"], self._regions.sizes["pool"]) // (num_ranks * row_bytes)
+        num_rows = max(1, min(num_rows, capacity))
+        values = {
+            "num_rows": num_rows,
+            "src": runtime.address_of_region("pool"),
+            "recv_x_offset": self._regions.offsets["landing"],
+            "row_bytes": row_bytes,
+        }
+        launch = runtime.launcher("copy_bandwidth")
+        times_ms = []
+        for _ in range(_NUM_MEASUREMENTS):
+            runtime.synchronize()
+            begin_measurement(comm, timeout_s)
+            begin = driver.CudaEvent(stream, timing=True)
+            for _ in range(iterations):
+                launch(stream, self.num_sms, values)
+            times_ms.append(driver.elapsed_ms(begin, driver.CudaEvent(stream, timing=True)) / iterations)
+        begin_measurement(comm, timeout_s)
+        slowest_ms = max(comm.allgather(sorted(times_ms)[_NUM_MEASUREMENTS // 2]))
+        return num_rows * max(num_ranks - 1, 1) * row_bytes / slowest_ms * 1e3
+
+    def _check_peer_access(self) -> None:
+        if not self._has_peer_access:
+            raise EPUnavailableError(
+                f"dispatch and combine serve up to {MAX_RANKS_PER_NODE} ranks that reach each other over NVLink; between hosts there are "
+                f"only the low-latency calls"
+            )
+
+
+def _dtypes(*views: View | None) -> list[Any]:
+    return [view.dtype if view else None for view in views]
