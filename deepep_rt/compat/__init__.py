@@ -1,7 +1,7 @@
 """DeepEP V1's Python interface on top of `deepep_rt.Buffer`: `import deepep_rt.compat as deep_ep`.
 
-Names, arguments, defaults and results are those of DeepEP 1.2; docs/coming-from-deepep.md says what differs. Tensors are PyTorch's: on
-GPUs, or on the CPU, where calls run on the host backend.
+Names, arguments, defaults and results are those of DeepEP 1.2. docs/coming-from-deepep.md lists the differences. All tensors are PyTorch's.
+Calls with tensors on the CPU run on the host backend.
 """
 
 from __future__ import annotations
@@ -21,48 +21,51 @@ from .events import EventHandle, EventOverlap
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "check_nvlink_connections", "install", "shim_path", "topk_idx_t"]
 
 topk_idx_t = torch.int64
-"""What expert numbers are in DeepEP; int32 is welcome too."""
+"""The dtype of expert numbers in DeepEP. This library accepts int32 too."""
 
 
 __version__ = "1.2.1"  # of DeepEP, whose interface this is
 
 
 def install() -> None:
-    """Let `import deep_ep` give this library: in this process, and in those that multiprocessing starts from it.
+    """Make `import deep_ep` import this library, in this process and in processes that multiprocessing starts from it.
 
-    For programs that import DeepEP by themselves. Call it before they do: many take an ImportError for "DeepEP is not installed".
-    Other processes (`vllm serve`, Ray's workers) find `deep_ep` where `python -m deepep_rt shim-path` is in front of PYTHONPATH.
+    Programs that import DeepEP by themselves need it. Call it before their import: many programs read an ImportError as "DeepEP is not
+    installed". Other processes (`vllm serve`, Ray's workers) find `deep_ep` if PYTHONPATH begins with the output of
+    `python -m deepep_rt shim-path`.
 
     Raises:
-        EPUnavailableError: if DeepEP itself was imported before.
+        EPUnavailableError: If DeepEP itself was imported before.
 
     Example:
         >>> import deepep_rt.compat
         >>> deepep_rt.compat.install()
         >>> from deep_ep.utils import EventOverlap
     """
-    before = [name for name in ("deep_ep", "deep_ep_cpp") if name in sys.modules]
-    if theirs := [name for name in before if getattr(sys.modules[name], "Buffer", None) is not Buffer]:
-        raise EPUnavailableError(f"{theirs[0]} was imported before, and is not this library; call install() first of all")
+    imported = [name for name in ("deep_ep", "deep_ep_cpp") if name in sys.modules]
+    if others := [name for name in imported if getattr(sys.modules[name], "Buffer", None) is not Buffer]:
+        raise EPUnavailableError(
+            f"{others[0]} was imported already and is not this library. Call install() before the first import of {others[0]}."
+        )
     if shim_path() not in sys.path:
         sys.path.insert(0, shim_path())
 
 
 def check_nvlink_connections(group: Any) -> None:
-    """Nothing to check here: making a Buffer raises an error where GPUs do not reach each other.
+    """Do nothing. The constructor of Buffer raises an error if GPUs cannot reach each other.
 
     Args:
-        group: Not looked at.
+        group: Not read.
     """
 
 
-if not TYPE_CHECKING:  # type checkers shall go on to find names that are not there
+if not TYPE_CHECKING:  # type checkers still report names that are missing
 
     def __getattr__(name: str) -> NoReturn:
-        """Say of any other name that it is not here."""
-        raise NoAttributeError(f"{name} is not a part of this library; docs/coming-from-deepep.md lists what it has of DeepEP")
+        """Raise NoAttributeError for any other name."""
+        raise NoAttributeError(f"{name} is not a part of this library. See docs/coming-from-deepep.md for the names that are.")
 
 
-# deep_ep_cpp has these two as functions.
+# In deep_ep_cpp these two are functions.
 get_low_latency_rdma_size_hint = Buffer.get_low_latency_rdma_size_hint
 is_sm90_compiled = Buffer.is_sm90_compiled

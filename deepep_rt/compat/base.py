@@ -1,76 +1,100 @@
-"""What the calls of both modes of DeepEP V1's Buffer have in common."""
+"""The state that the calls of both modes of DeepEP V1's Buffer share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
-from .._checks import instance
-from ..arrays.frameworks import not_dense
 from ..errors import EPDestroyedError, EPInputError, EPUnavailableError
 from ..results import MAKE_ANOTHER, SharedByCopies
-
-if TYPE_CHECKING:
-    Tensors: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+from .buffer_cache import LowLatencyBuffers, NormalBuffers
 
 
 class NoAttributeError(EPUnavailableError, AttributeError):
-    """Names what is missing; `hasattr` takes it for its answer."""
+    """Reports a name of DeepEP that this library lacks. `hasattr` returns False for such a name."""
 
 
-class Calls(SharedByCopies):
-    """A Buffer as its calls see it."""
+class BufferState:
+    """The ranks, the memory and the communication stream of one Buffer.
 
-    _instead = MAKE_ANOTHER
-    rank: int
-    group_size: int
-    _ranks_per_host: int
-    _comm_stream: Any = None
-    _destroyed = False
+    Args:
+        rank: This rank.
+        num_ranks: Ranks of the group.
+        ranks_per_host: Ranks on each host.
+        normal: The Buffers of the normal mode; None without that mode.
+        low_latency: The Buffers of the low-latency mode; None without that mode.
+        enable_shrink: Whether low-latency calls may exclude ranks.
+    """
 
-    def get_comm_stream(self) -> Any:
-        """The `torch.cuda.Stream` on which calls with `async_finish` run.
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        ranks_per_host: int,
+        normal: NormalBuffers | None,
+        low_latency: LowLatencyBuffers | None,
+        enable_shrink: bool,
+    ) -> None:
+        self.rank, self.num_ranks, self.ranks_per_host = rank, num_ranks, ranks_per_host
+        self.normal, self.low_latency, self.enable_shrink = normal, low_latency, enable_shrink
+        self.is_destroyed = False
+        self._comm_stream: Any = None
 
-        Raises:
-            EPUnavailableError: without a GPU.
-        """
+    def comm_stream(self) -> Any:
+        """Return the communication stream. The first call makes it."""
         if self._comm_stream is None:
             if not torch.cuda.is_available():
-                raise EPUnavailableError("get_comm_stream: there is no GPU, and so there are no streams")
+                raise EPUnavailableError("get_comm_stream: expected a GPU, but PyTorch finds none. Call it only on GPUs.")
             self._comm_stream = torch.cuda.Stream(priority=-1)  # its few blocks get their SMs before those of other work
         return self._comm_stream
 
-    def _check_live(self) -> None:
-        if self._destroyed:
-            raise EPDestroyedError("this Buffer was destroyed; make a new one")
+    def check_live(self) -> None:
+        """Raise EPDestroyedError after `destroy`."""
+        if self.is_destroyed:
+            raise EPDestroyedError("this Buffer was destroyed. Make a new one.")
+
+    def normal_buffers(self) -> NormalBuffers:
+        """Return the Buffers of the normal mode; raise if there are none."""
+        self.check_live()
+        if self.ranks_per_host != self.num_ranks:
+            raise EPUnavailableError(
+                f"the {self.num_ranks} ranks are on {self.num_ranks // self.ranks_per_host} hosts; dispatch and combine expect one. "
+                f"Call low_latency_dispatch and low_latency_combine."
+            )
+        if self.normal is None:
+            raise EPInputError(
+                "num_nvl_bytes=0; expected memory for dispatch and combine. Make the Buffer with num_nvl_bytes=int(1e9), for example."
+            )
+        return self.normal
+
+    def low_latency_buffers(self) -> LowLatencyBuffers:
+        """Return the Buffers of the low-latency mode; raise EPInputError if there are none."""
+        self.check_live()
+        if self.low_latency is None:
+            raise EPInputError(
+                "low_latency_mode=False; expected True for low-latency calls. Make the Buffer with low_latency_mode=True."
+            )
+        return self.low_latency
+
+    def maskable_buffers(self, method: str) -> LowLatencyBuffers:
+        """Return the Buffers of the low-latency mode; raise EPInputError if they cannot exclude ranks."""
+        buffers = self.low_latency_buffers()
+        if not self.enable_shrink:
+            raise EPInputError(f"enable_shrink=False; {method} expects True. Make the Buffer with enable_shrink=True.")
+        return buffers
 
 
-def backend_of(x: torch.Tensor) -> str:
-    """The backend of `deepep_rt.Buffer` for such a tensor."""
-    return "cuda" if x.is_cuda else "host"
+class Calls(SharedByCopies):
+    """The base of the classes that hold the calls of one mode."""
 
+    _instead = MAKE_ANOTHER
+    _state: BufferState
 
-def without_gradient(x: Any) -> Any:
-    """A tensor that asks for no gradient: DeepEP's calls give none, and its programs compute their own."""
-    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
+    def get_comm_stream(self) -> Any:
+        """Return the `torch.cuda.Stream` on which calls with `async_finish` run.
 
-
-def check_tensor(x: Any, name: str) -> None:
-    """Raise EPInputError unless it is one of PyTorch's, and dense."""
-    instance(x, name, torch.Tensor, "Make one of a NumPy array with torch.from_numpy.")
-    if x.layout is not torch.strided or x.is_nested:
-        raise not_dense(x, name)
-
-
-def check_rows(x: Any) -> None:
-    """Raise EPInputError unless there is a hidden size to be read."""
-    check_tensor(x, "x")
-    if x.dim() != 2:
-        raise EPInputError(f"x has shape {list(x.shape)}; expected [num_tokens, hidden]")
-
-
-def check_handle(handle: Any, kind: type, source: str) -> None:
-    """Raise EPInputError unless the handle is one of ours."""
-    if not isinstance(handle, kind):
-        raise EPInputError(f"handle is a {type(handle).__name__}; pass what {source} returned as its handle, whole")
+        Raises:
+            EPUnavailableError: Without a GPU.
+        """
+        return self._state.comm_stream()

@@ -1,4 +1,4 @@
-"""The tables of DeepEP V1, worked out from ours with PyTorch, on the current stream and without waiting on the host."""
+"""The tables of DeepEP V1's handles. PyTorch computes them from ours on the current stream, and the host does not wait."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..buffer import Buffer, backend_of
 from ..results import DispatchHandle, LowLatencyHandle
 
 
-def choices_of_ranks(goes: torch.Tensor, num_topk: int, num_local_experts: int) -> torch.Tensor:
-    """A `topk_idx` that sends tokens to the ranks of `goes`: each rank's first expert stands for the rank."""
-    num_tokens, num_ranks = goes.shape
-    first = torch.arange(num_ranks, dtype=torch.int32, device=goes.device) * num_local_experts
-    chosen = torch.full((num_tokens, num_topk), -1, dtype=torch.int32, device=goes.device)
-    chosen[:, :num_ranks] = torch.where(goes, first, -1)
-    return chosen
+def topk_idx_of_ranks(is_token_in_rank: torch.Tensor, num_topk: int, num_local_experts: int) -> torch.Tensor:
+    """Make a `topk_idx` that sends tokens to these ranks. The first expert of a rank stands for the rank."""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    first = torch.arange(num_ranks, dtype=torch.int32, device=is_token_in_rank.device) * num_local_experts
+    topk_idx = torch.full((num_tokens, num_topk), -1, dtype=torch.int32, device=is_token_in_rank.device)
+    topk_idx[:, :num_ranks] = torch.where(is_token_in_rank, first, -1)
+    return topk_idx
 
 
 def rank_prefix_matrix(buffer: Buffer, handle: DispatchHandle) -> torch.Tensor:
-    """`[num_ranks, num_ranks]` int32: of the rows that rank j receives, how many come from the ranks up to i."""
+    """Return `[num_ranks, num_ranks]` int32: entry (i, j) counts the rows that rank j receives from the ranks 0 to i."""
     rows = backend_of(buffer).tables.rows_between_ranks(handle, _pytorch()).to_framework()
     return rows.cumsum(0, dtype=torch.int32)
 
 
 def expert_tables(buffer: Buffer, handle: LowLatencyHandle) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the rows of a low-latency dispatch come from.
+    """Return the sources of the rows of a low-latency dispatch.
 
     Returns:
-        `[num_local_experts, rows]` int32: the token, at its source, of each row (-1 where there is none); and
-        `[num_local_experts, num_ranks]` int64: first row of each source in the upper 32 bits, number of rows in the lower ones.
+        `[num_local_experts, rows]` int32: the token, at its source, of each row (-1 for places without a row); and
+        `[num_local_experts, num_ranks]` int64: the first row of each source in the upper 32 bits, the number of rows in the lower ones.
     """
     config, entries = buffer.config, backend_of(buffer).tables.entries(handle, _pytorch())
     words, num_entries = entries.words.to_framework(), entries.num_entries.to_framework()
@@ -48,7 +48,7 @@ def _pytorch() -> Framework:
 def _tables(
     row: torch.Tensor, source: torch.Tensor, token: torch.Tensor, num_experts: int, num_rows: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables from `[n]` entries; those with a negative row are none, and go to a place of their own past the end."""
+    """Make both tables of `[n]` entries. Entries with a negative row count for nothing: they go to a cell past the end."""
     device, end = row.device, num_experts * num_rows
     is_row = row >= 0
     row = torch.where(is_row, row, end)

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from .._checks import flag, whole_number
+from ..buffer import Buffer
 from ..errors import EPInputError, EPUnavailableError
-from .base import Calls, backend_of, check_handle, check_rows, check_tensor, without_gradient
-from .buffer_cache import LowLatencyBuffers
+from ..results import LowLatencyDispatchResult
+from .base import Calls
+from .call_stream import CallStream
+from .checks import Tensors, backend_for, check_handle, check_rows, check_tensor, without_gradient
 from .config import MOST_BYTES
-from .events import EventOverlap, Placement
+from .events import EventOverlap
 from .handles import ExpertHandle
-
-if TYPE_CHECKING:
-    from ..buffer import Buffer
-    from .base import Tensors
 
 
 class LowLatencyCalls(Calls):
     """The calls of the low-latency mode."""
 
-    enable_shrink: bool
-    _low_latency: LowLatencyBuffers | None
-
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing to clean: the two modes have memory of their own. With `enable_shrink`, ranks that do not call this are masked.
+        """Mask the ranks that do not make this call (with `enable_shrink`). Nothing needs cleaning: each mode has its own memory.
 
         Raises:
-            EPInputError: without `low_latency_mode`.
+            EPInputError: Without `low_latency_mode`.
         """
-        buffers = self._need_low_latency()
+        buffers = self._state.low_latency_buffers()
         tokens = whole_number(num_max_dispatch_tokens_per_rank, "num_max_dispatch_tokens_per_rank", 1, MOST_BYTES)
         hidden = whole_number(hidden, "hidden", 1, MOST_BYTES)
         num_experts = whole_number(num_experts, "num_experts", 1, MOST_BYTES)
-        if self.enable_shrink:
+        if self._state.enable_shrink:
             buffers.find_silent_ranks(tokens, hidden, num_experts)
 
     def low_latency_dispatch(
@@ -53,36 +48,36 @@ class LowLatencyCalls(Calls):
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Tensors, torch.Tensor, ExpertHandle, EventOverlap, Callable[[], None] | None]:
-        """Send a few tokens to their experts as fast as possible; what arrives lies expert by expert.
+        """Send a few tokens to their experts with low latency. The rows that arrive lie expert by expert.
 
         Args:
             x: `[num_tokens, hidden]` bfloat16.
-            topk_idx: `[num_tokens, num_topk]` int64 or int32, expert numbers, a token's all different; -1 skips.
-            num_max_dispatch_tokens_per_rank: Most tokens of a rank, the same on all ranks.
+            topk_idx: `[num_tokens, num_topk]` int64 or int32, expert numbers, all different for one token; -1 skips.
+            num_max_dispatch_tokens_per_rank: The largest number of tokens of a rank. The same on all ranks.
             num_experts: Experts over all ranks.
-            cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the tokens that arrive are added to it.
-            dispatch_wait_recv_cost_stats: `[num_ranks]` int64; nanoseconds of waiting for each source are added to it.
+            cumulative_local_expert_recv_stats: `[num_local_experts]` int32. The call adds the tokens that arrive.
+            dispatch_wait_recv_cost_stats: `[num_ranks]` int64. The call adds the nanoseconds of waiting for each source.
             use_fp8: Send float8_e4m3fn with a scale for each 128 channels.
             round_scale: Make the scales powers of two.
-            use_ue8m0: Deliver such scales as exponents, four to an int32. `hidden` is a multiple of 512 then.
-            async_finish: Run on the communication stream; the event tells when it is done.
-            return_recv_hook: Only send; calling the hook receives. Not together with `async_finish`.
+            use_ue8m0: Deliver such scales as exponents, four in an int32. `hidden` must then be a multiple of 512.
+            async_finish: Run on the communication stream. The event then tells when the call is done.
+            return_recv_hook: Only send. The hook receives. Not together with `async_finish`.
 
         Returns:
-            `recv_x` `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`, with FP8 a pair of it and the scales
-            (`[..., hidden // 128]` float32 or `[..., hidden // 512]` int32, whose last two dimensions lie in column-major order);
-            `recv_count` `[num_local_experts]` int32; `handle`; `event`; `hook` (None without `return_recv_hook`).
+            `recv_x` `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`. With FP8, a pair of it and the
+            scales: `[..., hidden // 128]` float32 or `[..., hidden // 512]` int32, the last two dimensions in column-major order.
+            Then `recv_count` `[num_local_experts]` int32, `handle`, `event`, and `hook` (None without `return_recv_hook`).
 
         Raises:
-            EPInputError: if an argument is wrong, or `low_latency_mode` is off.
-            EPConfigError: if there can be no Buffer of the sizes that the arguments have.
-            EPUnavailableError: if `use_fp8` is asked of an sm_80 GPU.
+            EPInputError: If an argument is wrong, or `low_latency_mode` is off.
+            EPConfigError: If no Buffer can have the sizes of the arguments.
+            EPUnavailableError: With `use_fp8` on an sm_80 GPU.
 
         Example:
             >>> recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(x, topk_idx, 128, 256, return_recv_hook=True)
             >>> hook()
         """
-        buffers = self._need_low_latency()
+        buffers = self._state.low_latency_buffers()
         _check_hook(async_finish, return_recv_hook)
         check_rows(x)
         check_tensor(topk_idx, "topk_idx")
@@ -92,10 +87,10 @@ class LowLatencyCalls(Calls):
         num_experts = whole_number(num_experts, "num_experts", 1, MOST_BYTES)
         use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
         if use_ue8m0 and hidden % 512:
-            raise EPInputError(f"use_ue8m0 packs four scales of 128 channels; hidden is {hidden}, no multiple of 512")
-        buffer = buffers.take(num_tokens, hidden, num_topk, num_experts, backend_of(x))
-        topk_idx = _widened(topk_idx, num_topk, buffer, -1)
-        place = Placement(x, self.get_comm_stream, None, async_finish)
+            raise EPInputError(f"hidden={hidden}; expected a multiple of 512 with use_ue8m0=True. Pass use_ue8m0=False.")
+        buffer = buffers.buffer_for(num_tokens, hidden, num_topk, num_experts, backend_for(x))
+        topk_idx = _padded(topk_idx, num_topk, buffer, -1)
+        stream = CallStream(x, self.get_comm_stream, None, async_finish)
         sent = buffer.low_latency_dispatch(
             x,
             topk_idx,
@@ -105,42 +100,12 @@ class LowLatencyCalls(Calls):
             return_recv_hook=return_recv_hook,
             cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
             wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
-            **place.options,
+            **stream.options,
         )
-        if use_fp8 and sent.recv_x_scales is None:
-            raise EPUnavailableError(
-                "these GPUs cannot convert to FP8, and with use_fp8=True a pair is expected back; pass use_fp8=False"
-            )
-        made = ExpertHandle(buffer, sent.handle, num_topk)
-        recv_x: Tensors = sent.recv_x
-        copies = []  # to be made when rows have come
-        if use_fp8:
-            scales = sent.recv_x_scales.view(torch.int32) if use_ue8m0 else sent.recv_x_scales
-            with place.here():
-                columns = torch.empty(scales.mT.shape, dtype=scales.dtype, device=scales.device).mT
-            place.share(columns)
-            recv_x = (sent.recv_x, columns)
-            copies.append((columns, scales))
-
-        def finish() -> None:
-            with place.here():
-                while copies:  # and nothing is held afterwards
-                    to, source = copies.pop()
-                    to.copy_(source)
-
-        hook = None
-        if sent.hook is None:
-            finish()
-        else:
-            made.is_received, receive = False, sent.hook
-
-            def hook() -> None:
-                receive()
-                finish()
-                made.is_received = True
-
-        event = place.finish(x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-        return recv_x, sent.num_recv_tokens_per_expert, made, event, hook
+        handle = ExpertHandle(buffer, sent.handle, num_topk)
+        recv_x, hook = _receive(sent, handle, stream, use_fp8, use_ue8m0)
+        event = stream.finish(x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        return recv_x, sent.num_recv_tokens_per_expert, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -155,133 +120,163 @@ class LowLatencyCalls(Calls):
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
-        """Bring the experts' outputs back: each token gets the sum of its experts' rows times its weights.
+        """Send the experts' outputs back. Each token gets the sum of its experts' rows, times its weights.
 
         Args:
-            x: `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]` bfloat16. Not looked at with `zero_copy`.
-            topk_idx: As given to the dispatch.
+            x: `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]` bfloat16. Not read with `zero_copy`.
+            topk_idx: The argument of the dispatch.
             topk_weights: `[num_tokens, num_topk]` float32.
             handle: The handle of the dispatch.
-            use_logfmt: Not in this library.
-            zero_copy: The rows are in the tensor that `get_next_low_latency_combine_buffer` returned.
-            async_finish: Run on the communication stream; the event tells when it is done.
-            return_recv_hook: Only send; calling the hook receives. Not together with `async_finish`.
-            out: `[num_tokens, hidden]` bfloat16 to write the result to.
-            combine_wait_recv_cost_stats: Not in this library.
+            use_logfmt: Not supported.
+            zero_copy: Read the rows from the tensor that `get_next_low_latency_combine_buffer` returned.
+            async_finish: Run on the communication stream. The event then tells when the call is done.
+            return_recv_hook: Only send. The hook receives. Not together with `async_finish`.
+            out: `[num_tokens, hidden]` bfloat16, to which the call writes the result.
+            combine_wait_recv_cost_stats: Not supported.
 
         Returns:
             `[num_tokens, hidden]` bfloat16, the event, and the hook (None without `return_recv_hook`).
 
         Raises:
-            EPInputError: if an argument is wrong.
-            EPUnavailableError: for `use_logfmt` and `combine_wait_recv_cost_stats`.
+            EPInputError: If an argument is wrong.
+            EPUnavailableError: For `use_logfmt` and `combine_wait_recv_cost_stats`.
 
         Example:
             >>> combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
         """
-        self._need_low_latency()
+        self._state.low_latency_buffers()
         check_handle(handle, ExpertHandle, "low_latency_dispatch")
         _check_hook(async_finish, return_recv_hook)
         zero_copy = flag(zero_copy, "zero_copy")
         if flag(use_logfmt, "use_logfmt"):
-            raise EPUnavailableError("use_logfmt=True: this library sends combine's rows as bfloat16 only; leave it out")
+            raise EPUnavailableError(
+                "use_logfmt=True; expected False: this library sends combine's rows as bfloat16. Leave it out."
+            )
         if combine_wait_recv_cost_stats is not None:
             raise EPUnavailableError(
-                "combine_wait_recv_cost_stats: only dispatches measure waiting here; leave it out, or use dispatch_wait_recv_cost_stats"
+                "combine_wait_recv_cost_stats was given; expected None, because only dispatches measure waiting. "
+                "Leave it out, or use dispatch_wait_recv_cost_stats."
             )
         buffer = handle.buffer
         if not zero_copy:
             check_tensor(x, "x")
         x = without_gradient(x)
-        topk_idx = _widened(topk_idx, handle.num_topk, buffer, -1)
-        topk_weights = _widened(without_gradient(topk_weights), handle.num_topk, buffer, 0)
-        place = Placement(x, self.get_comm_stream, None, async_finish)
+        topk_idx = _padded(topk_idx, handle.num_topk, buffer, -1)
+        topk_weights = _padded(without_gradient(topk_weights), handle.num_topk, buffer, 0)
+        stream = CallStream(x, self.get_comm_stream, None, async_finish)
         back = buffer.low_latency_combine(
-            buffer.get_low_latency_combine_buffer(handle.own) if zero_copy else x,
+            buffer.get_low_latency_combine_buffer(handle.routing) if zero_copy else x,
             topk_idx,
             topk_weights,
-            handle.own,
+            handle.routing,
             out=out,
             return_recv_hook=return_recv_hook,
-            **place.options,
+            **stream.options,
         )
         combined = back.x if out is None else out
-        return combined, place.finish(x, topk_idx, topk_weights, combined), back.hook
+        return combined, stream.finish(x, topk_idx, topk_weights, combined), back.hook
 
     def get_next_low_latency_combine_buffer(self, handle: ExpertHandle) -> torch.Tensor:
-        """Memory for the experts' outputs, for `low_latency_combine(zero_copy=True)`.
+        """Return memory for the experts' outputs, for `low_latency_combine(zero_copy=True)`.
 
         Returns:
-            `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]` bfloat16; one for all handles of these sizes.
+            `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]` bfloat16, the same for all handles of these sizes.
         """
-        self._need_low_latency()
+        self._state.low_latency_buffers()
         check_handle(handle, ExpertHandle, "low_latency_dispatch")
-        return handle.buffer.get_low_latency_combine_buffer(handle.own)
+        return handle.buffer.get_low_latency_combine_buffer(handle.routing)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out of low-latency calls (`mask=True`), or let it take part again.
+        """Exclude a rank from low-latency calls (`mask=True`), or include it again.
 
-        See `deepep_rt.Buffer.mask_rank` and `unmask_rank`: no hook may be open, and all ranks have made the same number of calls when one
-        is let in again.
+        See `deepep_rt.Buffer.mask_rank` and `unmask_rank`. No hook may be open. All ranks must have made the same number of calls before a
+        rank is included again.
 
         Raises:
-            EPInputError: if the Buffer was made without `enable_shrink`, or there is no such other rank.
+            EPInputError: If the Buffer was made without `enable_shrink`, or there is no such other rank.
         """
-        self._need_shrink("low_latency_update_mask_buffer").set_mask(rank_to_mask, mask)
+        self._state.maskable_buffers("low_latency_update_mask_buffer").set_mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write 1 for each rank that is left out, and 0 for the others, to `mask_status` `[num_ranks]` int32.
+        """Write 1 for each excluded rank, and 0 for the others, to `mask_status` `[num_ranks]` int32.
 
-        Waits for the current stream.
+        The host waits for the current stream.
 
         Raises:
-            EPInputError: if the Buffer was made without `enable_shrink`, or the shape is another one.
+            EPInputError: If the Buffer was made without `enable_shrink`, or the shape is wrong.
         """
-        buffers = self._need_shrink("low_latency_query_mask_buffer")
+        buffers = self._state.maskable_buffers("low_latency_query_mask_buffer")
         check_tensor(mask_status, "mask_status")
         if mask_status.is_cuda:
-            torch.cuda.current_stream().synchronize()  # a call that is under way may mask a rank
+            torch.cuda.current_stream().synchronize()  # a running call may mask a rank
         masked = buffers.masked_ranks()
-        if mask_status.shape != (self.group_size,):
-            raise EPInputError(f"mask_status has shape {list(mask_status.shape)}; expected [{self.group_size}]")
-        mask_status.copy_(
-            torch.tensor([rank in masked for rank in range(self.group_size)], dtype=mask_status.dtype, device="cpu")
-        )
+        num_ranks = self._state.num_ranks
+        if mask_status.shape != (num_ranks,):
+            raise EPInputError(f"mask_status.shape={list(mask_status.shape)}; expected [{num_ranks}]. Make one of that shape.")
+        mask_status.copy_(torch.tensor([rank in masked for rank in range(num_ranks)], dtype=mask_status.dtype, device="cpu"))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Let all ranks take part again, as with `low_latency_update_mask_buffer(rank, mask=False)` for each.
+        """Include all ranks again, as `low_latency_update_mask_buffer(rank, mask=False)` does for one.
 
         Raises:
-            EPInputError: if the Buffer was made without `enable_shrink`.
+            EPInputError: If the Buffer was made without `enable_shrink`.
         """
-        buffers = self._need_shrink("low_latency_clean_mask_buffer")
+        buffers = self._state.maskable_buffers("low_latency_clean_mask_buffer")
         for rank in buffers.masked_ranks():
             buffers.set_mask(rank, False)
 
-    def _need_low_latency(self) -> LowLatencyBuffers:
-        self._check_live()
-        if self._low_latency is None:
-            raise EPInputError("this Buffer has no memory for low-latency calls; make it with low_latency_mode=True")
-        return self._low_latency
 
-    def _need_shrink(self, what: str) -> LowLatencyBuffers:
-        buffers = self._need_low_latency()
-        if not self.enable_shrink:
-            raise EPInputError(f"{what}: make the Buffer with enable_shrink=True to leave ranks out")
-        return buffers
+def _receive(
+    sent: LowLatencyDispatchResult, handle: ExpertHandle, stream: CallStream, use_fp8: bool, use_ue8m0: bool
+) -> tuple[Tensors, Callable[[], None] | None]:
+    """Return the rows as DeepEP does, with scales in column-major order, and the hook of the call."""
+    recv_x: Tensors = sent.recv_x
+    copies = []  # of scales, from one tensor to another, when rows have arrived
+    if use_fp8:
+        if sent.recv_x_scales is None:
+            raise EPUnavailableError(
+                "use_fp8=True; expected False, because these GPUs cannot convert to FP8. Pass use_fp8=False."
+            )
+        scales = sent.recv_x_scales.view(torch.int32) if use_ue8m0 else sent.recv_x_scales
+        with stream.current():
+            columns = torch.empty(scales.mT.shape, dtype=scales.dtype, device=scales.device).mT
+        stream.record_use(columns)
+        recv_x = (sent.recv_x, columns)
+        copies.append((columns, scales))
+
+    def copy_scales() -> None:
+        with stream.current():
+            while copies:  # this holds no tensor afterwards
+                target, source = copies.pop()
+                target.copy_(source)
+
+    if sent.hook is None:
+        copy_scales()
+        return recv_x, None
+    handle.is_received, receive = False, sent.hook
+
+    def hook() -> None:
+        receive()
+        copy_scales()
+        handle.is_received = True
+
+    return recv_x, hook
 
 
-def _widened(choices: torch.Tensor, num_topk: int, buffer: Buffer, none: int) -> torch.Tensor:
-    """The caller's `[num_tokens, num_topk]` as wide as the Buffer wants it, which may take more experts a token.
+def _padded(choices: torch.Tensor, num_topk: int, buffer: Buffer, value: int) -> torch.Tensor:
+    """Pad the caller's `[num_tokens, num_topk]` to the top-k of the Buffer, which may be larger.
 
-    What has another shape stays as it is: the Buffer refuses it.
+    Return any other shape as it is: the Buffer refuses it.
     """
     missing = buffer.config.num_topk - num_topk
     if not missing or not isinstance(choices, torch.Tensor) or choices.dim() != 2 or choices.shape[1] != num_topk:
         return choices
-    return torch.nn.functional.pad(choices, (0, missing), value=none)
+    return torch.nn.functional.pad(choices, (0, missing), value=value)
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
     if flag(async_finish, "async_finish") and flag(return_recv_hook, "return_recv_hook"):
-        raise EPInputError("async_finish and return_recv_hook exclude each other: a hook receives on the stream of its call")
+        raise EPInputError(
+            "async_finish=True with return_recv_hook=True; expected one of them, because a hook receives on the stream of its call. "
+            "Leave one out."
+        )

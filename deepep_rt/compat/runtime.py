@@ -1,4 +1,4 @@
-"""`Buffer.runtime` of DeepEP V1, as far as programs read it."""
+"""`Buffer.runtime` of DeepEP V1, with the methods that programs call."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .base import Calls, NoAttributeError
+from .base import BufferState, NoAttributeError
 
 
 class Runtime:
-    """The place of a Buffer's rank. The calls are methods of the Buffer.
+    """The hosts of a Buffer's ranks. All other calls are methods of the Buffer.
 
     Args:
-        buffer: The Buffer.
+        state: The state of the Buffer.
 
     Example:
         >>> buffer.runtime.get_num_rdma_ranks()  # hosts
     """
 
-    def __init__(self, buffer: Calls) -> None:
-        self._buffer = buffer
+    def __init__(self, state: BufferState) -> None:
+        self._state = state
 
     def is_available(self) -> bool:
-        """True: a Buffer serves calls as soon as it is made."""
+        """Return True: a new Buffer takes calls at once."""
         return True
 
     def is_internode_available(self) -> bool:
-        """False: the normal mode stays in one host."""
+        """Return False: the normal mode works on one host only."""
         return False
 
     def get_num_rdma_ranks(self) -> int:
-        """The number of hosts."""
-        return self._buffer.group_size // self._buffer._ranks_per_host
+        """Return the number of hosts."""
+        return self._state.num_ranks // self._state.ranks_per_host
 
     def get_rdma_rank(self) -> int:
-        """The number of this rank's host."""
-        return self._buffer.rank // self._buffer._ranks_per_host
+        """Return the number of this rank's host."""
+        return self._state.rank // self._state.ranks_per_host
 
     def get_root_rdma_rank(self, is_global: bool) -> int:
-        """The rank on the first host with the same number on its host as this one (`is_global`), or 0, the number of that host."""
-        return self._buffer.rank % self._buffer._ranks_per_host if is_global else 0
+        """Return the rank on the first host with the same local number as this one (`is_global`), or that host's number, 0."""
+        return self._state.rank % self._state.ranks_per_host if is_global else 0
 
     def get_local_device_id(self) -> int:
-        """The number of PyTorch's current GPU; -1 without a GPU."""
+        """Return the number of PyTorch's current GPU, or -1 without a GPU."""
         return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
     def get_comm_stream(self) -> Any:
-        """As `Buffer.get_comm_stream`."""
-        return self._buffer.get_comm_stream()
+        """Return the stream that `Buffer.get_comm_stream` returns."""
+        return self._state.comm_stream()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say of any other name that it is not here."""
+            """Raise NoAttributeError for any other name."""
             raise NoAttributeError(
-                f"runtime.{name} is not a part of this library; use the methods of the Buffer. docs/coming-from-deepep.md lists them"
+                f"runtime.{name} is not a part of this library. Use the methods of the Buffer, which docs/coming-from-deepep.md lists."
             )

@@ -206,7 +206,8 @@ try:
 except EPUnavailableError as error:
     print(error)
 """
-    assert _python(refused) == "deep_ep was imported before, and is not this library; call install() first of all"
+    message = "deep_ep was imported already and is not this library. Call install() before the first import of deep_ep."
+    assert _python(refused) == message
 
 
 def test_processes_that_programs_start(tmp_path: Path) -> None:
@@ -415,7 +416,8 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call waits for what it is told to, and beside the caller's stream for the caller's work, unless it is told."""
     import torch
 
-    from deepep_rt.compat.events import EventHandle, EventOverlap, Placement
+    from deepep_rt.compat.call_stream import CallStream
+    from deepep_rt.compat.events import EventHandle, EventOverlap
 
     class Stream:
         def __init__(self, name: str) -> None:
@@ -428,7 +430,7 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             return f"the work of the {self.name}"
 
     done: list[tuple[str, str]] = []
-    caller, beside = Stream("caller"), Stream("side")
+    caller, side = Stream("caller"), Stream("side")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: caller)
     tensor = SimpleNamespace(is_cuda=True, record_stream=lambda stream: done.append((stream.name, "uses it")))
     previous = EventOverlap(EventHandle())
@@ -440,11 +442,11 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ((previous, True), [("side", "an event")], "an event"),
     ):
         done.clear()
-        place = Placement(tensor, lambda: beside, *how)
-        assert (done, place.event) == (waits, event)
-        assert place.options == ({"async_finish": True, "stream": beside} if True in how else {})
+        stream = CallStream(tensor, lambda: side, *how)
+        assert (done, stream.previous_event) == (waits, event)
+        assert stream.options == ({"async_finish": True, "stream": side} if True in how else {})
         done.clear()
-        place.share(tensor)
+        stream.record_use(tensor)
         assert done == ([("side", "uses it"), ("caller", "uses it")] if True in how else [])
 
 
@@ -466,12 +468,12 @@ def test_the_normal_mode_does_not_wait_for_ranks_that_are_lost(monkeypatch: pyte
 
     from deepep_rt import compat
 
-    said: list[bool] = []
+    waits: list[bool] = []
     buffer = compat.Buffer(None, int(1e7), low_latency_mode=True, enable_shrink=True, comm=MPI.COMM_SELF)
-    monkeypatch.setattr(buffer._low_latency, "masked_ranks", lambda: lost)
-    monkeypatch.setattr(buffer._normal, "destroy", lambda in_touch: said.append(in_touch))
+    monkeypatch.setattr("deepep_rt.compat.buffer_cache.LowLatencyBuffers.masked_ranks", lambda self: lost)
+    monkeypatch.setattr("deepep_rt.compat.buffer_cache.NormalBuffers.destroy", lambda self, in_touch: waits.append(in_touch))
     buffer.destroy()
-    assert said == [not lost]
+    assert waits == [not lost]
 
 
 def test_a_capture_makes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +484,7 @@ def test_a_capture_makes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     check_not_capturing("host")
-    with pytest.raises(EPInputError, match="make one before the capture"):
+    with pytest.raises(EPInputError, match="Make one before the capture"):
         check_not_capturing("cuda")
 
 
@@ -511,20 +513,16 @@ def test_program(num_ranks: int) -> None:
     run_checks(num_ranks, "compat")
 
 
-def test_check_asks_every_buffer() -> None:
+def test_check_asks_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that replays CUDA graphs makes no call that could raise."""
+    from mpi4py import MPI
+
     from deepep_rt import compat
 
     asked = []
-
-    class Buffers:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def check(self) -> None:
-            asked.append(self._name)
-
-    buffer = object.__new__(compat.Buffer)
-    buffer._low_latency, buffer._normal, buffer._destroyed = Buffers("low latency"), Buffers("normal"), True
+    for name in ("LowLatencyBuffers", "NormalBuffers"):
+        monkeypatch.setattr(f"deepep_rt.compat.buffer_cache.{name}.check", lambda self, name=name: asked.append(name))
+    buffer = compat.Buffer(None, int(1e7), low_latency_mode=True, comm=MPI.COMM_SELF)
     buffer.check()
-    assert asked == ["low latency", "normal"]
+    buffer.destroy()
+    assert asked == ["LowLatencyBuffers", "NormalBuffers"]
