@@ -403,7 +403,7 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
 
     tables = CudaHandleTables(BufferInfo(1, config, HOST), layout)  # memory of the host stands for memory of a GPU
     monkeypatch.setattr(handle_tables, "backend_of", lambda buffer: SimpleNamespace(tables=tables))
-    handle = SimpleNamespace(_routing=(SimpleNamespace(ptr=memory.ctypes.data), None))
+    handle = SimpleNamespace(routing=(SimpleNamespace(ptr=memory.ctypes.data), None))
     tokens, ranges = handle_tables.expert_tables(SimpleNamespace(config=config), handle)
     assert tokens.tolist() == [[1, 0, 3] + [-1] * (rows - 3), [1, 0, -1, 3] + [-1] * (rows - 4)]
     assert [[(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in expert] for expert in ranges] == [
