@@ -23,8 +23,8 @@ struct WorkQueue {
 
 // A ticket has up to max_per_ticket items, and fewer where each worker would claim only a few tickets.
 __device__ __forceinline__ WorkQueue make_work_queue(u32* tickets, int num_items, int num_workers, int max_per_ticket) {
-  const int fair = num_items / (8 * num_workers);
-  return {tickets, num_items, fair < 1 ? 1 : fair < max_per_ticket ? fair : max_per_ticket};
+  const int balanced = num_items / (8 * num_workers);
+  return {tickets, num_items, balanced < 1 ? 1 : balanced < max_per_ticket ? balanced : max_per_ticket};
 }
 
 // One warp's iteration over the queue. While the warp works on one ticket, it knows the next one, and the claim after that is in flight.

@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(kLocalThreads) dispatch_layout(cons
       for (int k = 0; k < p.num_topk; k += 32) {
         const int expert = k + lane < p.num_topk ? choice_of(p, static_cast<i64>(token) * p.num_topk + k + lane) : -1;
         const int to = expert < 0 ? -1 : expert / each;
-        const int most = p.num_topk - k < 32 ? p.num_topk - k : 32;
-        for (int j = 0; j < most; ++j) is_in_rank |= __shfl_sync(~0u, to, j) == rank;
+        const int count = p.num_topk - k < 32 ? p.num_topk - k : 32;
+        for (int j = 0; j < count; ++j) is_in_rank |= __shfl_sync(~0u, to, j) == rank;
       }
       if (rank < p.num_ranks) at<u8>(p.is_in_rank, 0)[static_cast<i64>(token) * p.num_ranks + rank] = is_in_rank;
       sum += is_in_rank;

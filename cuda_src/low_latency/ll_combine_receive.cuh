@@ -165,7 +165,8 @@ __device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const Wa
 
 // Computes one warp's part of a token. False: the wait timed out.
 __device__ inline bool receive_token(const Params& p, const Call& call, const WarpGroup& group, int token, const Choice& choice) {
-  constexpr int kMost = kMasksOnTimeout ? 4 : 8, kAtOnce = kNumTopk < kMost ? kNumTopk : kMost;  // more would spill registers
+  constexpr int kMaxAtOnce = kMasksOnTimeout ? 4 : 8,
+                kAtOnce = kNumTopk < kMaxAtOnce ? kNumTopk : kMaxAtOnce;  // more would spill registers
   bool ok;
   Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
   if (!ok && !kMasksOnTimeout) return false;

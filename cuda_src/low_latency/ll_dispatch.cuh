@@ -11,7 +11,7 @@ static_assert(kNumMaxTokens * kNumTopk <= 1 << kExpertSlotBits && kNumExperts < 
 // The numbers in the headers of all sources.
 struct Sources {
   i32 num_tokens[kNumRanks], rows_before[kNumRanks + 1];
-  i32 most;  // the largest of num_tokens
+  i32 max_tokens;  // the largest of num_tokens
 };
 
 struct Shared {

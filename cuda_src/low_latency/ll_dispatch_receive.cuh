@@ -20,7 +20,7 @@ __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 star
 // Warp 0 waits for the headers of all sources, for its block. False: the wait timed out, or a source differs.
 __device__ inline bool read_headers(const Params& p, const Call& call, u64 start, Sources& sources) {
   bool ok = true;
-  int most = 0, before = 0;
+  int max_tokens = 0, before = 0;
   for (int first = 0; first < kNumRanks; first += 32) {
     const int source = first + lane_idx();
     u64 tokens = 0, rows = 0, call_signature = 0, arrival_ns = start;
@@ -50,9 +50,9 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
     }
     if (source < kNumRanks) sources.num_tokens[source] = num_tokens, sources.rows_before[source] = before + up_to - num_rows;
     before += __shfl_sync(~0u, up_to, 31);
-    most = max(most, __reduce_max_sync(~0u, num_tokens));
+    max_tokens = max(max_tokens, __reduce_max_sync(~0u, num_tokens));
   }
-  if (lane_idx() == 0) sources.rows_before[kNumRanks] = before, sources.most = most;
+  if (lane_idx() == 0) sources.rows_before[kNumRanks] = before, sources.max_tokens = max_tokens;
   return __all_sync(~0u, ok);
 }
 
@@ -63,7 +63,7 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
   const int thread = threadIdx.x - 32;
   bool ok = true;
   auto header_of = [&](int source) { return at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source)); };
-  auto look = [&](int source, const u64* word) {
+  auto read_word = [&](int source, const u64* word) {
     if (call.excluded[source]) return 0u;
     u64 found = ld_relaxed_sys(word);
     if (static_cast<u32>(found) != call.received) ok &= awaited && wait_word(p, word, call.received, kPhaseLlCounts, source, found);
@@ -71,12 +71,12 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
   };
   for (int i = thread; i < kNumExperts; i += kThreads) {
     const int source = i / kNumLocalExperts;
-    choices[i] = look(source, header_of(source)->num_choices + i % kNumLocalExperts);
+    choices[i] = read_word(source, header_of(source)->num_choices + i % kNumLocalExperts);
   }
   // From the other end, for threads that had less to do.
   for (int i = kThreads - 1 - thread; i < kNumRanks * kLlBitmapWords; i += kThreads) {
     const int source = i / kLlBitmapWords;
-    arrival_bitmap[i] = look(source, header_of(source)->tokens + i % kLlBitmapWords);
+    arrival_bitmap[i] = read_word(source, header_of(source)->tokens + i % kLlBitmapWords);
   }
   return ok;
 }
@@ -222,7 +222,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
 template <int kVecs, int kAtOnce>
 __device__ inline bool receive_tokens(const ReceiveContext& r, const WarpGroup& group) {
   const Sources& sources = r.shared.sources;
-  const int num_items = sources.most * kNumRanks;
+  const int num_items = sources.max_tokens * kNumRanks;
   for (int item = group.first(); item < num_items; item += group.step()) {
     const int source = (item + r.p.rank) % kNumRanks, token = item / kNumRanks;
     if (token < sources.num_tokens[source] && !receive_token<kVecs, kAtOnce>(r, source, token, group)) return false;
@@ -322,13 +322,13 @@ __device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, 
     copied = copy(expected <= kMaxEagerBlocks);
   }
   if (!__syncthreads_and(ok)) return false;
-  const int most = shared.sources.most;
+  const int max_tokens = shared.sources.max_tokens;
   if (!__syncthreads_and(copied)) {
-    if (!publishes_counts && static_cast<int>(blockIdx.x) >= num_busy(most)) return true;
+    if (!publishes_counts && static_cast<int>(blockIdx.x) >= num_busy(max_tokens)) return true;
     if (!__syncthreads_and(warp_idx() == 0 || copy(true))) return false;
   }
   if (publishes_counts) publish_counts(r);
-  const WarpGroup group = group_of(most);
+  const WarpGroup group = group_of(max_tokens);
   constexpr int kFewVecs = 2;  // a short loop is faster with few rows; rows of a warp's size need no other loop
   if (32 * kFewVecs >= kVecs || group.num_threads() * kFewVecs >= kVecs) {
     return receive_tokens<kVecs, kFewVecs>(r, group);

@@ -40,9 +40,9 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
         is_sent |= expert >= 0 && expert / kNumLocalExperts == rank;
       }
     }
-    const u32 those = __ballot_sync(~0u, is_sent);
-    num_rows += __popc(those);
-    if (lane == 0) st_relaxed_sys(header->tokens + first / 32, tagged_word(those, epoch));
+    const u32 sent_bits = __ballot_sync(~0u, is_sent);
+    num_rows += __popc(sent_bits);
+    if (lane == 0) st_relaxed_sys(header->tokens + first / 32, tagged_word(sent_bits, epoch));
   }
   if (lane == 0) st_relaxed_sys(&header->num_rows, tagged_word(num_rows, epoch));
   if (!scale_out) return;

@@ -157,14 +157,14 @@ struct WarpGroup {
     if (log2_warps > 0) asm volatile("bar.sync %0, %1;" ::"r"(1 + idx), "r"(32 << log2_warps) : "memory");
   }
 
-  // The same, and returns whether `yes` is true in all threads.
-  __device__ __forceinline__ bool all(bool yes) const {
-    yes = __all_sync(~0u, yes);  // barriers need whole warps
-    if (log2_warps == 0) return yes;
+  // The same, and returns whether `vote` is true in all threads.
+  __device__ __forceinline__ bool all(bool vote) const {
+    vote = __all_sync(~0u, vote);  // barriers need whole warps
+    if (log2_warps == 0) return vote;
     u32 result;
     asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
                  : "=r"(result)
-                 : "r"(1 + idx), "r"(32 << log2_warps), "r"(static_cast<u32>(yes))
+                 : "r"(1 + idx), "r"(32 << log2_warps), "r"(static_cast<u32>(vote))
                  : "memory");
     return result;
   }
@@ -172,10 +172,10 @@ struct WarpGroup {
 
 // The logarithm of the group size with which the warps work on all items at once. It divides only by constants, because other divisions are
 // slow.
-__device__ __forceinline__ int log2_warps_per_item(int num_items, int most) {
+__device__ __forceinline__ int log2_warps_per_item(int num_items, int max_log2) {
   const int num_warps = kWarps * gridDim.x, items = max(num_items, 1);
   const int log2 = max(__clz(items) - __clz(num_warps), 0);
-  return min(max(log2 - (items << log2 > num_warps), 0), most);
+  return min(max(log2 - (items << log2 > num_warps), 0), max_log2);
 }
 
 // Where time-outs mask, or rows are staged for the network, all warps of a group must meet at barriers. A group then fits in a block.

@@ -108,15 +108,15 @@ __device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int 
 }
 
 // What a copy warp tells the signal warp: the number of its written chunks, and the items.
-struct Progress {
-  static constexpr int kRing = 32;
+struct CopyProgress {
+  static constexpr int kRingEntries = 32;
   u32 written;
   u32 signalled;  // the signal warp's answer: entries of the ring that are free again
   u32 done;       // 1: no more items follow
-  i32 items[kRing];
+  i32 items[kRingEntries];
 };
 
-__device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, Progress& progress) {
+__device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, CopyProgress& progress) {
   const int num_workers = gridDim.x * kCombineCopyWarps;
   WorkIterator work(queue_of(p, routes, num_workers), [](int) {});
   auto target = [&](int item) { return target_of(routes, chunk_at(p, routes, item)); };
@@ -134,9 +134,9 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
   auto store = [&](int turn, int item, char* stage) {
     const Chunk c = chunk_at(p, routes, item);
     bulk_store(target_of(routes, c), stage, c.num_rows * kRowBytes);
-    while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= Progress::kRing)
+    while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= CopyProgress::kRingEntries)
       continue;  // the signal warp waits for nothing, so this ends
-    progress.items[turn % Progress::kRing] = item;
+    progress.items[turn % CopyProgress::kRingEntries] = item;
   };
   auto written = [&](int count, bool all) {
     st_release_block(&progress.written, count);
@@ -146,16 +146,16 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
 }
 
 // Lane m follows copy warp m. This loop has no time limit, because copy warps wait only for the copy engine of their SM.
-__device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 epoch, Progress* progress) {
+__device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 epoch, CopyProgress* progress) {
   const bool follows = lane_idx() < kCombineCopyWarps;
-  Progress& mine = progress[follows ? lane_idx() : 0];
+  CopyProgress& mine = progress[follows ? lane_idx() : 0];
   u32 signalled = 0;
   for (bool done = false; !done;) {
     done = __all_sync(~0u, !follows || ld_acquire_block(&mine.done));  // read before `written`, which is final then
     const u32 now = follows ? ld_acquire_block(&mine.written) : 0;
     if (!__any_sync(~0u, now > signalled)) continue;
     fence_release_sys();
-    for (; signalled < now; ++signalled) raise_flag(p, chunk_at(p, routes, mine.items[signalled % Progress::kRing]), epoch);
+    for (; signalled < now; ++signalled) raise_flag(p, chunk_at(p, routes, mine.items[signalled % CopyProgress::kRingEntries]), epoch);
     if (follows) st_release_block(&mine.signalled, signalled);
   }
 }
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   __shared__ u64 barriers[kCombineCopyWarps * kCombineStages];
-  __shared__ Progress progress[kCombineCopyWarps];
+  __shared__ CopyProgress progress[kCombineCopyWarps];
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;

@@ -50,8 +50,8 @@ __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epo
 __device__ inline bool ranks_differ(const Params& p, const RecvWindow& window, u32 serial) {
   const int lane = lane_idx();
   const bool differs = lane < kNumRanks && (window.call_signature != p.call_signature || window.serial != serial);
-  const u32 those = __ballot_sync(~0u, differs);
-  if (blockIdx.x == 0 && lane == __ffs(those) - 1)
+  const u32 differing = __ballot_sync(~0u, differs);
+  if (blockIdx.x == 0 && lane == __ffs(differing) - 1)
     report_difference(p, lane, p.call_signature, window.call_signature, serial, window.serial);
-  return those != 0;
+  return differing != 0;
 }

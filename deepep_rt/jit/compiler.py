@@ -103,7 +103,7 @@ def known_archs() -> tuple[str, ...]:
 def check_arch(arch: str) -> None:
     """Raise EPConfigError if `arch` is no such name or too old for the kernels, EPCompileError if NVRTC does not know it."""
     if arch_number(arch) < arch_number(MIN_ARCH):
-        raise EPConfigError(f"arch is {arch!r}; the kernels need {MIN_ARCH} or newer")
+        raise EPConfigError(f"arch={arch!r}; expected {MIN_ARCH} or newer")
     if f"sm_{arch_number(arch)}" not in known_archs():
         raise EPCompileError(f"NVRTC {nvrtc_version()} does not know {arch}; it knows {', '.join(known_archs())}")
 

@@ -33,7 +33,7 @@ def launch(name: str, stream: int, values: Mapping[str, int], most_blocks: int, 
 
 
 def zero_padding(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_bytes: int) -> None:
-    """Rows of `x` up to the number at `num_kept` (int32) go to `out`, zeros to the rest of its rows; all are addresses on the GPU."""
+    """Copy the rows of `x` before the number at `num_kept` (int32) to `out`, and zero its other rows. All are addresses on the GPU."""
     values = {"x": x, "out": out, "num_kept": num_kept, "num_rows": num_rows, "row_bytes": row_bytes}
     launch("zero_padding", stream, values, num_rows)
 

@@ -1,4 +1,4 @@
-"""The text of a kernel: constants and structures, which Python owns, become a prelude; then come its own source and headers."""
+"""The text of a kernel: a prelude with the constants and structures that Python owns, then the kernel's source and headers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ namespace std { using namespace cuda::std; }
 
 
 def kernel_constants(layout: Layout, arch: str, kernel: Kernel, dtype: str | None = None) -> dict[str, int]:
-    """Every constant that `kernel` may use.
+    """Return each constant that `kernel` may use.
 
     Args:
         layout: Of the Buffer.
@@ -51,25 +51,25 @@ def kernel_constants(layout: Layout, arch: str, kernel: Kernel, dtype: str | Non
     constants["kMasksOnTimeout"] = int(kernel.low_latency and config.on_timeout == "mask")
     if kernel.per_dtype:
         if dtype is None:
-            raise EPConfigError(f"{kernel.name} is compiled for one element type at a time; give dtype")
+            raise EPConfigError(f"dtype=None; expected the element type that kernel {kernel.name} adds up")
         constants.update(combine_constants(config, dtype))
     return constants
 
 
 @functools.cache
 def source_dir() -> Path:
-    """The folder of the CUDA sources: inside an installed package, one level up in a checkout."""
+    """Return the folder of the CUDA sources: inside an installed package, one level up in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "cuda_src", package.parent / "cuda_src"):
         if folder.is_dir():
             return folder
     raise EPUnavailableError(
-        f"no folder cuda_src in {package} or beside it: this installation is broken, install deepep_rt again"
+        f"no folder cuda_src in {package} or {package.parent}; this installation is incomplete. Install deepep_rt again"
     )
 
 
 def prelude(kernel: Kernel, constants: Constants, folder: Path | None = None) -> str:
-    """What is put before a kernel's source: the types, the constants and shared structs that it uses, and its Params."""
+    """Return the text before a kernel's source: types, the constants and shared structures that it uses, and its Params."""
     used = used_constants(kernel, constants, folder)
     lines = [f"constexpr {'int' if -(2**31) <= value < 2**31 else 'long long'} {name} = {value};" for name, value in used.items()]
     return "\n".join(
@@ -86,14 +86,14 @@ def prelude(kernel: Kernel, constants: Constants, folder: Path | None = None) ->
 
 
 def unit(kernel: Kernel, constants: Constants, folder: Path | None = None) -> str:
-    """The whole text that NVRTC compiles; messages about the kernel's own text show its real file and line."""
+    """Return the whole text that NVRTC compiles. Messages about the kernel's own text show its real file and line."""
     path = (folder or source_dir()).resolve() / kernel.source
     name = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'{prelude(kernel, constants, folder)}#line 1 "{name}"\n{sources_of(kernel, folder)[kernel.source]}'
 
 
 def used_constants(kernel: Kernel, constants: Constants, folder: Path | None = None) -> dict[str, int]:
-    """The constants whose names occur in the kernel's source, its headers or a struct; others do not change its key."""
+    """Return the constants whose names occur in the kernel's source, its headers or a struct. Others do not change its key."""
     shared = _shared_structs(kernel, folder)
     texts = [*sources_of(kernel, folder).values(), *(struct.members for struct in shared), kernel.params]
     words = set(re.findall(r"\bk[A-Z]\w*", "\n".join(texts)))
@@ -101,7 +101,7 @@ def used_constants(kernel: Kernel, constants: Constants, folder: Path | None = N
 
 
 def _shared_structs(kernel: Kernel, folder: Path | None) -> list[structs.CStruct]:
-    """The structures whose names occur in the kernel's source or its headers."""
+    """Return the structures whose names occur in the kernel's source or its headers."""
     words = set(re.findall(r"\w+", "\n".join(sources_of(kernel, folder).values())))
     return [struct for struct in structs.SHARED if struct.name in words]
 
@@ -114,7 +114,7 @@ def sources_of(kernel: Kernel, folder: Path | None) -> dict[str, str]:
     while waiting:
         name = waiting.pop(0)
         path = folder / name
-        if name in texts or (texts and not path.is_file()):  # not ours: NVSHMEM's, which its version stands for
+        if name in texts or (texts and not path.is_file()):  # a header of NVSHMEM; the key has NVSHMEM's version
             continue
         try:
             texts[name] = path.read_text()

@@ -1,4 +1,4 @@
-"""C structures that Python and the kernels share: the C text is written once, the NumPy dtype and a size check come from it."""
+"""C structures that Python and the kernels share. The C text of each is written once; its NumPy dtype and size check follow from it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ typedef float f32;
 
 @dataclass(frozen=True)
 class CStruct:
-    """A C structure of scalars and arrays of scalars, one member a line; array extents are numbers or constants."""
+    """A C structure of scalars and arrays of scalars, with one member a line. Array extents are numbers or constants."""
 
     name: str
     members: str
 
     def text(self, constants: Mapping[str, int]) -> str:
-        """The C definition, with an assertion that the compiler lays it out as NumPy does."""
+        """Return the C definition, with an assertion that the compiler lays it out as NumPy does."""
         return (
             f"struct {self.name} {{\n{self.members.strip()}\n}};\nstatic_assert(sizeof({self.name}) == {self.size(constants)});\n"
         )
 
     def dtype(self, constants: Mapping[str, int]) -> np.dtype:
-        """The aligned NumPy dtype of the structure."""
+        """Return the aligned NumPy dtype of the structure."""
         fields: list[tuple] = []
         for kind, name, extent in self._parsed:
             if not extent:
@@ -66,7 +66,7 @@ class CStruct:
 
 
 def offset(dtype: np.dtype, name: str) -> int:
-    """Where a member starts, in bytes."""
+    """Return the offset of a member in bytes."""
     assert dtype.fields is not None
     return dtype.fields[name][1]
 
@@ -224,14 +224,14 @@ PHASES = {
     "kPhaseLlWeights": (11, "the weights of a low-latency combine"),
     "kPhaseLlCombineRows": (12, "the rows of a low-latency combine"),
 }
-"""What a wait on the device can wait for: its number in a Report, and its name for people."""
+"""The kinds of waits on the device: the number in a Report, and the name in messages."""
 
 
 LL_OPEN_HOOK = 255
-"""Stands for a phase in a Report: no wait ran out of time, but a whole low-latency call came between the halves of another one."""
+"""A phase of a Report without a time-out: a whole low-latency call ran between the halves of another one."""
 
 ROOM_PHASES = {PHASES[name][0] for name in ("kPhaseLlDispatchRoom", "kPhaseLlCombineRoom")}
-"""Waits for a peer that still has to read what an earlier call has sent."""
+"""Waits for a peer that still has to read data of an earlier call."""
 
 
 def phase_name(number: int) -> str:

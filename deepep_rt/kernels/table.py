@@ -1,4 +1,4 @@
-"""The kernel table: one entry for each .cu file in cuda_src, whose entry point has the same name."""
+"""The kernel table. Each entry belongs to one .cu file of cuda_src with an entry point of the same name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config import MAX_RANKS_PER_NODE, Config
 from .structs import CStruct
 
 _COMMON = """
-    u64 peers[kNumRanks];   // symmetric base of each rank, as addressed from here
+    u64 peers[kNumRanks];   // address of each rank's symmetric memory on this rank
     u64 state;              // local memory (Layout.local)
     u64 page;               // pinned host memory (Layout.status_page)
     u64 timeout_ns;
@@ -28,7 +28,7 @@ _LOW_LATENCY_COMBINE = (
     u64 handle;
     u64 out;                // [num_tokens, kHidden] bfloat16
     i32 idx_bytes;
-    i32 reduce_early;       // one row for each rank, added up there
+    i32 reduce_early;       // each rank adds up its rows of a token and sends one
     i32 has_weights;        // the weights came with the dispatch
     u32 call_signature;     // all ranks must agree on it
 """
@@ -37,29 +37,44 @@ _LOW_LATENCY_COMBINE = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: the members of its Params, its file, the constants that give its block size and dynamic shared memory, and its links."""
+    """A kernel.
+
+    Attributes:
+        name: Name of its file and of its entry point.
+        params: Members of its Params.
+        threads: Constant with the threads of a block.
+        folder: Folder of its file in cuda_src.
+        shared: Constant with the bytes of dynamic shared memory.
+        per_dtype: Whether it is compiled once for each element type of combine.
+        is_local: Whether it works on arrays of one rank without a Buffer (jit/local_kernels.py).
+        needs_fp8: Whether it needs a GPU that converts to FP8.
+        low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
+        scale_up_only: Whether all ranks must reach each other directly.
+        overlaps: Whether it may start while its predecessor ends. Its source calls overlap_kernels() first.
+        max_stack_bytes: Its declared stack frame. CI fails if the frame is larger or registers spill.
+    """
 
     name: str
     params: str
     threads: str
-    folder: str = ""  # of cuda_src
+    folder: str = ""
     shared: str | None = None
-    per_dtype: bool = False  # compiled once for each element type that combine can add up
-    is_local: bool = False  # works on a rank's own arrays, without a Buffer; see local_kernels.py
-    needs_fp8: bool = False  # only for GPUs that convert to FP8
-    low_latency: bool = False  # needs a Buffer with room for low-latency calls; links NVSHMEM if it has a scale-out domain
-    scale_up_only: bool = False  # needs all ranks to reach each other directly
-    overlaps: bool = False  # launched while the kernel before it ends, where the GPU can do that; calls overlap_kernels() first
-    max_stack_bytes: int = 0  # a declared stack frame; CI fails on more, and on any spill
+    per_dtype: bool = False
+    is_local: bool = False
+    needs_fp8: bool = False
+    low_latency: bool = False
+    scale_up_only: bool = False
+    overlaps: bool = False
+    max_stack_bytes: int = 0
 
     def fits(self, config: Config) -> bool:
-        """Whether a Buffer of these sizes can launch it."""
+        """Return whether a Buffer of these sizes can launch the kernel."""
         if not self.low_latency:
-            return config.num_ranks <= MAX_RANKS_PER_NODE  # otherwise there are only low-latency calls
+            return config.num_ranks <= MAX_RANKS_PER_NODE  # with more ranks a Buffer has only low-latency calls
         return config.fits_low_latency and not (self.scale_up_only and config.has_network)
 
     def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
-        """Whether NVSHMEM's device library is a part of the kernel, compiled with these constants."""
+        """Return whether the kernel, compiled with these constants, contains NVSHMEM's device library."""
         return self.low_latency and constants["kRanksPerNode"] < constants["kNumRanks"]
 
     @property

@@ -1,4 +1,4 @@
-"""What kernels are compiled with besides the sizes of a Buffer: what depends on the architecture, and on the element type."""
+"""Constants of the kernels that depend on the architecture or on the element type."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ..errors import EPConfigError
 MIN_ARCH = "sm_80"
 """The oldest GPUs that the kernels are written for."""
 
-_STAGING_BYTES = 192 * 1024  # shared memory of a block that is given to stages; sm_90 has 227 KB
+_STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
 
 
 def arch_number(arch: str) -> int:
-    """Compute capability of a target: 90 for `sm_90`, `sm_90a` or `compute_90`.
+    """Return the compute capability of a target: 90 for `sm_90`, `sm_90a` or `compute_90`.
 
     Raises:
         EPConfigError: if `arch` is no such name.
     """
     match = re.fullmatch(r"(?:sm|compute)_(\d+)[af]?", arch)
     if match is None:
-        raise EPConfigError(f"arch is {arch!r}; expected a name such as sm_80, sm_90 or compute_80")
+        raise EPConfigError(f"arch={arch!r}; expected a name such as sm_80, sm_90 or compute_80")
     return int(match[1])
 
 
 def has_fp8(arch: str) -> bool:
-    """Whether a target can convert to FP8."""
+    """Return whether a target can convert to FP8."""
     return arch_number(arch) >= 89
 
 
 def tuning(config: Config, arch: str) -> dict[str, int]:
-    """Constants that differ between architectures, and the shape of the thread blocks.
+    """Return the constants that differ between architectures, and the shape of the thread blocks.
 
     Copy warps copy rows. With TMA one thread of each copy warp issues bulk copies through the warp's own ring of stages. Without TMA the
     whole warp copies. The other warps of a dispatch block are metadata warps, which copy the small arrays. A combine block has a signal
@@ -70,7 +70,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
 
 
 def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
-    """Constants that need no Buffer: all of kernels that work on a rank's own arrays."""
+    """Return the constants that need no Buffer. Kernels that work on arrays of one rank use no others."""
     elements = {f"k{name.capitalize()}": number for number, name in enumerate(COMBINE_DTYPES)}
     return {
         "kHasFp8": int(has_fp8(arch)),
@@ -83,6 +83,6 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
 
 
 def combine_constants(config: Config, dtype: str) -> dict[str, int]:
-    """Constants of a combine kernel for rows of `dtype`."""
+    """Return the constants of a combine kernel for rows of `dtype`."""
     row_bytes = config.hidden * DTYPES[dtype].itemsize
     return {"kRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}

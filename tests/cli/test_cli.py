@@ -150,9 +150,9 @@ def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.Monkey
     ("args", "message"),
     [
         (["--arch", "sm_999"], "it knows"),
-        (["--arch", "sm_90", "--arch", "sm_70"], "arch is 'sm_70'; the kernels need sm_80 or newer"),
-        (["--arch", "compute_75"], "arch is 'compute_75'; the kernels need sm_80 or newer"),
-        (["--arch", "hopper"], "arch is 'hopper'"),
+        (["--arch", "sm_90", "--arch", "sm_70"], "arch='sm_70'; expected sm_80 or newer"),
+        (["--arch", "compute_75"], "arch='compute_75'; expected sm_80 or newer"),
+        (["--arch", "hopper"], "arch='hopper'"),
         (["--arch", "sm_90", "--experts", "255"], "num_experts=255"),
         (["--arch", "sm_90", "--combine-dtype", "int8"], "--combine-dtype is int8"),
     ],

@@ -294,10 +294,10 @@ def test_what_libraries_print_is_no_answer(tmp_path: Path, doctor: Doctor) -> No
 def test_settings_that_are_not_understood(doctor: Doctor) -> None:
     answer = doctor.json(status=1, DEEPEP_RT_TIMEOUT_S="-3", DEEPEP_RT_ARCH="hopper")
     assert "DEEPEP_RT_TIMEOUT_S: timeout_s=-3.0" in what(answer, "wrong-setting")
-    assert "DEEPEP_RT_ARCH: arch is 'hopper'" in what(answer, "wrong-setting")
+    assert "DEEPEP_RT_ARCH: arch='hopper'" in what(answer, "wrong-setting")
     answer = doctor.json(status=1, DEEPEP_RT_TIMEOUT_S="inf", DEEPEP_RT_ARCH="sm_70")
     assert "DEEPEP_RT_TIMEOUT_S: timeout_s=inf" in what(answer, "wrong-setting")
-    assert "DEEPEP_RT_ARCH: arch is 'sm_70'; the kernels need sm_80 or newer" in what(answer, "wrong-setting")
+    assert "DEEPEP_RT_ARCH: arch='sm_70'; expected sm_80 or newer" in what(answer, "wrong-setting")
     answer = doctor.json(
         status=1, DEEPEP_RT_TIMEOUT_S="abc", DEEPEP_RT_DEBUG="maybe", DEEPEP_RT_ASSERT_CACHED="perhaps", DEEPEP_RT_TIMEOUT="5"
     )
