@@ -115,7 +115,7 @@ class Buffer(LowLatencyCalls):
     ) -> None:
         from .backends.agreement import report_config_error  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
-        from .comm.communicator import communicator_of
+        from .comm.convert import communicator_of
 
         ranks = communicator_of(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}

@@ -139,7 +139,7 @@ def _draw(results: Sequence[dict[str, Any]], references: Sequence[Reference], fo
 
 def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: AskedSizes, commit: str | None) -> dict[str, Any] | None:
     from ..backends.agreement import agree
-    from ..comm.communicator import communicator_of
+    from ..comm.convert import communicator_of
 
     program = importlib.import_module(f".{(PROGRAMS | _ALONE)[name]}", __package__)
     experts = sizes.experts or -(-256 // comm.size) * comm.size

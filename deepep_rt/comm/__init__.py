@@ -1,1 +1,1 @@
-"""What the ranks say to each other on the host: MPI or a store, with time limits."""
+"""Messages between the ranks on the host, over MPI or a store, with time limits."""

@@ -1,4 +1,4 @@
-"""What all ranks have to give alike in a call: as numbers that they can tell each other, and in words for people."""
+"""Signature of a call that all ranks must agree on, as numbers for the ranks to compare and as text for messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CALL_KINDS = (
     "low_latency_combine with allow_multiple_reduction=False",
 )
 
-_DTYPES = (None, *DTYPES)  # None: the array was not given
-_FIELDS: tuple[tuple[str, Sequence[str | None] | None], ...] = (  # names, and the words that a number stands for
+_DTYPES = (None, *DTYPES)  # None: the caller did not pass the array
+_FIELDS: tuple[tuple[str, Sequence[str | None] | None], ...] = (  # name, and the text of each number
     ("kind", CALL_KINDS),
     ("x", _DTYPES),
     ("topk_idx", _DTYPES),
@@ -27,14 +27,14 @@ _FIELDS: tuple[tuple[str, Sequence[str | None] | None], ...] = (  # names, and t
     ("handle (number of its dispatch)", None),
 )
 NUM_FIELDS = len(_FIELDS)
-_BITS = (4, 5, 5, 5, 5, 20)  # of what kernels compare as one number; the low-latency ones have room for the first 32 of them
+_BITS = (4, 5, 5, 5, 5, 20)  # of the fields in a packed signature; low-latency kernels have room for its lower 32 bits
 
 
 @functools.lru_cache
 def fields(
     kind: str, x: str, topk_idx: str | None, topk_weights: str | None, x_scales: str | None, scale_bytes: int = 0
 ) -> tuple[int, ...]:
-    """A call in numbers, all but the handle's: what kind of call, and dtypes of its arrays."""
+    """Return the numbers of a signature, without the handle's: the kind of call, the dtypes, and the bytes of scales."""
     return (CALL_KINDS.index(kind), *(_DTYPES.index(dtype) for dtype in (x, topk_idx, topk_weights, x_scales)), scale_bytes)
 
 
@@ -42,16 +42,16 @@ def fields(
 def pack(
     kind: str, x: str, topk_idx: str | None, topk_weights: str | None, x_scales: str | None = None, scale_bytes: int = 0
 ) -> int:
-    """The same as one number."""
+    """Return the fields as one number, for kernels."""
     number = shift = 0
-    for word, bits in zip(fields(kind, x, topk_idx, topk_weights, x_scales, scale_bytes), _BITS, strict=True):
-        number |= word << shift
+    for field, bits in zip(fields(kind, x, topk_idx, topk_weights, x_scales, scale_bytes), _BITS, strict=True):
+        number |= field << shift
         shift += bits
     return number
 
 
 def unpack(number: int) -> tuple[int, ...]:
-    """What was packed."""
+    """Return the fields of a packed signature."""
     found = []
     for bits in _BITS:
         found.append(number & (1 << bits) - 1)
@@ -59,22 +59,22 @@ def unpack(number: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def is_low_latency(call: Sequence[int]) -> bool:
-    """Whether such words are of a low-latency call."""
-    return CALL_KINDS[call[0]].startswith("low_latency")
+def is_low_latency(signature: Sequence[int]) -> bool:
+    """Return whether a signature is that of a low-latency call."""
+    return CALL_KINDS[signature[0]].startswith("low_latency")
 
 
 def describe_mismatch(signatures: Mapping[int, Sequence[int]]) -> str | None:
-    """What ranks disagree on, and who gave what; None if on nothing.
+    """Return what the ranks disagree on, with the value of each rank, or None if they agree.
 
     Args:
-        signatures: For some ranks, their `fields` and their handle's number.
+        signatures: By rank, the fields of its call and the number of its handle.
     """
-    for i, (name, meanings) in enumerate(_FIELDS):
-        numbers = {rank: int(theirs[i]) for rank, theirs in signatures.items()}
-        if len(set(numbers.values())) > 1:
-            shown = ", ".join(f"rank {rank}: {meanings[number] if meanings else number}" for rank, number in numbers.items())
-            travels = name in ("x", "x_scales") and any(is_low_latency(theirs) for theirs in signatures.values())
-            why = ", as use_fp8 and use_ue8m0 make it travel" if travels else ""
-            return f"the ranks disagree on the {name} of this call{why}; all must give the same. {shown}"
+    for i, (name, texts) in enumerate(_FIELDS):
+        values = {rank: int(signature[i]) for rank, signature in signatures.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"rank {rank}: {texts[value] if texts else value}" for rank, value in values.items())
+            is_cast = name in ("x", "x_scales") and any(map(is_low_latency, signatures.values()))
+            when = ", after use_fp8 and use_ue8m0 have taken effect" if is_cast else ""
+            return f"the ranks disagree on the {name} of this call{when}; expected the same on all ranks. {listed}"
     return None

@@ -1,57 +1,96 @@
-"""What the ranks of a Buffer speak over: MPI, or a store where no MPI launcher started them.
+"""The methods that Buffers need of a communicator: those of mpi4py's Intracomm, and a few more.
 
-Both kinds have the methods of mpi4py's Intracomm that Buffers use, and some of their own, under the same names.
+`mpi.MpiCommunicator` and `store.StoreCommunicator` have them.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from .. import _env
-from ..errors import EPConfigError
-from .store import StoreCommunicator
+import numpy as np
 
-if TYPE_CHECKING:
-    from .mpi import MpiCommunicator
-
-Communicator: TypeAlias = Union["MpiCommunicator", StoreCommunicator]
+from ..errors import EPTimeoutError
 
 
-def is_communicator(value: Any) -> bool:
-    """Whether it is a communicator of mpi4py, of any kind, or one of ours."""
-    mpi = sys.modules.get("mpi4py.MPI")  # loaded, if somebody has one of its communicators
-    return isinstance(value, StoreCommunicator) or (mpi is not None and isinstance(value, mpi.Comm))
+class Request(Protocol):
+    """A message or a collective that was started."""
+
+    def Test(self) -> bool:
+        """Return whether it is complete."""
+
+    def Cancel(self) -> None: ...
+    def Free(self) -> None: ...
 
 
-def communicator_of(comm: Any) -> Communicator:
-    """What a caller gave, as a communicator of ours.
+class Communicator(Protocol):
+    """The ranks of a group. All ranks call its collectives in the same order."""
 
-    Raises:
-        EPConfigError: unless it is a communicator of one group, that this process belongs to.
-    """
-    if isinstance(comm, StoreCommunicator):
-        return comm
-    if not is_communicator(comm):
-        raise EPConfigError(
-            f"comm is a {type(comm).__name__}; expected an mpi4py communicator. For a torch.distributed process group there is "
-            f"deepep_rt.torch.communicator(group)"
-        )
-    if not comm:
-        raise EPConfigError("comm is MPI.COMM_NULL: this process is none of its ranks, and takes no part in the Buffer")
-    if comm.Is_inter():
-        raise EPConfigError(
-            "comm is an intercommunicator, between two groups; pass one of all their ranks, which comm.Merge() makes"
-        )
-    from mpi4py import MPI
+    transport_name: str
+    """What carries the messages, for the log."""
+    outlives_owner: bool
+    """Whether the transport lives as long as the process."""
+    timeout_s: float
+    """The limit of its collectives. A duplicate has the same."""
 
-    if comm.Get_size() == 1 and _env.world_size() > 1 and MPI.COMM_WORLD.Get_size() == 1:
-        warnings.warn(
-            f"WORLD_SIZE is {_env.world_size()}, but MPI counts one process: torchrun, or whatever started the others, is no MPI "
-            f"launcher. This Buffer has one rank; start the program with mpirun, or pass deepep_rt.torch.communicator()",
-            stacklevel=3,
-        )
-    from .mpi import MpiCommunicator
+    def Get_rank(self) -> int: ...
+    def Get_size(self) -> int: ...
 
-    return MpiCommunicator(comm)
+    def Dup(self) -> Communicator:
+        """Make a communicator of the same ranks that shares no messages with this one."""
+
+    def Free(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Stop using the communicator without waiting for the other ranks."""
+
+    def begin_private_comm(self) -> tuple[Communicator, Request]:
+        """Return the one duplicate that the library keeps, and the request after which it can be used."""
+
+    def dup_for_process(self) -> Communicator:
+        """Make a duplicate that lives as long as the process."""
+
+    def retain(self, *held: Any) -> None:
+        """Keep requests that no caller waits for any more, and the memory that they use."""
+
+    def ranks_on_host(self) -> list[int]:
+        """Return the ranks on this host, ascending. Collective."""
+
+    def allgather(self, value: Any, /) -> list[Any]:
+        """Return the value of each rank, in the order of ranks."""
+
+    def bcast(self, value: Any, /, root: int = 0) -> Any: ...
+    def Bcast(self, array: np.ndarray, /, root: int = 0) -> None: ...
+    def Barrier(self) -> None: ...
+
+    def Alltoall(self, outgoing: np.ndarray, incoming: np.ndarray, /) -> None:
+        """Send row r of `outgoing` to rank r, and fill row r of `incoming` with the row from rank r."""
+
+    def Iallgather(self, mine: np.ndarray, all_ranks: np.ndarray, /) -> Request:
+        """Start to fill the rows of `all_ranks` with the array of each rank."""
+
+    def finish(
+        self, request: Request, held: Any, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
+    ) -> None:
+        """Wait for a collective, see `TimedCollectives.finish`."""
+
+    def timeout_error(self, missing: Sequence[int], phase: str, hint: str, timeout_s: float) -> EPTimeoutError:
+        """Make the error about ranks that did not arrive."""
+
+    def Isend(self, array: np.ndarray, /, dest: int, tag: int) -> Request: ...
+    def Irecv(self, array: np.ndarray, /, source: int, tag: int) -> Request: ...
+
+    def send_parts(self, parts: Sequence[np.ndarray], dest: int, tag: int) -> Request:
+        """Start to send several arrays as one message."""
+
+    def receive_parts(self, parts: Sequence[np.ndarray], source: int, tag: int) -> Request:
+        """Start to receive one message into several arrays."""
+
+    def isend(self, value: Any, /, dest: int, tag: int) -> Request:
+        """Start to send an object."""
+
+    def iprobe(self, source: int, tag: int) -> bool:
+        """Return whether a message has arrived."""
+
+    def recv(self, *, source: int, tag: int) -> Any:
+        """Receive an object that `iprobe` has found."""

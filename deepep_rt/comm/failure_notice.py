@@ -1,4 +1,4 @@
-"""A message of a rank that an exception throws out of its Buffer, so that its peers need not wait for it."""
+"""Messages of ranks that leave a Buffer after an exception, so that their peers need not wait for the time limit."""
 
 from __future__ import annotations
 
@@ -9,61 +9,62 @@ from ..errors import EPTimeoutError, EPUnavailableError
 from .communicator import Communicator
 from .timed_collectives import wait_all
 
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # it is the caller's code; the others must hear of the error all the same
-        return f"(its __str__ raises {type(broken).__name__})"
-
-
 FAILURE_NOTICE_TAG = 3
-_LISTENING_PERIOD_S = 0.02
-_GRACE_S = 0.2  # for what a rank sent before it left
+_POLL_PERIOD_S = 0.02
+_GRACE_S = 0.2  # data that a rank sent before its notice may arrive after it
 _DELIVERY_S = 1.0
+_MAX_TEXT = 500
 
 
 class FailureNotice:
-    """What a rank that an error throws out of its Buffer tells the others: they need not wait for it until the time is up.
+    """Tell the peers why this rank leaves, and learn which peers have left.
 
     Args:
-        comm: The ranks. Nobody else sends messages with `FAILURE_NOTICE_TAG` over it.
+        comm: The ranks. No other module sends messages with `FAILURE_NOTICE_TAG` over it.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._peers = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
-        self._heard: dict[int, tuple[float, str]] = {}  # by rank: when, and what
-        self._listen_at = 0.0
+        self._received: dict[int, tuple[float, str]] = {}  # by rank: time of arrival and text
+        self._poll_at = 0.0
 
     def notify(self, error: BaseException) -> None:
-        """Tell all others why this rank leaves; nobody has to listen. A store may end with this process: who listens gets a moment."""
-        text = f"{type(error).__name__}: {_text_of(error)}"[:500]
-        with suppress(EPUnavailableError):  # without the store there is no telling
+        """Tell all peers why this rank leaves. A store may end with this process, so wait a moment for them to read."""
+        text = f"{type(error).__name__}: {_text_of(error)}"[:_MAX_TEXT]
+        with suppress(EPUnavailableError):  # without the store, no message can be sent
             requests = [self._comm.isend(text, peer, FAILURE_NOTICE_TAG) for peer in self._peers]
             if not wait_all(requests, _DELIVERY_S):
                 self._comm.retain(requests, text)
 
     def start_listening(self) -> None:
-        """A wait begins. Listening costs messages: a short wait has none of it."""
-        self._listen_at = time.monotonic() + _LISTENING_PERIOD_S
+        """Begin a wait. Polling costs messages, so a short wait does not poll."""
+        self._poll_at = time.monotonic() + _POLL_PERIOD_S
 
     def failed_peers(self) -> list[int]:
-        """The ranks from which nothing comes any more. To be asked often by who waits."""
-        if (now := time.monotonic()) >= self._listen_at:
-            self._listen_at = now + _LISTENING_PERIOD_S
+        """Return the ranks that have left and whose last data has arrived. Call it often while waiting."""
+        if (now := time.monotonic()) >= self._poll_at:
+            self._poll_at = now + _POLL_PERIOD_S
             for peer in self._peers:
                 while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
-                    self._heard[peer] = now, self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
-        return [rank for rank, (when, _) in self._heard.items() if now > when + _GRACE_S]
+                    self._received[peer] = now, self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
+        return [rank for rank, (arrived_at, _) in self._received.items() if now > arrived_at + _GRACE_S]
 
     def error(self, peer: int, phase: str, call_idx: int = 0) -> EPTimeoutError:
-        """For who waits for a rank that has left."""
+        """Make the error of a wait for a rank that has left."""
         rank = self._comm.Get_rank()
         return EPTimeoutError(
-            f"rank {rank} waits for rank {peer} in vain ({phase}): an error threw it out of its Buffer. There: {self._heard[peer][1]}",
+            f"rank {peer} left the Buffer after an exception, and rank {rank} waited for it ({phase}). Fix the exception of rank {peer}: "
+            f"{self._received[peer][1]}",
             rank=rank,
             peer=peer,
             phase=phase,
             call_idx=call_idx,
         )
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # `__str__` is the caller's code, and the notice must go out all the same
+        return f"(its __str__ raises {type(broken).__name__})"

@@ -1,8 +1,8 @@
-"""Ranks that an MPI launcher started: mpi4py's communicator, and what Buffers want of one beyond its methods (see `communicator`).
+"""A communicator over mpi4py, for ranks that an MPI launcher started.
 
-A communicator's collectives are non-blocking ones inside, because MPI cannot give up a blocking one. A rank that waits long in one sends
-the others a word under `ARRIVAL_TAG`. So each rank knows, when the time is up, which ranks never came. On a communicator of the caller's,
-that happens only while Buffers find each other there for the first time, and only after a second of waiting.
+MPI cannot give up a blocking collective, so all collectives are non-blocking inside. A rank that waits long in one tells the others with
+`ARRIVAL_TAG`. So each rank knows at the time limit which ranks never arrived. On the caller's communicator, these messages occur only
+while the ranks make their first Buffer there, and only after a wait of a second.
 """
 
 from __future__ import annotations
@@ -18,52 +18,50 @@ from mpi4py import MPI
 
 from .timed_collectives import TimedCollectives
 
-ARRIVAL_TAG = 32767  # the largest that every MPI has
+ARRIVAL_TAG = 32767  # the largest tag that every MPI has
 
-_unfinished: list[Any] = []  # what MPI may still read, or write to
-
-_HINT = "all ranks to make their part of it"
+_retained: list[Any] = []  # requests and memory that MPI may still use
 
 
 class MpiCommunicator(TimedCollectives, MPI.Intracomm):
-    """The same communicator as the one it is made from; its duplicates are of this kind too."""
+    """The same communicator as the one it is made from. Its duplicates are of this class too."""
 
     transport_name = "MPI"
     outlives_owner = True
-    _steps = 0  # collective steps so far; the same on all ranks
+    _steps = 0  # number of collectives so far; the same on all ranks
 
     def begin_private_comm(self) -> tuple[MpiCommunicator, Any]:
-        """A duplicate, made once and kept with the communicator, and the request that is over when it can be used.
+        """Return the duplicate that belongs to this communicator, and the request after which it can be used.
 
-        Kept: whoever gives up waiting for the others leaves half of an `Idup` behind, which only other non-blocking collectives could meet.
+        It is made once. A rank that gives up waiting leaves an unfinished `Idup`, and only another non-blocking collective could match it.
         """
-        made: Any = self.Get_attr(_key_of_own())
+        made: Any = self.Get_attr(_private_comm_key())
         if made is None:
             made = self.Idup()
-            self.Set_attr(_key_of_own(), made)
-        self._hear_arrivals()  # of an earlier attempt, which the caller shall not find
+            self.Set_attr(_private_comm_key(), made)
+        self._receive_arrivals()  # of an earlier attempt, so that the caller does not find them
         return made
 
     def Dup(self, info: Any = None) -> MpiCommunicator:
         made, request = self.Idup(info)
-        self._step(request, made, "duplicating a communicator")
+        self._finish_step(request, made, "a duplication of the communicator")
         made.timeout_s = self.timeout_s
         return made
 
     def dup_for_process(self) -> MpiCommunicator:
-        """A duplicate for as long as the process lives."""
+        """Make a duplicate that lives as long as the process."""
         return self.Dup()
 
     def abandon(self) -> None:
-        """Part without waiting for the others: MPI's communicators are freed by all ranks or by none."""
+        """Stop using the communicator. It stays allocated, because MPI frees a communicator on all ranks or on none."""
 
     def retain(self, *held: Any) -> None:
-        """Hold on to requests that nobody waits for any more, and to what they use."""
-        _unfinished.append(held)
+        """Keep requests that no caller waits for any more, and the memory that they use."""
+        _retained.append(held)
 
     def ranks_on_host(self) -> list[int]:
-        """The ranks on this host, ascending. Collective."""
-        self.Barrier()  # all ranks are here: MPI has no split that can be given up
+        """Return the ranks on this host, ascending. Collective."""
+        self.Barrier()  # MPI has no split that can be given up, so make sure first that all ranks are here
         host = MpiCommunicator(self.Split_type(MPI.COMM_TYPE_SHARED))
         host.timeout_s = self.timeout_s
         ranks = host.allgather(self.Get_rank())
@@ -73,14 +71,14 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
     # --- collectives -------------------------------------------------------------------------------------------------------------
 
     def allgather(self, value: Any) -> list[Any]:
-        """What each rank gives, in the order of ranks."""
-        data, phase = np.frombuffer(pickle.dumps(value), np.uint8), "gathering what each rank says"
+        """Return the value of each rank, in the order of ranks."""
+        data, phase = np.frombuffer(pickle.dumps(value), np.uint8), "an allgather"
         sizes = np.zeros(self.Get_size(), np.int64)
         mine = np.array([data.size])
-        self._step(self.Iallgather(mine, sizes), (mine, sizes), phase)
+        self._finish_step(self.Iallgather(mine, sizes), (mine, sizes), phase)
         ends = np.cumsum(sizes)
         gathered = np.zeros(ends[-1], np.uint8)
-        self._step(self.Iallgatherv(data, [gathered, sizes, ends - sizes, MPI.BYTE]), (data, gathered), phase)
+        self._finish_step(self.Iallgatherv(data, [gathered, sizes, ends - sizes, MPI.BYTE]), (data, gathered), phase)
         return [pickle.loads(part.tobytes()) for part in np.split(gathered, ends[:-1])]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
@@ -90,30 +88,27 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
         array[...] = self.bcast(array, root)
 
     def Barrier(self) -> None:
-        self._step(self.Ibarrier(), None, "a barrier")
+        self._finish_step(self.Ibarrier(), None, "a barrier")
 
     def Alltoall(self, outgoing: Any, incoming: Any) -> None:
-        """Fill row r of `incoming` with the row of rank r that is meant for this rank."""
-        self._step(self.Ialltoall(outgoing, incoming), (outgoing, incoming), "an exchange of rows")
+        """Send row r of `outgoing` to rank r, and fill row r of `incoming` with the row from rank r."""
+        self._finish_step(self.Ialltoall(outgoing, incoming), (outgoing, incoming), "an all-to-all")
 
-    def _step(self, request: Any, held: Any, phase: str) -> None:
-        self.finish(request, held, phase, _HINT)
-
-    def finish(self, request: Any, *given: Any, **options: Any) -> None:
+    def finish(self, request: Any, *arguments: Any, **options: Any) -> None:
         self._steps += 1
-        super().finish(request, *given, **options)
+        super().finish(request, *arguments, **options)
 
     def _announce_arrival(self) -> None:
         for peer in self._peers():
-            with suppress(MPI.Exception):  # MPI may know that it has ended
+            with suppress(MPI.Exception):  # MPI may know that the peer has ended
                 self.retain(self.isend(self._steps, peer, ARRIVAL_TAG))
 
     def _missing_ranks(self, request: Any) -> list[int]:
-        self._hear_arrivals()
+        self._receive_arrivals()
         arrivals = self._arrivals()
         return [peer for peer in self._peers() if arrivals.get(peer, 0) < self._steps]
 
-    def _hear_arrivals(self) -> None:
+    def _receive_arrivals(self) -> None:
         arrivals = self._arrivals()
         for peer in self._peers():
             with suppress(MPI.Exception):
@@ -121,7 +116,7 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
                     arrivals[peer] = self.recv(source=peer, tag=ARRIVAL_TAG)
 
     def _arrivals(self) -> dict[int, int]:
-        """By rank, the step in which it was when it last told."""
+        """Return, by rank, the last step that the rank has announced."""
         return self.__dict__.setdefault("_arrived", {})
 
     def _peers(self) -> list[int]:
@@ -130,7 +125,7 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
     # --- messages ----------------------------------------------------------------------------------------------------------------
 
     def send_parts(self, parts: Sequence[np.ndarray], dest: int, tag: int) -> Any:
-        """Start to send several arrays as one message, without packing them."""
+        """Start to send several arrays as one message, without copying them together."""
         return _start(self.Isend, parts, dest, tag)
 
     def receive_parts(self, parts: Sequence[np.ndarray], source: int, tag: int) -> Any:
@@ -143,12 +138,12 @@ def _start(method: Callable[..., Any], parts: Sequence[np.ndarray], peer: int, t
     lengths, addresses = zip(*blocks, strict=True)
     datatype = MPI.BYTE.Create_hindexed(lengths, addresses).Commit()
     request = method([MPI.BOTTOM, 1, datatype], peer, tag)
-    datatype.Free()  # the pending request holds on to it
+    datatype.Free()  # the pending request holds a reference to it
     return request
 
 
 @functools.cache
-def _key_of_own() -> int:
+def _private_comm_key() -> int:
     def free(comm: Any, key: int, made: Any) -> None:
         own, request = made
         if request.Test():

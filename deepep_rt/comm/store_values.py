@@ -1,6 +1,7 @@
-"""What ranks leave for each other in a store, as JSON: numbers, text, bytes, arrays, and lists, tuples and dicts of them.
+"""Values in a store, as JSON: numbers, text, bytes, arrays, and lists, tuples and dicts of them.
 
-Anybody who reaches the store's port can write to it. So reading a value runs no code, as it would from a pickle, and checks everything.
+Any process that reaches the store's port can write to it. Reading a pickle would run its code. Reading these values runs no code, and
+checks every part.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ _DTYPE = re.compile(r"\|b1|[<>|][iuf][1248]")
 
 
 def pack(value: Any) -> bytes:
-    """Make bytes of a value.
+    """Return a value as bytes.
 
     Raises:
-        TypeError: if it is something else than numbers, text and so on; a mistake of the caller.
+        TypeError: if the value has another type. This is an error of the caller.
     """
     return json.dumps(_plain(value)).encode()
 
 
 def unpack(data: bytes) -> Any:
-    """Get the value of some bytes.
+    """Return the value that bytes stand for.
 
     Raises:
         ValueError: if `pack` did not make them.
@@ -34,11 +35,11 @@ def unpack(data: bytes) -> Any:
     try:
         return _value(json.loads(data))
     except RecursionError as error:
-        raise ValueError("too deep") from error
+        raise ValueError("too many nested values") from error
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold. An object has one member, which names the kind of its value."""
+    """Return a value as one that JSON can hold. A JSON object has one member, whose name is the type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -48,13 +49,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [_plain(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_plain(name), _plain(item)] for name, item in value.items()]}
+        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and _DTYPE.fullmatch(value.dtype.str):
         return {"array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
     raise TypeError(
-        f"value is a {type(value).__name__}; expected numbers, text, bytes, arrays, or lists, tuples and dicts of them"
+        f"value=<{type(value).__name__}>; expected numbers, text, bytes, arrays, or lists, tuples and dicts of them. Convert it."
     )
 
 
@@ -64,43 +65,43 @@ def _value(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     if len(plain) != 1:
-        raise ValueError("an object without a kind")
-    ((kind, held),) = plain.items()
+        raise ValueError("an object without one type")
+    ((kind, content),) = plain.items()
     if kind == "bytes":
-        return _bytes(held)
+        return _bytes(content)
     if kind == "array":
-        return _array(held)
-    if kind not in ("tuple", "dict") or not isinstance(held, list):
-        raise ValueError("an object of another kind")
+        return _array(content)
+    if kind not in ("tuple", "dict") or not isinstance(content, list):
+        raise ValueError("an object of another type")
     if kind == "tuple":
-        return tuple(_value(item) for item in held)
-    return {_name(name): _value(item) for name, item in map(_pair, held)}
+        return tuple(_value(item) for item in content)
+    return {_key(key): _value(item) for key, item in map(_pair, content)}
 
 
-def _pair(held: Any) -> tuple[Any, Any]:
-    if not isinstance(held, list) or len(held) != 2:
-        raise ValueError("no name and value")
-    return held[0], held[1]
+def _pair(content: Any) -> tuple[Any, Any]:
+    if not isinstance(content, list) or len(content) != 2:
+        raise ValueError("a dict entry without a key and a value")
+    return content[0], content[1]
 
 
-def _name(plain: Any) -> Any:
+def _key(plain: Any) -> Any:
     if not isinstance(plain, str | int):
-        raise ValueError("a name that is none")
+        raise ValueError("a dict key of another type")
     return plain
 
 
-def _bytes(held: Any) -> bytes:
-    if not isinstance(held, str):
-        raise ValueError("bytes that are none")
-    return base64.b64decode(held, validate=True)
+def _bytes(content: Any) -> bytes:
+    if not isinstance(content, str):
+        raise ValueError("bytes of another type")
+    return base64.b64decode(content, validate=True)
 
 
-def _array(held: Any) -> np.ndarray:
-    if not isinstance(held, list) or len(held) != 3:
+def _array(content: Any) -> np.ndarray:
+    if not isinstance(content, list) or len(content) != 3:
         raise ValueError("an array without dtype, shape and bytes")
-    dtype, shape, data = held[0], held[1], _bytes(held[2])
+    dtype, shape, data = content[0], content[1], _bytes(content[2])
     if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
-        raise ValueError("an array of no numbers")
+        raise ValueError("an array of another dtype")
     if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError("an array without a shape")
     if len(data) != math.prod(shape) * np.dtype(dtype).itemsize:

@@ -1,22 +1,23 @@
-"""Collective steps that end in time, and name the ranks that did not come. Both kinds of communicator have them."""
+"""Wait for collectives with a time limit, and name the ranks that did not arrive."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import EPTimeoutError
+from .communicator import Request
 
-_MOST_NAMED = 8  # ranks, in a message
-_ANNOUNCE_S = 1.0  # a rank that waits longer tells the others that it has come
-_SPIN_S = 2e-3  # a step that is this short is waited for without a pause
-_LONGEST_PAUSE_S = 2e-3
+_MAX_LISTED_RANKS = 8
+_ANNOUNCE_S = 1.0  # a rank that waits longer tells the others that it has arrived
+_SPIN_S = 2e-3  # shorter waits poll without a pause
+_MAX_PAUSE_S = 2e-3
 
 
-def wait_all(requests: Sequence[Any], timeout_s: float) -> bool:
-    """Whether requests are done, now or soon."""
+def wait_all(requests: Sequence[Request], timeout_s: float) -> bool:
+    """Wait for requests up to a time limit, and return whether all are complete."""
     start, pause = time.monotonic(), 1e-4
     while not all(request.Test() for request in requests):
         waited_s = time.monotonic() - start
@@ -24,48 +25,47 @@ def wait_all(requests: Sequence[Any], timeout_s: float) -> bool:
             return False
         if waited_s > _SPIN_S:
             time.sleep(pause)
-            pause = min(1.2 * pause, _LONGEST_PAUSE_S)
+            pause = min(1.2 * pause, _MAX_PAUSE_S)
     return True
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks, as a message names them."""
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+    """Return ranks as text for a message."""
+    more = f" and {len(ranks) - _MAX_LISTED_RANKS} more" if len(ranks) > _MAX_LISTED_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_LISTED_RANKS]))}{more}"
 
 
 class TimedCollectives:
-    """What both kinds of communicator share. `timeout_s` limits their collectives; a duplicate keeps it."""
+    """The part that both kinds of communicator share."""
 
     timeout_s = math.inf
 
-    if TYPE_CHECKING:
-
-        def Get_rank(self) -> int: ...
-        def retain(self, *held: Any) -> None: ...
+    # A communicator has these. They are no methods here, because MPI's come later in the order of base classes.
+    Get_rank: Callable[[], int]
+    retain: Callable[..., None]
 
     def _announce_arrival(self) -> None:
-        """Tell the others that this rank waits."""
+        """Tell the other ranks that this rank waits."""
 
     def _missing_ranks(self, request: Any) -> list[int]:
-        """The ranks that have not come to the step of a request, as far as this rank knows."""
+        """Return the ranks that have not joined the collective of a request, as far as this rank knows."""
         raise NotImplementedError
 
     def finish(
-        self, request: Any, held: Any, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
+        self, request: Request, held: Any, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
     ) -> None:
-        """Wait for a request that all ranks take part in.
+        """Wait for a collective.
 
         Args:
-            request: What this rank has started.
+            request: This rank's request.
             held: What the request uses.
-            phase: What it is a part of, for the message.
-            hint: What all ranks have to do there.
-            timeout_s: The limit; default: that of the communicator.
-            waited_s: For how long this rank has waited in the phase before.
+            phase: What the collective is a part of, for the message.
+            hint: What all ranks have to do there, for the message.
+            timeout_s: The limit. Default: that of the communicator.
+            waited_s: How long this rank has waited in the phase before.
 
         Raises:
-            EPTimeoutError: if not all ranks come; it names those that did not.
+            EPTimeoutError: if a rank does not arrive; it names those ranks.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         announce_s = min(_ANNOUNCE_S, limit_s / 4)
@@ -74,25 +74,24 @@ class TimedCollectives:
         self._announce_arrival()
         if wait_all([request], limit_s - announce_s):
             return
-        # A rank that came last may not have told yet.
+        # The announcement of the last rank may still be on its way.
         end = time.monotonic() + announce_s
-        while (absent := self._missing_ranks(request)) and time.monotonic() < end:
+        while (missing := self._missing_ranks(request)) and time.monotonic() < end:
             if wait_all([request], announce_s / 10):
                 return
         self.retain(request, held)
-        raise self.timeout_error(absent, phase, hint, waited_s + limit_s)
+        raise self.timeout_error(missing, phase, hint, waited_s + limit_s)
 
-    def timeout_error(self, absent: Sequence[int], phase: str, hint: str, timeout_s: float) -> EPTimeoutError:
-        """The error of a wait for ranks that did not come."""
-        whom = (
-            f"{format_ranks(absent)}, which did not come"
-            if absent
-            else "all ranks; they came, and one of them gave up or ended since"
-        )
+    def _finish_step(self, request: Request, held: Any, phase: str) -> None:
+        self.finish(request, held, phase, "all ranks to call it")
+
+    def timeout_error(self, missing: Sequence[int], phase: str, hint: str, timeout_s: float) -> EPTimeoutError:
+        """Make the error about ranks that did not arrive."""
+        peers = f"{format_ranks(missing)}, which did not arrive" if missing else "all ranks. One arrived, but gave up or ended"
         return EPTimeoutError(
-            f"timeout_s={timeout_s:g}: rank {self.Get_rank()} waited that long in {phase} for {whom}; expected {hint}. See whether such a "
-            f"rank ended or raised, or raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow",
+            f"timeout_s={timeout_s:g}; expected {hint}. Rank {self.Get_rank()} waited in {phase} for {peers}. "
+            f"Check whether a rank ended or raised an exception. If it is only slow, raise timeout_s (DEEPEP_RT_TIMEOUT_S).",
             rank=self.Get_rank(),
-            peer=absent[0] if absent else -1,
+            peer=missing[0] if missing else -1,
             phase=phase,
         )

@@ -9,7 +9,7 @@ import torch
 
 from .. import buffer as _core
 from .._checks import flag, whole_number
-from ..comm.communicator import communicator_of
+from ..comm.convert import communicator_of
 from ..config import MAX_RANKS_PER_NODE, MAX_SMS
 from ..cuda.topology import ranks_per_host
 from ..errors import EPConfigError, EPInputError, EPUnavailableError

@@ -15,7 +15,8 @@ import numpy as np
 
 from .. import _env
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import Consensus, timed_allgather
+from ..comm.consensus import Consensus
+from ..comm.rendezvous import timed_allgather
 from ..errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions
 

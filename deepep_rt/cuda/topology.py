@@ -7,7 +7,7 @@ from collections import Counter
 
 from .. import _env
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import Consensus
+from ..comm.consensus import Consensus
 from ..config import MAX_RANKS_PER_NODE, Config
 from ..errors import EPConfigError
 from . import nvshmem as symmetric

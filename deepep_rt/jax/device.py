@@ -12,7 +12,7 @@ from .. import _env
 from .._checks import instance
 from ..arrays import dlpack
 from ..buffer import Buffer, info_of
-from ..comm.communicator import communicator_of
+from ..comm.convert import communicator_of
 from ..errors import EPInputError, EPUnavailableError
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class _Run:
     """One rank's part of a run."""
 
     def __init__(self, comm: Intracomm, asked: Asked) -> None:
-        from ..comm.communicator import communicator_of
+        from ..comm.convert import communicator_of
 
         self.comm, self.asked, self.rank = comm, asked, comm.rank
         self.ranks = communicator_of(comm)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .. import _env
-from ..comm.communicator import is_communicator
+from ..comm.convert import is_communicator
 from ..comm.store import StoreCommunicator
 from ..errors import EPConfigError
 
@@ -85,7 +85,7 @@ def _from_store(group: Any) -> Any:
     name = _gathered(uuid.uuid4().hex, group)[0]
     # A client of its own, where this PyTorch can make one: others may wait inside of the store, and let nobody else in meanwhile.
     client = store.clone() if hasattr(store, "clone") else store
-    return StoreCommunicator(client, f"deepep_rt/{name}", group.rank(), group.size(), kept=store)
+    return StoreCommunicator(client, f"deepep_rt/{name}", group.rank(), group.size(), owner=store)
 
 
 def _store_of(group: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from deepep_rt import EPUnavailableError
 from deepep_rt.backends import agreement
-from deepep_rt.comm import communicator
+from deepep_rt.comm import convert
 from deepep_rt.config import Config
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
@@ -43,11 +43,11 @@ def test_a_launcher_that_is_not_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of torchrun do not know each other by MPI: each would be alone, and nobody would notice."""
     mpi = pytest.importorskip("mpi4py.MPI")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match="WORLD_SIZE is 2, but MPI counts one process.*mpirun"):
-        communicator.communicator_of(mpi.COMM_SELF)
+    with pytest.warns(UserWarning, match="WORLD_SIZE=2, but MPI counts one process.*mpirun"):
+        convert.communicator_of(mpi.COMM_SELF)
     for value in ("1", "", "many"):
         monkeypatch.setenv("WORLD_SIZE", value)
-        communicator.communicator_of(mpi.COMM_SELF)
+        convert.communicator_of(mpi.COMM_SELF)
 
 
 @pytest.mark.parametrize(

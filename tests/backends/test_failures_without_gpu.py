@@ -18,7 +18,8 @@ from fake_gpu import BASE, Array, FakeGpu, _Communicator, arguments, fake, make,
 
 from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.backends.cuda.low_latency import LowLatency
-from deepep_rt.comm import call_signature, rendezvous
+from deepep_rt.comm import call_signature
+from deepep_rt.comm.consensus import Consensus
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
 from deepep_rt.jit import build as jit
@@ -248,7 +249,7 @@ def test_host_memory_that_does_not_suffice_for_results(fake: FakeGpu, make: Any,
 
 def test_memory_is_cleared_before_others_may_write_to_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(rendezvous.Consensus, "all_ok", lambda *_: asked.append([*fake.asked]) or True)
+    monkeypatch.setattr(Consensus, "all_ok", lambda *_: asked.append([*fake.asked]) or True)
     with make():
         _, made = asked
     assert "synchronize" in made[len(made) - made[::-1].index("fill") :]
@@ -259,9 +260,7 @@ def test_how_long_destroy_waits(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str, limit_s: float
 ) -> None:
     buffer, limits = make(on_timeout=on_timeout), []
-    monkeypatch.setattr(
-        rendezvous.Consensus, "all_ok", lambda self, sound, what, timeout_s=None: limits.append(timeout_s) or sound
-    )
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, what, timeout_s=None: limits.append(timeout_s) or sound)
     x, idx, _ = arguments(fake)
     seen = weakref.ref(x)
     with monkeypatch.context() as behind:
@@ -287,12 +286,12 @@ def test_a_rank_that_does_not_destroy_its_buffer(
     monkeypatch.setattr("deepep_rt.backends.cuda.backend._MIN_DESTROY_TIMEOUT_S", 0.0)
     if on_timeout == "raise":
         with pytest.raises(
-            EPTimeoutError, match=r"for rank 2, which did not come; expected all ranks to destroy their B"
+            EPTimeoutError, match=r"expected all ranks to destroy their Buffer.*for rank 2, which did not arrive"
         ) as caught:
             buffer.destroy()
         assert caught.value.peer == 2
     else:
-        with pytest.warns(UserWarning, match=r"for rank 2, which did not come.*The memory of this Buffer stays allocated"):
+        with pytest.warns(UserWarning, match=r"for rank 2, which did not arrive.*The memory of this Buffer stays allocated"):
             buffer.destroy()
     assert time.monotonic() - start < 3
     assert BASE not in fake.freed
@@ -312,7 +311,7 @@ def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:
 def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is given back only where nothing went wrong; the other ranks are told in any case."""
     said: list[bool] = []
-    monkeypatch.setattr(rendezvous.Consensus, "all_ok", lambda self, sound, what, timeout_s=None: said.append(sound) or sound)
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, what, timeout_s=None: said.append(sound) or sound)
 
     def fail(*_: Any) -> None:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -348,13 +347,13 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
     backend.comm.incoming_notice = "ValueError: no batch"
     start = time.monotonic()
     for _ in range(2):
-        with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch") as caught:
+        with pytest.raises(EPTimeoutError, match=r"rank 2 left the Buffer.*ValueError: no batch") as caught:
             buffer.dispatch(*arguments(fake))
         assert caught.value.peer == 2
     waiting = make(timeout_s=60.0)
     waiting._backend.comm.incoming_notice = "ValueError: no batch"
     monkeypatch.setattr(waiting._backend.runtime.order, "end", lambda: SimpleNamespace(done=lambda: False))
-    with pytest.raises(EPTimeoutError, match=r"waits for rank 2 in vain.*ValueError: no batch"):
+    with pytest.raises(EPTimeoutError, match=r"rank 2 left the Buffer.*ValueError: no batch"):
         waiting.synchronize()
     waiting.destroy()
     written.pop()
@@ -410,7 +409,7 @@ def test_a_rank_that_cannot_make_its_part(
 ) -> None:
     """The others hear of it, and what was taken by then is given back."""
     said: list[bool] = []
-    monkeypatch.setattr(rendezvous.Consensus, "all_ok", lambda self, mine, what, limit=None: said.append(mine) or mine)
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: said.append(mine) or mine)
     taken, given = (("allocate", "allocate_pinned"), ("free", "free_pinned"))
 
     def fail(*_: Any) -> None:
@@ -426,12 +425,12 @@ def test_a_rank_that_cannot_make_its_part(
     for last in (1, 2):
         said.clear()
         monkeypatch.setattr(
-            rendezvous.Consensus, "all_ok", lambda self, mine, what, limit=None, last=last: said.append(mine) or len(said) != last
+            Consensus, "all_ok", lambda self, mine, what, limit=None, last=last: said.append(mine) or len(said) != last
         )
         with pytest.raises(EPUnavailableError, match="another rank"):
             make(low_latency=True)
         assert said == [True] * (2 * last - 1)
-    monkeypatch.setattr(rendezvous.Consensus, "all_ok", lambda self, mine, what, limit=None: said.append(mine) or mine)
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: said.append(mine) or mine)
     monkeypatch.setattr(symmetric.SymmetricMemory, "is_of_several_buffers", True)
     said.clear()
     fake.freed.clear()

@@ -129,7 +129,7 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
         assert not told
         assert not waiting.is_broken
     else:
-        with pytest.raises(EPTimeoutError, match=r"rank 2 in vain.*KeyError: 'mine'") as caught:
+        with pytest.raises(EPTimeoutError, match=r"rank 2 left the Buffer.*KeyError: 'mine'") as caught:
             wait()
         assert caught.value.peer == 2
         assert told == [((1 << 20) + structs.offset(structs.State.dtype({}), "abort"), 1)]

@@ -41,7 +41,7 @@ def test_the_difference_in_words() -> None:
     for word in ("topk_weights", "rank 0: None", "rank 2: float32"):
         assert word in found
     fp8, bf16 = ((*fields("low_latency_dispatch", dtype, "int64", None, None), 0) for dtype in ("float8_e4m3fn", "bfloat16"))
-    assert "x of this call, as use_fp8" in str(describe_mismatch({0: fp8, 1: bf16}))
+    assert "x of this call, after use_fp8" in str(describe_mismatch({0: fp8, 1: bf16}))
     wide, narrow = ((*fields("low_latency_dispatch", "bfloat16", idx, None, None), 0) for idx in ("int64", "int32"))
     assert "use_fp8" not in str(describe_mismatch({0: wide, 1: narrow})), "that has nothing to do with it"
     assert "handle (number of its dispatch)" in str(describe_mismatch({0: same, 1: (*same[:-1], 4)}))
@@ -53,14 +53,14 @@ def test_the_whole_sentence() -> None:
 
     plain = {2: call("dispatch", "bfloat16", None), 5: call("dispatch", "float16", None)}
     assert describe_mismatch(plain) == (
-        "the ranks disagree on the x of this call; all must give the same. rank 2: bfloat16, rank 5: float16"
+        "the ranks disagree on the x of this call; expected the same on all ranks. rank 2: bfloat16, rank 5: float16"
     )
-    travel = ", as use_fp8 and use_ue8m0 make it travel; all must give the same. "
+    travel = ", after use_fp8 and use_ue8m0 have taken effect; expected the same on all ranks. "
     scaled = {0: call("low_latency_dispatch", "bfloat16", None), 1: call("low_latency_dispatch", "bfloat16", "uint8")}
     assert describe_mismatch(scaled) == f"the ranks disagree on the x_scales of this call{travel}rank 0: None, rank 1: uint8"
     numbers = {0: (*call("dispatch", "uint8", "uint8"),), 1: (*call("dispatch", "uint8", "uint8")[:5], 12, 0)}
     assert describe_mismatch(numbers) == (
-        "the ranks disagree on the bytes of a row of x_scales of this call; all must give the same. rank 0: 8, rank 1: 12"
+        "the ranks disagree on the bytes of a row of x_scales of this call; expected the same on all ranks. rank 0: 8, rank 1: 12"
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranks that find each other in a store: the checks of the host backend over it, and processes that mpirun did not start."""
+"""`store`: the communicator over a store, the checks of the host backend over it, and processes that mpirun did not start."""
 
 from __future__ import annotations
 
@@ -22,19 +22,12 @@ from memory_store import Store, on_all
 from ports import free_port
 
 from deepep_rt import Buffer, EPUnavailableError
-from deepep_rt.comm.failure_notice import FailureNotice
-from deepep_rt.comm.rendezvous import Consensus
+from deepep_rt.comm.consensus import Consensus
 from deepep_rt.comm.store import StoreCommunicator, _host
-from deepep_rt.comm.store_values import pack, unpack
+from deepep_rt.comm.store_values import pack
 from deepep_rt.config import Config
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-
-
-@pytest.fixture
-def ranks() -> list[StoreCommunicator]:
-    store = Store()
-    return [StoreCommunicator(store, "test", rank, 3) for rank in range(3)]
 
 
 def test_collectives(ranks: list[StoreCommunicator]) -> None:
@@ -47,7 +40,7 @@ def test_collectives(ranks: list[StoreCommunicator]) -> None:
     arrays = [np.full(4, rank, np.int8) for rank in range(3)]
     on_all(ranks, lambda comm: comm.Bcast(arrays[comm.Get_rank()], root=1))
     assert all((array == 1).all() for array in arrays)
-    assert len(ranks[0]._store.held) == 3, "all but the last keys went"
+    assert len(ranks[0]._store.held) == 3, "all keys but the last are deleted"
 
 
 def test_messages(ranks: list[StoreCommunicator]) -> None:
@@ -66,21 +59,21 @@ def test_messages(ranks: list[StoreCommunicator]) -> None:
     assert b.receive_parts(parts, 0, tag=8).Test()
     assert (parts[0] == np.arange(3)).all()
     assert (parts[1] == 1).all()
-    assert not a._store.held, "who receives cleans up"
+    assert not a._store.held, "the receiver deletes them"
 
 
-def test_a_receive_that_was_cancelled_takes_nothing(ranks: list[StoreCommunicator]) -> None:
+def test_a_cancelled_receive_takes_no_message(ranks: list[StoreCommunicator]) -> None:
     a, b, _ = ranks
     first, second = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    given_up = b.Irecv(first, 0, tag=1)
-    given_up.Cancel()
+    cancelled = b.Irecv(first, 0, tag=1)
+    cancelled.Cancel()
     a.Isend(np.array([5]), 1, tag=1)
-    assert given_up.Test()
+    assert cancelled.Test()
     assert b.Irecv(second, 0, tag=1).Test()
     assert (first[0], second[0]) == (0, 5)
 
 
-def test_duplicates_share_nothing(ranks: list[StoreCommunicator]) -> None:
+def test_duplicates_share_no_messages(ranks: list[StoreCommunicator]) -> None:
     a, b, _ = ranks
     one, other = a.Dup(), a.Dup()
     one.isend("one", 1, tag=1)
@@ -90,44 +83,44 @@ def test_duplicates_share_nothing(ranks: list[StoreCommunicator]) -> None:
     assert [b.Dup().recv(0, 1), b.Dup().recv(0, 1)] == ["one", "other"]
 
 
-def test_a_collective_that_some_gave_up_is_found_by_who_comes_late(ranks: list[StoreCommunicator]) -> None:
+def test_a_late_rank_finds_collectives_that_others_gave_up(ranks: list[StoreCommunicator]) -> None:
     early, late = ranks[:2], ranks[2]
     for number in range(3):
         for comm in early:
             assert not comm.Iallgather(np.array([number]), np.zeros((3, 1), np.int64)).Test()
     for number in range(3):
-        heard = np.zeros((3, 1), np.int64)
-        assert late.Iallgather(np.array([9]), heard).Test()
-        assert heard.tolist() == [[number], [number], [9]]
+        gathered = np.zeros((3, 1), np.int64)
+        assert late.Iallgather(np.array([9]), gathered).Test()
+        assert gathered.tolist() == [[number], [number], [9]]
 
 
-def test_a_store_that_is_gone(ranks: list[StoreCommunicator]) -> None:
+def test_a_store_that_has_ended(ranks: list[StoreCommunicator]) -> None:
     ranks[0]._store.fails = True
     with pytest.raises(EPUnavailableError, match=r"does not answer \(Connection reset by peer\)"):
         ranks[0].allgather(1)
-    ranks[0].Free()  # whoever held it has seen all others there
+    ranks[0].Free()  # the process that held the store has seen all others arrive
     ranks[0].abandon()
     assert not Consensus(ranks[0]).all_ok(True, "free memory", 5.0)
 
 
-def test_who_frees_waits_for_the_others(ranks: list[StoreCommunicator]) -> None:
-    gone = []
-    first = threading.Thread(target=lambda: (ranks[0].Free(), gone.append(0)))
+def test_free_waits_for_the_other_ranks(ranks: list[StoreCommunicator]) -> None:
+    freed = []
+    first = threading.Thread(target=lambda: (ranks[0].Free(), freed.append(0)))
     first.start()
     first.join(0.3)
-    assert not gone
+    assert not freed
     on_all(ranks[1:], lambda comm: comm.Free())
     first.join(5)
-    assert gone == [0]
+    assert freed == [0]
 
 
 def test_messages_of_any_size(ranks: list[StoreCommunicator]) -> None:
     sent = np.random.default_rng(1).integers(0, 255, 20 << 20, np.uint8)
     for size in (0, 1, 4 << 20, sent.nbytes):
-        heard = np.zeros(size, np.uint8)
+        received = np.zeros(size, np.uint8)
         ranks[0].Isend(sent[:size], 1, tag=1)
-        assert ranks[1].Irecv(heard, 0, tag=1).Test()
-        assert (heard == sent[:size]).all()
+        assert ranks[1].Irecv(received, 0, tag=1).Test()
+        assert (received == sent[:size]).all()
     assert not ranks[0]._store.held
     outgoing = [np.arange(3)[:, None] + 10 * rank for rank in range(3)]
     incoming = [np.zeros((3, 1), int) for _ in range(3)]
@@ -135,23 +128,23 @@ def test_messages_of_any_size(ranks: list[StoreCommunicator]) -> None:
     assert [array[:, 0].tolist() for array in incoming] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
 
-def test_who_keeps_a_store_alive() -> None:
-    """Its duplicates do, so that nobody ends it while it is used; those that last as long as the process do not."""
+def test_duplicates_keep_the_owner_of_a_store_alive() -> None:
+    """It must not end while a duplicate uses it. Duplicates for the process do not keep it."""
     owned = Store()
     known = weakref.ref(owned)
-    comm = StoreCommunicator(Store(), "test", 0, 1, kept=owned)
-    made, lasting = comm.Dup(), comm.dup_for_process()
+    comm = StoreCommunicator(Store(), "test", 0, 1, owner=owned)
+    made, of_process = comm.Dup(), comm.dup_for_process()
     del owned, comm
     assert known() is not None
     del made
     assert known() is None
-    assert lasting.allgather(1) == [1]
+    assert of_process.allgather(1) == [1]
 
 
-def test_hosts_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hosts_with_the_same_name_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     boot = tmp_path / "boot_id"
     monkeypatch.setattr("deepep_rt.comm.store.Path", lambda name: boot)
-    names = [_host()]  # containers may hide the file
+    names = [_host()]  # without the file, as in some containers
     for text in ("a", "b", "b"):
         boot.write_text(text)
         names.append(_host())
@@ -160,7 +153,7 @@ def test_hosts_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 class Trap:
-    """What makes a folder when it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -170,8 +163,8 @@ class Trap:
 
 
 @pytest.mark.parametrize("way", ["allgather", "bcast", "recv"])
-def test_what_strangers_write_is_not_run(ranks: list[StoreCommunicator], tmp_path: Path, way: str) -> None:
-    """Whoever reaches the store's port can write to it."""
+def test_values_of_other_programs_are_not_run(ranks: list[StoreCommunicator], tmp_path: Path, way: str) -> None:
+    """Any program that reaches the store's port can write to it."""
     a, b, c = ranks
     data = pickle.dumps(Trap(tmp_path / "made"))
     if way == "recv":
@@ -183,15 +176,13 @@ def test_what_strangers_write_is_not_run(ranks: list[StoreCommunicator], tmp_pat
             comm._start_allgather("text")
         a._store.held["test/all/1/1"] = data
         action = lambda: getattr(a, way)("text")  # noqa: E731
-    with pytest.raises(
-        EPUnavailableError, match=r"rank 0: the store .* holds something under test/.* that no rank of this Buffer"
-    ):
+    with pytest.raises(EPUnavailableError, match=r"rank 0: the store .* holds a value under test/.* that no rank of this Buffer"):
         action()
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"5", b'"text"', b'{"array": ["<i8", [3], "AAAAAAAAAAA="]}', pack(np.zeros((5, 5)))])
-def test_collectives_of_arrays_take_nothing_else(ranks: list[StoreCommunicator], data: bytes) -> None:
+def test_collectives_of_arrays_refuse_other_values(ranks: list[StoreCommunicator], data: bytes) -> None:
     a, b, c = ranks
     for comm in (b, c):
         comm.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))
@@ -213,55 +204,12 @@ def test_messages_of_another_length_are_refused(ranks: list[StoreCommunicator], 
         c.Irecv(np.zeros(3), 2, tag=2).Test()
 
 
-VALUES = [
-    None, True, 0, -(2**70), 1.5, float("inf"), "text \U0001f600 \x1b", b"\x00\xff", (), [], {}, ((1, (2,)), ["a", b"b"]),
-    {"a": (1, None), "b": {"c": [1.0]}}, {1: "one"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_values_come_back_as_they_were(value: Any) -> None:
-    found = unpack(pack(value))
-    assert (found, type(found)) == (value, type(value))
-
-
-@pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "<i8", ">i8", "f2", "f4", "f8"])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3)])
-def test_arrays_come_back_as_they_were(dtype: str, shape: tuple[int, ...]) -> None:
-    array = np.ones(shape, dtype)
-    found = unpack(pack(array))
-    assert (found.dtype, found.shape, found.flags.writeable) == (array.dtype, shape, True)
-    assert (found == array).all()
-    assert unpack(pack(np.float32(0.5))) == 0.5
-    with pytest.raises(TypeError, match="value is a object"):
-        pack({"a": object()})
-    with pytest.raises(TypeError, match="value is a ndarray"):
-        pack(np.array([object()]))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"\xff", b"{", b"[" * 200_000, b"{}", b'{"a": 1, "b": 2}', b'{"other": []}', b'{"tuple": 3}', b'{"tuple": null}',
-        b'{"dict": [1]}', b'{"dict": [[1, 2, 3]]}', b'{"dict": [[[], 1]]}', b'{"dict": {}}', b'{"bytes": 1}', b'{"bytes": "a"}',
-        b'{"bytes": "\xc3\xa9"}', b'{"array": []}', b'{"array": ["O", [1], ""]}', b'{"array": ["|O8", [1], "AAAAAAAAAAA="]}',
-        b'{"array": ["<i8", [-1], ""]}', b'{"array": ["<i8", 1, ""]}', b'{"array": ["<i8", [1.0], ""]}', b'{"array": ["<i8", [1], 2]}',
-        b'{"array": ["<i8", [1], "AA=="]}', b'{"array": ["<i8", [true], "AAAAAAAAAAA="]}', b'{"array": [["<i8"], [0], ""]}',
-        b'{"array": ["<i8", [4294967296, 4294967296, 4294967296], ""]}', b"9" * 5000,
-    ],
-    ids=lambda data: repr(data[:40]),
-)  # fmt: skip
-def test_bytes_that_are_no_value(data: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        unpack(data)
-
-
 @pytest.mark.parametrize("rounds", [1, 10])
-def test_nothing_is_left_of_communicators_that_were_freed(ranks: list[StoreCommunicator], rounds: int) -> None:
+def test_freed_communicators_leave_no_keys(ranks: list[StoreCommunicator], rounds: int) -> None:
     def use(comm: StoreCommunicator) -> None:
         for _ in range(rounds):
             made = comm.Dup()
-            made.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))  # and given up
+            made.Iallgather(np.zeros(1, np.int64), np.zeros((3, 1), np.int64))  # and is not waited for
             made.allgather(1)
             made.Free()
             comm.allgather(1)
@@ -270,14 +218,14 @@ def test_nothing_is_left_of_communicators_that_were_freed(ranks: list[StoreCommu
     assert len(ranks[0]._store.held) == 3
 
 
-def test_who_leaves_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
+def test_no_rank_waits_for_one_that_abandons(ranks: list[StoreCommunicator]) -> None:
     ranks[0].abandon()
     start = time.monotonic()
     on_all(ranks[1:], lambda comm: comm.Free())
     assert time.monotonic() - start < 1
 
 
-def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicator]) -> None:
+def test_no_rank_waits_for_one_that_destroys_its_buffer_alone(ranks: list[StoreCommunicator]) -> None:
     sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=5.0, backend="host")
     made = on_all(ranks, lambda comm: Buffer(comm, **sizes))
     start = time.monotonic()
@@ -286,53 +234,14 @@ def test_who_gives_a_buffer_up_keeps_nobody_waiting(ranks: list[StoreCommunicato
     assert time.monotonic() - start < 1
 
 
-def test_last_words_are_heard_before_the_store_ends(ranks: list[StoreCommunicator]) -> None:
-    words = [FailureNotice(comm) for comm in ranks]
-    heard: list[int] = []
-
-    def listen(i: int) -> None:
-        end = time.monotonic() + 5
-        while time.monotonic() < end and not heard:
-            heard.extend(words[i].failed_peers())
-            time.sleep(0.01)
-
-    listeners = [threading.Thread(target=listen, args=(i,)) for i in (1, 2)]
-    for listener in listeners:
-        listener.start()
-    start = time.monotonic()
-    words[0].notify(KeyError("mine"))
-    assert not any("/3/" in key for key in ranks[0]._store.held), "all have heard it"
-    assert time.monotonic() - start < 0.9
-    for listener in listeners:
-        listener.join()
-    assert heard
-    words[1].notify(KeyError("nobody listens"))
-    assert 0.9 < time.monotonic() - start < 4
-
-
-def test_what_a_rank_sent_before_it_left_may_still_come(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.comm.failure_notice._GRACE_S", 60.0)
-    words = [FailureNotice(comm) for comm in ranks]
-    speaker = threading.Thread(target=words[0].notify, args=(KeyError("mine " * 50),))
-    speaker.start()
-    while not words[1]._heard:
-        assert words[1].failed_peers() == []
-    time.sleep(0.01)
-    assert words[1].failed_peers() == []
-    monkeypatch.setattr("deepep_rt.comm.failure_notice._GRACE_S", 0.0)
-    assert words[1].failed_peers() == [0]
-    assert "mine " * 50 in str(words[1].error(0, "rows")), "and all of it is told"
-    speaker.join()
-
-
-def test_a_monitor_of_a_store_that_is_gone(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU is told as well; and where time-outs mask, Buffers go on."""
+def test_a_monitor_over_a_store_that_has_ended(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also stops the kernels. If time-outs mask, the Buffer continues."""
     pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
     from deepep_rt.backends.cuda.monitor import Monitor
     from deepep_rt.cuda import driver
 
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: told.append((ptr, value)))
+    written: list[tuple[int, int]] = []
+    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append((ptr, value)))
     page: Any = SimpleNamespace(check_peers=lambda: None)
     config = Config(3, 8, 64, 2, 12, low_latency=True, timeout_s=5.0)
     ranks[0]._store.fails = True
@@ -340,9 +249,9 @@ def test_a_monitor_of_a_store_that_is_gone(ranks: list[StoreCommunicator], monke
     monitor = Monitor(ranks[0], config, page, 1 << 20)
     for _ in range(2):
         with pytest.raises(EPUnavailableError, match="does not answer"):
-            monitor.check_failure_notices() if not told else monitor.check_peers()
+            monitor.check_failure_notices() if not written else monitor.check_peers()
     assert monitor.is_broken
-    assert [value for _, value in told] == [1]
+    assert [value for _, value in written] == [1]
 
 
 @needs_torch
@@ -354,7 +263,7 @@ def test_checks_of_the_host_backend(program: str, num_ranks: int) -> None:
 @needs_torch
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_processes_that_were_spawned(num_ranks: int) -> None:
-    """In the middle of a program that mpirun did start: its variables are not those of the processes."""
+    """Mpirun started the program that spawns them, and its variables do not describe the processes."""
     assert "all passed" in run_without_mpirun("host", str(num_ranks), PMI_RANK="0", PMI_SIZE="1")
 
 
@@ -365,8 +274,8 @@ def test_processes_of_torchrun() -> None:
 
 
 @needs_torch
-def test_the_rank_that_holds_the_store_ends_by_an_error() -> None:
-    """The others are told why, although the store ends with it."""
+def test_the_rank_that_holds_the_store_raises() -> None:
+    """The other rank learns why, although the store ends with the process."""
     code = """
 import sys, torch, torch.distributed as dist
 from deepep_rt import Buffer
@@ -391,5 +300,5 @@ with Buffer(communicator(), num_max_tokens_per_rank=4, hidden=64, num_topk=1, nu
     ]
     outputs = [process.communicate(timeout=90)[0] for process in started]
     assert "KeyError: 'mine'" in outputs[0]
-    assert "rank 1 waits for rank 0 in vain" in outputs[1], outputs[1]
+    assert "rank 0 left the Buffer" in outputs[1], outputs[1]
     assert "KeyError: 'mine'" in outputs[1]

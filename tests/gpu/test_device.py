@@ -392,8 +392,8 @@ def test_a_rank_that_an_error_throws_out(comm):
             gpu.dispatch(x, idx, weights)
             raise Mistake("no more data")
     else:
-        in_vain = f"rank {last} in vain.*Mistake: no more data"
-        with pytest.raises(EPTimeoutError, match=in_vain), make(comm, timeout_s=30) as gpu:  # noqa: PT012
+        left = f"rank {last} left the Buffer.*Mistake: no more data"
+        with pytest.raises(EPTimeoutError, match=left), make(comm, timeout_s=30) as gpu:  # noqa: PT012
             gpu.dispatch(x, idx, weights)
             gpu.dispatch(x, idx, weights)
     assert time.monotonic() - start < 8

@@ -18,7 +18,7 @@ from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.arrays.view import Framework, View
 from deepep_rt.backends import agreement, factory
 from deepep_rt.backends.cuda import backend as cuda_backend
-from deepep_rt.comm import communicator
+from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
@@ -241,7 +241,7 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
     monkeypatch.setattr(symmetric, "load", lambda: None)
-    monkeypatch.setattr(communicator, "communicator_of", lambda comm: comm)
+    monkeypatch.setattr(convert, "communicator_of", lambda comm: comm)
     monkeypatch.setattr(factory, "agree", lambda *_: "cuda")
     monkeypatch.setattr(placement, "placed", lambda communicator, config: config)
     monkeypatch.setattr(agreement, "announce", lambda *_: None)

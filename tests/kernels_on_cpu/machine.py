@@ -36,7 +36,7 @@ from deepep_rt.arrays.view import Framework, View
 from deepep_rt.backends import agreement, factory
 from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import monitor, runtime
-from deepep_rt.comm import communicator
+from deepep_rt.comm import convert
 from deepep_rt.cuda import driver, stream_memory
 from deepep_rt.cuda import nvshmem as symmetric
 from deepep_rt.cuda import topology as placement
@@ -468,7 +468,7 @@ class Machine(AbstractContextManager):
         patch(stream_memory, "StreamMemory", _Kept)
         patch(symmetric, "SymmetricMemory", Memory)
         patch(symmetric, "load", lambda: None)
-        patch(communicator, "communicator_of", lambda comm: comm)
+        patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
         patch(agreement, "announce", lambda *_: None)
         patch(placement, "placed", lambda comm, config: config)

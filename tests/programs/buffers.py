@@ -16,6 +16,7 @@ from mpi4py import MPI
 from spmd import TIMEOUT_S, main, make_buffer, raises
 
 from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError
+from deepep_rt.comm.timed_collectives import wait_all
 
 
 def check_sizes_that_differ(comm: MPI.Intracomm) -> None:
@@ -109,8 +110,7 @@ def check_two_buffers_at_once(comm: MPI.Intracomm) -> None:
             run_checked_round(comm, two, number)
             requests = [comm.isend(number, (rank + 1) % ranks, tag=tag) for tag in (1, 2)]  # tags of the backend
             assert [comm.recv(source=(rank - 1) % ranks, tag=tag) for tag in (1, 2)] == [number, number]
-            for request in requests:
-                request.wait()
+            assert wait_all(requests, TIMEOUT_S)
 
 
 def check_subcommunicators(comm: MPI.Intracomm) -> None:
@@ -148,7 +148,7 @@ def check_ranks_that_make_buffers_late(comm: MPI.Intracomm) -> None:
 
 
 def check_wrong_communicators(comm: MPI.Intracomm) -> None:
-    with raises(EPConfigError, "comm is a ProcessGroup", "mpi4py", "deepep_rt.torch.communicator"):
+    with raises(EPConfigError, "comm=<ProcessGroup", "mpi4py", "deepep_rt.torch.communicator"):
         make_buffer(type("ProcessGroup", (), {})(), num_experts=4)  # type: ignore[arg-type]
     with raises(EPConfigError, "COMM_NULL"):
         make_buffer(MPI.COMM_NULL, num_experts=4)

@@ -13,8 +13,8 @@ from spmd import TIMEOUT_S, main, raises
 
 from deepep_rt import EPTimeoutError, EPUnavailableError
 from deepep_rt.comm import rendezvous
-from deepep_rt.comm.communicator import communicator_of
-from deepep_rt.comm.rendezvous import Consensus
+from deepep_rt.comm.consensus import Consensus
+from deepep_rt.comm.convert import communicator_of
 from deepep_rt.cuda import nvshmem as symmetric
 
 
@@ -30,7 +30,7 @@ def check_step_that_fails_on_one_rank(comm: MPI.Intracomm) -> None:
             raise KeyError
         time.sleep(2)
     else:
-        with raises(EPUnavailableError, "another rank could not make its part"), consensus.step():
+        with raises(EPUnavailableError, "another rank failed to make its part"), consensus.step():
             pass
         assert time.monotonic() - start < 1.5
 
@@ -94,7 +94,7 @@ def check_consensus_reminds(comm: MPI.Intracomm) -> None:
     if late == 0:
         return
     consensus = Consensus(communicator_of(comm))
-    with warnings.catch_warnings(record=True) as caught, unittest.mock.patch.object(rendezvous, "_REMINDER_S", 0.4):
+    with warnings.catch_warnings(record=True) as caught, unittest.mock.patch("deepep_rt.comm.consensus._REMINDER_S", 0.4):
         warnings.simplefilter("always")
         if comm.Get_rank() == late:
             time.sleep(1.2)

@@ -130,7 +130,7 @@ def never_made(comm: MPI.Intracomm) -> None:
         return
     start = time.monotonic()
     culprit = comm.Get_size() - 1
-    with raises(EPTimeoutError, "the making of a Buffer", "timeout_s=0.6", f"for rank {culprit}, which did not come") as caught:
+    with raises(EPTimeoutError, "the making of a Buffer", "timeout_s=0.6", f"for rank {culprit}, which did not arrive") as caught:
         make_buffer(comm, num_experts=4 * comm.Get_size(), timeout_s=TIMEOUT_S)
     assert caught.error.peer == culprit
     assert time.monotonic() - start < TIMEOUT_S + 5

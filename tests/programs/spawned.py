@@ -53,7 +53,10 @@ def check_an_error_is_told(backend: str, ranks: StoreCommunicator) -> None:
         with raises(KeyError, "mine"), Buffer(ranks, backend=backend, **sizes):
             raise KeyError("mine")
     else:
-        with raises(EPTimeoutError, "rank 0 in vain", "KeyError", "mine"), Buffer(ranks, backend=backend, **sizes) as buffer:
+        with (
+            raises(EPTimeoutError, "rank 0 left the Buffer", "KeyError", "mine"),
+            Buffer(ranks, backend=backend, **sizes) as buffer,
+        ):
             for _ in range(2):
                 buffer.dispatch(x, idx)
     assert time.monotonic() - start < 20

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...arrays.view import View
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import Consensus
+from ...comm.consensus import Consensus
 from ...config import Config
 from ...cuda import driver, nvshmem
 from ...cuda.topology import choose_device

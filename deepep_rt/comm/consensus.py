@@ -1,0 +1,111 @@
+"""Steps that succeed on all ranks or on none: the parts of making a Buffer, and freeing symmetric memory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from ..config import MAX_TIMEOUT_S
+from ..errors import EPTimeoutError, EPUnavailableError
+from .communicator import Communicator
+from .timed_collectives import format_ranks, wait_all
+
+_REMINDER_S = 30.0  # time between the warnings of a rank that waits
+_COMPILING_S = 900.0  # limit of a step: one rank may compile all kernels in it
+_STEP = "make their part of a Buffer"
+
+
+class Consensus:
+    """Learn whether a step succeeded on all ranks.
+
+    A rank that failed tells its peers, and does not wait for them. The others wait until each rank has reported.
+
+    Args:
+        comm: The ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm.Dup()  # a rank that fails may report at any time
+        self._round = 0
+        self._last_wait = "", 0.0
+        self.silent_ranks: list[int] = []
+        """The ranks that did not report to the last `all_ok` in time."""
+
+    def all_ok(self, ok: bool, action: str, timeout_s: float) -> bool:
+        """Report whether this rank is ok, and return whether all ranks are.
+
+        Args:
+            ok: Whether this rank is.
+            action: What all ranks do here, for the warning while this rank waits.
+            timeout_s: The time after which a silent rank counts as lost.
+        """
+        self._last_wait, self.silent_ranks = (action, timeout_s), []
+        try:  # A late rank finds the first reports of ranks that gave up, but they do not send a second one.
+            return all(self._exchange(ok, action, timeout_s) for _ in range(2))
+        except EPUnavailableError:  # the process that held the store has ended
+            return False
+
+    def timeout_error(self) -> EPTimeoutError:
+        """Make the error about the ranks that were silent in the last `all_ok`."""
+        action, timeout_s = self._last_wait
+        return self._comm.timeout_error(
+            self.silent_ranks, f"a wait for all ranks to {action}", f"all ranks to {action}", timeout_s
+        )
+
+    def _exchange(self, ok: bool, action: str, timeout_s: float) -> bool:
+        """Send the report of this rank and, if it is ok, receive those of its peers.
+
+        These are messages between pairs of ranks, because a collective would need a rank that has left to forward reports.
+        """
+        self._round += 1
+        peers = [peer for peer in range(self._comm.Get_size()) if peer != self._comm.Get_rank()]
+        report, reports = np.array([ok]), np.zeros(len(peers), bool)
+        requests = [self._comm.Isend(report, peer, self._round) for peer in peers]
+        if not ok:
+            self._comm.retain(requests, report)
+            return False
+        requests += [self._comm.Irecv(reports[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
+        start = time.monotonic()
+        while not wait_all(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
+            waited_s = time.monotonic() - start
+            self.silent_ranks = sorted({peer for peer, request in zip(2 * peers, requests, strict=True) if not request.Test()})
+            if waited_s > timeout_s:
+                self._comm.retain(requests, report, reports)
+                return False
+            warnings.warn(  # not the log, which shows nothing by default: this may be why the program hangs
+                f"rank {self._comm.Get_rank()} has waited {waited_s:.0f} of {timeout_s:g} s for {format_ranks(self.silent_ranks)} "
+                f"to {action}. Check that these ranks are alive and reached this call",
+                stacklevel=2,
+            )
+        self.silent_ranks = []
+        return bool(reports.all())
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run the block as a step that may fail on some ranks. A rank that fails raises its own exception.
+
+        Raises:
+            EPUnavailableError: where another rank failed.
+            EPTimeoutError: where another rank is silent.
+        """
+        ok = False
+        try:
+            yield
+            ok = True
+        finally:
+            limit_s = min(max(self._comm.timeout_s, _COMPILING_S), MAX_TIMEOUT_S)
+            all_ok = self.all_ok(ok, _STEP, limit_s)
+        if self.silent_ranks:
+            raise self.timeout_error()
+        if not all_ok:
+            raise EPUnavailableError(
+                "another rank failed to make its part of this Buffer; expected all ranks to succeed. See the exception of that rank."
+            )
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self._comm.Free()

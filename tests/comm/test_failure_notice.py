@@ -1,0 +1,76 @@
+"""`failure_notice`: ranks that leave tell their peers why."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from deepep_rt.comm import failure_notice
+from deepep_rt.comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
+from deepep_rt.comm.store import StoreCommunicator
+
+
+@pytest.fixture
+def notices(ranks: list[StoreCommunicator]) -> list[FailureNotice]:
+    return [FailureNotice(comm) for comm in ranks]
+
+
+def _start_notifying(notice: FailureNotice, error: BaseException) -> threading.Thread:
+    thread = threading.Thread(target=notice.notify, args=(error,))
+    thread.start()
+    return thread
+
+
+def test_an_error_without_a_text(notices: list[FailureNotice]) -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    leaving = _start_notifying(notices[0], Broken())
+    end = time.monotonic() + 5
+    while not notices[1].failed_peers() and time.monotonic() < end:
+        time.sleep(0.01)
+    notices[2].start_listening()
+    while not notices[2].failed_peers() and time.monotonic() < end:
+        time.sleep(0.01)
+    leaving.join()
+    assert "Broken: (its __str__ raises KeyError)" in str(notices[1].error(0, "rows"))
+
+
+def test_notify_waits_for_the_readers(ranks: list[StoreCommunicator], notices: list[FailureNotice]) -> None:
+    """The store may end with the process of the leaving rank."""
+    failed: list[int] = []
+
+    def listen(notice: FailureNotice) -> None:
+        end = time.monotonic() + 5
+        while time.monotonic() < end and not failed:
+            failed.extend(notice.failed_peers())
+            time.sleep(0.01)
+
+    listeners = [threading.Thread(target=listen, args=(notice,)) for notice in notices[1:]]
+    for listener in listeners:
+        listener.start()
+    start = time.monotonic()
+    notices[0].notify(KeyError("mine"))
+    assert not any(f"/{FAILURE_NOTICE_TAG}/" in key for key in ranks[0]._store.held), "all peers have read it"
+    assert time.monotonic() - start < 0.9
+    for listener in listeners:
+        listener.join()
+    assert failed
+    notices[1].notify(KeyError("no peer listens"))
+    assert 0.9 < time.monotonic() - start < 4
+
+
+def test_earlier_data_of_a_leaving_rank_may_still_arrive(notices: list[FailureNotice], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_notice, "_GRACE_S", 60.0)
+    leaving = _start_notifying(notices[0], KeyError("mine " * 50))
+    while not notices[1]._received:
+        assert notices[1].failed_peers() == []
+    time.sleep(0.01)
+    assert notices[1].failed_peers() == []
+    monkeypatch.setattr(failure_notice, "_GRACE_S", 0.0)
+    assert notices[1].failed_peers() == [0]
+    assert "mine " * 50 in str(notices[1].error(0, "rows")), "the whole text arrives"
+    leaving.join()
