@@ -145,7 +145,7 @@ class CudaBackend:
             if consensus is not None and consensus.silent_ranks:
                 if config.on_timeout == "raise":
                     raise consensus.timeout_error()
-                warnings.warn(f"{consensus.timeout_error()}. The memory of this Buffer stays allocated", stacklevel=2)
+                warnings.warn(f"{consensus.timeout_error()} The memory of this Buffer stays allocated", stacklevel=2)
 
     def _all_ranks_free(self, is_sound: bool, limit_s: float) -> bool:
         """Ask all ranks whether they can free their memory. Memory is freed by all ranks or by none."""
