@@ -1,6 +1,6 @@
-"""Thousands of bad calls, each of which has to raise an error of ours, and Buffers that work as if nothing had been.
+"""Thousands of bad calls: each must raise an error of deepep_rt, and the Buffers must stay usable.
 
-`BAD_CALLS` is how many are made, 2,000 by default; `BAD_CALLS_SEED` makes others.
+The environment sets the number (`BAD_CALLS`, 2,000 by default) and the seed (`BAD_CALLS_SEED`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ try:
     from fake_gpu import Array, FakeGpu, arguments, fake, make
 
     __all__ = ["fake", "make"]
-except ImportError:  # no cuda-python: pytest finds no fixture, and skips
+except ImportError:  # without cuda-python, pytest finds no fixture
     FakeGpu = Any  # type: ignore[assignment,misc]
 
 
-def _wrong_on_gpu(fake: FakeGpu) -> Callable[[random.Random, Any], Any]:
+def _wrong_device_array(fake: FakeGpu) -> Callable[[random.Random, Any], Any]:
     def wrong(r: random.Random, good: Any) -> Any:
         shape, dtype = list(good.shape), good.dtype
         choice = r.randrange(4)
@@ -58,18 +58,18 @@ def _wrong_on_gpu(fake: FakeGpu) -> Callable[[random.Random, Any], Any]:
 
 
 def test_cuda_backend_without_a_gpu(fake: FakeGpu, make: Any) -> None:
-    """Nothing is launched, and no slot is lost: two results fit, and a third would raise."""
+    """Bad calls launch nothing and lose no slot: two results fit, and a third would raise."""
     with make(low_latency=True, on_exhausted="error", num_slots=2) as buffer, make(low_latency=True) as other:
         x, idx, weights = arguments(fake)
-        wrong = _wrong_on_gpu(fake)
-        how = {"async_finish": False, "previous_event": None, "stream": None}
-        hows = {"async_finish": "flag", "previous_event": "stream", "stream": "stream"}
-        low_hows = {"async_finish": "flag", "stream": "stream", "return_recv_hook": "flag"}
+        wrong = _wrong_device_array(fake)
+        options = {"async_finish": False, "previous_event": None, "stream": None}
+        option_kinds = {"async_finish": "flag", "previous_event": "stream", "stream": "stream"}
+        low_kinds = {"async_finish": "flag", "stream": "stream", "return_recv_hook": "flag"}
         flags = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), "flag")
         foreign = other.dispatch(x, idx, num_worst_tokens=8).handle, other.low_latency_dispatch(x, idx).handle
 
         def valid() -> tuple[Any, Any, Any]:
-            """The launches of valid calls are those that their arguments ask for."""
+            """Make valid calls, and check the parameters of their launches."""
             fake.take()
             sent = buffer.dispatch(x, idx, weights, num_worst_tokens=8)
             y = Array(fake, "bfloat16", 8, 256)
@@ -90,16 +90,16 @@ def test_cuda_backend_without_a_gpu(fake: FakeGpu, make: Any) -> None:
             sent, low, rows = valid()
             handles = {"handle": lambda r, _: r.choice([foreign[0], foreign[1], sent, 7, "h"])}
             low_handles = {"handle": lambda r, _: r.choice([foreign[1], sent.handle, low, None])}
-            new = {"x": x, "topk_idx": idx, "topk_weights": weights, "num_worst_tokens": 8, **how}
+            new = {"x": x, "topk_idx": idx, "topk_weights": weights, "num_worst_tokens": 8, **options}
             numbers = {"num_worst_tokens": "number", "expert_alignment": "number"}
             arrays = {"x": wrong, "topk_idx": wrong}
             back = {"y": rows, "topk_idx": idx, "topk_weights": weights, "handle": low.handle}
-            back_flags = {"allow_multiple_reduction": "flag", "zero_copy": "flag", **low_hows}
+            back_flags = {"allow_multiple_reduction": "flag", "zero_copy": "flag", **low_kinds}
             return [
-                Call("dispatch", buffer.dispatch, new, {**arrays, "topk_weights": wrong, **numbers, **hows, **handles}),
-                Call("dispatch, known", buffer.dispatch, {"x": x, "handle": sent.handle}, {"x": wrong, **hows, **handles}),
-                Call("combine", buffer.combine, {"x": sent.recv_x, "handle": sent.handle}, {"x": wrong, **hows, **handles}),
-                Call("low_latency_dispatch", buffer.low_latency_dispatch, {"x": x, "topk_idx": idx}, {**arrays, **flags, **low_hows}),
+                Call("dispatch", buffer.dispatch, new, {**arrays, "topk_weights": wrong, **numbers, **option_kinds, **handles}),
+                Call("dispatch, known", buffer.dispatch, {"x": x, "handle": sent.handle}, {"x": wrong, **option_kinds, **handles}),
+                Call("combine", buffer.combine, {"x": sent.recv_x, "handle": sent.handle}, {"x": wrong, **option_kinds, **handles}),
+                Call("low_latency_dispatch", buffer.low_latency_dispatch, {"x": x, "topk_idx": idx}, {**arrays, **flags, **low_kinds}),
                 Call("low_latency_combine", buffer.low_latency_combine, back, {**arrays_of(back, wrong), **back_flags, **low_handles}),
                 Call("mask_rank", buffer.mask_rank, {"rank": 1}, {"rank": "number"}),
                 Call("copy_ceiling", buffer.copy_ceiling, {}, dict.fromkeys(("num_rows", "iterations", "row_bytes"), "number")),
@@ -109,7 +109,7 @@ def test_cuda_backend_without_a_gpu(fake: FakeGpu, make: Any) -> None:
         caller = Caller((SEED, "fake GPU"), calls)
         while caller.report.done < NUMBER * 0.4:
             caller.make(20)
-            assert fake.take() == [], "a call that raised had launched something"
+            assert fake.take() == [], "a call that raised has launched a kernel"
         valid()
 
 
@@ -135,7 +135,7 @@ def _wrong_tensor(r: random.Random, good: Any) -> Any:
     return wrong_array(r, np.zeros(shape, np.float32))
 
 
-@pytest.mark.filterwarnings("ignore")  # JAX and PyTorch warn about some of what they are given
+@pytest.mark.filterwarnings("ignore")  # JAX and PyTorch warn about some arguments
 def test_wrappers() -> None:
     torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
     mpi = pytest.importorskip("mpi4py.MPI")
@@ -158,7 +158,7 @@ def test_wrappers() -> None:
     def wrong_jax(r: random.Random, good: Any) -> Any:
         wrong = wrong_array(r, np.zeros(good.shape, np.float32))
         if isinstance(wrong, (list, tuple, np.ndarray, float, np.generic)) and not isinstance(wrong, np.ma.MaskedArray):
-            return jnp.zeros((*good.shape, 1), good.dtype)  # JAX makes an array of these, perhaps a right one
+            return jnp.zeros((*good.shape, 1), good.dtype)  # JAX makes arrays of these, which may be valid
         return wrong
 
     with Buffer(mpi.COMM_SELF, backend="host", low_latency=True, **sizes) as buffer:
@@ -199,8 +199,8 @@ def test_wrappers() -> None:
     v1.destroy()
 
 
-def test_the_same_seed_makes_the_same_calls() -> None:
-    """A failure can be made again; and kinds of wrong values are never right ones."""
+def test_same_seed_makes_same_calls() -> None:
+    """A failure can be repeated. Wrong values are never valid."""
     made = []
     for _ in range(2):
         r = random.Random("7")

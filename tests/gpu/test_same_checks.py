@@ -20,7 +20,7 @@ HOST_ONLY = {
     "check_bad_expert_number",  # on GPUs: test_device.test_bad_input_leaves_the_buffer_usable
     "check_ranks_that_make_different_calls",  # on GPUs, they run out of time
     "check_huge_messages_are_refused",
-    "check_host_memory_that_does_not_suffice",  # of the host backend
+    "check_out_of_host_memory",  # of the host backend
     "check_low_latency_bad_expert_number",
     "check_wrong_low_latency_arguments",  # GPUs cannot look at numbers
     "check_ranks_that_disagree_on_low_latency_calls",
@@ -68,6 +68,6 @@ def test_check(check, settings, comm, monkeypatch):
     if ("use_fp8=True" in source or "FORMATS" in source) and not has_fp8(jit.current_arch()):
         return  # these GPUs have no FP8; test_low_latency runs all sizes without it
     monkeypatch.setattr(spmd, "backend", "cuda")
-    monkeypatch.setattr(spmd, "more", settings)
+    monkeypatch.setattr(spmd, "more_settings", settings)
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")
     assert spmd.run_check(check, comm)

@@ -46,8 +46,8 @@ def test_check(check, jax, comm, monkeypatch):
     import spmd
 
     monkeypatch.setattr(spmd, "backend", "cuda")
-    monkeypatch.setattr(spmd, "more", {"timeout_s": TIMEOUT_S})
-    monkeypatch.setattr(spmd, "MEETING_S", TIMEOUT_S + 20)
+    monkeypatch.setattr(spmd, "more_settings", {"timeout_s": TIMEOUT_S})
+    monkeypatch.setattr(spmd, "ABORT_AFTER_S", TIMEOUT_S + 20)
     assert spmd.run_check(check, comm)
 
 

@@ -1,4 +1,4 @@
-"""Entries of the kernel cache that no compiler made."""
+"""Entries of the kernel cache, made without a compiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepep_rt.jit.cache import Entry
 
 
 def entry(key: str = "ab" * 32, arch: str = "sm_90", code: bytes = b"code", **more: Any) -> Entry:
-    """An entry with everything that a compiled one says about itself; `more` replaces some of it."""
+    """Make an entry with all the information of a compiled one; `more` replaces some of it."""
     figures = dict.fromkeys(("registers", "static_shared_bytes", "stack_bytes", "spill_stores", "spill_loads"), 10)
     info = {
         "kernel": "tiny",

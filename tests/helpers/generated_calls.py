@@ -1,6 +1,6 @@
-"""Bad calls from a random number generator: a valid call of each kind, of which some arguments are replaced by wrong ones.
+"""Generate bad calls: take a valid call, and replace some arguments at random.
 
-Each one has to raise an error of the documented class before it sends anything; what calls it says how a valid one is made. The same
+Each bad call must raise an error of a documented class before it sends anything. The user of this module lists the valid calls. The same
 seed gives the same calls.
 """
 
@@ -24,10 +24,10 @@ class Call:
 
     Attributes:
         name: For messages.
-        function: What is called, always by keywords.
-        arguments: What is valid.
-        kinds: For each argument that may be replaced, how: a key of `WRONG`, or what makes a wrong one of the valid one.
-        errors: What may be raised about a wrong argument.
+        function: The function to call, with keywords.
+        arguments: Valid arguments.
+        kinds: How to replace an argument: a key of `WRONG`, or a function that turns the valid argument into a wrong one.
+        errors: Classes of errors that a wrong argument may raise.
     """
 
     name: str
@@ -38,26 +38,26 @@ class Call:
 
 
 class Broken:
-    """An array of a library whose DLPack side answers with an error, or with what is no answer."""
+    """An array whose DLPack methods raise an error, or return a wrong value."""
 
     def __init__(self, device: Any, capsule: Any) -> None:
         self.device, self.capsule = device, capsule
 
     def __dlpack_device__(self) -> Any:
-        return _answer(self.device)
+        return _return_or_raise(self.device)
 
     def __dlpack__(self, **_: Any) -> Any:
-        return _answer(self.capsule)
+        return _return_or_raise(self.capsule)
 
 
-def _answer(given: Any) -> Any:
+def _return_or_raise(given: Any) -> Any:
     if isinstance(given, Exception):
         raise given
     return given
 
 
 class Hostile:
-    """Answers every question with an error."""
+    """An object whose methods all raise."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no {name}")
@@ -93,7 +93,7 @@ def _scalar(r: random.Random) -> Any:
 
 
 def _number(r: random.Random) -> Any:
-    """No whole number that any argument takes."""
+    """Return a value that no argument accepts as a whole number."""
     if r.random() < 0.4:
         return _scalar(r)
     huge = r.choice([1 << 31, 1 << 40, 1 << 63, 1 << 64, 10**30, 10**5000])
@@ -103,7 +103,7 @@ def _number(r: random.Random) -> Any:
 
 
 def _bytes(r: random.Random) -> Any:
-    """The same where large numbers are right."""
+    """Return a value that no argument accepts as a number of bytes, which may be large."""
     while type(wrong := _number(r)) is int and 0 <= wrong < 1 << 62:
         pass
     return wrong
@@ -128,11 +128,11 @@ WRONG: dict[str, Callable[[random.Random], Any]] = {
 
 
 def wrong_array(r: random.Random, good: np.ndarray) -> Any:
-    """A wrong one in place of an array of NumPy: of another shape, dtype, order, place or kind."""
+    """Return a wrong value in place of a NumPy array: another shape, dtype, layout or type."""
     shape, dtype = list(good.shape), good.dtype
-    choice = r.randrange(12) if good.size > 1 else 8  # of one element, most are as good
+    choice = r.randrange(12) if good.size > 1 else 8  # most changes to an array of one element leave it valid
     if choice == 0:  # another extent
-        at = r.randrange(1, len(shape)) if len(shape) > 1 else 0  # another number of tokens may be right
+        at = r.randrange(1, len(shape)) if len(shape) > 1 else 0  # another number of tokens may be valid
         shape[at] = r.choice([extent for extent in (0, 1, shape[at] + 1, 2 * shape[at] + 3, 1000) if extent != shape[at]])
         return np.zeros(shape, dtype)
     if choice == 1:  # more dimensions, or fewer
@@ -141,7 +141,7 @@ def wrong_array(r: random.Random, good: np.ndarray) -> Any:
     if choice == 2:
         kinds = ("complex64", "complex128", "object", "datetime64[s]", "timedelta64[s]", "S3", "U2", [("a", "i4")])
         return np.zeros(shape, r.choice(kinds))
-    if choice == 3:  # not one row behind the other
+    if choice == 3:  # rows that are not contiguous
         return r.choice([np.zeros([*shape[:-1], 2 * shape[-1]], dtype)[..., ::2], np.zeros(shape, dtype)[..., ::-1]])
     if choice == 4:
         return np.ma.masked_array(np.zeros(shape, dtype), np.zeros(shape, bool))
@@ -159,7 +159,7 @@ def wrong_array(r: random.Random, good: np.ndarray) -> Any:
 
 @dataclass
 class Report:
-    """What a run of bad calls did."""
+    """Counts of a run of bad calls."""
 
     done: int = 0
     by_error: dict[str, int] = field(default_factory=dict)
@@ -169,9 +169,9 @@ class Caller:
     """Makes bad calls.
 
     Args:
-        seed: Which ones.
-        calls: Makes the valid calls anew; what calls give, such as handles, may be old.
-        may_raise: More classes that any of them may raise.
+        seed: Decides the calls.
+        calls: Lists valid calls, with new handles.
+        may_raise: More classes of errors that any call may raise.
     """
 
     def __init__(self, seed: Any, calls: Callable[[], Sequence[Call]], may_raise: Iterable[type[EPError]] = ()) -> None:
@@ -179,14 +179,14 @@ class Caller:
         self.report = Report()
 
     def make(self, count: int) -> None:
-        """Make so many; raise AssertionError, with all that is needed to see what happened, about one that does not raise as it should."""
+        """Make some calls. Raise AssertionError, with the arguments, if a call does not raise as it should."""
         calls = self._calls()
         for _ in range(count):
-            self._one(self.random.choice(calls))
+            self._make_one(self.random.choice(calls))
 
-    def _one(self, call: Call) -> None:
+    def _make_one(self, call: Call) -> None:
         r, arguments, expected = self.random, dict(call.arguments), (*call.errors, *self._may_raise)
-        if r.random() < 0.03:  # the signature itself
+        if r.random() < 0.03:  # a wrong signature
             if (required := _required(call)) and r.random() < 0.5:
                 del arguments[r.choice(required)]
             else:
@@ -197,20 +197,20 @@ class Caller:
             for name in changed:
                 kind = call.kinds[name]
                 arguments[name] = WRONG[kind](r) if isinstance(kind, str) else kind(r, call.arguments.get(name))
-        told = ", ".join(f"{name}: {_told(arguments[name])}" for name in changed)
-        story = f"{call.name}, call {self.report.done} of this seed, with {told}"
+        shown = ", ".join(f"{name}: {_show(arguments[name])}" for name in changed)
+        context = f"{call.name}, call {self.report.done} of this seed, with {shown}"
         raised: Exception | None = None
         try:
             call.function(**arguments)
         except Exception as error:
             raised = error
         if raised is None:
-            raise AssertionError(f"{story}: nothing was raised")
+            raise AssertionError(f"{context}: nothing was raised")
         name = type(raised).__name__
         if not isinstance(raised, expected):
-            raise AssertionError(f"{story}: raised {name}: {raised}") from raised
+            raise AssertionError(f"{context}: raised {name}: {raised}") from raised
         if isinstance(raised, (EPConfigError, EPInputError)):
-            _check_words(story, str(raised), call)
+            _check_message(context, str(raised), call)
         self.report.done += 1
         self.report.by_error[name] = self.report.by_error.get(name, 0) + 1
 
@@ -220,15 +220,15 @@ def _required(call: Call) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name in call.arguments]
 
 
-def _check_words(story: str, message: str, call: Call) -> None:
-    """It is short, and names an argument; nothing in it is an address or what an array holds."""
-    assert 20 < len(message) < 1000, f"{story}: said {message[:2000]!r}"
-    assert re.search(" at 0x[0-9a-f]+|Traceback", message) is None, f"{story}: said {message!r}"
+def _check_message(context: str, message: str, call: Call) -> None:
+    """Check that a message is short, names an argument, and shows no address and no contents of an array."""
+    assert 20 < len(message) < 1000, f"{context}: raised {message[:2000]!r}"
+    assert re.search(" at 0x[0-9a-f]+|Traceback", message) is None, f"{context}: raised {message!r}"
     names = [*call.arguments, *call.kinds, "num_topk", "num_experts", "hidden", "row_bytes"]
-    assert any(name in message for name in names), f"{story}: names no argument: {message!r}"
+    assert any(name in message for name in names), f"{context}: names no argument: {message!r}"
 
 
-def _told(value: Any) -> str:
+def _show(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     try:

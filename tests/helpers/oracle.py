@@ -156,13 +156,13 @@ def expected_combine(
     return total, size, weights
 
 
-def check_dispatch(result: object, expected: Received, *, told: bool = True, with_idx: bool = True) -> None:
+def check_dispatch(result: object, expected: Received, *, has_counts: bool = True, with_idx: bool = True) -> None:
     """Compare a `DispatchResult` of NumPy arrays with `expected`, bit for bit; raises AssertionError that names the array.
 
     Args:
         result: The `DispatchResult`.
         expected: What `expected_dispatch` says.
-        told: Whether the host was told the counts (no `num_worst_tokens`).
+        has_counts: Whether the host knows the counts (no `num_worst_tokens`).
         with_idx: Whether `topk_idx` was given to the call.
     """
     kept = expected.num_kept
@@ -183,7 +183,7 @@ def check_dispatch(result: object, expected: Received, *, told: bool = True, wit
             _same_bits(name, got, wanted)
     assert [int(v) for v in np.asarray(result.num_recv_tokens)] == [expected.num_recv]
     assert [int(v) for v in np.asarray(result.num_recv_tokens_per_expert)] == expected.num_recv_per_expert
-    if told:
+    if has_counts:
         assert result.num_recv_tokens_per_expert_list == expected.num_recv_per_expert
         assert all(type(n) is int for n in result.num_recv_tokens_per_expert_list)
     else:

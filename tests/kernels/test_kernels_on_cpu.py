@@ -225,7 +225,7 @@ class ThroughputRound:
 
     def check(self):
         for rank, expected in enumerate(self.expected):
-            oracle.check_dispatch(self.sent[rank], expected, told=self.worst is None)
+            oracle.check_dispatch(self.sent[rank], expected, has_counts=self.worst is None)
             if rank in self.again:
                 same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
             how = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights)

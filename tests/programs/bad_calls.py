@@ -1,4 +1,4 @@
-"""Wrong calls: every rank learns of them in the same call, and the Buffer stays usable."""
+"""Wrong calls: every rank raises in the same call, and the Buffer stays usable."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, E
 
 
 def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
+    """Make a good round."""
     experts, rank = buffer.config.num_experts, comm.Get_rank()
     inputs = inputs_of_all(comm, 4, lambda rank: 5, hidden=32, num_topk=4, num_experts=experts)
     mine = inputs[rank]
@@ -27,37 +28,37 @@ def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
 
 def check_bad_expert_number(comm: MPI.Intracomm) -> None:
     ranks, rank = comm.Get_size(), comm.Get_rank()
-    experts, guilty = 4 * ranks, ranks - 1
+    experts, culprit = 4 * ranks, ranks - 1
     x = np.zeros((5, 32), np.float32)
     with make_buffer(comm, num_experts=experts) as buffer:
         good = buffer.dispatch(x, np.zeros((5, 4), np.int64))
         for value in (experts, -2, 1 << 40, np.iinfo(np.int64).min):
             idx = np.zeros((5, 4), np.int64)
-            if rank == guilty:
+            if rank == culprit:
                 idx[3, 1] = value
-            who = [] if rank == guilty else [f"rank {guilty}"]
-            with raises(EPInputError, "token 3", f"expert {value}", f"{experts - 1}", *who):
+            ranks_named = [] if rank == culprit else [f"rank {culprit}"]
+            with raises(EPInputError, "token 3", f"expert {value}", f"{experts - 1}", *ranks_named):
                 buffer.dispatch(x, idx)
-            with raises(EPInputError, "token 3", f"expert {value}", *who):
+            with raises(EPInputError, "token 3", f"expert {value}", *ranks_named):
                 buffer.dispatch(x, idx, handle=good.handle)
             _check_usable(comm, buffer)
-        everybody = np.full((5, 4), experts + rank, np.int32)
+        bad_everywhere = np.full((5, 4), experts + rank, np.int32)
         with raises(EPInputError, "token 0", f"expert {experts + rank}"):
-            buffer.dispatch(x, everybody)
+            buffer.dispatch(x, bad_everywhere)
         _check_usable(comm, buffer)
 
 
-def check_expert_numbers_that_do_not_go_with_a_handle(comm: MPI.Intracomm) -> None:
-    """Also where they choose a rank more, or one less. (GPUs do not compare: they carry what they are given.)"""
+def check_expert_numbers_that_differ_from_a_handle(comm: MPI.Intracomm) -> None:
+    """Expert numbers that choose one rank more or less than the handle. GPUs do not compare them."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
     if spmd.backend != "host":
         return
-    guilty, x, idx = ranks - 1, np.zeros((5, 32), np.float32), np.tile(np.arange(4), (5, 1))
+    culprit, x, idx = ranks - 1, np.zeros((5, 32), np.float32), np.tile(np.arange(4), (5, 1))
     with make_buffer(comm, num_experts=4 * ranks) as buffer:
         sent = buffer.dispatch(x, idx)
         for other in ([[4 * ranks - 1, 1, 2, 3]] if ranks > 1 else []) + [[-1, -1, -1, -1]]:
             given = idx.copy()
-            if rank == guilty:
+            if rank == culprit:
                 given[2:] = other
             with raises(EPInputError, "topk_idx chooses other ranks than the routing of the handle"):
                 buffer.dispatch(x, given, handle=sent.handle)
@@ -68,25 +69,25 @@ def check_expert_numbers_that_do_not_go_with_a_handle(comm: MPI.Intracomm) -> No
 def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
     if comm.Get_size() == 1:
         return
-    odd = comm.Get_rank() % 2  # on GPUs a rank names itself and one that gave something else
+    is_odd = comm.Get_rank() % 2  # on GPUs, a rank names itself and one rank that differs
     x = np.zeros((5, 32), np.float32)
     idx, weights, scales = np.zeros((5, 4), np.int64), np.ones((5, 4), np.float32), np.ones((5, 1), np.float32)
     with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
         sent, other = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
         with raises(EPInputError, "x of this call", ": float32", ": float16"):
-            buffer.dispatch(x.astype(np.float16) if odd else x, idx)
+            buffer.dispatch(x.astype(np.float16) if is_odd else x, idx)
         with raises(EPInputError, "topk_idx", "int64", "int32"):
-            buffer.dispatch(x, idx.astype(np.int32) if odd else idx)
+            buffer.dispatch(x, idx.astype(np.int32) if is_odd else idx)
         with raises(EPInputError, "topk_weights", "None"):
-            buffer.dispatch(x, idx, weights if odd else None)
+            buffer.dispatch(x, idx, weights if is_odd else None)
         with raises(EPInputError, "x_scales", "float32", "None"):
-            buffer.dispatch(x, idx, x_scales=scales if odd else None)
+            buffer.dispatch(x, idx, x_scales=scales if is_odd else None)
         with raises(EPInputError, "handle", ": 1", ": 2"):
-            buffer.combine(sent.recv_x, (other if odd else sent).handle)
+            buffer.combine(sent.recv_x, (other if is_odd else sent).handle)
         with raises(EPInputError, "topk_weights", "None"):
-            buffer.combine(sent.recv_x, sent.handle, topk_weights=np.ones((len(sent.recv_x), 4), np.float32) if odd else None)
+            buffer.combine(sent.recv_x, sent.handle, topk_weights=np.ones((len(sent.recv_x), 4), np.float32) if is_odd else None)
         with raises(EPInputError, "handle", ": 1", ": 2"):
-            buffer.dispatch(x, handle=(other if odd else sent).handle)
+            buffer.dispatch(x, handle=(other if is_odd else sent).handle)
         assert np.array_equal(buffer.dispatch(x, handle=other.handle).recv_x, other.recv_x)
         _check_usable(comm, buffer)
 
@@ -94,19 +95,19 @@ def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
 def check_ranks_that_make_different_calls(comm: MPI.Intracomm) -> None:
     if comm.Get_size() == 1:
         return
-    odd = comm.Get_rank() % 2
+    is_odd = comm.Get_rank() % 2
     x, idx = np.zeros((5, 32), np.float32), np.zeros((5, 4), np.int64)
     with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
         sent = buffer.dispatch(x, idx)
         with raises(EPInputError, "kind", "rank 0: combine", "rank 1: dispatch"):
-            buffer.dispatch(x, idx) if odd else buffer.combine(sent.recv_x, sent.handle)
+            buffer.dispatch(x, idx) if is_odd else buffer.combine(sent.recv_x, sent.handle)
         with raises(EPInputError, "kind", "with a handle"):
-            buffer.dispatch(x, idx, handle=sent.handle if odd else None)
+            buffer.dispatch(x, idx, handle=sent.handle if is_odd else None)
         _check_usable(comm, buffer)
 
 
 def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
-    """One rank's wrong argument raises there, before anything is sent; when it calls again, all go on."""
+    """A wrong argument of one rank raises there before anything is sent. When that rank calls again, all ranks go on."""
     rank = comm.Get_rank()
     with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
         if rank == 0:
@@ -115,8 +116,8 @@ def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
         _check_usable(comm, buffer)
 
 
-def check_communicators_between_two_groups(comm: MPI.Intracomm) -> None:
-    """MPI's intercommunicators; they can be merged."""
+def check_intercommunicators(comm: MPI.Intracomm) -> None:
+    """Refused; the communicator that Merge() makes of one works."""
     size, rank = comm.Get_size(), comm.Get_rank()
     if size == 1 or not isinstance(comm, MPI.Comm):
         return
@@ -132,7 +133,7 @@ def check_communicators_between_two_groups(comm: MPI.Intracomm) -> None:
 
 
 def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
-    """More bytes for one peer than MPI counts in an int; the limit is lowered here, so that no such array is needed."""
+    """More bytes for one peer than an int holds. The test lowers the limit, so that it needs no large array."""
     from deepep_rt.backends.host import headers
 
     limit, headers.MAX_MESSAGE_BYTES = headers.MAX_MESSAGE_BYTES, 1000
@@ -140,23 +141,23 @@ def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:
         with make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer:
             idx = np.full((5, 4), buffer.config.num_experts - 1, np.int64)
             small = buffer.dispatch(np.zeros((5, 32), np.float32), idx)
-            guilty = comm.Get_rank() == 0
-            num_tokens = 9 if guilty else 5
-            with raises(EPInputError, f"{9 * 128} bytes", "at most 1000", *([] if guilty else ["rank 0"])):
+            is_culprit = comm.Get_rank() == 0
+            num_tokens = 9 if is_culprit else 5
+            with raises(EPInputError, f"{9 * 128} bytes", "at most 1000", *([] if is_culprit else ["rank 0"])):
                 buffer.dispatch(np.zeros((num_tokens, 32), np.float32), np.resize(idx, (num_tokens, 4)))
             assert buffer.combine(small.recv_x, small.handle).x.shape == (5, 32)
     finally:
         headers.MAX_MESSAGE_BYTES = limit
 
 
-def check_host_memory_that_does_not_suffice(comm: MPI.Intracomm) -> None:
-    """The others hear of it at once, in every kind of call; none of them waits out its limit."""
+def check_out_of_host_memory(comm: MPI.Intracomm) -> None:
+    """In every kind of call, the other ranks raise at once and do not wait for their time-out."""
     from deepep_rt.backends.host import low_latency, throughput
 
-    ranks, guilty, start = comm.Get_size(), comm.Get_rank() == comm.Get_size() - 1, time.monotonic()
+    ranks, is_culprit, start = comm.Get_size(), comm.Get_rank() == comm.Get_size() - 1, time.monotonic()
     x, idx = np.zeros((5, 32), ml_dtypes.bfloat16), np.tile(np.arange(4), (5, 1))
 
-    class NoRoom(throughput.Result):
+    class NoMemory(throughput.Result):
         def __init__(self, *_: object, **__: object) -> None:
             raise MemoryError("Unable to allocate 7 TiB")
 
@@ -175,8 +176,8 @@ def check_host_memory_that_does_not_suffice(comm: MPI.Intracomm) -> None:
     for kind in ("dispatch", "known dispatch", "combine", "low_latency_dispatch", "low_latency_combine"):
         with contextlib.suppress(EPTimeoutError), make_buffer(comm, num_experts=4 * ranks, low_latency=True) as buffer:
             call = calls(buffer)[kind]
-            if guilty:
-                throughput.Result = low_latency.Result = NoRoom
+            if is_culprit:
+                throughput.Result = low_latency.Result = NoMemory
                 try:
                     with raises(EPOutOfMemoryError, "host memory does not suffice", "7 TiB", "; expected"):
                         call()
@@ -186,7 +187,7 @@ def check_host_memory_that_does_not_suffice(comm: MPI.Intracomm) -> None:
                     call()
             else:
                 with raises(EPTimeoutError, f"rank {ranks - 1}", "EPOutOfMemoryError", "7 TiB"):
-                    for _ in range(3):  # some may have all rows before they hear of it
+                    for _ in range(3):  # a rank may receive all rows before the notice
                         call()
     assert time.monotonic() - start < spmd.TIMEOUT_S
 

@@ -1,4 +1,4 @@
-"""Combine: near the oracle's float64 sums, the same bits every time, and the adjoint of dispatch."""
+"""Combine: close to the oracle's float64 sums, the same bits every time, and the adjoint of dispatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _tokens(rank: int) -> int:
     return (5, 0, 12, 3)[rank % 4]
 
 
-def _check_near(out: np.ndarray, expected: np.ndarray, size: np.ndarray, num_terms: int) -> None:
+def _assert_close(out: np.ndarray, expected: np.ndarray, size: np.ndarray, num_terms: int) -> None:
     error = np.abs(out.astype(np.float64) - expected)
     allowed = oracle.combine_tolerance(out.dtype.name, size, num_terms)
     worst = np.unravel_index(int(np.argmax(error - allowed)), error.shape) if error.size else None
@@ -43,7 +43,7 @@ def check_sums_biases_and_weights(comm: MPI.Intracomm) -> None:
                 )
                 assert got.x.shape == mine.x.shape
                 assert got.x.dtype == np.dtype(dtype)
-                _check_near(got.x, expected, size, ranks + num_biases)
+                _assert_close(got.x, expected, size, ranks + num_biases)
                 np.testing.assert_allclose(got.topk_weights, summed, rtol=1e-5, atol=1e-5)
                 assert got.topk_weights.dtype == np.float32
                 again = buffer.combine(outputs[rank], handle, topk_weights=weights[rank], bias=bias)
@@ -65,7 +65,7 @@ def check_whole_numbers_are_exact(comm: MPI.Intracomm) -> None:
 
 
 def check_rank_order(comm: MPI.Intracomm) -> None:
-    """A sum whose value depends on the order of its terms: 1 + 1e8 - 1e8 is 0 in float32, 1e8 - 1e8 + 1 is 1."""
+    """Sums whose value depends on the order of terms: in float32, 1 + 1e8 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
     terms = np.array([1.0, 1e8, -1e8, 3.0, 1e-3, 2e8, -2e8, 7.0], np.float32)
     num_topk = min(ranks, 8)
@@ -85,12 +85,12 @@ def check_rank_order(comm: MPI.Intracomm) -> None:
 
 
 def check_rounding_to_bfloat16(comm: MPI.Intracomm) -> None:
-    """Ties go to the even neighbour, once, at the end; infinities and NaN stay what they are."""
-    tie, more = 2.0**-8, 2.0**-8 + 2.0**-12
+    """The final sum is rounded once, and ties go to the even number. Infinities and NaN stay."""
+    tie, above_tie = 2.0**-8, 2.0**-8 + 2.0**-12
     rows = [  # y, two biases, the result; steps at 1.0 are 2**-7
         (1.0, tie, 0.0, 1.0),
         (1.0 + 2.0**-7, tie, 0.0, 1.0 + 2.0**-6),
-        (1.0, more, 0.0, 1.0 + 2.0**-7),
+        (1.0, above_tie, 0.0, 1.0 + 2.0**-7),
         (1.0, 2.0**-9, 2.0**-9, 1.0),
         (1.0, 2.0**-9, 2.0**-8, 1.0 + 2.0**-7),
         (-1.0, -tie, 0.0, -1.0),
@@ -109,10 +109,10 @@ def check_rounding_to_bfloat16(comm: MPI.Intracomm) -> None:
         assert same_bits(sent.recv_x, wide[0])
         out = buffer.combine(sent.recv_x, sent.handle, bias=wide[1:3]).x
         np.testing.assert_array_equal(out.astype(np.float32), wide[3].astype(np.float32))
-        assert (out.view(np.uint16)[np.isnan(out)] == 0x7FFF).all(), "the NaN of the GPU's conversion"
+        assert (out.view(np.uint16)[np.isnan(out)] == 0x7FFF).all(), "not the NaN of a GPU's conversion"
 
 
-def check_tokens_that_went_nowhere(comm: MPI.Intracomm) -> None:
+def check_tokens_without_experts(comm: MPI.Intracomm) -> None:
     ranks, rank = comm.Get_size(), comm.Get_rank()
     idx = np.full((3, 4), -1, np.int64)
     idx[1] = 4 * ((rank + 1) % ranks)
@@ -123,7 +123,7 @@ def check_tokens_that_went_nowhere(comm: MPI.Intracomm) -> None:
         assert (buffer.combine(sent.recv_x, sent.handle, bias=bias).x[:, 0] == [0.5, 1.5, 0.5]).all()
 
 
-def check_dropped_rows_contribute_nothing(comm: MPI.Intracomm) -> None:
+def check_dropped_rows_add_nothing(comm: MPI.Intracomm) -> None:
     ranks, rank = comm.Get_size(), comm.Get_rank()
     experts = 4 * ranks
     inputs = inputs_of_all(comm, 9, lambda rank: 4 + rank, hidden=32, num_topk=4, num_experts=experts)
@@ -141,8 +141,8 @@ def check_dropped_rows_contribute_nothing(comm: MPI.Intracomm) -> None:
                 assert (got.topk_weights == summed).all()
 
 
-def check_each_is_the_adjoint_of_the_other(comm: MPI.Intracomm) -> None:
-    """<dispatch(x), y> = <x, combine(y)>, also for the weights: so each is the backward pass of the other."""
+def check_adjoints(comm: MPI.Intracomm) -> None:
+    """<dispatch(x), y> = <x, combine(y)>, also for weights. So each call is the backward pass of the other."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
     experts = 8 * ranks
     for seed in range(3):

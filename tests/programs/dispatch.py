@@ -21,7 +21,7 @@ CASES = [
 ]
 
 
-def _run(comm: MPI.Intracomm, num_tokens, case, *, expert_alignment: int = 1, seed: int = 1) -> None:
+def _run_case(comm: MPI.Intracomm, num_tokens, case, *, expert_alignment: int = 1, seed: int = 1) -> None:
     num_topk, each, hidden, dtype, num_scales, options = case
     sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=each * comm.Get_size())
     inputs = inputs_of_all(comm, seed, num_tokens, dtype=dtype, num_scales=num_scales, **sizes, **options)
@@ -31,30 +31,30 @@ def _run(comm: MPI.Intracomm, num_tokens, case, *, expert_alignment: int = 1, se
         expected = oracle.expected_dispatch(comm.Get_rank(), inputs, sizes["num_experts"], expert_alignment=expert_alignment)
         oracle.check_dispatch(sent, expected)
         assert sent.handle.num_tokens == len(mine.x)
-        assert sent.views["x"].ptr % 64 == 0, "not aligned as JAX wants it"
+        assert sent.views["x"].ptr % 64 == 0, "not aligned for JAX"
         assert sent.recv_x is sent.recv_x
 
 
 def check_every_kind_of_row(comm: MPI.Intracomm) -> None:
     for case in CASES:
         if case[0] <= case[1] * comm.Get_size():
-            _run(comm, lambda rank: 5 + 3 * rank, case)
+            _run_case(comm, lambda rank: 5 + 3 * rank, case)
 
 
 def check_expert_alignment(comm: MPI.Intracomm) -> None:
     for alignment in (2, 16, 100, 128):
-        _run(comm, lambda rank: 9, CASES[1], expert_alignment=alignment)
+        _run_case(comm, lambda rank: 9, CASES[1], expert_alignment=alignment)
 
 
 def check_zero_tokens(comm: MPI.Intracomm) -> None:
     for case in (CASES[1], CASES[5]):
-        _run(comm, lambda rank: 0, case)
-        _run(comm, lambda rank: 7 * (rank % 2), case)
-        _run(comm, lambda rank: 7 * (rank == 0), case)
+        _run_case(comm, lambda rank: 0, case)
+        _run_case(comm, lambda rank: 7 * (rank % 2), case)
+        _run_case(comm, lambda rank: 7 * (rank == 0), case)
 
 
 def check_full_buffer(comm: MPI.Intracomm) -> None:
-    _run(comm, lambda rank: 64, CASES[1])
+    _run_case(comm, lambda rank: 64, CASES[1])
 
 
 def check_without_weights(comm: MPI.Intracomm) -> None:
@@ -67,8 +67,8 @@ def check_without_weights(comm: MPI.Intracomm) -> None:
         oracle.check_dispatch(buffer.dispatch(mine.x, mine.topk_idx), oracle.expected_dispatch(comm.Get_rank(), inputs, experts))
 
 
-def check_same_expert_twice(comm: MPI.Intracomm) -> None:
-    """A token that names an expert twice travels once and counts twice."""
+def check_experts_named_twice(comm: MPI.Intracomm) -> None:
+    """A token that names an expert repeatedly travels once, and each name counts."""
     experts, rank = comm.Get_size(), comm.Get_rank()
     inputs = [
         oracle.RankInputs(np.full((3, 32), r, np.float32), np.full((3, 4), experts - 1, np.int64), np.ones((3, 4), np.float32))
@@ -89,7 +89,7 @@ def check_cached_handle(comm: MPI.Intracomm) -> None:
     mine = inputs[rank]
     with make_buffer(comm, num_experts=experts, hidden=128) as buffer:
         first = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, expert_alignment=4)
-        first.recv_src_idx[:] = 77  # results belong to the caller: spoiling one must not reach the handle
+        first.recv_src_idx[:] = 77  # results belong to the caller, so writing to one must not change the handle
         first.num_recv_tokens_per_expert[:] = 77
         for seed in (6, 7):
             fresh = inputs_of_all(comm, seed, lambda rank: 4 + 5 * (rank % 3), dtype="bfloat16", num_scales=1, **sizes)
@@ -108,7 +108,7 @@ def check_cached_handle(comm: MPI.Intracomm) -> None:
 
 
 def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
-    """Large enough, exact, too small, and zero; each rank with a limit of its own."""
+    """Limits that are large enough, exact, too small and zero, and that differ between ranks."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
     experts = 4 * ranks
     inputs = inputs_of_all(
@@ -118,7 +118,7 @@ def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
     mine = inputs[rank]
     with make_buffer(comm, num_experts=experts, num_max_tokens_per_rank=16) as buffer:
         for _ in range(8):
-            np.full(16 * ranks * 32, 7, np.float32)  # freed at once: memory that is handed out again is not zero by chance
+            np.full(16 * ranks * 32, 7, np.float32)  # freed at once, so that NumPy reuses memory that is not zero
         for limit in (16 * ranks, arriving[rank], arriving[rank] // 2, 1 + rank % 2, 0, arriving[rank] * (rank % 2)):
             expected = oracle.expected_dispatch(rank, inputs, experts, num_worst_tokens=limit, expert_alignment=2)
             sent = buffer.dispatch(
@@ -129,7 +129,7 @@ def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
                 num_worst_tokens=limit,
                 expert_alignment=2,
             )
-            oracle.check_dispatch(sent, expected, told=False)
+            oracle.check_dispatch(sent, expected, has_counts=False)
             if buffer.backend == "host":
                 assert (sent.recv_x[expected.num_kept :] == 0).all(), "the host backend leaves zeros in the padding"
             again = buffer.dispatch(
@@ -140,7 +140,7 @@ def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
                 handle=sent.handle,
                 num_worst_tokens=limit,
             )
-            oracle.check_dispatch(again, expected, told=False)
+            oracle.check_dispatch(again, expected, has_counts=False)
 
 
 if __name__ == "__main__":

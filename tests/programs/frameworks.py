@@ -1,4 +1,4 @@
-"""Arrays of PyTorch and JAX in CPU memory; each part is left out where the library is not installed."""
+"""Arrays of PyTorch and JAX in CPU memory. A check is skipped if its library is not installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _inputs(comm: MPI.Intracomm, **options):
 
 def check_torch(comm: MPI.Intracomm) -> None:
     if importlib.util.find_spec("torch") is None:
-        print("torch is not installed: left out")
+        print("torch is not installed: skipped")
         return
     torch = importlib.import_module("torch")
     mine, expected, sizes = _inputs(comm)
@@ -43,7 +43,9 @@ def check_torch(comm: MPI.Intracomm) -> None:
             assert out.shape == x.shape
         if hasattr(torch, "float8_e4m3fn"):
             x = torch.from_numpy(mine.x).to(torch.float8_e4m3fn)
-            sent = buffer.dispatch(x, mine.topk_idx)  # frameworks may be mixed; results follow x
+            sent = buffer.dispatch(
+                x, mine.topk_idx
+            )  # arguments may come from several frameworks; results are of the framework of x
             wanted = torch.from_numpy(expected.x).to(torch.float8_e4m3fn)
             assert torch.equal(sent.recv_x.view(torch.uint8), wanted.view(torch.uint8))
             assert isinstance(sent.recv_topk_idx, torch.Tensor)
@@ -51,7 +53,7 @@ def check_torch(comm: MPI.Intracomm) -> None:
 
 def check_jax(comm: MPI.Intracomm) -> None:
     if importlib.util.find_spec("jax") is None:
-        print("jax is not installed: left out")
+        print("jax is not installed: skipped")
         return
     jnp = importlib.import_module("jax.numpy")
     mine, expected, sizes = _inputs(comm, idx_dtype="int32")

@@ -1,6 +1,6 @@
-"""A rank that does not call: the others raise EPTimeoutError in time, and every process still ends normally.
+"""A rank that does not call. The other ranks raise EPTimeoutError in time, and every process still ends normally.
 
-Usage: late.py SCENARIO, one of the functions below. The last rank is the culprit; the others have `TIMEOUT_S`.
+Usage: late.py SCENARIO, one of the functions below without an underscore. The last rank does not call, or calls late.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _expect_timeout(buffer: Buffer, comm: MPI.Intracomm, call, phase: str, call_
         EPTimeoutError, f"rank {rank} waited", f"rank {peer}", phase, "0.6 s", "timeout_s", "DEEPEP_RT_TIMEOUT_S"
     ) as caught:
         call()
-    took = time.monotonic() - start
-    assert TIMEOUT_S * 0.9 <= took < TIMEOUT_S + 5, took
+    waited_s = time.monotonic() - start
+    assert TIMEOUT_S * 0.9 <= waited_s < TIMEOUT_S + 5, waited_s
     error = caught.error
     assert (error.rank, error.peer, error.phase, error.call_idx) == (rank, peer, phase, call_idx), vars(error)
-    for later in (call, buffer.synchronize):  # broken for good, and quick to say so
+    for later in (call, buffer.synchronize):  # the Buffer stays broken, and raises at once
         start = time.monotonic()
         with raises(EPTimeoutError, "broken", phase) as caught:
             later()
@@ -37,8 +37,8 @@ def _expect_timeout(buffer: Buffer, comm: MPI.Intracomm, call, phase: str, call_
         assert (caught.error.rank, caught.error.peer, caught.error.phase) == (rank, peer, phase)
 
 
-def _scene(comm: MPI.Intracomm):
-    """A Buffer after one good dispatch in which every token goes to every rank."""
+def _make_scene(comm: MPI.Intracomm):
+    """Make a Buffer, and one good dispatch in which every token goes to every rank."""
     ranks = comm.Get_size()
     buffer = make_buffer(comm, num_experts=ranks, num_topk=ranks, hidden=HIDDEN, timeout_s=TIMEOUT_S)
     x = np.ones((20, HIDDEN), np.float32)
@@ -47,12 +47,12 @@ def _scene(comm: MPI.Intracomm):
 
 
 def _late(comm: MPI.Intracomm, make_call, phase: str, phase_of_late_rank: str) -> None:
-    buffer, x, idx, sent = _scene(comm)
+    buffer, x, idx, sent = _make_scene(comm)
     culprit = comm.Get_size() - 1
     call = make_call(buffer, x, idx, sent)
     if comm.Get_rank() == culprit:
         time.sleep(3 * TIMEOUT_S)
-        _expect_timeout(buffer, comm, call, phase_of_late_rank, 2, 0)  # the others sent notices, but no rows
+        _expect_timeout(buffer, comm, call, phase_of_late_rank, 2, 0)  # the other ranks sent headers, but no rows
     else:
         _expect_timeout(buffer, comm, call, phase, 2, culprit)
     buffer.destroy()
@@ -73,7 +73,7 @@ def late_combine(comm: MPI.Intracomm) -> None:
 
 
 def late_low_latency_dispatch(comm: MPI.Intracomm) -> None:
-    """Its steps are those of dispatch; what it waits for has a name of its own."""
+    """It consists of a dispatch, but the error names the phase of the low-latency call."""
     _late_low_latency(comm, "dispatch", "the token counts of a low-latency dispatch", 2)
 
 
@@ -98,8 +98,8 @@ def _late_low_latency(comm: MPI.Intracomm, name: str, phase: str, call_idx: int)
 
 
 def never(comm: MPI.Intracomm) -> None:
-    """The culprit makes no further call at all."""
-    buffer, x, idx, _ = _scene(comm)
+    """The culprit makes no further call."""
+    buffer, x, idx, _ = _make_scene(comm)
     culprit = comm.Get_size() - 1
     if comm.Get_rank() != culprit:
         _expect_timeout(buffer, comm, lambda: buffer.dispatch(x, idx), "the token counts of dispatch", 2, culprit)
@@ -107,8 +107,8 @@ def never(comm: MPI.Intracomm) -> None:
 
 
 def lost_between_counts_and_rows(comm: MPI.Intracomm) -> None:
-    """The culprit gives its counts and no rows: long messages to it stay unreceived."""
-    buffer, x, idx, _ = _scene(comm)
+    """The culprit sends its counts and no rows, and does not receive large messages."""
+    buffer, x, idx, _ = _make_scene(comm)
     culprit = comm.Get_size() - 1
     if comm.Get_rank() != culprit:
         _expect_timeout(buffer, comm, lambda: buffer.dispatch(x, idx), "the rows of dispatch", 2, culprit)
@@ -121,7 +121,7 @@ def lost_between_counts_and_rows(comm: MPI.Intracomm) -> None:
     buffer._backend._channel.exchange_rows = fail
     with raises(InterruptedError):
         buffer.dispatch(x, idx)
-    buffer.destroy(in_touch=False)  # without a word: the end of a with block would tell the others
+    buffer.destroy(in_touch=False)  # the end of a with block would notify the other ranks
 
 
 def never_made(comm: MPI.Intracomm) -> None:
@@ -137,8 +137,8 @@ def never_made(comm: MPI.Intracomm) -> None:
 
 
 def never_measures(comm: MPI.Intracomm) -> None:
-    """The culprit does not take part in the measurement of the ceiling; the Buffer is as good as before."""
-    buffer, *_ = _scene(comm)
+    """The culprit does not take part in copy_ceiling. The Buffer stays usable."""
+    buffer, *_ = _make_scene(comm)
     if comm.Get_rank() != comm.Get_size() - 1:
         start = time.monotonic()
         culprit = comm.Get_size() - 1

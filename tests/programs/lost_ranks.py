@@ -14,6 +14,7 @@ import low_latency_oracle
 import numpy as np
 import oracle
 import spmd
+from expect import logged_warnings
 from low_latency_rounds import assert_same, expert_outputs, make_low_latency_buffer, make_low_latency_inputs
 from masked_steps import (
     TIMEOUT_S,
@@ -21,7 +22,6 @@ from masked_steps import (
     buffer_that_some_leave,
     combine,
     dispatch,
-    logged_warnings,
     run_all_steps,
     run_step,
     set_masks,
@@ -29,7 +29,7 @@ from masked_steps import (
     unmask_all,
 )
 from mpi4py import MPI
-from spmd import main, meet, raises
+from spmd import idle_barrier, main, raises
 
 from deepep_rt import Buffer, EPTimeoutError
 
@@ -56,7 +56,7 @@ def check_rank_that_stops(comm: MPI.Intracomm) -> None:
             if spmd.backend == "host":
                 assert len(warnings) == 1, warnings
                 assert f"waited 2 s for rank {last}" in warnings[0], warnings
-        meet(comm)
+        idle_barrier(comm)
 
 
 def check_rank_silent_before_combine(comm: MPI.Intracomm) -> None:
@@ -77,7 +77,7 @@ def check_rank_silent_before_combine(comm: MPI.Intracomm) -> None:
                 assert_same("x", back.x, wanted)
                 assert buffer.query_masked_ranks() == [last]
                 run_all_steps(comm, buffer, 710, all_ranks[:-1])
-            meet(comm)
+            idle_barrier(comm)
 
 
 def check_slow_rank_that_returns(comm: MPI.Intracomm) -> None:
@@ -156,7 +156,7 @@ def check_silent_ranks_raise_by_default(comm: MPI.Intracomm) -> None:
             assert buffer.query_masked_ranks() == [masked]
             with raises(EPTimeoutError, "broken" if spmd.backend == "host" else "cannot be used any more"):
                 dispatch(buffer, inputs[rank])
-        meet(comm)
+        idle_barrier(comm)
 
 
 def _stop_after_headers(buffer: Buffer, call: Any) -> None:
@@ -194,7 +194,7 @@ def _check_survivors(comm: MPI.Intracomm, receivers: Collection[int], topk_idx: 
             for seed in range(1210, 1220):
                 run_step(comm, buffer, seed, live, **VARIANTS[seed % 4])
             assert buffer.query_masked_ranks() == [last]
-        meet(comm)
+        idle_barrier(comm)
 
 
 def check_headers_without_rows(comm: MPI.Intracomm) -> None:
@@ -238,7 +238,7 @@ def check_headers_of_combine_without_rows(comm: MPI.Intracomm) -> None:
                 )
                 assert buffer.query_masked_ranks() == [last]
                 run_all_steps(comm, buffer, 1260, all_ranks[:-1])
-            meet(comm)
+            idle_barrier(comm)
 
 
 def check_throughput_calls_discard_old_headers(comm: MPI.Intracomm) -> None:
@@ -249,11 +249,11 @@ def check_throughput_calls_discard_old_headers(comm: MPI.Intracomm) -> None:
     with buffer_that_some_leave(comm, on_timeout="mask") as buffer:
         if rank != last:
             run_all_steps(comm, buffer, 1300, all_ranks[:-1])
-        meet(comm)
+        idle_barrier(comm)
         inputs = make_low_latency_inputs(comm, 1301)
         sent = buffer.dispatch(inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)
         oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, buffer.config.num_experts))
-        meet(comm)
+        idle_barrier(comm)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import oracle
 import spmd
 from low_latency_rounds import assert_same, expert_outputs, make_low_latency_buffer, make_low_latency_inputs
 from mpi4py import MPI
-from spmd import meet
+from spmd import idle_barrier
 
 from deepep_rt import Buffer
 
@@ -67,20 +66,20 @@ def set_masks(comm: MPI.Intracomm, buffer: Buffer, ranks: Collection[int], maske
     rank = comm.Get_rank()
     all_ranks = range(comm.Get_size())
     live = [rank] if rank in ranks else [peer for peer in all_ranks if peer not in ranks]
-    meet(comm)
+    idle_barrier(comm)
     for peer in set(all_ranks) - set(live):
         (buffer.mask_rank if masked else buffer.unmask_rank)(peer)
-    meet(comm)
+    idle_barrier(comm)
     return live if masked else list(all_ranks)
 
 
 def unmask_all(comm: MPI.Intracomm, buffer: Buffer) -> None:
     """Unmask every rank on every rank."""
-    meet(comm)
+    idle_barrier(comm)
     for peer in buffer.query_masked_ranks():
         buffer.unmask_rank(peer)
     assert buffer.query_masked_ranks() == []
-    meet(comm)
+    idle_barrier(comm)
 
 
 @contextmanager
@@ -89,18 +88,4 @@ def buffer_that_some_leave(comm: MPI.Intracomm, **settings: Any) -> Iterator[Buf
     buffer = make_low_latency_buffer(comm, timeout_s=TIMEOUT_S, **settings)
     with buffer:
         yield buffer
-    meet(comm)
-
-
-@contextmanager
-def logged_warnings() -> Iterator[list[str]]:
-    """Collect the warnings that the package logs."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logger = logging.getLogger("deepep_rt")
-    logger.addHandler(handler)
-    try:
-        yield warnings
-    finally:
-        logger.removeHandler(handler)
+    idle_barrier(comm)

@@ -23,7 +23,7 @@ from masked_steps import (
     unmask_all,
 )
 from mpi4py import MPI
-from spmd import main, meet, raises
+from spmd import idle_barrier, main, raises
 
 from deepep_rt import EPInputError
 
@@ -154,7 +154,7 @@ def check_unmasking_after_different_calls(comm: MPI.Intracomm) -> None:
         else:
             run_step(comm, buffer, 1404, all_ranks[:-1])
             assert buffer.query_masked_ranks() == [last]
-        meet(comm)
+        idle_barrier(comm)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Generated bad calls on the host backend, with valid rounds in between that are checked against the oracles.
+"""Generated bad calls on the host backend. Valid rounds in between are compared with the oracles.
 
-Usage: random_bad_calls.py [NUMBER [SECONDS [SEED]]]: bad calls of all ranks together, the time after which no round begins, a seed.
+Usage: random_bad_calls.py [NUMBER [SECONDS [SEED]]]. NUMBER counts the bad calls of all ranks. After SECONDS, no further round begins.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ HIDDEN, TOPK, TOKENS, CALLS_A_ROUND = 256, 4, 8, 25
 
 
 def _calls(comm: MPI.Intracomm, buffer: Buffer, held: dict[str, Any]) -> list[Call]:
-    """Valid calls, were it not for what is replaced. Numbers of tokens stay: a call that is right would wait for the other ranks."""
+    """List valid calls. Replacements keep the numbers of tokens, because a call that is valid by chance would wait for the other ranks."""
     x, idx, weights = held["inputs"].x, held["inputs"].topk_idx, held["inputs"].topk_weights
     array, sent, low = wrong_array, held["sent"], held["low"]
-    how: dict[str, Any] = {"async_finish": False, "previous_event": None, "stream": None}
-    hows: dict[str, Any] = {"async_finish": "flag", "previous_event": "stream", "stream": "stream"}
-    hows_low = {"async_finish": "flag", "stream": "stream", "return_recv_hook": "flag"}
+    options: dict[str, Any] = {"async_finish": False, "previous_event": None, "stream": None}
+    option_kinds: dict[str, Any] = {"async_finish": "flag", "previous_event": "stream", "stream": "stream"}
+    low_option_kinds = {"async_finish": "flag", "stream": "stream", "return_recv_hook": "flag"}
     arrays = {"x": array, "topk_idx": array}
-    new = {"x": x, "topk_idx": idx, "topk_weights": weights, "num_worst_tokens": 5, "expert_alignment": 1, **how}
+    new = {"x": x, "topk_idx": idx, "topk_weights": weights, "num_worst_tokens": 5, "expert_alignment": 1, **options}
     foreign = {"handle": lambda r, _: held["foreign"] if r.random() < 0.2 else r.choice([low.handle, sent, 7, "h", {}])}
     foreign_low = {"handle": lambda r, _: held["foreign low"] if r.random() < 0.2 else r.choice([sent.handle, low, None, "h"])}
     rows = {"y": held["y"], "topk_idx": idx, "topk_weights": weights, "handle": low.handle}
     numbers = {"expert_alignment": "number", "num_worst_tokens": "number"}
-    low_flags = {"use_fp8": "flag", "round_scale": "flag", "use_ue8m0": "flag", **hows_low}
-    combine_flags = {"allow_multiple_reduction": "flag", "zero_copy": "flag", **hows_low}
+    low_flags = {"use_fp8": "flag", "round_scale": "flag", "use_ue8m0": "flag", **low_option_kinds}
+    combine_flags = {"allow_multiple_reduction": "flag", "zero_copy": "flag", **low_option_kinds}
     good_stats = {
         "cumulative_local_expert_recv_stats": np.zeros(buffer.config.num_local_experts, np.int32),
         "wait_recv_cost_stats": np.zeros(comm.Get_size(), np.int64),
@@ -48,10 +48,10 @@ def _calls(comm: MPI.Intracomm, buffer: Buffer, held: dict[str, Any]) -> list[Ca
     settings |= {"dtype": "any", "backend": "any", "on_timeout": "any", "on_exhausted": "any", "low_latency": "flag"}
     set_num_sms = partial(setattr, buffer, "num_sms")
     return [
-        Call("dispatch", buffer.dispatch, new, {**arrays, "topk_weights": array, **numbers, **hows, **foreign}),
-        Call("dispatch, known", buffer.dispatch, {"x": x, "handle": sent.handle, **how}, {"x": array, **hows, **foreign}),
-        Call("combine", buffer.combine, {"x": sent.recv_x, "handle": sent.handle, "bias": x, **how},
-             {"x": array, "bias": _wrong_bias, **hows, **foreign}),
+        Call("dispatch", buffer.dispatch, new, {**arrays, "topk_weights": array, **numbers, **option_kinds, **foreign}),
+        Call("dispatch, known", buffer.dispatch, {"x": x, "handle": sent.handle, **options}, {"x": array, **option_kinds, **foreign}),
+        Call("combine", buffer.combine, {"x": sent.recv_x, "handle": sent.handle, "bias": x, **options},
+             {"x": array, "bias": _wrong_bias, **option_kinds, **foreign}),
         Call("low_latency_dispatch", buffer.low_latency_dispatch, {"x": x, "topk_idx": idx, **good_stats},
              {**arrays, **low_flags, "cumulative_local_expert_recv_stats": array, "wait_recv_cost_stats": array}),
         Call("low_latency_combine", buffer.low_latency_combine, {**rows, "out": np.zeros_like(x)},
@@ -70,24 +70,24 @@ def _calls(comm: MPI.Intracomm, buffer: Buffer, held: dict[str, Any]) -> list[Ca
 
 
 def _wrong_bias(random: Any, good: Any) -> Any:
-    """A sequence is a list of biases: an empty one is right."""
+    """Wrap sequences, because an empty sequence is a valid list of biases."""
     wrong = wrong_array(random, good)
     return [wrong] if isinstance(wrong, (list, tuple)) else wrong
 
 
-def _all_disagree(comm: MPI.Intracomm, buffer: Buffer, held: dict[str, Any], number: int) -> None:
-    """A wrong call that only all ranks together can see: every rank raises."""
+def _disagree(comm: MPI.Intracomm, buffer: Buffer, held: dict[str, Any], number: int) -> None:
+    """Make a call that is valid on each rank and differs between ranks, so that every rank raises."""
     if comm.Get_size() == 1:
         return
-    guilty = comm.Get_rank() == number % comm.Get_size()
+    is_culprit = comm.Get_rank() == number % comm.Get_size()
     x, idx = held["inputs"].x, held["inputs"].topk_idx
     wrong = idx.copy()
     wrong[number % len(idx), number % TOPK] = buffer.config.num_experts + number
     kinds = {
-        "topk_idx": lambda: buffer.dispatch(x, wrong if guilty else idx),
-        "x of this call": lambda: buffer.dispatch(x.astype(np.float16) if guilty else x, idx),
-        "topk_weights": lambda: buffer.dispatch(x, idx, held["inputs"].topk_weights if guilty else None),
-        "kind": lambda: buffer.dispatch(x, idx, handle=held["sent"].handle if guilty else None),
+        "topk_idx": lambda: buffer.dispatch(x, wrong if is_culprit else idx),
+        "x of this call": lambda: buffer.dispatch(x.astype(np.float16) if is_culprit else x, idx),
+        "topk_weights": lambda: buffer.dispatch(x, idx, held["inputs"].topk_weights if is_culprit else None),
+        "kind": lambda: buffer.dispatch(x, idx, handle=held["sent"].handle if is_culprit else None),
     }
     words = list(kinds)[number % len(kinds)]
     with raises(EPInputError, words):
@@ -95,7 +95,7 @@ def _all_disagree(comm: MPI.Intracomm, buffer: Buffer, held: dict[str, Any], num
 
 
 def _valid_round(comm: MPI.Intracomm, buffer: Buffer, seed: int) -> dict[str, Any]:
-    """A round of each mode, checked; what later bad calls are made of."""
+    """Make a round of each mode, and compare it with the oracles. Return its arguments and results for bad calls."""
     rank, experts = comm.Get_rank(), buffer.config.num_experts
     settings = dict(hidden=HIDDEN, num_topk=TOPK, num_experts=experts, dtype="bfloat16")
     inputs = inputs_of_all(comm, seed, lambda rank: 1 + (seed + rank) % TOKENS, **settings)
@@ -140,8 +140,8 @@ def check_generated_bad_calls(comm: MPI.Intracomm) -> None:
             held.clear()
             held |= _valid_round(comm, buffer, 1000 * seed + rounds)
             held |= {"foreign": foreign["sent"].handle, "foreign low": foreign["low"].handle}
-            caller.make(CALLS_A_ROUND if rounds % 5 or rank else 3 * CALLS_A_ROUND)  # some ranks are late now and then
-            _all_disagree(comm, buffer, held, rounds)
+            caller.make(CALLS_A_ROUND if rounds % 5 or rank else 3 * CALLS_A_ROUND)  # so that ranks are late at times
+            _disagree(comm, buffer, held, rounds)
             rounds += 1
         _valid_round(comm, buffer, 999)
     done = comm.allreduce(caller.report.done)

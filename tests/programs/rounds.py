@@ -1,4 +1,4 @@
-"""Many random rounds back to back, through one Buffer, with every option on and off."""
+"""Many random rounds in a row through one Buffer, with every option on and off."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NUM_ROUNDS = 60
 def check_random_rounds(comm: MPI.Intracomm) -> None:
     ranks, rank = comm.Get_size(), comm.Get_rank()
     experts = 4 * ranks
-    held = []
+    results = []
     with make_buffer(comm, num_experts=experts, num_max_tokens_per_rank=24) as buffer:
         for number in range(NUM_ROUNDS):
-            rng = np.random.default_rng([11, number])  # the same on all ranks: they make the same choices
+            rng = np.random.default_rng([11, number])  # the same on all ranks, so that they make the same choices
             sizes = rng.integers(0, 25 if number % 5 else 1, ranks)
             inputs = inputs_of_all(
                 comm,
@@ -36,7 +36,7 @@ def check_random_rounds(comm: MPI.Intracomm) -> None:
             worst = [int(n) for n in rng.integers(0, 24 * ranks + 1, ranks)] if rng.random() < 0.3 else None
             mine = inputs[rank]
             if rng.integers(0, ranks) == rank and number % 3 == 0:
-                time.sleep(0.01)  # ranks do not run in step
+                time.sleep(0.01)  # so that ranks run at different speeds
             limit = worst[rank] if worst else None
             alignment = int(rng.choice([1, 8]))
             sent = buffer.dispatch(
@@ -48,13 +48,13 @@ def check_random_rounds(comm: MPI.Intracomm) -> None:
                 expert_alignment=alignment,
             )
             expected = oracle.expected_dispatch(rank, inputs, experts, num_worst_tokens=limit, expert_alignment=alignment)
-            held.append((sent, expected, worst is None))
+            results.append((sent, expected, worst is None))
             dtype = str(rng.choice(["float32", "bfloat16", "float16"]))
             outputs = outputs_of_all(inputs, experts, number, 32, dtype, worst=worst, integers=True)
             total, _, _ = oracle.expected_combine(rank, inputs, outputs, experts, all_worst=worst)
             assert (buffer.combine(outputs[rank], sent.handle).x.astype(np.float64) == total).all(), f"round {number}"
-        for sent, expected, told in held:  # results stay what they were, however many calls came after them
-            oracle.check_dispatch(sent, expected, told=told)
+        for sent, expected, has_counts in results:  # later calls do not change results
+            oracle.check_dispatch(sent, expected, has_counts=has_counts)
 
 
 if __name__ == "__main__":

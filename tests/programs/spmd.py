@@ -1,7 +1,7 @@
-"""Runs the checks of a program on all ranks, and gathers who failed and why instead of leaving ranks behind.
+"""Run the checks of a program on all ranks.
 
-A program is a file of functions `check_*(comm)`; each runs on every rank. A rank that fails prints its traceback. The
-others run into a time-out of their Buffer at worst, and all meet again after the check; `main` exits with 1 in the end.
+A program is a file of functions `check_*(comm)`, and each runs on every rank. If a check fails on one rank, this rank prints its traceback,
+and the other ranks may run into the time-out of their Buffer. All ranks go on together with the next check. `main` exits with 1 at the end.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from deepep_rt.comm.store import StoreCommunicator
 __all__ = ["raises"]
 
 TIMEOUT_S = 20.0
-backend = "host"  # the GPU tests run the same checks on "cuda",
-more: dict[str, Any] = {}  # and with other settings of a Buffer
-MEETING_S = TIMEOUT_S + 5  # how long a rank that failed waits for the others, which may hang in a collective of MPI itself
+backend = "host"  # the GPU tests run the same checks on "cuda"
+more_settings: dict[str, Any] = {}  # of a Buffer; the GPU tests set them
+ABORT_AFTER_S = TIMEOUT_S + 5  # after a failure, because the other ranks may hang in a collective of MPI
 
 
 def main(*modules: str) -> None:
-    """Run every `check_*` of the modules, in the order of the file; with --store, over a store instead of MPI.
+    """Run every `check_*` of the modules, in the order of the file. `--store` runs them over a store instead of MPI.
 
-    With --sizes, on as many ranks as each of the numbers says that follow: ranks that load large libraries do so once.
+    `--sizes 8 4` runs them on 8 ranks and then on 4, so that the ranks load large libraries only once.
     """
     world = MPI.COMM_WORLD
     sizes = map(int, sys.argv[sys.argv.index("--sizes") + 1 :]) if "--sizes" in sys.argv else [world.Get_size()]
     passed = []
     for size in sizes:
-        meeting = world.Split(world.Get_rank() < size)
+        group = world.Split(world.Get_rank() < size)
         if world.Get_rank() < size:
-            store = _store(meeting) if "--store" in sys.argv else None
-            passed += [run_check(check, meeting, store) for module in modules for check in _checks(module)]
-        meet(world)  # rank 0 holds the store
+            store = _store(group) if "--store" in sys.argv else None
+            passed += [run_check(check, group, store) for module in modules for check in _checks(module)]
+        idle_barrier(world)  # rank 0 holds the store
     sys.exit(0 if all(passed) else 1)
 
 
@@ -54,63 +54,64 @@ def _checks(module: str) -> list[Callable[[Any], None]]:
     return sorted((f for name, f in found if name.startswith("check_")), key=lambda check: check.__code__.co_firstlineno)
 
 
-def meet(comm: MPI.Intracomm) -> None:
-    """A barrier for ranks that may come seconds apart: MPI's own keeps a core busy that the others need."""
+def idle_barrier(comm: MPI.Intracomm) -> None:
+    """Wait for all ranks without using a core. In MPI's own barrier, a rank that waits keeps a core busy that other ranks need."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
 
 
-def run_check(check: Callable[[Any], None], meeting: MPI.Intracomm, store: Any = None) -> bool:
-    """Run a check on all ranks, with a communicator of its own over MPI or a store; whether it passed on all of them."""
-    comm = meeting.Dup() if store is None else _OverStore(store, check.__name__, meeting)
-    rank = meeting.Get_rank()
-    last_resort = threading.Timer(MEETING_S, MPI.COMM_WORLD.Abort, (3,))
-    last_resort.daemon = True
+def run_check(check: Callable[[Any], None], group: MPI.Intracomm, store: Any = None) -> bool:
+    """Run a check with a new communicator over MPI or a store. Return whether it passed on all ranks."""
+    comm = group.Dup() if store is None else _StoreComm(store, check.__name__, group)
+    rank = group.Get_rank()
+    abort = threading.Timer(ABORT_AFTER_S, MPI.COMM_WORLD.Abort, (3,))
+    abort.daemon = True
     passed = True
     try:
         check(comm)
     except BaseException:
         passed = False
         print(f"--- {check.__name__} failed on rank {rank}\n{traceback.format_exc()}", flush=True)
-        last_resort.start()
-    meet(meeting)
-    everywhere = meeting.allreduce(passed, MPI.LAND)
-    last_resort.cancel()
+        abort.start()
+    idle_barrier(group)
+    passed_on_all = group.allreduce(passed, MPI.LAND)
+    abort.cancel()
     if rank == 0:
-        print(f"{check.__name__} on {meeting.Get_size()}: {'passed' if everywhere else 'failed'}", flush=True)
-    return everywhere
+        print(f"{check.__name__} on {group.Get_size()}: {'passed' if passed_on_all else 'failed'}", flush=True)
+    return passed_on_all
 
 
-def _store(meeting: MPI.Intracomm) -> Any:
+def _store(group: MPI.Intracomm) -> Any:
+    """Make a store that rank 0 serves."""
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if meeting.Get_rank() == 0 else None
-    port = meeting.bcast(store and store.port)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group.Get_rank() == 0 else None
+    port = group.bcast(store and store.port)
     return store or dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-class _OverStore(StoreCommunicator):
-    """Buffers speak over the store; what else a check does goes over MPI."""
+class _StoreComm(StoreCommunicator):
+    """A communicator over a store for Buffers. The other collectives of checks go over MPI."""
 
-    def __init__(self, store: Any, name: str, meeting: MPI.Intracomm) -> None:
-        super().__init__(store, name, meeting.Get_rank(), meeting.Get_size())
-        self._meeting = meeting.Dup()
+    def __init__(self, store: Any, name: str, group: MPI.Intracomm) -> None:
+        super().__init__(store, name, group.Get_rank(), group.Get_size())
+        self._group = group.Dup()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("Split", "allreduce"):  # of the checks; what a Buffer lacks shall be missed
+        if name not in ("Split", "allreduce"):  # checks use these; a Buffer must not need more than the class has
             raise AttributeError(name)
-        return getattr(self._meeting, name)
+        return getattr(self._group, name)
 
 
 def make_buffer(comm: MPI.Intracomm, *, num_experts: int, **settings: Any) -> Buffer:
-    """A small Buffer, on the host backend or on the one that the GPU tests choose."""
+    """Make a small Buffer on the backend of this module."""
     defaults = dict(num_max_tokens_per_rank=64, hidden=32, num_topk=4, dtype="float32", timeout_s=TIMEOUT_S)
-    return Buffer(comm, backend=backend, num_experts=num_experts, **{**defaults, **more, **settings})
+    return Buffer(comm, backend=backend, num_experts=num_experts, **{**defaults, **more_settings, **settings})
 
 
 def inputs_of_all(comm: MPI.Intracomm, seed: int, num_tokens: Callable[[int], int], **settings: Any) -> list[oracle.RankInputs]:
-    """The inputs of all ranks; `num_tokens(rank)` tokens each."""
+    """Make the inputs of all ranks, `num_tokens(rank)` tokens each."""
     ranks = comm.Get_size()
     return [oracle.make_inputs(seed, rank, num_tokens(rank), num_ranks=ranks, **settings) for rank in range(ranks)]
 
@@ -125,15 +126,15 @@ def outputs_of_all(
     worst: list[int | None] | None = None,
     integers: bool = False,
 ) -> list[np.ndarray]:
-    """For each rank, what its experts are taken to have computed: random rows, as many as it received."""
-    made = []
+    """Make random outputs of each rank's experts, one row for each row that the rank received."""
+    outputs = []
     for rank in range(len(inputs)):
         received = oracle.expected_dispatch(rank, inputs, num_experts, num_worst_tokens=worst[rank] if worst else None)
         rng = np.random.default_rng([seed, rank, 7])
         shape = (len(received.x), hidden)
         values = rng.integers(-8, 9, shape).astype(np.float32) if integers else rng.standard_normal(shape, np.float32)
-        made.append(values.astype(dtype))
-    return made
+        outputs.append(values.astype(dtype))
+    return outputs
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
