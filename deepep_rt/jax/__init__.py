@@ -1,16 +1,16 @@
-"""Dispatch and combine inside `jax.jit`, `jax.grad` and `jax.lax.scan`: functions of arrays whose gradients are each other.
+"""Dispatch and combine inside `jax.jit`, `jax.grad` and `jax.lax.scan`. The gradient of each is the other.
 
-A call becomes a callback (`jax.experimental.buffer_callback`) that launches on XLA's own stream, in the order of the program; nothing is
-compiled for it and the host waits for nothing (on the host backend, the callback is the call). Its results are copied from the buffer's
-memory to XLA's on that stream. Rows are all `num_worst_tokens` long, so a copy reads and writes that many of them.
+XLA makes a call through a callback (`jax.experimental.buffer_callback`). The callback launches the kernels on XLA's stream, in the order of
+the program. XLA compiles nothing for it, and the host does not wait. On the host backend, the callback itself moves the rows. The callback
+copies the results from the Buffer's memory to XLA's on that stream. A copy reads and writes `num_worst_tokens` rows.
 
-**Order.** All ranks have to make the same calls in the same order. XLA runs what does not depend on each other in an order of its own, so
-calls have to depend on each other: every call takes a token and gives one. `combine` takes that of its `dispatch`, the layers of a
-model follow each other anyway, and so do their gradients, in reverse. Calls that do *not* depend on each other (two micro-batches) are put
-in order with `after=`; their gradients are then in the reverse order.
+**Order.** All ranks have to make the same calls in the same order. XLA chooses the order of steps that do not depend on each other.
+Therefore every call takes a token and returns one. `combine` takes the token of its `dispatch`. The layers of a model depend on each
+other, and so do their gradients, in reverse order. If two calls do not depend on each other (two micro-batches), order them with `after=`.
+Their gradients then have the reverse order.
 
-**Nothing is kept.** The routing is an array (`Handle`) among the others, so `jax.checkpoint`, `jax.lax.scan` and running a compiled
-function again just work.
+**No state.** The routing is an array of the `Handle`. A program may therefore use `jax.checkpoint` and `jax.lax.scan`, and may run a
+compiled function again.
 """
 
 from .autodiff import Dispatched, Handle, checkpoint, combine, dispatch

@@ -11,23 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .._checks import whole_number
+from .._checks import argument_error, whole_number
 from ..backends.inputs import combine_inputs, dispatch_inputs
 from ..buffer import Buffer, backend_of, info_of
 from ..config import COMBINE_DTYPES
 from ..errors import EPInputError
 from ..results import DispatchHandle
-from .callbacks import (
-    Combined,
-    as_array,
-    call,
-    run_combine,
-    run_dispatch,
-    run_known_dispatch,
-    token_of,
-    tokens_and_indices,
-    traced,
-)
+from .arguments import as_array, token_of, tokens_and_indices, traced_view
+from .buffer_calls import run_combine, run_dispatch, run_known_dispatch
+from .callbacks import Combined, call
 from .device import check_buffer, check_threads
 
 
@@ -38,12 +30,12 @@ from .device import check_buffer, check_threads
 )
 @dataclass(frozen=True)
 class Handle:
-    """The routing of a `dispatch`, for its `combine`: a pytree of arrays that may go wherever arrays go."""
+    """The routing of a `dispatch`, for its `combine`: a pytree of arrays, which JAX treats like other arrays."""
 
     tables: jax.Array
-    """The buffer's own tables, `[n]` int32."""
+    """The tables of the Buffer, `[n]` int32."""
     num_recv_tokens: jax.Array
-    """Rows that arrived, `[1]` int32; may be more than there was room for."""
+    """Rows sent to this rank, `[1]` int32. The result may have room for fewer."""
     token: jax.Array
     """Orders later calls after the dispatch, `[1]` float32; see `after`."""
     num_tokens: int
@@ -55,14 +47,14 @@ class Handle:
 
 
 class Dispatched(NamedTuple):
-    """What arrived at this rank, in the order (source rank, source token), in `num_worst_tokens` rows; the rest is padding."""
+    """The rows that arrived at this rank, in the order (source rank, source token), then padding up to `num_worst_tokens` rows."""
 
     recv_x: jax.Array
     """Rows, `[num_worst_tokens, hidden]`, dtype of `x`; padding is zero."""
     recv_topk_idx: jax.Array
-    """Local expert numbers, `[num_worst_tokens, num_topk]` int32; -1 where the expert lives on another rank, and in padding."""
+    """Local expert numbers, `[num_worst_tokens, num_topk]` int32; -1 for experts of other ranks, and in padding."""
     recv_topk_weights: jax.Array | None
-    """Weights, `[num_worst_tokens, num_topk]` float32; 0 where the expert lives on another rank, and in padding."""
+    """Weights, `[num_worst_tokens, num_topk]` float32; 0 for experts of other ranks, and in padding."""
     num_recv_tokens_per_expert: jax.Array
     """Received tokens of each local expert, `[num_local_experts]` int32."""
     handle: Handle
@@ -82,20 +74,20 @@ def dispatch(
     Differentiable in `x` and `topk_weights`: the gradient is a combine along the same routing.
 
     Args:
-        buffer: The Buffer, on the GPU that JAX computes on (`use_gpu_of_rank`), or on the host backend where JAX computes on the CPU.
-        x: `[num_tokens, hidden]`, at least one row; for gradients bfloat16, float16 or float32.
+        buffer: The Buffer, on the GPU on which JAX computes (`use_gpu_of_rank`). If JAX computes on the CPU, on the host backend.
+        x: `[num_tokens, hidden]`, at least one row. For gradients bfloat16, float16 or float32.
         topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers; -1 skips.
         topk_weights: `[num_tokens, num_topk]` float32, or None.
-        num_worst_tokens: Rows of the result, whatever arrives; default and most: `num_ranks * num_max_tokens_per_rank`. Rows past it are
-            dropped (their tokens lack these experts, and so do their gradients), and count in `handle.num_recv_tokens`.
-        after: The `token` of a call that this one comes after on all ranks, where nothing else of it depends on that call.
+        num_worst_tokens: Rows of the result, whatever arrives. Default and maximum: `num_ranks * num_max_tokens_per_rank`. Further rows
+            are dropped: their tokens lack these experts, and so do their gradients. `handle.num_recv_tokens` counts them.
+        after: The `token` of an earlier call. All ranks make this call after that one.
 
     Returns:
-        What arrived at this rank, in the order (source rank, source token): see `Dispatched`.
+        The rows that arrived at this rank, in the order (source rank, source token): see `Dispatched`.
 
     Raises:
-        EPInputError: while it is traced, if a shape or dtype is wrong.
-        EPUnavailableError: if MPI may not be called from XLA's threads (host backend).
+        EPInputError: While JAX traces the call, if a shape or dtype is wrong.
+        EPUnavailableError: If XLA's threads may not call MPI (host backend).
 
     Example:
         >>> sent = dispatch(buffer, x, topk_idx, topk_weights)
@@ -108,8 +100,9 @@ def dispatch(
     rows = most if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, most)
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
-    rows_, idx_, weights_ = (None if array is None else traced(buffer, array) for array in (x, topk_idx, weights))
-    dispatch_inputs(info_of(buffer), None, rows_, idx_, weights_, None, None, rows, 1)
+    weights_view = None if weights is None else traced_view(buffer, weights)
+    x_view, idx_view = traced_view(buffer, x), traced_view(buffer, topk_idx)
+    dispatch_inputs(info_of(buffer), None, x_view, idx_view, weights_view, None, None, rows, 1)
     return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
 
 
@@ -120,15 +113,15 @@ def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | 
 
     Args:
         buffer: The Buffer of the dispatch.
-        x: `[num_worst_tokens, hidden]` bfloat16, float16 or float32, in the order of `recv_x`; padding is not read.
+        x: `[num_worst_tokens, hidden]` bfloat16, float16 or float32, in the order of `recv_x`. The call does not read padding.
         handle: The handle of the dispatch that brought the tokens.
-        after: As in `dispatch`; default: the token of `handle`.
+        after: As in `dispatch`. Default: the token of `handle`.
 
     Returns:
         `x` `[num_tokens, hidden]`, dtype of `x`, and the `token` of the call.
 
     Raises:
-        EPInputError: while it is traced, if a shape or dtype is wrong.
+        EPInputError: While JAX traces the call, if a shape or dtype is wrong.
 
     Example:
         >>> out = combine(buffer, y, sent.handle).x
@@ -136,20 +129,20 @@ def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | 
     check_buffer(buffer)
     x = as_array(x, "x")
     if not isinstance(handle, Handle):
-        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.dispatch")
+        raise argument_error(handle, "handle", "the .handle of deepep_rt.jax.dispatch", "Pass it as it is.")
     return _combine(buffer, x, handle, token_of(handle.token if after is None else after))
 
 
 def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute a layer again for its gradient instead of keeping what it computed, calls included; `jax.checkpoint` in good order.
+    """Compute a layer and its calls again for its gradient, instead of keeping intermediate results. All ranks do it in the same order.
 
-    XLA may start what `jax.checkpoint` computes again at any time, also before the gradients of the layers above: on the CPU, ranks then
-    make their calls in different orders. Here the layer's first call waits for the gradient. `jax.checkpoint` is in order inside of
-    `jax.lax.scan`, and with a policy that keeps what calls return (they have the names "deepep_rt.dispatch" and "deepep_rt.combine").
+    With `jax.checkpoint`, XLA may compute a layer again at any time, even before the gradients of the layers above. On the CPU, ranks then
+    make their calls in different orders. Here the layer's first call waits for the gradient. `jax.checkpoint` keeps the order inside of
+    `jax.lax.scan`. It also does with a policy that keeps results of calls, which are named "deepep_rt.dispatch" and "deepep_rt.combine".
 
     Args:
-        layer: `layer(*arrays, after=token)` gives `after` to its first call. What it is to be differentiated in has to be among the arrays;
-            it cannot be closed over.
+        layer: `layer(*arrays, after=token)` gives `after` to its first call. Pass everything that needs a gradient as an array: the layer
+            cannot close over it.
 
     Returns:
         The same function, as `layer(*arrays, after=None)`.
@@ -166,12 +159,12 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(after: jax.Array, *arguments: Any) -> tuple[Any, Any]:
         out = once(after, *arguments)
-        return out, (arguments, _sum(out))
+        return out, (arguments, _token_from(out))
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, ...]:
         arguments, done = kept
-        # The barrier is there so that XLA does not keep what it shall compute again.
-        after, arguments = jax.lax.optimization_barrier((done + _sum(gradient), arguments))
+        # Without the barrier XLA keeps the results that it should compute again.
+        after, arguments = jax.lax.optimization_barrier((done + _token_from(gradient), arguments))
         _, pull = jax.vjp(once, after, *arguments)
         return tuple(pull(gradient))
 
@@ -204,18 +197,20 @@ def _dispatch_once(
 
 def _dispatch_forward(buffer: Buffer, rows: int, *arguments: Any) -> tuple[Dispatched, Any]:
     if (dtype := arguments[0].dtype.name) not in COMBINE_DTYPES:
-        raise EPInputError(f"x is {dtype}, and its gradient would be a combine of {dtype}; use {', '.join(COMBINE_DTYPES)}")
-    sent = _dispatch_once(buffer, rows, *arguments)  # not `_dispatch`, whose inside policies do not see, nor the names there
+        raise EPInputError(
+            f"x.dtype={dtype}; expected {' or '.join(COMBINE_DTYPES)}, because the gradient is a combine. Convert x."
+        )
+    sent = _dispatch_once(buffer, rows, *arguments)  # policies of `jax.checkpoint` see no names inside of `_dispatch`
     return sent, (sent.handle, sent.recv_topk_idx)
 
 
 def _dispatch_backward(buffer: Buffer, rows: int, kept: Any, gradient: Dispatched) -> tuple[Any, ...]:
-    """Rows go back and are added up; a weight's gradient is where its expert is, the other ranks' zeros were no copies of it."""
+    """Send rows back and add them up. Only the rank of an expert has a gradient of its weight: the zeros of other ranks are no copies."""
     handle, recv_idx = kept
     weights = gradient.recv_topk_weights
     if weights is not None:
         weights = jnp.where(recv_idx >= 0, weights, 0)
-    token, x, *weights = _send_back(buffer, gradient.recv_x, weights, handle, gradient.handle.token)
+    token, x, *weights = _combine_rows(buffer, gradient.recv_x, weights, handle, gradient.handle.token)
     return x, None, *(weights or [None]), token
 
 
@@ -224,7 +219,7 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 def _combine_once(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> Combined:
-    token, out = _named("deepep_rt.combine", _send_back(buffer, x, None, handle, after))
+    token, out = _named("deepep_rt.combine", _combine_rows(buffer, x, None, handle, after))
     return Combined(out, token)
 
 
@@ -234,9 +229,8 @@ def _combine_forward(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Ar
 
 
 def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[Any, ...]:
-    """Each row gets the gradient of its token. A combine that was computed again for the sake of gradients comes before."""
+    """Give each row the gradient of its token. If JAX computed the combine again for the gradient, this call comes after it."""
     handle, done = kept
-
     shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
     given = [handle.tables, handle.num_recv_tokens, gradient.x]
     token, rows = call(buffer, run_known_dispatch, _sizes(handle), [gradient.token, done], given, shapes)
@@ -247,13 +241,12 @@ _combine = jax.custom_vjp(_combine_once, nondiff_argnums=(0,))
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _send_back(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array) -> list[jax.Array]:
-    """Combine rows, and weights if there are any: the token, and what they add up to."""
+def _combine_rows(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array) -> list[jax.Array]:
+    """Combine rows, and weights unless they are None. Return the token and the sums."""
     config, tokens = buffer.config, handle.num_tokens
     known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {})
-    seen = [None if array is None else traced(buffer, array) for array in (x, weights)]
-    combine_inputs(info_of(buffer), None, seen[0], known, seen[1], None)
-
+    views = [None if array is None else traced_view(buffer, array) for array in (x, weights)]
+    combine_inputs(info_of(buffer), None, views[0], known, views[1], None)
     shapes = [((tokens, config.hidden), x.dtype)] + ([] if weights is None else [((tokens, config.num_topk), jnp.float32)])
     given = [handle.tables, x] + ([] if weights is None else [weights])
     return call(buffer, run_combine, _sizes(handle), [after], given, shapes)
@@ -263,12 +256,12 @@ def _sizes(handle: Handle) -> tuple[int, int]:
     return handle.num_tokens, handle.num_recv_rows
 
 
-def _sum(tree: Any) -> jax.Array:
-    """A token that depends on every element of a tree of arrays."""
+def _token_from(tree: Any) -> jax.Array:
+    """Return a token that depends on every element of a tree of arrays."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return sum((leaf.sum(dtype=jnp.float32) for leaf in leaves), start=jnp.zeros(1, jnp.float32))
 
 
 def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:
-    """Results that policies of `jax.checkpoint` can name."""
+    """Name results for the policies of `jax.checkpoint`."""
     return [checkpoint_name(result, name) for result in results]

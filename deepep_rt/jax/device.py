@@ -1,4 +1,4 @@
-"""Where JAX computes: on the GPU of the rank, which has to be the one that a Buffer is on."""
+"""Make JAX compute on the GPU of the rank, and check that the Buffer is on the same GPU."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 
 def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
-    """Let JAX compute on the GPU of this rank, on which a Buffer of this process is then made too; where there is none, on the CPU.
+    """Make JAX compute on the GPU of this rank, or on the CPU if there is no GPU. A Buffer of this process uses the same GPU.
 
-    Call it first of all. It shows JAX that GPU alone, and CUDA that GPU as the first of all: the kernels write to the memory of the others.
+    Call it before anything else starts CUDA. JAX then sees only that GPU. CUDA sees it as the first of all GPUs, because the kernels write
+    to the memory of the others.
 
     Args:
-        comm: An mpi4py communicator; the GPU is the one with the number of this rank among those of the same host.
+        comm: An mpi4py communicator. The number of this rank among the ranks of its host selects the GPU.
 
     Returns:
         The device.
 
     Raises:
-        EPUnavailableError: if CUDA was started before in this process, and the rank's GPU is not the first there.
+        EPUnavailableError: If CUDA was started before in this process, and the rank's GPU is not the first one.
 
     Example:
         >>> use_gpu_of_rank(MPI.COMM_WORLD)
@@ -47,30 +48,30 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
         local_rank = 0
     if ordinal := driver.use_device(local_rank):
         raise EPUnavailableError(
-            f"CUDA was started before, with the GPU of this rank as number {ordinal}, and JAX is only known to work here on number 0; "
-            f"call use_gpu_of_rank before anything starts CUDA (PyTorch, CuPy)"
+            f"CUDA was started with the GPU of this rank as number {ordinal}; JAX expects number 0. "
+            f"Call use_gpu_of_rank before anything starts CUDA (PyTorch, CuPy)."
         )
     jax.config.update("jax_cuda_visible_devices", "0")
     device = jax.local_devices()[0]
-    driver.make_current(0)  # JAX has made another one current while it started
+    driver.make_current(0)  # the start of JAX has made another context current
     return device
 
 
 def count_gpus() -> int:
-    """Asked in a process of its own: CUDA does not start here before it is decided which GPUs it sees."""
+    """Count the GPUs in another process, because CUDA must not start here before this process chooses its GPUs."""
     code = "from cuda.bindings import driver; driver.cuInit(0); print(driver.cuDeviceGetCount()[1])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout
-    return int(said) if said.strip().isdigit() else 0  # no bindings, no driver, or no GPU
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout
+    return int(output) if output.strip().isdigit() else 0  # no bindings, no driver, or no GPU
 
 
 def check_device(buffer: Buffer, array: Any) -> None:
-    """JAX has to compute where the Buffer is."""
+    """Raise EPInputError unless the array lies on the device of the Buffer."""
     kind, _ = array.__dlpack_device__()
     if (kind == dlpack.CPU) != (buffer.backend == "host"):
         where = "the CPU" if kind == dlpack.CPU else "a GPU"
         raise EPInputError(
-            f"JAX computes on {where}, but this Buffer has backend={buffer.backend!r}; make it with "
-            f"backend={'host' if kind == dlpack.CPU else 'cuda'!r}, or let JAX use the other (JAX_PLATFORMS)"
+            f"backend={buffer.backend!r}; expected {'host' if kind == dlpack.CPU else 'cuda'!r}, because JAX computes on {where}. "
+            f"Make the Buffer with that backend, or set JAX_PLATFORMS."
         )
     if kind != dlpack.CPU:
         from cuda.bindings import driver as cuda
@@ -82,21 +83,22 @@ def check_device(buffer: Buffer, array: Any) -> None:
         device = int(ok(cuda.cuPointerGetAttribute(attribute, ptr)))
         if device != info_of(buffer).device:
             raise EPInputError(
-                f"JAX computes on GPU {device}, but this Buffer is on GPU {info_of(buffer).device}; call use_gpu_of_rank before JAX is used"
+                f"JAX computes on GPU {device}; expected GPU {info_of(buffer).device}, which has the Buffer. "
+                f"Call use_gpu_of_rank before the first use of JAX."
             )
 
 
 def check_buffer(buffer: Any) -> None:
-    """Raise EPInputError unless it is a Buffer."""
+    """Raise EPInputError unless `buffer` is a Buffer."""
     instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
 
 
 def check_threads(buffer: Buffer) -> None:
-    """Raise unless it is a Buffer, and XLA's threads may call what carries it."""
+    """Raise EPUnavailableError if XLA's threads may not call the MPI of this Buffer."""
     check_buffer(buffer)
-    mpi = sys.modules.get("mpi4py.MPI")  # not loaded where a Buffer speaks over a store
+    mpi = sys.modules.get("mpi4py.MPI")  # missing if the Buffer communicates over a store
     if buffer.backend == "host" and mpi and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise EPUnavailableError(
-            "JAX calls back from threads of its own, but this MPI was started for one thread; start it with MPI_THREAD_MULTIPLE "
-            "(mpi4py does, unless mpi4py.rc.thread_level says otherwise)"
+            f"MPI.Query_thread()={mpi.Query_thread()}; expected at least MPI_THREAD_SERIALIZED, because JAX calls back from its threads. "
+            f"Leave mpi4py.rc.thread_level at its default."
         )

@@ -1,7 +1,6 @@
-"""The low-latency calls inside `jax.jit`, for decoding. What arrives, and the routing, lie in XLA's own memory.
+"""The low-latency calls inside `jax.jit`, for decoding. Rows and routing lie in XLA's memory.
 
-XLA may therefore capture these calls into CUDA graphs (command buffers): it replays them without any Python, and no memory of theirs is
-handed out again in between.
+XLA may therefore capture these calls in CUDA graphs (command buffers). It replays them without Python, and their results keep their memory.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._checks import argument_error
 from ..arrays.dtypes import FP8_GROUP
-from ..arrays.view import Framework, View
+from ..arrays.view import View
 from ..backends.calls import LowLatencyMemory
 from ..backends.inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
 from ..buffer import Buffer, backend_of, info_of
 from ..errors import EPInputError
 from ..results import LowLatencyHandle as _Handle
-from .callbacks import Combined, as_array, as_int32, call, token_of, tokens_and_indices, traced
+from .arguments import NO_FRAMEWORK, as_array, as_int32, token_of, tokens_and_indices, traced_view
+from .callbacks import Combined, call
 from .device import check_buffer, check_threads
 
 
@@ -31,7 +32,7 @@ class LowLatencyHandle:
     """The routing of a `low_latency_dispatch`, for its `low_latency_combine`: a pytree of arrays."""
 
     tables: jax.Array
-    """The buffer's own tables, `[n]` int32."""
+    """The tables of the Buffer, `[n]` int32."""
     token: jax.Array
     """Orders later calls after the dispatch, `[1]` float32; see `after`."""
     num_tokens: int
@@ -43,11 +44,11 @@ class LowLatencyHandle:
 
 
 class LowLatencyDispatched(NamedTuple):
-    """What arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
+    """The rows that arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
 
     recv_x: jax.Array
-    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn; those of expert e past the first
-    `num_recv_tokens_per_expert[e]` are undefined."""
+    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn. Only the first
+    `num_recv_tokens_per_expert[e]` rows of expert e are defined."""
     recv_x_scales: jax.Array | None
     """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]` float32, or uint8 exponents; None without FP8."""
     num_recv_tokens_per_expert: jax.Array
@@ -66,28 +67,28 @@ def low_latency_dispatch(
     use_ue8m0: bool = False,
     after: jax.Array | None = None,
 ) -> LowLatencyDispatched:
-    """Send a few tokens to their experts as fast as possible. See `Buffer.low_latency_dispatch`. For decoding: it has no gradient.
+    """Send a few tokens to their experts with low latency. See `Buffer.low_latency_dispatch`. For decoding: it has no gradient.
 
-    XLA may make it a part of a CUDA graph (command buffer); a time-out in a replay is raised by the next call outside of graphs, or by
-    `Buffer.synchronize`.
+    XLA may capture it in a CUDA graph (command buffer). If a replay times out, the next call outside of graphs raises the error, or
+    `Buffer.synchronize` does.
 
     Args:
-        buffer: A Buffer with `low_latency=True`, on the GPU that JAX computes on, or on the host backend where JAX computes on the CPU.
+        buffer: A Buffer with `low_latency=True`, on the GPU on which JAX computes. If JAX computes on the CPU, on the host backend.
         x: `[num_tokens, hidden]` bfloat16, at least one row.
-        topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers, a token's all different; -1 skips.
-        topk_weights: `[num_tokens, num_topk]` float32, or None. Given here, `low_latency_combine` is a message round shorter.
+        topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers, all different for one token; -1 skips.
+        topk_weights: `[num_tokens, num_topk]` float32, or None. If given, `low_latency_combine` is a message round shorter.
         use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_89 and newer).
         round_scale: Make the scales powers of two.
         use_ue8m0: Deliver such scales as their 8-bit exponents.
-        after: The `token` of a call that this one comes after on all ranks, where nothing else of it depends on that call.
+        after: The `token` of an earlier call. All ranks make this call after that one.
 
     Returns:
-        What arrived at this rank, expert by expert: see `LowLatencyDispatched`.
+        The rows that arrived at this rank, expert by expert: see `LowLatencyDispatched`.
 
     Raises:
-        EPInputError: while it is traced, if a shape or dtype is wrong, or the buffer was made without `low_latency=True`.
-        EPUnavailableError: if MPI may not be called from XLA's threads (host backend); when it runs, if `use_fp8` is asked of an sm_80 GPU
-            (see `errors`).
+        EPInputError: While JAX traces the call, if a shape or dtype is wrong, or the Buffer was made without `low_latency=True`.
+        EPUnavailableError: If XLA's threads may not call MPI (host backend). When the call runs, with `use_fp8` on an sm_80 GPU (see
+            `errors`).
 
     Example:
         >>> sent = low_latency_dispatch(buffer, x, topk_idx, topk_weights)
@@ -98,9 +99,9 @@ def low_latency_dispatch(
     backend_of(buffer, low_latency=True)
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = [] if topk_weights is None else [as_array(topk_weights, "topk_weights")]
-    seen = [traced(buffer, array) for array in (x, topk_idx, *weights)]
+    views = [traced_view(buffer, array) for array in (x, topk_idx, *weights)]
     inputs = low_latency_dispatch_inputs(
-        info_of(buffer), None, seen[0], seen[1], seen[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
+        info_of(buffer), None, views[0], views[1], views[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
     )
     formats = (inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0)
     return _without_gradient(partial(_dispatch, buffer, formats), x, topk_idx, weights, token_of(after))
@@ -116,33 +117,33 @@ def low_latency_combine(
     allow_multiple_reduction: bool = True,
     after: jax.Array | None = None,
 ) -> Combined:
-    """Send the experts' outputs back and add them up, weighted, in float32. See `Buffer.low_latency_combine`. It has no gradient.
+    """Send the experts' outputs back, and add them up with their weights in float32. See `Buffer.low_latency_combine`. It has no gradient.
 
     Args:
         buffer: The Buffer of the dispatch.
-        x: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the places of `recv_x`; rows past
-            `num_recv_tokens_per_expert` are not read.
-        topk_idx: As the dispatch was given.
-        topk_weights: `[num_tokens, num_topk]` float32; where the dispatch was given some, the same.
+        x: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`. The call does not read
+            rows past `num_recv_tokens_per_expert`.
+        topk_idx: The argument of the dispatch.
+        topk_weights: `[num_tokens, num_topk]` float32. The same as in the dispatch, if it had weights.
         handle: The handle of the dispatch that brought the tokens.
-        allow_multiple_reduction: Add up a rank's outputs for a token before they are sent; the same on all ranks.
-        after: As in `low_latency_dispatch`; default: the token of `handle`.
+        allow_multiple_reduction: Add up a rank's outputs for a token before sending them. The same on all ranks.
+        after: As in `low_latency_dispatch`. Default: the token of `handle`.
 
     Returns:
         `x` `[num_tokens, hidden]` bfloat16, and the `token` of the call.
 
     Raises:
-        EPInputError: while it is traced, if a shape or dtype is wrong.
+        EPInputError: While JAX traces the call, if a shape or dtype is wrong.
 
     Example:
         >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle).x
     """
     check_buffer(buffer)
     if not isinstance(handle, LowLatencyHandle):
-        raise EPInputError(f"handle is a {type(handle).__name__}; expected the .handle of deepep_rt.jax.low_latency_dispatch")
+        raise argument_error(handle, "handle", "the .handle of deepep_rt.jax.low_latency_dispatch", "Pass it as it is.")
     given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
-    known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, Framework())
-    y, idx, weights = (traced(buffer, array) for array in given)
+    known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, NO_FRAMEWORK)
+    y, idx, weights = (traced_view(buffer, array) for array in given)
     low_latency_combine_inputs(info_of(buffer), None, y, idx, weights, known, allow_multiple_reduction, None)
     sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction)
     return _without_gradient(
@@ -213,10 +214,10 @@ def _run_combine(
 
 
 def _without_gradient(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Run it; who differentiates hears that there is nothing to differentiate, and where there is."""
+    """Run a function without a gradient. Its derivative raises EPInputError."""
 
     def forward(*arguments: Any) -> Any:
-        raise EPInputError("low-latency calls have no gradient; train with dispatch and combine, or use jax.lax.stop_gradient")
+        raise EPInputError("low-latency calls have no gradient. Train with dispatch and combine, or use jax.lax.stop_gradient.")
 
     once = jax.custom_vjp(run)
     once.defvjp(forward, forward)

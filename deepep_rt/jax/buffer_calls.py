@@ -1,0 +1,54 @@
+"""The calls of a Buffer that callbacks make, with results in XLA's memory."""
+
+from __future__ import annotations
+
+from ..arrays.view import View, host_bytes
+from ..backends.base import Backend
+from ..buffer import Buffer, backend_of
+
+
+def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int) -> None:
+    """Dispatch along a new routing, and copy rows, experts, counts, weights and the routing."""
+    sent = buffer.dispatch(*arguments, num_worst_tokens=rows, stream=stream)
+    recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
+    assert sent.num_recv_tokens is not None
+    _copy_rows(stream, sent.recv_x, sent.num_recv_tokens, recv_x)
+    backend = backend_of(buffer)
+    _copy(backend, stream, (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
+    _copy(
+        backend, stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights)
+    )
+    backend.tables.save(sent.handle, table, stream)
+
+
+def run_known_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
+    """Dispatch along the routing of a handle, and copy the rows."""
+    table, num_recv, x = arguments
+    sent = buffer.dispatch(x, handle=backend_of(buffer).tables.load(table, *sizes), stream=stream)
+    _copy_rows(stream, sent.recv_x, num_recv, results[0])
+
+
+def run_combine(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
+    """Combine, and copy the sums of rows and of weights."""
+    table, x, *weights = arguments
+    backend = backend_of(buffer)
+    back = buffer.combine(x, backend.tables.load(table, *sizes), topk_weights=weights[0] if weights else None, stream=stream)
+    _copy(backend, stream, *zip((back.x, back.topk_weights), results, strict=False))
+
+
+def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> None:
+    """Copy the rows that arrived, and set the other rows to zero, because sums over all rows (gradients of experts) include them."""
+    if stream is not None:
+        from ..jit import local_kernels
+
+        local_kernels.zero_padding(stream, rows.ptr, out.ptr, num_kept.ptr, out.shape[0], out.row_bytes)
+    else:
+        num_bytes = int(host_bytes(num_kept).view("int32")[0]) * out.row_bytes
+        target = host_bytes(out)
+        target[:num_bytes], target[num_bytes:] = host_bytes(rows)[:num_bytes], 0
+
+
+def _copy(backend: Backend, stream: int | None, *pairs: tuple[View | None, View]) -> None:
+    for source, out in pairs:
+        assert source is not None
+        backend.copy(source.ptr, out, stream)
