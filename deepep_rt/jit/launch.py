@@ -1,4 +1,4 @@
-"""Packs a kernel's Params and launches it; the only launcher."""
+"""Pack a kernel's Params and launch it. All kernels of the library start here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
 
 
 class Launcher:
-    """One kernel with the members of its Params that never change; a call packs the others and launches.
+    """One kernel, with the members of its Params that never change. A call packs the other members, and launches the kernel.
 
     Args:
         kernel: Its table entry.
@@ -42,10 +42,10 @@ class Launcher:
         self._start = offset(dtype, self.names[0])
         self._packer = struct.Struct(_format(dtype, self.names, self._start))
         self._is_checked = False
-        self._where = 0, -1  # blocks and stream of the last launch
+        self._blocks_and_stream = 0, -1  # of the last launch
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._arguments_at = ctypes.addressof(self._argument)
-        self._function = driver.CUfunction(function.handle)  # from an integer it would be made in each call, which takes 1 us
+        self._argument_ptr = ctypes.addressof(self._argument)
+        self._function = driver.CUfunction(function.handle)  # made once: the binding takes 1 us to make it from an integer
         self._config = config = driver.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX, config.sharedMemBytes, config.numAttrs = function.threads, function.shared_bytes, 0
@@ -57,24 +57,30 @@ class Launcher:
             config.attrs, config.numAttrs = [attribute], 1
 
     def allow_overlap(self, allowed: bool) -> None:
-        """Whether later launches may begin while the kernel before them ends, as far as this kernel can do that."""
+        """Set whether later launches may start while the kernel before them ends, if this kernel supports that."""
         self._config.numAttrs = int(self._overlaps and allowed)
 
     def __call__(self, stream: int, num_blocks: int, values: Mapping[str, int]) -> None:
-        """Launch `num_blocks` blocks on `stream`; `values` has every member that is not fixed, in their order."""
-        if not self._is_checked:  # once: a kernel is launched from one place, and looking values up by name takes its time
+        """Launch the kernel.
+
+        Args:
+            stream: The stream of the launch.
+            num_blocks: Blocks of the grid.
+            values: Every member of Params that is not fixed, in order.
+        """
+        if not self._is_checked:  # in the first call only: one place launches a kernel, and lookups by name take time
             if tuple(values) != self.names:
                 raise AssertionError(f"{self._name}: the values {tuple(values)} are not the members {self.names}, in this order")
             self._is_checked = True
         self._packer.pack_into(self._buffer, self._start, *values.values())
-        config, where = self._config, (num_blocks, stream)
-        if where != self._where:  # mostly it is the same
-            config.gridDimX, config.hStream = self._where = where
-        ok(driver.cuLaunchKernelEx(config, self._function, self._arguments_at, 0))
+        config, blocks_and_stream = self._config, (num_blocks, stream)
+        if blocks_and_stream != self._blocks_and_stream:  # rarely: most calls repeat them
+            config.gridDimX, config.hStream = self._blocks_and_stream = blocks_and_stream
+        ok(driver.cuLaunchKernelEx(config, self._function, self._argument_ptr, 0))
 
 
 def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:
-    """The struct format of these scalar members, with the padding that the C compiler puts between them."""
+    """Return the `struct` format of scalar members, with the padding that the C compiler inserts."""
     parts, end = ["<"], start
     for name in names:
         kind, begin = dtype[name], offset(dtype, name)

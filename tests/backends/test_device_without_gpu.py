@@ -123,7 +123,7 @@ def test_a_full_pool_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.
         assert first.x.ptr in region(buffer, "sums")
         fake.take()
         for call in (lambda: buffer.combine(y, handle), lambda: buffer.dispatch(x, handle=handle)):
-            with pytest.raises(EPOutOfMemoryError, match=r"nothing can be allocated while a CUDA graph is captured.*num_slots"):
+            with pytest.raises(EPOutOfMemoryError, match=r"a captured CUDA graph cannot allocate.*num_slots"):
                 call()
         assert fake.take() == []
         del sent
@@ -296,9 +296,7 @@ def test_ranks_without_a_direct_path(fake: FakeGpu, make: Any, monkeypatch: pyte
             lambda: buffer.combine(Array(fake, "bfloat16", 40, 256), handle),
             buffer.copy_ceiling,
         ):
-            with pytest.raises(
-                EPUnavailableError, match="reach each other over NVLink; between hosts there are only the low-latency"
-            ):
+            with pytest.raises(EPUnavailableError, match=r"no direct access.*Use the low-latency calls"):
                 call()
         assert fake.take() == []
         buffer.low_latency_dispatch(*arguments(fake)[:2])

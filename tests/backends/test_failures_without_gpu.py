@@ -46,7 +46,7 @@ def test_a_buffer_that_does_not_fit_allocates_nothing(
     with pytest.raises(EPOutOfMemoryError) as caught:
         make(num_max_tokens_per_rank=4096, hidden=7168)
     message = str(caught.value)
-    for words in (f"takes {need / 1e9:.2f} GB", f"rank {rank} has 0.00 GB free", "lower num_max_tokens_per_rank or num_slots"):
+    for words in (f"takes {need / 1e9:.2f} GB", f"rank {rank} has 0.00 GB free", "Lower num_max_tokens_per_rank or num_slots"):
         assert words in message
     assert not [name for name in fake.asked if name.startswith(("allocate", "fill", "acquire_stream"))]
 
@@ -382,7 +382,7 @@ def test_waiting_while_the_stream_is_captured(fake: FakeGpu, make: Any, monkeypa
     buffer.dispatch(*arguments(fake), num_worst_tokens=40)
     monkeypatch.setattr(driver, "is_capturing", lambda stream: True)
     for wait in (buffer.synchronize, buffer.destroy):
-        with pytest.raises(EPInputError, match="wait until the capture has ended"):
+        with pytest.raises(EPInputError, match="Wait until the capture has ended"):
             wait()
     assert BASE not in fake.freed
     with pytest.raises(EPDestroyedError):
@@ -445,7 +445,7 @@ def test_a_rank_that_cannot_make_its_part(
 def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that a call may take begins when the GPU comes to it, and the host says for what it waits until then."""
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GRACE_S", 0.0)
-    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._REMINDER_S", 0.2)
+    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._WARNING_PERIOD_S", 0.2)
     with make(timeout_s=0.1) as buffer:
         page, start = buffer._backend.runtime.page, time.monotonic()
 
@@ -456,7 +456,7 @@ def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatc
                 page.counted.value = 1
 
         monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", run)
-        with pytest.warns(UserWarning, match=r"rank 0: the GPU has not come to this dispatch after 0 s") as said:
+        with pytest.warns(UserWarning, match=r"rank 0: the GPU has not started this dispatch after 0 s") as said:
             assert buffer.dispatch(*arguments(fake)).recv_x.shape == (7, 256)
         assert len(said) == 2
         page.started.value = 1
@@ -480,7 +480,7 @@ def test_a_gpu_that_has_failed(fake: FakeGpu, make: Any, monkeypatch: pytest.Mon
     def fail() -> int:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._LOOK_S", 0.1)
+    monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GPU_CHECK_PERIOD_S", 0.1)
     buffer = make()
     monkeypatch.setattr(driver, "free_bytes", fail)
     with pytest.raises(EPUnavailableError, match="ILLEGAL_ADDRESS"):

@@ -269,7 +269,7 @@ def test_hooks_among_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.Monke
             records.setattr(driver.CudaEvent, "record", lambda event, stream: recorded.append((event, stream)))
             sent.hook()
         assert fake.waits[-1] == (77, 5)
-        assert (sent.event._marker, 77) in recorded
+        assert (sent.event._event, 77) in recorded
         fake.waits.clear()
         buffer.dispatch(x, handle=buffer.dispatch(x, idx, num_worst_tokens=40, stream=78).handle, stream=78)
         assert fake.waits == [(78, 5)]

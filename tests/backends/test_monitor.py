@@ -30,7 +30,7 @@ def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPa
     for name in ("check_peers", "begin_wait", "check_failure_notices"):
         monkeypatch.setattr(monitor.Monitor, name, lambda self: None)
     waiting = monitor.Monitor.__new__(monitor.Monitor)
-    waiting._config, waiting._page, waiting._rank, waiting._broken = Config(1, 8, 64, 1, 1, timeout_s=1.0), page, 0, None
+    waiting._config, waiting._page, waiting._rank, waiting._error = Config(1, 8, 64, 1, 1, timeout_s=1.0), page, 0, None
     waiting._check_ended = lambda: None
     begun = threading.Event()
 
@@ -158,12 +158,12 @@ def test_a_limit_begins_when_the_kernel_starts(monkeypatch: pytest.MonkeyPatch) 
     clock = [100.0]
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(driver, "free_bytes", lambda: asked.append(clock[0]))
-    limit = monitor._Limit(3, 5.0)
+    limit = monitor._StartedKernelLimit(3, 5.0)
     for clock[0] in (100.5, 101.5, 102.0, 102.6):
         assert not limit.is_over(False)
     assert asked == [101.5, 102.6], "once a second"
     clock[0] = 131.0
-    with pytest.warns(UserWarning, match="rank 3: the GPU has not come to this dispatch after 31 s"):
+    with pytest.warns(UserWarning, match="rank 3: the GPU has not started this dispatch after 31 s"):
         assert not limit.is_over(False)
     clock[0] = 140.0
     assert not limit.is_over(False), "it was said a moment ago"

@@ -39,14 +39,14 @@ class Gpu:
     def __init__(self) -> None:
         self.capturing: int | None = None
         self.copies: list[tuple[int, ...]] = []
-        self.extended: list[Call] = []
+        self.move_ended: list[Call] = []
         self.outside = Outside()
 
-    def extend(self, call: Call) -> None:
-        self.extended.append(call)
+    def move_end(self, call: Call) -> None:
+        self.move_ended.append(call)
 
     def memory(self, copy_when_full: bool = True) -> ResultMemory:
-        order: Any = SimpleNamespace(extend=self.extend)
+        order: Any = SimpleNamespace(move_end=self.move_end)
         outside: Any = self.outside
         return ResultMemory(BASE, REGIONS, 2, order, outside, copy_when_full)
 
@@ -83,14 +83,14 @@ def test_results_go_to_cells_of_the_pool(gpu: Gpu) -> None:
     assert [in_turn(place.block) for place in places] == [(POOL, (STREAM, CALLERS)), (POOL + 2048, (STREAM, CALLERS))]
     owner, ptr = memory.keep(places[1], 300, call())
     assert (owner, ptr, owner.num_bytes) == (places[1].block, BASE + POOL + 2048, 512)
-    assert (gpu.copies, gpu.extended, gpu.outside.asked) == ([], [], [])
+    assert (gpu.copies, gpu.move_ended, gpu.outside.asked) == ([], [], [])
 
 
 def test_a_full_pool_raises_or_copies(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     refusing = gpu.memory(copy_when_full=False)
     held = refusing.place(4096, call())
     with pytest.raises(
-        EPOutOfMemoryError, match=r"no room for a result of 2 MB \(0 MB of the pool are free\); drop earlier results"
+        EPOutOfMemoryError, match=r"no room for a result of 2 MB \(0 MB of the pool are free\)\. Drop earlier results"
     ):
         refusing.place(2_000_000, call())
     memory, caplog.handler.level = gpu.memory(), 0
@@ -99,12 +99,12 @@ def test_a_full_pool_raises_or_copies(gpu: Gpu, caplog: pytest.LogCaptureFixture
         for _ in range(2):
             assert memory.place(2000, made := call()) == Place(LANDING, None)
     assert [record.message for record in caplog.records] == [
-        "a pool is full: results of dispatch are copied, until others are dropped; num_slots says how many fit"
+        "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
     ], "once"
     assert memory.keep(Place(LANDING, None), 300, made)[1] == 77
     assert gpu.outside.asked == [(300, STREAM, CALLERS)]
     assert gpu.copies == [(77, BASE + LANDING, 300, STREAM)]
-    assert gpu.extended == [made], "the next call's rows land there"
+    assert gpu.move_ended == [made], "the next call's rows land there"
     del held
 
 
@@ -114,7 +114,7 @@ def test_no_memory_for_a_copy(gpu: Gpu) -> None:
     with pytest.raises(EPOutOfMemoryError) as caught:
         gpu.memory().keep(Place(LANDING, None), 300, call())
     assert caught.value.call_made is True
-    assert (gpu.copies, gpu.extended) == ([], [])
+    assert (gpu.copies, gpu.move_ended) == ([], [])
 
 
 def test_sums_go_to_their_own_pool_and_then_outside(gpu: Gpu) -> None:
@@ -130,7 +130,7 @@ def test_sums_of_a_capture_take_room_from_results(gpu: Gpu) -> None:
     memory, gpu.capturing = gpu.memory(), STREAM
     held: list[Any] = [memory.for_sums(2048, call(5)) for _ in range(3)]
     assert [in_turn(block) for block in held] == [(place, (STREAM, CALLERS)) for place in (SUMS, POOL, POOL + 2048)]
-    full = r"the pool is full \(0 MB free\) and nothing can be allocated while a CUDA graph is captured; drop earlier results"
+    full = r"the pool is full \(0 MB free\), and a captured CUDA graph cannot allocate; expected room in the pool\. Drop earlier results"
     for ask in (lambda: memory.for_sums(1024, call(5)), lambda: memory.place(1024, call(5))):
         with pytest.raises(EPOutOfMemoryError, match=full):
             ask()

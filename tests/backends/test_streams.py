@@ -94,8 +94,8 @@ def call(order: CallOrder, arguments: Any = (), own: Any = (), **how: Any) -> An
     """A whole call; its waits are what the driver has noted since."""
     settings: dict[str, Any] = {"async_finish": False, "previous_event": None, "stream": None}
     made = order.begin(None, *{**settings, **how}.values())
-    order.enter(made)
-    order.leave(made, arguments, own)
+    order.enqueue_waits(made)
+    order.record_end(made, arguments, own)
     return made
 
 
@@ -166,7 +166,7 @@ def test_the_last_calls_stream_is_captured_by_now(order: CallOrder, fake: Driver
     call(order)
     fake.captures.update({CALLERS: 5})
     for ask in (order.end, lambda: call(order, stream=OTHER)):
-        with pytest.raises(EPInputError, match=r"captured in a CUDA graph.*wait until the capture has ended"):
+        with pytest.raises(EPInputError, match=r"captured in a CUDA graph.*Wait until the capture has ended"):
             ask()
     assert fake.records == [(1, OWN)]
 
@@ -217,7 +217,7 @@ def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: Ca
     fake.finished.add(3)  # the event after the first of the two
     call(order)
     assert Array.dropped == [1, 2]
-    order.forget_arguments()
+    order.drop_arguments()
     assert Array.dropped == [1, 2, 3]
 
 
@@ -249,7 +249,7 @@ def test_a_captured_call_comes_after_the_last_one(order: CallOrder, fake: Driver
     assert (stream, fake.waits) == (OTHER, [(CALLERS, last)])
 
 
-@pytest.mark.parametrize("end", [lambda order: order.synchronize(order.end()), CallOrder.forget_arguments])
+@pytest.mark.parametrize("end", [lambda order: order.synchronize(order.end()), CallOrder.drop_arguments])
 def test_what_a_capture_holds(order: CallOrder, fake: Driver, end: Any) -> None:
     """The Buffer's own memory too, for which nobody waits there; until the host has waited for all calls."""
 
@@ -317,7 +317,7 @@ def test_more_of_a_call(order: CallOrder, fake: Driver) -> None:
     call(order, stream=OTHER)
     made = call(order)
     count = len(fake.records)
-    order.extend(made)
+    order.move_end(made)
     assert fake.records[count:] == [(1, CALLERS)]
 
 

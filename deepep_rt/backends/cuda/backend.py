@@ -137,7 +137,7 @@ class CudaBackend:
             limit_s = config.timeout_s if config.on_timeout == "mask" else max(config.timeout_s, _MIN_DESTROY_TIMEOUT_S)
             all_free = self._all_ranks_free(is_sound, limit_s)
         if all_free:
-            self.runtime.order.forget_arguments()
+            self.runtime.order.drop_arguments()
             self._release()
             return
         # A peer may still write to this memory, or may never come to free its own.
@@ -169,6 +169,6 @@ def _check_free_memory(layout: Layout, free_bytes: Sequence[int]) -> None:
         if free < hint["total"]:
             regions = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in hint.items())
             raise EPOutOfMemoryError(
-                f"a Buffer of these sizes takes {hint['total'] / 1e9:.2f} GB a rank ({regions}), but rank {rank} has {free / 1e9:.2f} GB "
-                f"free; lower num_max_tokens_per_rank or num_slots"
+                f"a Buffer of these sizes takes {hint['total'] / 1e9:.2f} GB a rank ({regions}); rank {rank} has {free / 1e9:.2f} GB "
+                f"free. Lower num_max_tokens_per_rank or num_slots"
             )

@@ -144,7 +144,7 @@ class LowLatency:
         if inputs.use_fp8 and self._archs_without_fp8:
             self._fall_back_to_bfloat16(inputs)
         self._hooks.dispatch.check_can_start(with_hook)
-        self._order.enter(call)
+        self._order.enqueue_waits(call)
         x, idx, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         format_ = self._formats[inputs.use_fp8, inputs.use_ue8m0]
         if (into := inputs.into) is None:
@@ -176,9 +176,9 @@ class LowLatency:
         }
         make_views = functools.partial(self._dispatch_views, format_, recv_x, recv_scales, memory, tables, x.framework, stream)
         given = inputs.topk_idx, inputs.topk_weights
-        leave = functools.partial(self._order.leave, call, (x, idx, weights, inputs), (tables, memory), *given)
+        record_end = functools.partial(self._order.record_end, call, (x, idx, weights, inputs), (tables, memory), *given)
         queue = self._hooks.dispatch if with_hook else None
-        event, views, hook = self._run("ll_dispatch", values, call, leave, queue, make_views, inputs.x.device == HOST)
+        event, views, hook = self._run("ll_dispatch", values, call, record_end, queue, make_views, inputs.x.device == HOST)
         routing = tables, hook.state if hook else None
         handle = LowLatencyHandle(x.shape[0], self._runtime.info.serial, routing, weights is not None, x.framework)
         return LowLatencyDispatchResult(handle, event, hook, views)
@@ -228,10 +228,10 @@ class LowLatency:
         if not inputs.reduce_early and (self._config.on_timeout == "mask" or self.masked_ranks()):
             # Such rows lie by choice, not by sender. A row of a lost rank could pass for a row of another rank.
             raise EPInputError(
-                "allow_multiple_reduction=False goes neither with on_timeout='mask' nor with masked ranks on GPUs; leave it out"
+                "allow_multiple_reduction=False; expected True on GPUs with on_timeout='mask' or masked ranks. Leave it out"
             )
         self._hooks.combine.check_can_start(with_hook)
-        self._order.enter(call)
+        self._order.enqueue_waits(call)
         y, idx, weights = self._runtime.on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
         num_tokens, given_out = handle.num_tokens, inputs.out
         if given_out is not None:
@@ -265,10 +265,10 @@ class LowLatency:
         kernel = "ll_combine_large" if num_tokens >= self._least_large_combine and inputs.reduce_early else "ll_combine"
         given = inputs.topk_idx, inputs.topk_weights
         arguments = y, idx, weights, inputs.y, *given, given_out  # not the handle, which holds its tables
-        leave = functools.partial(self._order.leave, call, arguments, (tables, owner), *given)
+        record_end = functools.partial(self._order.record_end, call, arguments, (tables, owner), *given)
         queue = self._hooks.combine if with_hook else None
         is_host_caller = inputs.y.device == HOST
-        event, views, hook = self._run(kernel, values, call, leave, queue, make_views, is_host_caller, given_out)
+        event, views, hook = self._run(kernel, values, call, record_end, queue, make_views, is_host_caller, given_out)
         return LowLatencyCombineResult(event, hook, views)
 
     def combine_view(self, framework: Framework) -> View:
@@ -288,7 +288,7 @@ class LowLatency:
         kernel: str,
         values: dict[str, Any],
         call: Call,
-        leave: Callable[[], None],
+        record_end: Callable[[], None],
         queue: HookQueue | None,
         make_views: Callable[[], Views],
         is_host_caller: bool,
@@ -300,7 +300,7 @@ class LowLatency:
             kernel: Its name.
             values: Members of its Params.
             call: The call.
-            leave: `CallOrder.leave` with the arguments and memory of the call. It keeps them until the last launch.
+            record_end: `CallOrder.record_end` with the arguments and memory of the call. It keeps them until the last launch.
             queue: The queue of the hook, or None.
             make_views: Makes the results.
             is_host_caller: Whether the caller's arrays lie in host memory. Results are then copied there, now or by the hook.
@@ -313,9 +313,9 @@ class LowLatency:
             self._warn_of_masked_ranks()
         launch = self._runtime.launcher(kernel)
         if queue is not None:
-            return self._send(launch, values, call, leave, queue, make_views, is_host_caller, given)
+            return self._send(launch, values, call, record_end, queue, make_views, is_host_caller, given)
         launch(call.stream, self._num_blocks, values)
-        leave()
+        record_end()
         event = self._order.event(call)
         self._monitor.check_inputs()
         return event, self._runtime.for_caller(make_views, is_host_caller, call.stream, given), None
@@ -325,7 +325,7 @@ class LowLatency:
         launch: Launcher,
         values: dict[str, Any],
         call: Call,
-        leave: Callable[[], None],
+        record_end: Callable[[], None],
         queue: HookQueue,
         make_views: Callable[[], Views],
         is_host_caller: bool,
@@ -337,9 +337,9 @@ class LowLatency:
         def receive() -> None:
             self._monitor.check_peers()
             with self._monitor.call_half():
-                self._order.enter(call)
+                self._order.enqueue_waits(call)
                 launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
-                leave()
+                record_end()
                 event.record_again()
             if is_host_caller:
                 views.update(to_host(views, stream, given))
@@ -347,6 +347,6 @@ class LowLatency:
 
         with self._monitor.call_half():
             launch(stream, self._num_blocks, values)
-            leave()
+            record_end()
             event, views = self._order.event(call), make_views()
             return event, lambda: views, queue.append(receive, lambda: driver.capture_id(stream))

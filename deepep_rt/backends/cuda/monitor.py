@@ -1,4 +1,4 @@
-"""While calls run on the GPU: what the host hears of them, waits for, and raises."""
+"""What the host learns of calls on the GPU, from kernels and from other ranks, and what it raises."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ...kernels import structs
 from .status_page import StatusPage
 
 _GRACE_S = 5.0
-"""The device reports a silent peer itself. The host gives up this much later: only where a kernel that has started reports nothing."""
+"""The device reports a silent peer itself. If a started kernel reports nothing, the host gives up this much later."""
 
-_LOOK_S, _REMINDER_S = 1.0, 30.0  # how often a host whose kernel has not started looks for an error of the GPU, and warns
+_GPU_CHECK_PERIOD_S, _WARNING_PERIOD_S = 1.0, 30.0  # while a kernel has not started
 
 
 class Monitor:
-    """Hears of the calls of one Buffer, from kernels by its page and from ranks that leave by a message.
+    """Watches the calls of one Buffer: kernels report on the status page, and ranks that fail send a message.
 
     Args:
         comm: The ranks.
         config: The Buffer's sizes.
-        page: Where kernels leave word.
+        page: Its status page.
         state: Address of the kernels' State.
-        check_ended: Raises if the Buffer was destroyed; asked while the host waits.
+        check_ended: Raises if the Buffer was destroyed. It runs while the host waits.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Monitor:
         self._check_ended = check_ended
         self._config, self._page, self._rank = config, page, comm.Get_rank()
         self._failure_notice = FailureNotice(comm)
-        self._abort_at = state + structs.offset(structs.State.dtype({}), "abort")
-        self._broken: EPError | None = None
+        self._abort_flag = state + structs.offset(structs.State.dtype({}), "abort")
+        self._error: EPError | None = None
 
     @property
     def is_broken(self) -> bool:
-        """Whether no call can be made any more."""
-        return self._broken is not None
+        """Whether the Buffer cannot make calls any more."""
+        return self._error is not None
 
     def check(self) -> None:
         """Raise what kernels have reported."""
@@ -53,17 +53,17 @@ class Monitor:
         self.check_inputs()
 
     def check_peers(self) -> None:
-        """Raise what breaks the Buffer: time-outs, now and ever after."""
-        if self._broken is not None:
-            raise self._broken
+        """Raise the error that broke the Buffer, in this and every later call."""
+        if self._error is not None:
+            raise self._error
         try:
             self._page.check_peers()
         except EPError as error:
-            self._broken = error
+            self._error = error
             raise
 
     def check_inputs(self) -> None:
-        """At the end of a call: raise what kernels found wrong in this one or an earlier one. The other ranks have made this call too."""
+        """At the end of a call, raise what kernels found wrong in its arguments or in those of an earlier call. This call was made."""
         try:
             self._page.check_inputs()
         except EPInputError as error:
@@ -71,64 +71,77 @@ class Monitor:
             raise
 
     def begin_wait(self) -> None:
-        """The host begins to wait."""
+        """Note that the host begins to wait. A short wait does not look for messages."""
         self._failure_notice.start_listening()
 
     def check_failure_notices(self) -> None:
-        """While the host waits: raise if a rank has left, and end what waits for it on the GPU."""
+        """While the host waits, raise if another rank has failed. Kernels of this rank then stop waiting for it."""
         if self._config.on_timeout == "mask":
             return
+        error: EPError | None = None
         try:
-            gone = self._failure_notice.failed_peers()
-            error: EPError | None = self._failure_notice.error(gone[0], "a call on the GPU") if gone else None
-        except EPUnavailableError as lost:  # with the process that held the ranks' store
-            error = lost
+            if failed := self._failure_notice.failed_peers():
+                error = self._failure_notice.error(failed[0], "a call on the GPU")
+        except EPUnavailableError as lost_store:  # the process that held the ranks' store has ended
+            error = lost_store
         if error is not None:
-            self._broken = error
-            driver.write_int32_now(self._abort_at, 1)
+            self._error = error
+            driver.write_int32_now(self._abort_flag, 1)
             raise error
 
     def await_counts(self) -> tuple[int, list[int]]:
-        """Wait on the host until the routing is known: the one synchronisation of the library."""
-        counts, limit = None, _Limit(self._rank, self._config.timeout_s + _GRACE_S)
+        """Wait on the host for the counts of a routing. No other call of the library waits on the host.
+
+        Returns:
+            Rows that arrive, in all and for each local expert.
+
+        Raises:
+            EPTimeoutError: if a peer is silent, or the kernel reports nothing in time.
+        """
+        counts, limit = None, _StartedKernelLimit(self._rank, self._config.timeout_s + _GRACE_S)
         self.begin_wait()
         try:
-            # Bad input is no reason to stop: the next call must not take these counts for its own.
+            # This loop does not check inputs: an error would leave these counts on the page, for the next call.
             while (counts := self._page.counts()) is None:
                 self._check_ended()
                 self.check_peers()
                 self.check_failure_notices()
-                os.sched_yield()  # with Python's lock: other threads would get it once in 5 ms
+                os.sched_yield()  # releases Python's lock, which other threads would otherwise get once in 5 ms
                 if limit.is_over(self._page.has_started()):
-                    raise self._timeout(
+                    raise self._timeout_error(
                         "kPhaseRoute",
                         f"rank {self._rank}: the routing kernel has run for {limit.seconds:g} s, and reports neither counts nor a silent "
                         f"peer; expected one of them within timeout_s. The GPU is stuck, or other processes keep it busy",
                     )
         finally:
-            if counts is None and self._broken is None:
-                self._broken = self._timeout("kPhaseRoute", "a dispatch was interrupted while it waited for its counts")
+            if counts is None and self._error is None:
+                self._error = self._timeout_error("kPhaseRoute", "a dispatch was interrupted while it waited for its counts")
         return counts
 
     @contextmanager
     def call_half(self) -> Iterator[None]:
-        """Around the launch of one half of a call: if something throws the host out of it (Ctrl-C), later halves would be taken for it."""
+        """Enter around the launch of one half of a call. An exception inside (Ctrl-C) breaks the Buffer.
+
+        Otherwise other ranks would match the halves of later calls with this one.
+        """
         try:
             yield
         except BaseException:
-            self._broken = self._broken or self._timeout("kPhaseLlRows", "a low-latency call was interrupted between its halves")
+            self._error = self._error or self._timeout_error(
+                "kPhaseLlRows", "a low-latency call was interrupted between its halves"
+            )
             raise
 
     def notify(self, error: BaseException) -> None:
-        """Tell the other ranks why this one leaves."""
+        """Tell the other ranks that this rank leaves the Buffer because of `error`."""
         self._failure_notice.notify(error)
 
-    def _timeout(self, phase: str, what: str) -> EPTimeoutError:
-        return EPTimeoutError(what, rank=self._rank, peer=self._rank, phase=structs.PHASES[phase][1])
+    def _timeout_error(self, phase: str, message: str) -> EPTimeoutError:
+        return EPTimeoutError(message, rank=self._rank, peer=self._rank, phase=structs.PHASES[phase][1])
 
 
-class _Limit:
-    """How long the host waits for a kernel: so many seconds from when it starts. Until then the GPU has other work, of any length.
+class _StartedKernelLimit:
+    """A limit for the run time of a kernel. It counts from the kernel's start: until then the GPU may be busy with other work.
 
     Args:
         rank: This rank, for warnings.
@@ -137,28 +150,28 @@ class _Limit:
 
     def __init__(self, rank: int, seconds: float) -> None:
         self.seconds, self._rank, self._begin = seconds, rank, time.monotonic()
-        self._look_at, self._remind_at = self._begin + _LOOK_S, self._begin + _REMINDER_S
+        self._next_gpu_check, self._next_warning = self._begin + _GPU_CHECK_PERIOD_S, self._begin + _WARNING_PERIOD_S
         self._deadline: float | None = None
 
     def is_over(self, has_started: bool) -> bool:
-        """Whether it is; to be asked often.
+        """Return whether the time is over. Call it often.
 
         Raises:
-            EPUnavailableError: if the GPU has failed, and the kernel will not start.
+            EPUnavailableError: if the GPU has failed, so that the kernel will not start.
         """
         now = time.monotonic()
         if self._deadline is None and has_started:
             self._deadline = now + self.seconds
         if self._deadline is not None:
             return now > self._deadline
-        if now > self._look_at:
-            self._look_at = now + _LOOK_S
-            driver.free_bytes()  # the driver gives back the error of earlier work, and no capture forbids to ask
-        if now > self._remind_at:
-            self._remind_at = now + _REMINDER_S
+        if now > self._next_gpu_check:
+            self._next_gpu_check = now + _GPU_CHECK_PERIOD_S
+            driver.free_bytes()  # raises the error of earlier work; a capture allows this request
+        if now > self._next_warning:
+            self._next_warning = now + _WARNING_PERIOD_S
             warnings.warn(
-                f"rank {self._rank}: the GPU has not come to this dispatch after {now - self._begin:.0f} s; it is busy with work that was "
-                f"queued before, or stuck",
+                f"rank {self._rank}: the GPU has not started this dispatch after {now - self._begin:.0f} s; it is busy with earlier work, "
+                f"or stuck",
                 stacklevel=2,
             )
         return False

@@ -1,4 +1,4 @@
-"""Memory of what the throughput calls hand out: where a dispatch lands, what keeps its result then, and room for the sums of combine."""
+"""Memory for the results of the throughput calls: where a dispatch writes, what its result keeps, and room for the sums of combine."""
 
 from __future__ import annotations
 
@@ -19,76 +19,89 @@ _log = logging.getLogger("deepep_rt")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a dispatch lands: an offset in symmetric memory, and what keeps it (nothing for the shared landing region)."""
+    """Where peers write the rows of a dispatch: an offset in symmetric memory, and the block there. The shared region has no block."""
 
     offset: int
     block: Block | None
 
 
 class ResultMemory:
-    """Pools in symmetric memory, and memory outside of them for what finds no room there.
+    """Pools in symmetric memory, and other memory for results that do not fit there.
 
     Args:
         base: Address of the Buffer's symmetric memory.
-        regions: What lies where in it.
+        regions: The regions of that memory.
         num_slots: Results of each kind that fit at once.
-        order: Of the Buffer's calls.
-        outside: Where to find other memory.
-        copy_when_full: Copy results of dispatch there when the pool is full, instead of raising.
+        order: The order of the Buffer's calls.
+        stream_pool: Gives the other memory.
+        copy_when_full: If the pool is full, copy results of dispatch to other memory instead of raising.
     """
 
     def __init__(
-        self, base: int, regions: Map, num_slots: int, order: CallOrder, outside: StreamPool, copy_when_full: bool
+        self, base: int, regions: Map, num_slots: int, order: CallOrder, stream_pool: StreamPool, copy_when_full: bool
     ) -> None:
-        self._base, self._offsets, self._outside = base, regions.offsets, outside
-        self._order, self._copy_when_full, self._has_copied = order, copy_when_full, False
+        self._base, self._offsets, self._stream_pool = base, regions.offsets, stream_pool
+        self._order, self._copy_when_full, self._has_logged_copies = order, copy_when_full, False
         self.pool, self._sums = (
             Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // num_slots)
             for name in ("pool", "sums")
         )
 
     def place(self, num_bytes: int, call: Call) -> Place:
-        """Where the rows of a dispatch land that brings at most so many bytes."""
+        """Choose where peers write the rows of a dispatch, at most `num_bytes`.
+
+        Raises:
+            EPOutOfMemoryError: if the pool is full, and results may not or cannot be copied.
+        """
         block = self.pool.allocate(num_bytes, call.stream, call.caller_stream)
         if block is not None:
             return Place(self._offsets["pool"] + block.offset, block)
         if not self._copy_when_full:
             raise EPOutOfMemoryError(
-                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self.pool.free_bytes / 1e6:.0f} MB of the pool are free); drop "
+                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self.pool.free_bytes / 1e6:.0f} MB of the pool are free). Drop "
                 f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
             )
-        self._refuse_when_fixed(call.stream)
-        if not self._has_copied:
-            self._has_copied = True
-            _log.info("a pool is full: results of dispatch are copied, until others are dropped; num_slots says how many fit")
+        self._check_can_allocate(call.stream)
+        if not self._has_logged_copies:
+            self._has_logged_copies = True
+            _log.info(
+                "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
+            )
         return Place(self._offsets["landing"], None)
 
     def keep(self, place: Place, num_bytes: int, call: Call) -> tuple[Any, int]:
-        """What keeps the result of a launched dispatch, and its address: the block, cut to what arrived, or a copy of it."""
+        """Keep the result of a launched dispatch: trim its block to what arrived, or copy it out of the shared region.
+
+        Returns:
+            The owner of the memory, and its address.
+        """
         if place.block is not None:
             place.block.trim(num_bytes)
             return place.block, place.block.ptr
         try:
-            copy = self._outside.allocate(num_bytes, call.stream, call.caller_stream)
+            copy = self._stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
         except EPOutOfMemoryError as error:
-            error.call_made = True  # the rows have come: the other ranks know nothing of this
+            error.call_made = True  # the rows have arrived, and the other ranks do not know of this error
             raise
         driver.copy_async(copy.ptr, self._base + place.offset, num_bytes, call.stream)
-        self._order.extend(call)  # the next call's rows land there
+        self._order.move_end(call)  # the next call writes to the shared region, and has to wait for the copy
         return copy, copy.ptr
 
     def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
-        """Memory for what a combine adds up. It may lie anywhere; only in captures it takes room from dispatches, whose rows may not."""
+        """Allocate memory for the sums of a combine.
+
+        Sums need no symmetric memory, so they do not use the pool of dispatch. A capture cannot allocate: only there they use it too.
+        """
         for pool in (self._sums,) if call.capture is None else (self._sums, self.pool):
             block = pool.allocate(num_bytes, call.stream, call.caller_stream)
             if block is not None:
                 return block
-        self._refuse_when_fixed(call.stream)
-        return self._outside.allocate(num_bytes, call.stream, call.caller_stream)
+        self._check_can_allocate(call.stream)
+        return self._stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
 
-    def _refuse_when_fixed(self, stream: int) -> None:
+    def _check_can_allocate(self, stream: int) -> None:
         if driver.is_capturing(stream):
             raise EPOutOfMemoryError(
-                f"the pool is full ({self.pool.free_bytes / 1e6:.0f} MB free) and nothing can be allocated while a CUDA graph is "
-                f"captured; drop earlier results, or make the Buffer with a larger num_slots"
+                f"the pool is full ({self.pool.free_bytes / 1e6:.0f} MB free), and a captured CUDA graph cannot allocate; expected room "
+                f"in the pool. Drop earlier results, or make the Buffer with a larger num_slots"
             )

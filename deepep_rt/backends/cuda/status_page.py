@@ -1,4 +1,4 @@
-"""The page of pinned memory in which kernels leave word for the host: time-outs, bad input, and the counts of a routing."""
+"""The status page: pinned host memory where kernels report time-outs, wrong arguments, and the counts of a routing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ...kernels.layout import Layout
 from ..overflow import OverflowLog
 
 _LOW_HALF = 0xFFFFFFFF
+_BROKEN = "The buffer cannot be used any more"
 
 
 class StatusPage:
-    """A Buffer's page.
+    """A Buffer's status page.
 
     Args:
         layout: Of the Buffer.
@@ -30,11 +31,11 @@ class StatusPage:
         self._map = layout.status_page
         self.ptr = driver.allocate_pinned(self._map.num_bytes)
         ctypes.memset(self.ptr, 0, self._map.num_bytes)
-        self.report = self._part("report", structs.Report)
-        self.mailbox = self._part("mailbox", structs.Mailbox)
+        self.report = self._struct("report", structs.Report)
+        self.mailbox = self._struct("mailbox", structs.Mailbox)
         masked: Any = (ctypes.c_uint32 * self._config.num_ranks).from_address(self.ptr + self._map.offsets["masked"])
         self.masked = np.frombuffer(masked, np.uint32)
-        """`[num_ranks]`: 1 for the ranks that low-latency calls leave out, as far as this GPU has come."""
+        """`[num_ranks]`: 1 for the ranks that low-latency calls exclude, after the calls that this GPU has finished."""
         self.timed_out = self._flag("report", self.report, "flag")
         self.bad_input = self._flag("report", self.report, "bad_flag")
         self.ranks_differ = self._flag("report", self.report, "differs")
@@ -43,40 +44,47 @@ class StatusPage:
         self.started = self._flag("mailbox", self.mailbox, "started")
 
     def free(self) -> None:
-        self.timed_out = self.bad_input = self.ranks_differ = self.has_events = ctypes.c_uint32(0)  # events may be asked later
+        """Free the memory. Events may still call the checks; they find nothing."""
+        self.timed_out = self.bad_input = self.ranks_differ = self.has_events = ctypes.c_uint32(0)
         driver.free_pinned(self.ptr)
 
     def expect_counts(self) -> None:
-        """Before the launch of a routing that shall tell its counts."""
+        """Clear the mailbox before the launch of a routing that reports counts."""
         self.counted.value = self.started.value = 0
 
     def has_started(self) -> bool:
-        """Whether the GPU has come to that routing."""
+        """Whether the GPU has started that routing."""
         return bool(self.started.value)
 
     def counts(self) -> tuple[int, list[int]] | None:
-        """Rows that the routing brings, in all and for each local expert; None until they are known."""
+        """Rows that arrive, in all and for each local expert; None until the routing has reported them."""
         if not self.counted.value:
             return None
         return int(self.mailbox["num_recv"][0]), self.mailbox["num_recv_per_expert"][0].tolist()
 
     def check_peers(self) -> None:
-        """Raise EPTimeoutError if a wait on the device ran out of time, EPInputError if low-latency calls differ, or a replay came between
-        the halves of one: that is for good.
+        """Raise what breaks the Buffer.
+
+        Raises:
+            EPTimeoutError: if a wait on the device ran out of time.
+            EPInputError: if the arguments of low-latency calls differ between ranks, or a graph was replayed between the halves of a call.
         """
-        if self.ranks_differ.value and self._is_for_good():
-            raise self._difference("The buffer cannot be used any more")
+        if self.ranks_differ.value and self._is_low_latency():
+            raise self._mismatch(_BROKEN)
         if self.timed_out.value:
             raise self._open_hook() if self.report[0]["phase"] == structs.LL_OPEN_HOOK else self._timeout()
 
     def check_inputs(self) -> None:
-        """Raise EPInputError, once, for ranks that gave different arguments, a token that chose an expert that does not exist, or a combine
-        with other choices than its dispatch. Log, once, that rows did not fit.
+        """Raise what kernels found wrong in arguments, once. Log, once, that rows did not fit.
+
+        Raises:
+            EPInputError: if arguments differ between ranks, a token chose an expert that does not exist, or a combine got other choices
+                than its dispatch.
         """
         if self.ranks_differ.value:
             self.check_peers()
             self.ranks_differ.value = 0
-            raise self._difference("No rows were sent")
+            raise self._mismatch("No rows were sent")
         if self.bad_input.value:
             self.bad_input.value = 0
             token, expert = int(self.report["bad_token"][0]), int(self.report["bad_expert"][0])
@@ -85,15 +93,15 @@ class StatusPage:
             )
         if self.has_events.value:
             self.has_events.value = 0
-            if rows := self._taken("no_room"):
+            if rows := self._pop("no_room"):
                 self._overflow.warn_of_rows(rows >> 32, rows & _LOW_HALF)
-            if rows := self._taken("full_expert"):
+            if rows := self._pop("full_expert"):
                 self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
-            if choice := self._taken("other_choice"):
+            if choice := self._pop("other_choice"):
                 raise self._other_choice(choice)
 
-    def _taken(self, name: str) -> int:
-        """A word of the report, which is 0 from then on."""
+    def _pop(self, name: str) -> int:
+        """Read a word of the report, and clear it."""
         word = int(self.report[0][name])
         self.report[0][name] = 0
         return word
@@ -107,22 +115,22 @@ class StatusPage:
             f"the token's experts on that rank. The sum counts what the dispatch got. Pass the same topk_idx to both calls"
         )
 
-    def _is_for_good(self) -> bool:
+    def _is_low_latency(self) -> bool:
         return call_signature.is_low_latency(call_signature.unpack(int(self.report[0]["call_signature"][0])))
 
-    def _difference(self, consequence: str) -> EPInputError:
+    def _mismatch(self, consequence: str) -> EPInputError:
         report = self.report[0]
         ranks = (int(report["rank"]), int(report["other"]))
-        said = {
+        signatures = {
             rank: (*call_signature.unpack(int(number)), serial)
             for rank, number, serial in zip(ranks, report["call_signature"], report["serial"], strict=True)
         }
-        return EPInputError(f"{call_signature.describe_mismatch(dict(sorted(said.items())))}. {consequence}")
+        return EPInputError(f"{call_signature.describe_mismatch(dict(sorted(signatures.items())))}. {consequence}")
 
     def _open_hook(self) -> EPInputError:
         return EPInputError(
-            "a CUDA graph with a whole low-latency call was replayed while a hook of such a call was open, which would have received what "
-            "the replay sent; call hooks before. The buffer cannot be used any more"
+            f"a CUDA graph with a whole low-latency call was replayed while a hook of such a call was open; expected no open hook, because "
+            f"the hook would receive the rows of the replay. Call hooks before a replay. {_BROKEN}"
         )
 
     def _timeout(self) -> EPTimeoutError:
@@ -130,13 +138,12 @@ class StatusPage:
         rank, peer, number = int(report["rank"]), int(report["peer"]), int(report["phase"])
         expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
         call_idx = expected
-        if number in structs.ROOM_PHASES:  # it waits for the call that used that room before
+        if number in structs.ROOM_PHASES:  # the kernel waits for the call that used the same ring slot before
             call_idx += self._config.low_latency_ring_depth
         return EPTimeoutError(
             f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {call_idx} of its kind "
-            f"(rank {peer} was at {seen}). "
-            f"Did rank {peer} make the same calls, or die? Raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. "
-            f"The buffer cannot be used any more",
+            f"(rank {peer} was at {seen}); expected rank {peer} to be alive and to make the same calls. "
+            f"Check that it does, or raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. {_BROKEN}",
             rank=rank,
             peer=peer,
             phase=phase,
@@ -145,10 +152,10 @@ class StatusPage:
             call_idx=call_idx,
         )
 
-    def _part(self, name: str, struct: structs.CStruct) -> Any:
+    def _struct(self, region: str, struct: structs.CStruct) -> Any:
         dtype = struct.dtype(self._layout.constants)
-        memory: Any = (ctypes.c_char * dtype.itemsize).from_address(self.ptr + self._map.offsets[name])
+        memory: Any = (ctypes.c_char * dtype.itemsize).from_address(self.ptr + self._map.offsets[region])
         return np.frombuffer(memory, dtype)
 
-    def _flag(self, name: str, part: Any, member: str) -> ctypes.c_uint32:
-        return ctypes.c_uint32.from_address(self.ptr + self._map.offsets[name] + structs.offset(part.dtype, member))
+    def _flag(self, region: str, struct: Any, member: str) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(self.ptr + self._map.offsets[region] + structs.offset(struct.dtype, member))

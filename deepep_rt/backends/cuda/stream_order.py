@@ -1,4 +1,4 @@
-"""When the calls of a Buffer run: after what fills their arguments, after each other, and within the captures of CUDA graphs."""
+"""The order of a Buffer's calls: after the work that fills their arguments, after each other, and within captures of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,61 +17,64 @@ from ..calls import Call
 
 
 class _Capture:
-    """The capture of a CUDA graph, as far as its calls go.
+    """The calls of this Buffer in one capture of a CUDA graph.
 
-    It holds their arguments: while it goes on, their allocator would give their memory to a branch beside the call. Nobody says when it
-    ends, and its stream may be gone by then; they are let go when the next one begins, or the host waits for all calls.
+    This object holds their arguments. Otherwise, during the capture, the arguments' allocator could give their memory to a parallel branch
+    of the graph. CUDA does not report the end of a capture, and its stream may not exist any more. So the arguments stay until the next
+    capture begins, or until the host waits for all calls.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.held: list[Any] = []
+        self.arguments: list[Any] = []
         self.end: driver.CudaEvent  # of the last call
 
 
 class _LastCall:
-    """Where the last call of a Buffer ends.
+    """The end of the last call of a Buffer.
 
-    While one stream makes all the calls none has to wait for that, and to record an event in each would cost the host 2 us: who asks gets
-    one behind all that the stream holds by then. Once there was a second stream each call records it: work that the caller has queued
-    behind one, as the experts of a micro-batch, must not keep the next one waiting.
+    If all calls are on one stream, no call has to wait for it. An event in each call would cost the host 2 us, so `end` records one only on
+    request, after all work that the stream holds by then.
+
+    After a call on a second stream, each call records an event. The caller may have queued work after a call, such as the experts of a
+    micro-batch. The next call must not wait for that work.
     """
 
     def __init__(self, stream: int) -> None:
         self.stream: int | None = None
         self._event = driver.CudaEvent(stream)  # one for all calls
-        self._is_alone = True
+        self._is_only_stream = True
 
-    def ends_on(self, stream: int) -> None:
-        """A call was queued."""
-        is_alone = self._is_alone
+    def record(self, stream: int) -> None:
+        """Note that a call was queued on `stream`."""
+        is_only_stream = self._is_only_stream
         if stream != self.stream:
-            # Who asks may be another thread, for which a per-thread default stream is another one.
-            is_alone = self.stream is None and stream != handles.PER_THREAD
-        if not is_alone:
-            self._event.record(stream)  # before anybody is told to look at it
-        self.stream, self._is_alone = stream, is_alone
+            # The handle of a per-thread default stream means another stream in the thread that calls `end`.
+            is_only_stream = self.stream is None and stream != handles.PER_THREAD
+        if not is_only_stream:
+            self._event.record(stream)  # before other threads can see that they have to use this event
+        self.stream, self._is_only_stream = stream, is_only_stream
 
     def end(self) -> driver.CudaEvent:
-        """An event behind it. To ask changes nothing: any thread may, also while another one makes calls."""
+        """Return an event after the last call. This changes nothing, so any thread may call it, also during a call of another thread."""
         stream = self.stream
-        if stream is None or not self._is_alone:
+        if stream is None or not self._is_only_stream:
             return self._event
-        if driver.is_capturing(stream):  # the event would be a part of the graph
+        if driver.is_capturing(stream):  # the event would become a part of the graph
             raise EPInputError(
-                "the stream of the last call is captured in a CUDA graph, of which what waits for that call is no part; wait until the "
-                "capture has ended"
+                "the stream of the last call is captured in a CUDA graph; work outside of the graph cannot wait for that call. "
+                "Wait until the capture has ended"
             )
         return driver.CudaEvent(stream)
 
 
 class CallOrder:
-    """Orders the calls of one Buffer among streams. The host waits for none of it.
+    """Orders the calls of one Buffer among streams. The host waits only in `synchronize`.
 
     Args:
         device: The GPU.
         context: Its context.
-        check: Raises what the device has reported; called when the host has waited for a call.
+        check: Raises what the device has reported. It runs after the host has waited for a call.
     """
 
     def __init__(self, device: int, context: driver.CurrentContext, check: Callable[[], None]) -> None:
@@ -79,11 +82,11 @@ class CallOrder:
         self.own_stream = driver.acquire_stream()
         self._last_call = _LastCall(self.own_stream)
         self._capture: _Capture | None = None  # the last one that had calls
-        self._thread: int | None = None  # whose per-thread default stream has calls
-        self._alive: deque[tuple[driver.CudaEvent, Any]] = deque()  # arguments that queued work still reads
+        self._per_thread_user: int | None = None  # the thread with calls on its per-thread default stream
+        self._arguments: deque[tuple[driver.CudaEvent, Any]] = deque()  # of calls that may still run, oldest first
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
-        """Decide where a call runs."""
+        """Choose the stream of a call."""
         framework = frameworks.framework_of(x, "x")
         caller = framework.current_stream(self._device)
         launch = self.own_stream if async_finish or caller is None else caller
@@ -95,15 +98,15 @@ class CallOrder:
 
     def _check_thread(self) -> None:
         thread = threading.get_ident()
-        if self._thread not in (None, thread):
+        if self._per_thread_user not in (None, thread):
             raise EPInputError(
-                "the per-thread default stream is another one in each thread, and calls of this Buffer came from two; make them from one, "
-                "or work on a stream of your own"
+                "two threads make calls of this Buffer on the per-thread default stream, which is another stream in each thread; expected "
+                "one thread. Make all calls from one thread, or pass stream="
             )
-        self._thread = thread
+        self._per_thread_user = thread
 
-    def enter(self, call: Call) -> None:
-        """What is queued for the call from here on comes after earlier calls on other streams, and after what the caller asked for."""
+    def enqueue_waits(self, call: Call) -> None:
+        """Queue the call's waits: for earlier calls on other streams, and for the work that the caller named."""
         stream = call.stream
         if isinstance(call.previous_event, Event):
             call.previous_event.wait(stream)
@@ -112,100 +115,102 @@ class CallOrder:
                 driver.wait_event(stream, event)
         elif call.async_finish and call.caller_stream not in (None, stream):
             driver.wait_stream(stream, call.caller_stream)
-        call.capture = driver.capture_id(stream)  # these waits may have drawn the stream into the caller's capture
+        call.capture = driver.capture_id(stream)  # these waits may have made the stream a part of the caller's capture
         if call.capture is not None:
             if self._capture is not None and self._capture.number == call.capture:
                 driver.wait_event(stream, self._capture.end.handle)
         elif stream != self._last_call.stream:
-            end = self._last_call.end()  # has to live until the wait is queued
+            end = self._last_call.end()  # the event has to exist until the wait is queued
             driver.wait_event(stream, end.handle)
 
-    def leave(self, call: Call, arguments: Any, own: Any, *views: View | None) -> None:
-        """Remember where the call ends; hold the arguments of work that is not on the caller's own stream, as their allocator would
-        give their memory away.
+    def record_end(self, call: Call, arguments: Any, own: Any, *views: View | None) -> None:
+        """Note the end of a call. Hold its arguments as long as the call may run, if their allocator could reuse their memory before.
 
         Args:
             call: The call.
-            arguments: What it reads and writes of the caller's.
-            own: And of the Buffer's. That waits for its readers when it is handed out again, but not in captures.
-            views: Arguments that may be of another library, or in host memory, whose allocators know nothing of the call's stream.
+            arguments: The caller's memory that the call reads or writes.
+            own: The Buffer's memory that it reads or writes. Its pools wait for its readers, but not in captures.
+            views: Arguments of other libraries, or in host memory. Their allocators do not know the stream of the call.
         """
         stream = call.stream
         must_hold = stream != call.caller_stream
         for view in views:
             if view is not None and (view.framework is not call.framework or view.device == HOST):
                 must_hold = True
-        if call.capture is not None:  # replays of a graph are ordered by whoever replays it
+        if call.capture is not None:  # the caller orders the replays of a graph
             if self._capture is None or self._capture.number != call.capture:
                 self._capture = _Capture(call.capture)
             self._capture.end = driver.CudaEvent(stream)
             if must_hold:
-                self._capture.held.append((arguments, own))
+                self._capture.arguments.append((arguments, own))
             return
-        while self._alive and self._alive[0][0].done():
-            self._alive.popleft()
-        self._last_call.ends_on(stream)
+        while self._arguments and self._arguments[0][0].done():
+            self._arguments.popleft()
+        self._last_call.record(stream)
         if must_hold:
-            self._alive.append((driver.CudaEvent(stream), arguments))
+            self._arguments.append((driver.CudaEvent(stream), arguments))
 
-    def extend(self, call: Call) -> None:
-        """More was queued for the call, after `leave`, and outside of captures."""
-        self._last_call.ends_on(call.stream)
+    def move_end(self, call: Call) -> None:
+        """Move the end of a call after more work that it has queued since `record_end`. Not in captures."""
+        self._last_call.record(call.stream)
 
     def current_stream(self, framework: Framework | None) -> int:
-        """The stream that a caller works on now; the legacy default stream where its library does not tell."""
+        """The stream that a caller works on now. If its library does not tell, the legacy default stream."""
         return (framework and framework.current_stream(self._device)) or 0
 
     def event(self, call: Call) -> CallEnd:
-        """The end of what the call has queued so far."""
+        """Make the event of the work that the call has queued so far."""
         return CallEnd(self, call)
 
     def end(self) -> driver.CudaEvent:
-        """An event behind all calls so far."""
+        """Return an event after all calls so far."""
         return self._last_call.end()
 
     def synchronize(self, end: driver.CudaEvent) -> None:
-        """Wait on the host for it, and for what is queued beside the caller's work."""
+        """Wait on the host for `end` and for the Buffer's own stream; then raise what the device has reported."""
         end.synchronize()
         driver.synchronize(self.own_stream)
         self._capture = None
         self.check()
 
-    def forget_arguments(self) -> None:
-        """All work is done: nothing reads the arguments any more."""
-        self._alive.clear()
+    def drop_arguments(self) -> None:
+        """Drop the arguments of all calls. No call may run any more."""
+        self._arguments.clear()
         self._capture = None
 
 
 class CallEnd(Event):
-    """The end of a call on the GPU. A CUDA event is recorded only where the call did not run in order with the caller's work."""
+    """The end of a call on the GPU.
 
-    __slots__ = ("_framework", "_marker", "_order", "_stream")
+    It has a CUDA event only if the call did not run on the caller's stream. Otherwise it stands for all work of the call's stream.
+    """
+
+    __slots__ = ("_event", "_framework", "_order", "_stream")
 
     def __init__(self, order: CallOrder, call: Call) -> None:
         self._order, self._framework, self._stream = order, call.framework, call.stream
-        self._marker = self.handle = None
+        self._event = self.handle = None
         if call.async_finish:
-            self._marker = driver.CudaEvent(call.stream)
-            self.handle = self._marker.handle
+            self._event = driver.CudaEvent(call.stream)
+            self.handle = self._event.handle
 
     def wait(self, stream: Any = None) -> None:
         waiting = self._order.current_stream(self._framework) if stream is None else handles.of_stream(stream)
-        with self._order.context:  # whatever another library has made current by now
-            if self._marker is not None:
-                driver.wait_event(waiting, self._marker.handle)
+        with self._order.context:  # another library may have made another context current
+            if self._event is not None:
+                driver.wait_event(waiting, self._event.handle)
             elif waiting != self._stream:
                 driver.wait_stream(waiting, self._stream)
 
     def synchronize(self) -> None:
         with self._order.context:
-            if self._marker is not None:
-                self._marker.synchronize()
+            if self._event is not None:
+                self._event.synchronize()
             else:
                 driver.synchronize(self._stream)
             self._order.check()
 
     def record_again(self) -> None:
         """Move the event to the end of the call's work, after a hook has queued the rest."""
-        if self._marker is not None:
-            self._marker.record(self._stream)
+        if self._event is not None:
+            self._event.record(self._stream)

@@ -50,10 +50,13 @@ class Throughput:
         """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size."""
         self._check_peer_access()
         known, stream = inputs.handle, call.stream
-        self._order.enter(call)
+        self._order.enqueue_waits(call)
         needs_counts = known is None and inputs.num_worst_tokens is None
         if needs_counts and call.capture is not None:
-            raise EPInputError("the host cannot wait for counts in a CUDA graph capture; pass num_worst_tokens=, or handle=")
+            raise EPInputError(
+                "num_worst_tokens=None in a CUDA graph capture, where the host cannot wait for counts; expected a number of rows. Pass "
+                "num_worst_tokens=, or handle="
+            )
         arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         x, idx, _, scales = arrays
         row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
@@ -72,7 +75,7 @@ class Throughput:
             self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
         self._launch_dispatch(arrays, row_bytes, scale_bytes, tables.ptr, place.offset, parts.offsets, capacity, counts, stream)
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
-        self._order.leave(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
+        self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None
         if needs_counts:
             num_rows, counts_list = self._monitor.await_counts()
@@ -199,7 +202,7 @@ class Throughput:
         """Launch one kernel: rows arrive in the staging region of the tokens' ranks, which add them up."""
         self._check_peer_access()
         config, stream, handle = self._config, call.stream, inputs.handle
-        self._order.enter(call)
+        self._order.enqueue_waits(call)
         x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
         staging = self._layout.staging(x.row_bytes).offsets
         staging_offset = self._regions.offsets["landing"]
@@ -226,7 +229,7 @@ class Throughput:
             },
         )
         given = inputs.topk_weights, *inputs.biases
-        self._order.leave(call, (x, weights, biases, inputs.x, *given), handle, *given)
+        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
         dtype, framework, with_weights = x.dtype, x.framework, weights is not None
 
         def make_views() -> Views:
@@ -271,8 +274,8 @@ class Throughput:
     def _check_peer_access(self) -> None:
         if not self._has_peer_access:
             raise EPUnavailableError(
-                f"dispatch and combine serve up to {MAX_RANKS_PER_NODE} ranks that reach each other over NVLink; between hosts there are "
-                f"only the low-latency calls"
+                f"some ranks of this Buffer have no direct access to each other; expected up to {MAX_RANKS_PER_NODE} ranks over NVLink or "
+                f"PCIe for dispatch and combine. Use the low-latency calls"
             )
 
 

@@ -1,4 +1,4 @@
-"""Arrays in host memory: copied to the GPU for a call there, and its results back."""
+"""Copies between host memory and the GPU, for callers whose arrays lie in host memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from ...results import Views
 
 
 def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -> list[View | None]:
-    """The same arrays in GPU memory: those of host memory are copied."""
+    """Return the same arrays in GPU memory; copy those that lie in host memory.
+
+    Raises:
+        EPInputError: if a CUDA graph captures the stream.
+    """
     staged = []
     for view in views:
         if view is not None and view.device == HOST:
             if driver.is_capturing(stream):
                 raise EPInputError(
-                    "an array is in host memory, which each replay of the CUDA graph would read anew; inside of a capture, pass arrays on "
-                    "the GPU"
+                    "an array is in host memory, and each replay of the CUDA graph would read it again; expected arrays on the GPU in a "
+                    "capture. Copy the array to the GPU before"
                 )
             memory = pool.allocate(view.nbytes, stream)
             driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
@@ -30,19 +34,28 @@ def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -
 
 
 def to_host(views: Views, stream: int, given: View | None = None) -> Views:
-    """Copies in host memory, but of what the caller gave to be written to (`given`). The host waits for them."""
+    """Copy results to host memory, and wait on the host for the copies.
+
+    Args:
+        views: The results.
+        stream: The stream of the call.
+        given: An array of the caller that is a result; it is not copied.
+
+    Raises:
+        EPOutOfMemoryError: if the host has too little memory. The call was made.
+    """
     copied: Views = {}
     for name, view in views.items():
         if view is not None and view is not given:
             try:
                 copy = Result(view.shape, view.dtype)
             except MemoryError as error:
-                told = EPOutOfMemoryError(
+                memory_error = EPOutOfMemoryError(
                     f"host memory does not suffice for {name} {list(view.shape)} ({error}); expected room for the results of a call with "
                     f"arrays in host memory. Pass arrays on the GPU, or fewer tokens."
                 )
-                told.call_made = True
-                raise told from error
+                memory_error.call_made = True
+                raise memory_error from error
             driver.copy_async(copy.ptr, view.ptr, view.nbytes, stream)
             view = copy.view(view.framework)
         copied[name] = view
