@@ -1,4 +1,4 @@
-"""backend="auto": the host backend where there is no GPU, and an error where there ought to be one. The driver is made up."""
+"""backend="auto" chooses the host backend without a GPU, and raises if a GPU is there and does not work. The driver is a fake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-python comes w
 
 
 class Ranks:
-    """A communicator of this rank and others whose reasons for having no GPU are given."""
+    """A communicator of this rank and of others, with their reasons for having no GPU."""
 
     def __init__(self, *others: str | None) -> None:
         self.others = others
@@ -27,6 +27,8 @@ class Ranks:
 def choose(
     monkeypatch: pytest.MonkeyPatch, status: str, backend: str = "auto", others: tuple[str | None, ...] = (), gpus: int = 1
 ) -> str:
+    """Choose a backend with a driver that returns `status`."""
+
     def start(flags: int) -> tuple:
         if status == "no driver":
             raise RuntimeError("libcuda.so.1 was not found")
@@ -39,8 +41,8 @@ def choose(
     return agreement.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
 
 
-def test_a_launcher_that_is_not_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of torchrun do not know each other by MPI: each would be alone, and nobody would notice."""
+def test_launcher_other_than_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun, MPI sees one rank in each process. This must not pass unnoticed."""
     mpi = pytest.importorskip("mpi4py.MPI")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match="WORLD_SIZE=2, but MPI counts one process.*mpirun"):
@@ -60,11 +62,11 @@ def test_a_launcher_that_is_not_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no driver", 1, "host"),
     ],
 )
-def test_what_is_chosen(monkeypatch: pytest.MonkeyPatch, status: str, gpus: int, chosen: str) -> None:
+def test_automatic_choice(monkeypatch: pytest.MonkeyPatch, status: str, gpus: int, chosen: str) -> None:
     assert choose(monkeypatch, status, gpus=gpus) == chosen
 
 
-def test_a_broken_driver_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_driver_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EPUnavailableError, match=r"on rank 0 the CUDA driver fails: CUDA_ERROR_SYSTEM_NOT_READY.*doctor.*'host'"):
         choose(monkeypatch, "CUDA_ERROR_SYSTEM_NOT_READY")
     with pytest.raises(EPUnavailableError, match="on rank 1 the CUDA driver fails: CUDA_ERROR_UNKNOWN"):
@@ -72,13 +74,13 @@ def test_a_broken_driver_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose(monkeypatch, "CUDA_ERROR_SYSTEM_NOT_READY", backend="host") == "host"
 
 
-def test_a_driver_that_starts_and_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_cannot_count_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuInit", lambda flags: (driver.CUresult.CUDA_SUCCESS,))
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_ERROR_UNKNOWN, 0))
     assert agreement.why_no_gpu() == "the CUDA driver fails: CUDA_ERROR_UNKNOWN"
 
 
-def test_some_with_and_some_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_and_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EPUnavailableError, match=r"some ranks have a GPU and some have none \(without: \[1\], no CUDA driver"):
         choose(monkeypatch, "CUDA_SUCCESS", others=("no CUDA driver (libcuda.so.1 was not found)",))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Faults of one rank in the middle of each call, on the host backend: tests/programs/faults.py in processes of its own."""
+"""Faults of one rank in the middle of each call, on the host backend: runs tests/programs/faults.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from paths import PROGRAMS, pythonpath
 
 
-def test_a_rank_that_is_lost_in_a_call() -> None:
-    """Killed, asleep, thrown out by an exception, or out of memory."""
+def test_rank_that_is_lost_in_a_call() -> None:
+    """The rank is killed, sleeps, raises, or runs out of memory."""
     done = subprocess.run(
         [sys.executable, str(PROGRAMS / "faults.py")],
         env={**os.environ, "PYTHONPATH": pythonpath(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

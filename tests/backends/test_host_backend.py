@@ -1,4 +1,4 @@
-"""The host backend on 1 to 8 ranks: launches the programs of tests/programs under mpirun."""
+"""The host backend on 1 to 8 ranks: runs the programs of tests/programs under mpirun."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def test_program(program: str, num_ranks: int) -> None:
 
 
 def test_arrays_of_frameworks() -> None:
-    sizes = ("8", "4", "3", "2", "1")  # all ranks load the libraries at the same time
+    sizes = ("8", "4", "3", "2", "1")  # in one start, because loading the libraries takes long
     output = run_checks(8, "frameworks", "--sizes", *sizes)
     assert re.findall(r"check_torch on (\d): passed", output) == list(sizes)
 
 
 @pytest.fixture(scope="module")
 def masked_ranks() -> Iterator[dict[int, Future[str]]]:
-    """Run the checks on 2 and on 4 ranks at once, because they wait for time-outs most of the time."""
+    """Run the checks on 2 and on 4 ranks at the same time, because they mostly wait for time-outs."""
     with ThreadPoolExecutor() as pool:
         yield {num_ranks: pool.submit(run_checks, num_ranks, "masks") for num_ranks in (2, 4)}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_masked_ranks(num_ranks: int, masked_ranks: dict[int, Future[str]]) -> None:
-    """A rank alone has no peer to mask. Eight ranks do the same checks on GPUs (test_same_checks): on two cores they take 90 s."""
+    """A single rank has no peer to mask. Eight ranks run these checks on GPUs (test_same_checks); on two cores they would take 90 s."""
     masked_ranks[num_ranks].result()
 
 

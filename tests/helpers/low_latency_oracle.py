@@ -1,7 +1,7 @@
-"""What the low-latency calls must give, worked out from the inputs of all ranks by plain loops over tokens.
+"""Work out the results of the low-latency calls from the inputs of all ranks, by plain loops over tokens.
 
-As in `oracle`, nothing here comes from `deepep_rt`; FP8 is that of `ml_dtypes`. The order of all sums is documented, so results are
-compared bit for bit.
+Like `oracle`, this code is independent of `deepep_rt`. It converts to FP8 with `ml_dtypes`. The order of all sums is documented, so results
+are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUP = 128
 
 @dataclass
 class Arrived:
-    """What low_latency_dispatch must give one rank, for each local expert.
+    """The expected result of low_latency_dispatch on one rank, for each local expert.
 
     Attributes:
         x: `[rows, hidden]` for each expert, bfloat16 or float8_e4m3fn.
@@ -33,7 +33,7 @@ class Arrived:
 
 
 def to_fp8(x: np.ndarray, round_scale: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The FP8 form of bfloat16 rows, and their float32 scales."""
+    """Convert bfloat16 rows to FP8 with float32 scales."""
     codes = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
     scales = np.zeros((x.shape[0], x.shape[1] // GROUP), np.float32)
     with np.errstate(all="ignore"):
@@ -72,9 +72,9 @@ def expected_dispatch(
     ue8m0: bool = False,
     live: Collection[int] | None = None,
 ) -> Arrived:
-    """What rank `rank` must receive when each rank r gives `all_inputs[r]` (x in bfloat16) to low_latency_dispatch.
+    """Work out what rank `rank` receives if each rank r passes `all_inputs[r]` (x in bfloat16) to low_latency_dispatch.
 
-    `live`: the ranks that are not masked, this one among them; None: all.
+    `live`: the ranks that are not masked, rank `rank` included; None: all.
     """
     each = num_experts // len(all_inputs)
     entries: list[list[tuple[int, int, int]]] = [[] for _ in range(each)]
@@ -115,38 +115,38 @@ def expected_combine(
     answering: Collection[int] | None = None,
     named: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What rank `rank` must get back, `[num_tokens, hidden]` bfloat16.
+    """Work out what rank `rank` gets back, `[num_tokens, hidden]` bfloat16.
 
     Args:
-        rank: The rank whose tokens are wanted.
+        rank: The rank of the tokens.
         all_inputs: What all ranks dispatched, with weights.
-        all_y: For each rank, `[num_local_experts, rows, hidden]` bfloat16, what it gives to low_latency_combine.
+        all_y: For each rank, its argument of low_latency_combine, `[num_local_experts, rows, hidden]` bfloat16.
         num_experts: Experts over all ranks.
         reduce_early: `allow_multiple_reduction`.
-        live: The ranks that are not masked in the dispatch, this one among them; None: all.
-        answering: Those that are not masked in the combine; None: those in the dispatch.
-        named: `[num_tokens, num_topk]` bool, choices that combine still names (of a rank that adds up early: all or none); None: all.
+        live: The ranks that are not masked in the dispatch, rank `rank` included; None: all.
+        answering: The ranks that are not masked in the combine; None: as in the dispatch.
+        named: `[num_tokens, num_topk]` bool, the choices that combine names; with `reduce_early`, all or none of one rank. None: all.
     """
     mine, num_ranks = all_inputs[rank], len(all_inputs)
     live = range(num_ranks) if live is None else live
     answering = live if answering is None else [peer for peer in live if peer in answering]
     each = num_experts // num_ranks
-    place: dict[tuple[int, int], tuple[int, int, int]] = {}  # (token, choice) -> expert rank, local expert, row
+    expert_slot: dict[tuple[int, int], tuple[int, int, int]] = {}  # (token, choice) -> expert rank, local expert, row
     for peer in answering:
         for expert, entries in enumerate(_entries_of(peer, all_inputs, each, live)):
             for row, (source, token, k) in enumerate(entries):
                 if source == rank:
-                    place[token, k] = peer, expert, row
+                    expert_slot[token, k] = peer, expert, row
     hidden = all_y[rank].shape[2]
     out = np.zeros((len(mine.topk_idx), hidden), ml_dtypes.bfloat16)
     with np.errstate(all="ignore"):
         for token in range(len(mine.topk_idx)):
             sums: dict[int, np.ndarray] = {}
             for k in range(mine.topk_idx.shape[1]):
-                if (token, k) not in place or not (named is None or named[token, k]):
+                if (token, k) not in expert_slot or not (named is None or named[token, k]):
                     continue
-                peer, expert, row = place[token, k]
-                if row >= all_y[peer].shape[1]:  # it had no room there
+                peer, expert, row = expert_slot[token, k]
+                if row >= all_y[peer].shape[1]:  # the row was dropped
                     continue
                 term = mine.topk_weights[token, k] * all_y[peer][expert, row].astype(np.float32)
                 where = peer if reduce_early else 0
@@ -176,14 +176,14 @@ def _entries_of(
 
 
 def _bfloat16(values: np.ndarray) -> np.ndarray:
-    """Rounded; NaN is the one that a GPU's conversion gives."""
+    """Round to bfloat16. NaN becomes the one that a GPU's conversion gives."""
     made = values.astype(ml_dtypes.bfloat16)
     made.view(np.uint16)[np.isnan(values)] = 0x7FFF
     return made
 
 
 def outputs(seed: int, rank: int, shape: tuple[int, int, int], *, special: bool = False) -> np.ndarray:
-    """What the experts of one rank are taken to have computed; `special` sprinkles -0.0, infinities and NaN over it."""
+    """Make random outputs of the experts of one rank. `special` mixes -0.0, infinities and NaN in."""
     rng = np.random.default_rng([seed, rank, 9])
     y = rng.standard_normal(shape, np.float32)
     if special:
@@ -194,7 +194,7 @@ def outputs(seed: int, rank: int, shape: tuple[int, int, int], *, special: bool 
 
 
 def check_dispatch(result: object, expected: Arrived) -> None:
-    """Compare a `LowLatencyDispatchResult` of NumPy arrays with `expected`, bit for bit, where it is defined."""
+    """Compare a `LowLatencyDispatchResult` of NumPy arrays with `expected`, bit for bit, in its defined part."""
     counts, room = np.asarray(result.num_recv_tokens_per_expert), result.recv_x.shape[1]
     assert counts.dtype == np.int32, counts.dtype
     assert counts.tolist() == [min(len(found), room) for found in expected.entries], counts
@@ -208,5 +208,5 @@ def check_dispatch(result: object, expected: Arrived) -> None:
                 row = int(np.argwhere(~same)[0][0])
                 source = expected.entries[expert][row]
                 raise AssertionError(
-                    f"{name}[{expert}, {row}], which is (source, token, choice) {source}: {got[expert, row]} != {rows[row]}"
+                    f"{name}[{expert}, {row}] of (source, token, choice) {source}: {got[expert, row]} != {rows[row]}"
                 )

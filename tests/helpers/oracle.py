@@ -1,11 +1,10 @@
-"""What dispatch and combine must give, worked out from the inputs of all ranks by plain loops over tokens.
+"""Work out the results of dispatch and combine from the inputs of all ranks, by plain loops over tokens.
 
-Nothing here comes from `deepep_rt.backends.host`, nor is it built like it: there are no messages, no counts and no positions, only
-lists to which rows are appended in the documented order, and sums in float64. Every function takes the inputs of *all* ranks;
-`make_inputs` is deterministic for (seed, rank), so each rank can build the inputs of all others, and what must arrive, without
-communication.
+This code is independent of `deepep_rt.backends.host`: it has no messages, counts or positions. It appends rows to lists in the documented
+order, and adds up in float64. Every function takes the inputs of all ranks. `make_inputs` depends on (seed, rank) alone, so each rank can
+make the inputs of all ranks without communication.
 
-Payloads are opaque here: `RankInputs.x` may have any dtype, also one of `ml_dtypes`.
+`RankInputs.x` may have any dtype, also one of `ml_dtypes`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 
 @dataclass
 class RankInputs:
-    """What one rank gives to dispatch.
+    """The arguments of dispatch on one rank.
 
     Attributes:
         x: `[num_tokens, hidden]`, any dtype.
@@ -35,16 +34,16 @@ class RankInputs:
 
 @dataclass
 class Received:
-    """What dispatch must give one rank; the arrays hold `num_rows` rows, those past `num_kept` are padding.
+    """The expected result of dispatch on one rank. Rows past `num_kept` are padding.
 
     Attributes:
         x, scales: Rows and scales; padding is zero here and undefined in the library.
-        topk_idx: Local expert numbers, -1 where the expert lives elsewhere (and in padding).
-        topk_weights: 0 where the expert lives elsewhere (and in padding).
+        topk_idx: Local expert numbers, -1 for experts of other ranks and in padding.
+        topk_weights: 0 for experts of other ranks and in padding.
         src_idx: `[num_rows, 2]` int32: source rank, source token; -1 in padding.
-        num_recv: Rows that were sent here, whether or not they fitted.
-        num_recv_per_expert: (token, choice) entries for each local expert, aligned up; entries of dropped rows count too.
-        num_kept: Rows that fitted.
+        num_recv: Rows that were sent here, dropped ones included.
+        num_recv_per_expert: (token, choice) entries of each local expert, aligned up; entries of dropped rows count.
+        num_kept: Rows that were not dropped.
     """
 
     x: np.ndarray
@@ -65,7 +64,7 @@ def expected_dispatch(
     num_worst_tokens: int | None = None,
     expert_alignment: int = 1,
 ) -> Received:
-    """What rank `rank` must receive when each rank r dispatches `all_inputs[r]`.
+    """Work out what rank `rank` receives if each rank r dispatches `all_inputs[r]`.
 
     Args:
         rank: The receiver.
@@ -121,16 +120,16 @@ def expected_combine(
     all_weights: Sequence[np.ndarray] | None = None,
     biases: Sequence[np.ndarray] = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """What rank `rank` must get back when each rank r combines `all_y[r]` after dispatching `all_inputs[r]`.
+    """Work out what rank `rank` gets back if each rank r dispatches `all_inputs[r]` and then combines `all_y[r]`.
 
     Args:
-        rank: The rank whose tokens are wanted.
+        rank: The rank of the tokens.
         all_inputs: What all ranks dispatched.
-        all_y: For each rank, `[rows it received, hidden]`, what it gives to combine.
+        all_y: For each rank, its rows for combine, `[rows it received, hidden]`.
         num_experts: Experts over all ranks.
-        all_worst: `num_worst_tokens` of each rank's dispatch; rows dropped by it contribute nothing. Default: none dropped.
+        all_worst: `num_worst_tokens` of each rank's dispatch; dropped rows add nothing. Default: none are dropped.
         all_weights: For each rank `[rows it received, num_topk]` float32 to be added up too, or None.
-        biases: `[num_tokens of rank, hidden]` arrays added at the end.
+        biases: `[num_tokens of rank, hidden]` arrays to add at the end.
 
     Returns:
         The sums `[num_tokens, hidden]` float64; the sums of the absolute values of all terms, for error bounds; and the summed
@@ -157,11 +156,11 @@ def expected_combine(
 
 
 def check_dispatch(result: object, expected: Received, *, has_counts: bool = True, with_idx: bool = True) -> None:
-    """Compare a `DispatchResult` of NumPy arrays with `expected`, bit for bit; raises AssertionError that names the array.
+    """Compare a `DispatchResult` of NumPy arrays with `expected`, bit for bit. An AssertionError names the array.
 
     Args:
         result: The `DispatchResult`.
-        expected: What `expected_dispatch` says.
+        expected: Of `expected_dispatch`.
         has_counts: Whether the host knows the counts (no `num_worst_tokens`).
         with_idx: Whether `topk_idx` was given to the call.
     """
@@ -178,7 +177,7 @@ def check_dispatch(result: object, expected: Received, *, has_counts: bool = Tru
     for name, wanted in (("recv_topk_idx", expected.topk_idx), ("recv_topk_weights", expected.topk_weights)):
         got = getattr(result, name)
         if wanted is None or not with_idx:
-            assert got is None, f"{name} is there without having been asked for"
+            assert got is None, f"{name} is there, but was not asked for"
         else:
             _same_bits(name, got, wanted)
     assert [int(v) for v in np.asarray(result.num_recv_tokens)] == [expected.num_recv]
@@ -192,7 +191,7 @@ def check_dispatch(result: object, expected: Received, *, has_counts: bool = Tru
 
 
 def combine_tolerance(dtype: str, size: np.ndarray, num_terms: int) -> np.ndarray:
-    """Largest error of a combine with `num_terms` terms whose absolute values sum to `size`: float32 adds, one final rounding."""
+    """Bound the error of a combine whose `num_terms` terms have absolute values that sum to `size`: float32 sums, one final rounding."""
     final = {"bfloat16": (2.0**-8, 2.0**-133), "float16": (2.0**-11, 2.0**-24), "float32": (2.0**-24, 2.0**-149)}[dtype]
     return size * (num_terms * 2.0**-24 + final[0]) * 1.01 + final[1]
 
@@ -212,11 +211,11 @@ def make_inputs(
     num_scales: int = 0,
     num_ranks: int = 1,
 ) -> RankInputs:
-    """Random inputs of one rank; the same for the same arguments on every machine.
+    """Make random inputs of one rank. The same arguments give the same inputs on every machine.
 
     Args:
-        seed: What the random numbers depend on,
-        rank: together with the rank.
+        seed: Decides the random numbers, together with `rank`.
+        rank: The rank.
         num_tokens: Rows of every array.
         hidden: Elements of a row of `x`.
         num_topk: Columns of `topk_idx`.

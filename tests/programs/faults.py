@@ -1,8 +1,8 @@
 """Faults of one rank in the middle of a call, on the host backend: python faults.py [SEED [KIND...]].
 
 A scenario is three processes over a store that this program serves. At one store operation of a call, the victim is killed, sleeps, raises,
-or finds no memory. The others may finish the call with the right bytes, or they say in time which rank is lost. Several scenarios run at
-once, so that their time-outs overlap.
+or runs out of memory. The other ranks either finish the call with the right bytes, or raise in time and name the victim. Several scenarios
+run at once, so that their time-outs overlap.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ KINDS = ("raises", "no_memory", "killed_masked", "asleep", "killed")
 LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine", "low_latency_combine_at_home")
 CALLS = ("dispatch", "cached_dispatch", "combine", *LOW_LATENCY)
 TIMEOUT_S, AT_ONCE = 1.5, 12
-TOLD_TIMEOUT_S, QUICK_S = 60.0, 10.0  # where a rank tells why it leaves, the others stop long before their time-out
+NOTICE_TIMEOUT_S, QUICK_S = 60.0, 10.0  # a failure notice ends waits long before this time-out
 LIMIT_S = 120
 
 
 @dataclass
 class Scenario:
-    """What happens: in which call of the victim, and where in it, as a share of its operations."""
+    """A fault: its kind, the call of the victim, and the point in the call, as a share of its store operations."""
 
     kind: str
     call: str
     point: float
     store: dict[str, bytes] = field(default_factory=dict)
-    ranks: list[tuple[int, Connection]] = field(default_factory=list)  # processes, and their ends of the pipes
-    said: dict[int, str] = field(default_factory=dict)
+    ranks: list[tuple[int, Connection]] = field(default_factory=list)  # process numbers, and pipes to the processes
+    problems: dict[int, str] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
 
     @property
@@ -53,15 +53,15 @@ class Scenario:
 
     @property
     def timeout_s(self) -> float:
-        return TIMEOUT_S if self.kind in ("killed", "killed_masked", "asleep") else TOLD_TIMEOUT_S
+        return TIMEOUT_S if self.kind in ("killed", "killed_masked", "asleep") else NOTICE_TIMEOUT_S
 
 
 class PipeStore:
-    """A store that the parent process serves, and the place where the fault happens."""
+    """A store that the parent process serves. The fault happens in one of its operations."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self.count = 0  # of operations that change the store: how often it is asked is chance
+        self.count = 0  # of operations but `check`, whose number depends on timing
         self.fault_at, self.fault = -1, lambda: None
 
     def _ask(self, method: str, *given: Any) -> Any:
@@ -85,7 +85,7 @@ class PipeStore:
         return self._ask("delete_key", key)
 
 
-# --- what a rank does ----------------------------------------------------------------------------------------------------------------
+# --- a rank --------------------------------------------------------------------------------------------------------------------------
 
 
 def routing(rank: int) -> np.ndarray:
@@ -94,23 +94,23 @@ def routing(rank: int) -> np.ndarray:
 
 
 def rows(rank: int) -> np.ndarray:
-    """Numbers that BF16 holds, each row another one."""
+    """Rows of one number each that BF16 represents exactly. All rows differ."""
     return np.tile((16 * rank + np.arange(TOKENS) + 1)[:, None], HIDDEN).astype(ml_dtypes.bfloat16)
 
 
-def goes_to(rank: int) -> np.ndarray:
-    """`[tokens, ranks]`: where the tokens of a rank go."""
-    home = routing(rank) // (EXPERTS // RANKS)
-    return (home[:, :, None] == np.arange(RANKS)).any(1)
+def send_mask(rank: int) -> np.ndarray:
+    """`[tokens, ranks]` bool: the ranks that each token of a rank goes to."""
+    owner = routing(rank) // (EXPERTS // RANKS)
+    return (owner[:, :, None] == np.arange(RANKS)).any(1)
 
 
 class Rank:
-    """The calls of one rank, each of which checks its result."""
+    """The calls of one rank. Each call checks its result."""
 
     def __init__(self, buffer: Buffer, rank: int) -> None:
         self.buffer, self.rank, self.x, self.idx = buffer, rank, rows(rank), routing(rank)
         self.weights = np.full(self.idx.shape, 0.5, np.float32)
-        self.lost: set[int] = set()  # ranks that may be missing in results, from the fault on
+        self.lost: set[int] = set()  # after the fault: ranks whose rows may be missing in results
 
     def prepare(self) -> None:
         self.sent = self.dispatch()
@@ -118,7 +118,7 @@ class Rank:
 
     def dispatch(self, **known: Any) -> Any:
         sent = self.buffer.dispatch(self.x, **known) if known else self.buffer.dispatch(self.x, self.idx, self.weights)
-        wanted = [(source, token) for source in range(RANKS) for token in np.flatnonzero(goes_to(source)[:, self.rank])]
+        wanted = [(source, token) for source in range(RANKS) for token in np.flatnonzero(send_mask(source)[:, self.rank])]
         assert [tuple(pair) for pair in np.asarray(sent.recv_src_idx)] == wanted
         assert (np.asarray(sent.recv_x) == np.array([rows(source)[token] for source, token in wanted])).all()
         return sent
@@ -128,24 +128,24 @@ class Rank:
 
     def combine(self) -> None:
         back = self.buffer.combine(self.sent.recv_x, self.sent.handle).x
-        assert (back.astype(np.float32) == self.x.astype(np.float32) * goes_to(self.rank).sum(1, keepdims=True)).all()
+        assert (back.astype(np.float32) == self.x.astype(np.float32) * send_mask(self.rank).sum(1, keepdims=True)).all()
 
     def low_latency_dispatch(self) -> Any:
         sent = self.buffer.low_latency_dispatch(self.x, self.idx, topk_weights=self.weights, use_fp8=False)
         counts, local = np.asarray(sent.num_recv_tokens_per_expert), EXPERTS // RANKS
         for expert in range(local):
-            came = np.asarray(sent.recv_x)[expert, : counts[expert], 0].astype(int)
+            arrived = np.asarray(sent.recv_x)[expert, : counts[expert], 0].astype(int)
             wanted = {r: (16 * r + 1 + np.flatnonzero((routing(r) == self.rank * local + expert).any(1))) for r in range(RANKS)}
-            sure = [value for r in range(RANKS) if r not in self.lost for value in wanted[r]]
-            assert set(came) >= set(sure), (came, wanted)
-            assert set(came) <= set(np.concatenate(list(wanted.values()))), (came, wanted)
+            certain = [value for r in range(RANKS) if r not in self.lost for value in wanted[r]]
+            assert set(arrived) >= set(certain), (arrived, wanted)
+            assert set(arrived) <= set(np.concatenate(list(wanted.values()))), (arrived, wanted)
         return sent
 
     def low_latency_combine(self, **options: Any) -> None:
         quick = self.quick
         back = self.buffer.low_latency_combine(quick.recv_x, self.idx, self.weights, quick.handle, **options).x.astype(np.float32)
-        home = self.idx // (EXPERTS // RANKS)
-        least = (self.weights * ~np.isin(home, list(self.lost))).sum(1, keepdims=True) * self.x.astype(np.float32)
+        owner = self.idx // (EXPERTS // RANKS)
+        least = (self.weights * ~np.isin(owner, list(self.lost))).sum(1, keepdims=True) * self.x.astype(np.float32)
         most = self.weights.sum(1, keepdims=True) * self.x.astype(np.float32)
         assert ((back >= least) & (back <= most)).all()
         if not self.lost:
@@ -156,6 +156,8 @@ class Rank:
 
 
 def fault_of(scenario: Scenario) -> Callable[[], None]:
+    """Return the function that makes the fault happen."""
+
     def sleep() -> None:
         time.sleep(2.5 * TIMEOUT_S)
 
@@ -186,20 +188,21 @@ def make_buffer(store: PipeStore, scenario: Scenario, rank: int) -> Buffer:
 
 
 def run_victim(scenario: Scenario, store: PipeStore) -> None:
+    """Make a good call, and a call with the fault."""
     with make_buffer(store, scenario, VICTIM) as buffer:
         mine = Rank(buffer, VICTIM)
         mine.prepare()
         before = store.count
-        getattr(mine, scenario.call)()  # a good one, which shows how many operations it has
+        getattr(mine, scenario.call)()  # counts the operations of the call
         store.fault_at = store.count + 1 + round(scenario.point * (store.count - before - 1))
         store.fault = fault_of(scenario)
         getattr(mine, scenario.call)()
-        assert scenario.kind == "asleep", "the fault has happened"
+        assert scenario.kind == "asleep", "the fault did not happen"
         getattr(mine, scenario.call)()
 
 
 def run_other(scenario: Scenario, store: PipeStore, rank: int) -> None:
-    """After the victim's last good call, one or two may succeed. Then the Buffer tells that the victim is lost."""
+    """Call until the Buffer reports that the victim is lost. After the victim's last good call, one or two calls may succeed."""
     buffer = make_buffer(store, scenario, rank)
     mine = Rank(buffer, rank)
     mine.prepare()
@@ -215,24 +218,24 @@ def run_other(scenario: Scenario, store: PipeStore, rank: int) -> None:
         assert time.monotonic() - start < 2 * TIMEOUT_S + QUICK_S
         buffer.destroy()
         return
-    told, start = None, time.monotonic()
+    caught, start = None, time.monotonic()
     try:
         with buffer:
             for _ in range(3):
                 getattr(mine, scenario.call)()
     except EPTimeoutError as error:
-        told = error
-    assert told is not None, "the loss of the victim was not told"
-    assert f"rank {VICTIM}" in str(told), told
+        caught = error
+    assert caught is not None, "the loss of the victim was not reported"
+    assert f"rank {VICTIM}" in str(caught), caught
     if scenario.kind in ("raises", "no_memory"):
-        assert "left the Buffer" in str(told), told
-        assert {"raises": "mine", "no_memory": "memory"}[scenario.kind] in str(told), told
+        assert "left the Buffer" in str(caught), caught
+        assert {"raises": "mine", "no_memory": "memory"}[scenario.kind] in str(caught), caught
     assert time.monotonic() - start < (TIMEOUT_S if scenario.timeout_s == TIMEOUT_S else 0) + QUICK_S
     buffer.destroy()
 
 
 def run_rank(scenario: Scenario, pipe: Connection, rank: int) -> str:
-    """What is wrong, or nothing."""
+    """Run the part of one rank; return a problem, or an empty text."""
     pipe.recv()
     warnings.simplefilter("ignore")
     store = PipeStore(pipe)
@@ -254,6 +257,7 @@ def run_rank(scenario: Scenario, pipe: Connection, rank: int) -> str:
 
 
 def scenarios(kind: str, seed: int) -> list[Scenario]:
+    """List the scenarios of one kind of fault."""
     rng = np.random.default_rng(seed)
     calls = LOW_LATENCY[:2] if kind == "killed_masked" else CALLS
     made = []
@@ -264,18 +268,20 @@ def scenarios(kind: str, seed: int) -> list[Scenario]:
 
 
 def fork(scenario: Scenario) -> None:
+    """Start the processes of a scenario."""
     for rank in range(RANKS):
         ours, theirs = Pipe()
         child = os.fork()
         if not child:
-            signal.alarm(LIMIT_S)  # also where this program is killed
-            said = run_rank(scenario, theirs, rank)
-            theirs.send(("said", (said,)))
+            signal.alarm(LIMIT_S)  # also if this program is killed
+            problem = run_rank(scenario, theirs, rank)
+            theirs.send(("ended", (problem,)))
             os._exit(0)
         scenario.ranks.append((child, ours))
 
 
 def answer(store: dict[str, bytes], method: str, given: tuple[Any, ...]) -> Any:
+    """Carry out an operation of a store."""
     if method == "check":
         return all(key in store for key in given[0])
     if method == "set":
@@ -285,9 +291,9 @@ def answer(store: dict[str, bytes], method: str, given: tuple[Any, ...]) -> Any:
 
 
 def serve(waiting: list[Scenario]) -> list[str]:
-    """Run the scenarios, a few at once; returns what was wrong."""
+    """Run the scenarios, a few at once. Return the names of those that failed."""
     running: list[Scenario] = []
-    wrong = []
+    failed = []
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             running.append(waiting.pop())
@@ -303,28 +309,28 @@ def serve(waiting: list[Scenario]) -> list[str]:
             scenario, rank = owners[pipe]
             try:
                 method, given = pipe.recv()
-            except (EOFError, ConnectionError):  # unless a process that was forked later holds its end, too
+            except (EOFError, ConnectionError):  # processes that were forked later may hold their end open, too
                 scenario.ended.add(rank)
                 continue
-            if method == "said":
-                scenario.said[rank] = given[0]
+            if method == "ended":
+                scenario.problems[rank] = given[0]
             else:
                 with contextlib.suppress(ConnectionError):
                     pipe.send(answer(scenario.store, method, given))
         for scenario in running[:]:
             expected = set(range(RANKS)) - ({VICTIM} if scenario.kind.startswith("killed") else set())
-            if expected <= set(scenario.said):
+            if expected <= set(scenario.problems):
                 running.remove(scenario)
-                said = "".join(scenario.said.values())
-                print(f"{scenario.name}: {'failed' if said else 'passed'}\n{said}", end="", flush=True)
-                wrong += [scenario.name] * bool(said)
+                problems = "".join(scenario.problems.values())
+                print(f"{scenario.name}: {'failed' if problems else 'passed'}\n{problems}", end="", flush=True)
+                failed += [scenario.name] * bool(problems)
                 for child, _ in scenario.ranks:
                     os.waitpid(child, 0)
-    return wrong
+    return failed
 
 
 def main() -> None:
-    assert host  # its modules are loaded before the ranks are forked
+    assert host  # loads its modules before the ranks are forked
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     made = [scenario for kind in sys.argv[2:] or KINDS for scenario in scenarios(kind, seed)]
     for scenario in made:
