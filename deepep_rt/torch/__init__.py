@@ -1,8 +1,8 @@
-"""PyTorch: `dispatch` and `combine` that gradients flow through, and the communicator of a process group.
+"""PyTorch: differentiable `dispatch` and `combine`, and the communicator of a process group.
 
-The backward pass of `dispatch` is a combine along the same routing, and that of `combine` a dispatch: no counting, no waiting. Both
-run on the stream on which the forward pass ran, as all of autograd does. They are collective like the calls of `Buffer`: every rank
-runs the backward pass, through the same calls.
+The backward pass of `dispatch` is a combine along the same routing, and that of `combine` is a dispatch. Neither counts tokens or waits on
+the host. Both run on the stream of the forward pass, as all of autograd does. They are collective like the calls of `Buffer`: every rank
+has to run the backward pass, with the same calls.
 """
 
 from .autograd import Dispatched, Handle, combine, dispatch

@@ -1,4 +1,4 @@
-"""`dispatch` and `combine` that gradients flow through."""
+"""Differentiable `dispatch` and `combine`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._checks import flag, instance
+from .._checks import argument_error, flag, instance
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.frameworks import not_dense
 from ..buffer import Buffer
@@ -21,15 +21,15 @@ from .tensor_ops import FLOATS, aligned, from_fp8, to_fp8, zero_padding
 
 
 def _backward_pass() -> int:
-    """The number of the backward pass that this runs in; -1 outside of any."""
+    """Return the number of the current backward pass, or -1 outside of a backward pass."""
     return torch._C._current_graph_task_id()
 
 
 class _Link:
     """Ties a combine to its dispatch by a tensor without elements.
 
-    A rank whose experts got no row may have nothing else that connects the two, and its backward pass would leave out the dispatch,
-    in which the other ranks wait for it.
+    If the experts of a rank got no row, nothing else may connect the two. The backward pass of that rank would then leave out the dispatch,
+    and the other ranks would wait for it.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -37,23 +37,25 @@ class _Link:
         self._pass = _backward_pass()
 
     def of_this_graph(self) -> Any:
-        """The tensor; None for a combine that is computed again in a backward pass (`checkpoint(use_reentrant=True)`) while its dispatch
-        was not: it gets a graph and a backward pass of its own, which must not go on into the dispatch's.
+        """Return the tensor, or None if only the combine is computed again in a backward pass (`checkpoint(use_reentrant=True)`).
+
+        Such a combine gets another graph and another backward pass, which must not continue into that of the dispatch.
         """
         return self.tensor if self._pass == _backward_pass() else None
 
 
 @dataclass(eq=False)
 class Handle(DispatchHandle):
-    """The routing of a dispatch, for `combine` here and for every call of `Buffer` that takes a handle."""
+    """The routing of a dispatch, for `combine` of this module and for every call of `Buffer` that takes a handle."""
 
-    _plain: DispatchHandle = field(repr=False)  # without the link: what the graph may hold without holding itself
-    _link: _Link = field(repr=False)
+    # Internal fields:
+    without_link: DispatchHandle = field(repr=False)  # the graph holds this one, because the link would hold the graph
+    link: _Link = field(repr=False)
 
     def detach(self) -> DispatchHandle:
-        """The routing alone: a combine with it does not bring the backward pass of the dispatch along.
+        """Return the routing alone. The backward pass of a combine with it does not run that of the dispatch.
 
-        For backward passes in pieces, where the gradient of `recv_x` is given to the dispatch by hand, later and on all ranks.
+        Use it for a backward pass in pieces: the program gives the gradient of `recv_x` to the dispatch later, on all ranks.
 
         Returns:
             A handle for `combine`.
@@ -63,33 +65,31 @@ class Handle(DispatchHandle):
             >>> combine(buffer, experts(rows), sent.handle.detach()).backward(gradient)
             >>> sent.recv_x.backward(rows.grad)  # a combine, along the same routing
         """
-        return self._plain
+        return self.without_link
 
 
 class Dispatched(NamedTuple):
-    """What arrived at this rank, in the order (source rank, source token).
+    """The rows that arrived at this rank, in the order (source rank, source token).
 
-    With `num_worst_tokens`, rows past `num_recv_tokens` are padding: `recv_x` 0, `recv_topk_idx` -1, `recv_topk_weights` 0.
+    With `num_worst_tokens`, rows past `num_recv_tokens` are padding: `recv_x` is 0, `recv_topk_idx` is -1, `recv_topk_weights` is 0.
     """
 
     recv_x: Any
     """Rows, `[num_recv, hidden]`, dtype of `x`. Differentiable."""
     recv_topk_idx: Any
-    """Local expert numbers, `[num_recv, num_topk]`, dtype of `topk_idx`; -1 where the expert lives on another rank. None without
-    `topk_idx`."""
+    """Local expert numbers, `[num_recv, num_topk]`, dtype of `topk_idx`; -1 for experts of other ranks. None without `topk_idx`."""
     recv_topk_weights: Any
-    """Weights, `[num_recv, num_topk]` float32; 0 where the expert lives on another rank. Differentiable. None without
-    `topk_weights`."""
+    """Weights, `[num_recv, num_topk]` float32; 0 for experts of other ranks. Differentiable. None without `topk_weights`."""
     num_recv_tokens: Any
     """Rows that arrived, `[1]` int32, on the device."""
     num_recv_tokens_per_expert: Any
     """Received tokens of each local expert, `[num_local_experts]` int32, on the device."""
     handle: Handle
-    """For `combine`."""
+    """The handle for `combine`."""
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int] | None:
-        """The counts on the host, as grouped matrix products want them; None with `num_worst_tokens`."""
+        """The counts on the host, which grouped matrix products need. None with `num_worst_tokens`."""
         return self.handle.num_recv_tokens_per_expert_list
 
 
@@ -105,30 +105,30 @@ def dispatch(
     expert_alignment: int = 1,
     fp8: bool = False,
 ) -> Dispatched:
-    """`Buffer.dispatch` for tensors, on the current stream; gradients flow back from `recv_x` to `x`, and likewise for the weights.
+    """Call `Buffer.dispatch` with tensors, on the current stream. Differentiable in `x` and `topk_weights`.
 
-    Backward, the gradients of a token's rows are added up over the ranks in float32. No second derivatives. `torch.compile` leaves
-    the call out of its graphs.
+    The backward pass adds up the gradients of a token's rows over the ranks, in float32. There are no second derivatives. `torch.compile`
+    leaves the call out of its graphs.
 
     Args:
-        buffer: The Buffer; it is kept for the backward pass, which has to come before `destroy`.
+        buffer: The Buffer. The backward pass needs it, and has to run before `destroy`.
         x: `[num_tokens, hidden]` bfloat16, float16 or float32; any dtype of `Buffer.dispatch` if it needs no gradient.
         topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. Not needed with `handle`.
-        topk_weights: `[num_tokens, num_topk]` float32, or None. Whether it requires a gradient has to be the same on all ranks, as for `x`.
+        topk_weights: `[num_tokens, num_topk]` float32, or None. It must require a gradient on all ranks or on none. So must `x`.
         handle: As in `Buffer.dispatch`.
-        num_worst_tokens: As in `Buffer.dispatch`; padding is set to zero here, so that it may take part in matrix products.
+        num_worst_tokens: As in `Buffer.dispatch`. Padding is zero here, so matrix products may include it.
         expert_alignment: As in `Buffer.dispatch`.
-        fp8: Rows travel as float8_e4m3fn with a float32 scale for each 128 channels, and arrive in the dtype of `x`, off by up to
-            1/16 of a number or 1/450000 of the largest one of its 128. Gradients do not see the rounding, and travel in the dtype of `x`.
+        fp8: Send rows as float8_e4m3fn with a float32 scale for each 128 channels. They arrive in the dtype of `x`. The error is up to
+            1/16 of a number, or 1/450000 of the largest one of its 128. Gradients ignore the rounding, and travel in the dtype of `x`.
 
     Returns:
         Rows, experts, weights, counts and the handle.
 
     Raises:
-        EPInputError: if an argument is wrong; nothing was launched.
-        EPOutOfMemoryError: as in `Buffer.dispatch`.
-        EPTimeoutError: as in `Buffer.dispatch`.
-        EPDestroyedError: after `destroy()`, also in the backward pass.
+        EPInputError: If an argument is wrong. No kernel was launched.
+        EPOutOfMemoryError: As in `Buffer.dispatch`.
+        EPTimeoutError: As in `Buffer.dispatch`.
+        EPDestroyedError: After `destroy()`, also in the backward pass.
 
     Example:
         >>> sent = dispatch(buffer, x, topk_idx, topk_weights)
@@ -136,59 +136,60 @@ def dispatch(
         >>> combine(buffer, y, sent.handle).sum().backward()
     """
     _check_buffer(buffer)
-    for what, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        _check_tensor(tensor, what, needed=what == "x")
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        _check_tensor(tensor, name, required=name == "x")
     fp8 = _check_fp8(buffer, fp8, "fp8")
     if (fp8 or x.requires_grad) and x.dtype not in FLOATS:
-        why = "fp8=True converts" if fp8 else "gradients come back as"
-        raise EPInputError(f"x has dtype {x.dtype}; {why} {', '.join(COMBINE_DTYPES)}. Convert x, or detach() it")
-    options = (_plain(handle), num_worst_tokens, expert_alignment, fp8)
-    recv_x, recv_idx, recv_weights, num_recv, per_expert, plain, tensor = _Dispatch.apply(
+        reason = "fp8=True" if fp8 else "a gradient"
+        raise EPInputError(f"x.dtype={x.dtype}; expected {' or '.join(COMBINE_DTYPES)} for {reason}. Convert x, or detach() it.")
+    options = (_without_link(handle), num_worst_tokens, expert_alignment, fp8)
+    recv_x, recv_idx, recv_weights, num_recv, per_expert, without_link, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
     )
     link = _Link(tensor)
     if tensor.requires_grad:
         tensor.grad_fn.link = weakref.ref(link)
-    fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(DispatchHandle)}
-    return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, Handle(**fields, _plain=plain, _link=link))
+    fields = {f.name: getattr(without_link, f.name) for f in dataclasses.fields(DispatchHandle)}
+    linked = Handle(**fields, without_link=without_link, link=link)
+    return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, linked)
 
 
 @torch.compiler.disable
 def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None, fp8_grad: bool = False) -> Any:
-    """`Buffer.combine` for tensors, on the current stream; gradients flow back to `x` and to `bias`.
+    """Call `Buffer.combine` with tensors, on the current stream. Differentiable in `x` and `bias`.
 
-    Backward, the gradient of a token travels to each rank that its rows came from. No second derivatives. `torch.compile` leaves the
-    call out of its graphs.
+    The backward pass sends the gradient of a token to each rank with rows of that token. There are no second derivatives. `torch.compile`
+    leaves the call out of its graphs.
 
     Args:
         buffer: The Buffer of the dispatch.
         x: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`.
         handle: The handle of the dispatch that brought the tokens. If it comes from the `dispatch` of this module, this backward pass
-            also runs that of the dispatch, on all ranks, whatever their experts did with the rows.
-        bias: None, one tensor or two of them, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
-        fp8_grad: The rows of the gradient travel as float8_e4m3fn with scales, as with `fp8` in `dispatch`.
+            also runs that of the dispatch, on all ranks, even if their experts did not use the rows.
+        bias: None, one tensor or two tensors, `[num_tokens, hidden]`, dtype of `x`. They are added to the sum.
+        fp8_grad: Send the rows of the gradient as float8_e4m3fn with scales, as `fp8` in `dispatch` does.
 
     Returns:
         `[num_tokens, hidden]`, dtype of `x`: for each token the sum of its rows.
 
     Raises:
-        EPInputError: if an argument is wrong; nothing was launched.
-        EPTimeoutError: as in `Buffer.combine`.
-        EPDestroyedError: after `destroy()`, also in the backward pass.
+        EPInputError: If an argument is wrong. No kernel was launched.
+        EPTimeoutError: As in `Buffer.combine`.
+        EPDestroyedError: After `destroy()`, also in the backward pass.
 
     Example:
         >>> out = combine(buffer, y, sent.handle, bias=shared_expert_output)
     """
     _check_buffer(buffer)
-    _check_tensor(x, "x", needed=True)
+    _check_tensor(x, "x", required=True)
     fp8_grad = _check_fp8(buffer, fp8_grad, "fp8_grad")
-    link = handle._link.of_this_graph() if isinstance(handle, Handle) else None
+    link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
-    return _Combine.apply(x, link, buffer, _plain(handle), fp8_grad, *biases)
+    return _Combine.apply(x, link, buffer, _without_link(handle), fp8_grad, *biases)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """`(x, topk_weights)` to `(recv_x, recv_topk_weights)`, and a combine back."""
+    """Dispatches `(x, topk_weights)` to `(recv_x, recv_topk_weights)`. Backward, a combine."""
 
     @staticmethod
     def forward(
@@ -207,11 +208,11 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
         recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
         recv_x = _rows(sent, x.dtype)
-        if fp8:  # the rows were converted out of the buffer's memory, which is free again when these are out too
+        if fp8:  # `recv_x` is a copy; with copies of these too, the Buffer's memory is free again
             recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
         ctx.buffer, ctx.handle, ctx.link = buffer, sent.handle, lambda: None
         ctx.set_materialize_grads(False)
-        # A tensor is saved in any case: torch.utils.checkpoint then repeats the forward pass on all ranks, whatever their experts saved.
+        # All ranks save a tensor, even an empty one, so that torch.utils.checkpoint repeats the forward pass on all ranks.
         ctx.save_for_backward(recv_idx < 0 if ctx.needs_input_grad[1] else x.new_empty(0))
         ctx.like = dict(dtype=x.dtype, device=x.device)
         ctx.mark_non_differentiable(
@@ -227,7 +228,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         config, handle = ctx.buffer.config, ctx.handle
         if (link := ctx.link()) is not None:
             link.tensor = None  # a later combine with this handle belongs to another graph
-        # What is sent depends on what was asked for in the forward pass, not on which gradients there are: all ranks send alike.
+        # The arguments depend on the forward pass and not on the gradients of this rank, so all ranks make the same call.
         if grad_x is None:
             grad_x = torch.zeros(handle.num_recv_rows, config.hidden, **ctx.like)
         if not ctx.needs_input_grad[1]:
@@ -235,13 +236,15 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         elif grad_weights is None:
             grad_weights = torch.zeros(elsewhere.shape, dtype=torch.float32, device=elsewhere.device)
         else:
-            grad_weights = aligned(grad_weights.masked_fill(elsewhere, 0))  # those zeros do not depend on the weights
+            grad_weights = aligned(
+                grad_weights.masked_fill(elsewhere, 0)
+            )  # zeros of other ranks' experts do not depend on the weights
         back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights)
         return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 6
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
-    """`x` and biases to their sum, and a dispatch back."""
+    """Adds up rows and biases. Backward, a dispatch."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, link: Any, buffer: Buffer, handle: DispatchHandle, fp8_grad: bool, *biases: Any) -> Any:
@@ -252,32 +255,30 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple:
         grad_x = None
-        if any(ctx.needs_input_grad[:2]):  # a rank whose own rows need none has those of the other ranks to serve
+        if any(ctx.needs_input_grad[:2]):  # through the link: this rank also sends gradients for the rows of other ranks
             rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
             grad_x = _rows(ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle), grad.dtype)
         num_biases = len(ctx.needs_input_grad) - 5
         return grad_x, None, None, None, None, *[grad] * num_biases
 
 
-def _plain(handle: Any) -> Any:
-    return handle._plain if isinstance(handle, Handle) else handle
+def _without_link(handle: Any) -> Any:
+    return handle.without_link if isinstance(handle, Handle) else handle
 
 
 def _rows(sent: DispatchResult, dtype: Any) -> Any:
-    """The rows of a dispatch in this dtype, padding set to zero (without telling the host how much there is)."""
+    """Return the rows of a dispatch in this dtype. Padding is zero, and the host does not learn its size."""
     num_kept = sent.num_recv_tokens if sent.num_recv_tokens_per_expert_list is None else None
     if sent.recv_x_scales is not None:
         return from_fp8(sent.recv_x, sent.recv_x_scales, dtype, num_kept)
     return sent.recv_x if num_kept is None else zero_padding(sent.recv_x, num_kept)
 
 
-def _check_tensor(value: Any, what: str, needed: bool) -> None:
-    if not isinstance(value, torch.Tensor) and (needed or value is not None):
-        raise EPInputError(
-            f"{what} is a {type(value).__name__}; expected a torch.Tensor. Buffer.dispatch and combine take other arrays"
-        )
+def _check_tensor(value: Any, name: str, required: bool) -> None:
+    if not isinstance(value, torch.Tensor) and (required or value is not None):
+        raise argument_error(value, name, "a torch.Tensor", "Pass other arrays to Buffer.dispatch and Buffer.combine.")
     if value is not None and (value.layout is not torch.strided or value.is_nested):
-        raise not_dense(value, what)
+        raise not_dense(value, name)
 
 
 def _check_buffer(buffer: Any) -> None:
@@ -287,5 +288,8 @@ def _check_buffer(buffer: Any) -> None:
 def _check_fp8(buffer: Buffer, fp8: bool, name: str) -> bool:
     fp8 = flag(fp8, name)
     if fp8 and buffer.config.hidden % FP8_GROUP:
-        raise EPInputError(f"hidden is {buffer.config.hidden}, no multiple of {FP8_GROUP}, the channels of an FP8 scale")
+        raise EPInputError(
+            f"hidden={buffer.config.hidden}; expected a multiple of {FP8_GROUP}, the channels of an FP8 scale, with {name}=True. "
+            f"Pass {name}=False."
+        )
     return fp8

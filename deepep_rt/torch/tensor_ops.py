@@ -1,7 +1,7 @@
-"""What tensors need besides the calls of a Buffer: FP8 and back, zeros for padding, counts; on PyTorch's current stream.
+"""Operations on tensors around the calls of a Buffer: FP8 conversion, zeros for padding, and counts. On PyTorch's current stream.
 
-On GPUs a kernel does each in one pass over memory, and no host waits. PyTorch's operators, which take several passes, do it in host memory,
-and convert to FP8 on GPUs that have no instructions for it.
+On GPUs a kernel does each in one pass over memory, and the host does not wait. PyTorch's operators take several passes. They work on the
+CPU, and convert to FP8 on GPUs without instructions for it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from ..jit import build as jit
 from ..kernels.tuning import has_fp8
 
 FLOATS = {getattr(torch, name): name for name in COMBINE_DTYPES}
-"""The dtypes that rows are converted from and to."""
+"""The dtypes of rows before and after FP8, with their names."""
 
-_MOST_COUNTING_BLOCKS = 128  # each adds its counts of all experts at the end
+_MAX_COUNTING_BLOCKS = 128  # each block adds its counts of all experts at the end
 
 
 def aligned(rows: Any) -> Any:
-    """The same rows one behind the other, where kernels can read them. Gradients come expanded, transposed, or amid another tensor."""
+    """Return the same rows contiguous and aligned for kernels. Gradients may be expanded, transposed, or parts of another tensor."""
     rows = rows.contiguous()
     return rows if rows.data_ptr() % ROW_ALIGNMENT == 0 else rows.clone()
 
 
 def to_fp8(rows: Any) -> tuple[Any, Any]:
-    """Rows `[n, hidden]` (bfloat16, float16 or float32) as float8_e4m3fn, and their scales, `[n, hidden // 128]` float32.
+    """Convert rows `[n, hidden]` (bfloat16, float16 or float32) to float8_e4m3fn, and return scales `[n, hidden // 128]` float32.
 
-    Kernels go by the rule of `fp8.to_fp8`. PyTorch's operators divide, which may round otherwise, and let NaN spread over its 128 channels.
+    Kernels convert as `arrays.number_formats.to_fp8` does. PyTorch's operators divide, which may round differently. With them, a NaN
+    spreads over its 128 channels.
     """
     if not _has_kernels(rows):
         groups = rows.contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
@@ -50,7 +51,7 @@ def to_fp8(rows: Any) -> tuple[Any, Any]:
 
 
 def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
-    """What `to_fp8` made, in `dtype` again; zeros from row `num_kept` (int32 `[1]`, on the device) on."""
+    """Convert the results of `to_fp8` back to `dtype`. Rows from `num_kept` (int32 `[1]`, on the device) on become zero."""
     if not _has_kernels(rows):
         groups = rows.to(dtype).unflatten(-1, (scales.shape[-1], FP8_GROUP))  # exact: every such dtype has the numbers of FP8
         out = torch.mul(groups, scales[..., None], out=torch.empty_like(groups)).flatten(-2)  # in float32, rounded once
@@ -69,9 +70,9 @@ def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
 
 
 def zero_padding(rows: Any, num_kept: Any) -> Any:
-    """The same rows, `[n, hidden]` of any dtype, with zeros from row `num_kept` (int32 `[1]`, on the device) on."""
+    """Set rows from `num_kept` (int32 `[1]`, on the device) on to zero, and return the rows, `[n, hidden]` of any dtype."""
     if rows.is_cuda:
-        from ..jit import local_kernels  # needs the CUDA bindings, which programs on the host backend do without
+        from ..jit import local_kernels  # it imports the CUDA bindings, which programs on the host backend may lack
 
         ptr, row_bytes = rows.data_ptr(), rows.shape[1] * rows.element_size()
         with _gpu_of(rows) as stream:
@@ -82,16 +83,16 @@ def zero_padding(rows: Any, num_kept: Any) -> Any:
 
 
 def dispatch_layout(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any, Any, Any]:
-    """Where tokens go.
+    """Count the tokens for each rank and each expert.
 
     Args:
-        topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; others than those of experts do not count.
+        topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers. Numbers out of range do not count.
         num_experts: Experts over all ranks, a multiple of `num_ranks`.
-        num_ranks: The ranks.
+        num_ranks: Number of ranks.
 
     Returns:
-        Tokens for each rank, `[num_ranks]` int32; choices of each expert, `[num_experts]` int32; and whether a token goes to a rank,
-        `[num_tokens, num_ranks]` bool.
+        The number of tokens for each rank, `[num_ranks]` int32; the number of choices of each expert, `[num_experts]` int32; and whether a
+        token goes to a rank, `[num_tokens, num_ranks]` bool.
     """
     num_tokens, num_topk = topk_idx.shape
     if not topk_idx.is_cuda:
@@ -115,7 +116,7 @@ def dispatch_layout(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[An
         "num_experts": num_experts,
         "num_ranks": num_ranks,
     }
-    _launch("dispatch_layout", topk_idx, values, min(-(-num_tokens // 32), _MOST_COUNTING_BLOCKS))
+    _launch("dispatch_layout", topk_idx, values, min(-(-num_tokens // 32), _MAX_COUNTING_BLOCKS))
     return per_rank, per_expert, is_in_rank
 
 
@@ -135,10 +136,10 @@ def _launch(kernel: str, like: Any, values: dict[str, int], most_blocks: int, dt
 
 @contextmanager
 def _gpu_of(tensor: Any) -> Iterator[int]:
-    """Makes a tensor's GPU current; gives PyTorch's stream there."""
+    """Make a tensor's GPU current, and return PyTorch's stream on it."""
     from ..cuda import driver
 
     with torch.cuda.device(tensor.device):
-        # A thread may have no context yet, as that of a backward pass, and PyTorch makes one with its own first kernel there.
+        # A thread (of a backward pass) may have no context yet, because PyTorch makes one with its first kernel there.
         driver.use_device(tensor.device.index)
         yield torch.cuda.current_stream().cuda_stream

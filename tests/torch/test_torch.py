@@ -1,4 +1,4 @@
-"""deepep_rt.torch on the host backend: launches the programs of tests/programs that need PyTorch."""
+"""Test deepep_rt.torch on the host backend, and run the programs of tests/programs that need PyTorch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_communicators_are_returned_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("group", ["x", 3, -101, [0, 1], object(), type])
-def test_what_is_no_group(group: object) -> None:
+def test_wrong_groups(group: object) -> None:
     from deepep_rt import EPConfigError, compat
     from deepep_rt.torch import communicator
 
     for make in (communicator, compat.Buffer):
-        with pytest.raises(EPConfigError, match=f"group is a {type(group).__name__}; expected a process group.*mpi4py"):
+        with pytest.raises(EPConfigError, match=r"group=.*; expected a process group.*mpi4py"):
             make(group)
 
 
@@ -44,29 +44,29 @@ def test_ranks_that_are_not_in_a_group() -> None:
         communicator(dist.GroupMember.NON_GROUP_MEMBER)
 
 
-@pytest.mark.parametrize("said", [[(0, 2), None], [(0, 1), (0, 1)], [(0, 2), (1, 2), (0, 2)], [(0, 1), (1, 2)]])
-def test_ranks_that_one_mpirun_did_not_start(monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, int] | None]) -> None:
-    """None of them, or not all, or each by one of its own."""
-    from deepep_rt.torch import process_group as torch_group
+@pytest.mark.parametrize("found", [[(0, 2), None], [(0, 1), (0, 1)], [(0, 2), (1, 2), (0, 2)], [(0, 1), (1, 2)]])
+def test_ranks_that_one_mpirun_did_not_start(monkeypatch: pytest.MonkeyPatch, found: list[tuple[int, int] | None]) -> None:
+    """One mpirun started no rank, or not all ranks, or each rank had another one."""
+    from deepep_rt.torch import process_group
 
-    monkeypatch.setattr(torch_group, "_gathered", lambda value, group: said)
-    monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))  # must not be asked: it might wait for ever
-    assert torch_group._from_mpi(None) is None
+    monkeypatch.setattr(process_group, "gather", lambda value, group: found)
+    monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))  # a call of MPI might never return
+    assert process_group.mpi_communicator(None) is None
 
 
 def test_an_mpi4py_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepep_rt.torch import process_group as torch_group
+    from deepep_rt.torch import process_group
 
     class Broken(ModuleType):
         def __getattr__(self, name: str) -> None:
             raise RuntimeError("cannot load MPI library")
 
     monkeypatch.setitem(sys.modules, "mpi4py", Broken("mpi4py"))
-    assert torch_group._place_from_mpi() is None
+    assert process_group.rank_and_size_from_mpi() is None
 
 
 def test_rows_that_kernels_can_read() -> None:
-    """Gradients come transposed, or from the middle of another tensor."""
+    """Gradients may be transposed, or parts of another tensor."""
     import torch
 
     from deepep_rt.torch.tensor_ops import aligned
@@ -81,19 +81,19 @@ def test_rows_that_kernels_can_read() -> None:
     assert aligned(good).data_ptr() == good.data_ptr()
 
 
-def test_choices_that_are_no_experts_do_not_count() -> None:
+def test_dispatch_layout_ignores_numbers_out_of_range() -> None:
     import torch
 
     from deepep_rt.torch.tensor_ops import dispatch_layout
 
-    per_rank, per_expert, goes = dispatch_layout(torch.tensor([[0, 3], [-1, 4], [9, -5]]), 4, 2)
+    per_rank, per_expert, in_rank = dispatch_layout(torch.tensor([[0, 3], [-1, 4], [9, -5]]), 4, 2)
     assert (per_rank.tolist(), per_expert.tolist()) == ([1, 1], [1, 0, 0, 1])
-    assert goes.tolist() == [[True, True], [False, False], [False, False]]
+    assert in_rank.tolist() == [[True, True], [False, False], [False, False]]
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch calls nested ones a prototype
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns that nested tensors are a prototype
 def test_tensors_without_rows() -> None:
-    """Found before anything converts them."""
+    """The error comes before any conversion."""
     import torch
     from mpi4py import MPI
 
@@ -106,9 +106,9 @@ def test_tensors_without_rows() -> None:
         sent = dispatch(buffer, x, idx)
         for wrong in (x.to_sparse(), x.to_mkldnn(), torch.nested.nested_tensor([x, x])):
             for fp8 in (False, True):
-                with pytest.raises(EPInputError, match=r"x is a .* tensor, whose rows"):
+                with pytest.raises(EPInputError, match=r"x is a .* tensor; expected a dense"):
                     dispatch(buffer, wrong, idx, fp8=fp8)
-            with pytest.raises(EPInputError, match=r"x is a .* tensor, whose rows"):
+            with pytest.raises(EPInputError, match=r"x is a .* tensor; expected a dense"):
                 combine(buffer, wrong, sent.handle)
         with pytest.raises(EPInputError, match=r"topk_idx is a torch\.sparse_coo tensor"):
             dispatch(buffer, x, idx.to_sparse())
@@ -116,7 +116,7 @@ def test_tensors_without_rows() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_gradients_and_groups(num_ranks: int) -> None:
-    """In one job: importing PyTorch takes longer than most of the checks."""
+    """Both programs run in one job, because importing PyTorch takes longer than most of the checks."""
     output = run_checks(num_ranks, "torch_autograd", "torch_groups")
     assert "check_a_layer" in output
     assert "check_subgroups" in output
@@ -125,7 +125,7 @@ def test_gradients_and_groups(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("options", [[], ["--distributed", "gloo"]], ids=["mpi", "distributed"])
 def test_example(num_ranks: int, options: list[str]) -> None:
-    """It compares its loss curve with that of one rank itself."""
+    """The example itself compares its loss curve with that of one rank."""
     lines = run_example(num_ranks, "moe_torch.py", *options, MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
     assert lines[0].startswith(f"host: {num_ranks} ranks")
     steps = [line for line in lines if line.startswith("step ")]
