@@ -1,4 +1,4 @@
-"""The standard output of the commands."""
+"""Print to the standard output of the commands."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rich.console import Console
 
 from .errors import EPError
 
-_UNKNOWN = 80  # the columns that rich assumes where it finds no width
+_UNKNOWN = 80  # columns that rich assumes if it finds no width
 
 
 def console(width_of_logs: int) -> Console:
     """Make the console of standard output.
 
-    Texts are printed as they are: brackets and colons, which rich may take for markup and emoji, come from files too.
+    Texts are printed unchanged, because texts from files may contain brackets and colons, which rich takes for markup and emoji.
 
     Args:
-        width_of_logs: Columns of a line where neither COLUMNS nor a terminal gives a width, as in a log file or under mpirun.
+        width_of_logs: Columns of a line if neither COLUMNS nor a terminal gives a width, as in a log file or under mpirun.
     """
     plain: dict[str, Any] = dict(highlight=False, markup=False, emoji=False)
     found = Console(**plain)
@@ -33,20 +33,20 @@ def console(width_of_logs: int) -> Console:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Wrap everything that prints. Characters that standard output cannot encode become escapes.
+    """Wrap the block that prints. Characters that standard output cannot encode become escapes.
 
     Raises:
-        EPError: where standard output is closed or cannot be written, such as one on a full disk.
+        EPError: if standard output is closed or cannot be written, for example because the disk is full.
     """
-    if sys.stdout is None:  # it is closed; print and rich would then drop everything without an error
-        raise EPError("standard output is closed")
+    if sys.stdout is None:  # closed: print and rich would drop all text without an error
+        raise EPError("standard output is closed. Redirect it to a file or a terminal.")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe; typer ends such a command without a message
+    except BrokenPipeError:  # the reader has closed the pipe: typer ends the command without a message
         raise
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail again when Python ends
-        raise EPError(f"standard output cannot be written: {error.strerror}") from error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered text would fail again when Python ends
+        raise EPError(f"standard output cannot be written: {error.strerror}. Redirect it to another file.") from error

@@ -1,4 +1,4 @@
-"""What has to be true of files that benchmarks read. A check takes a value and its place in the file, and raises `Wrong`."""
+"""Check files that benchmarks read. A check takes a value and its place in the file, and raises `InvalidValue`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _LONGEST_TEXT, _DEEPEST, _MOST_VALUES, _LARGEST = 1000, 20, 1_000_000, 1e15
 _MOST_SIZES = 64  # numbers of tokens in a result: each is a row of pictures
 
 
-class Wrong(ValueError):
-    """A value is not what it has to be; the message names both, in printable characters."""
+class InvalidValue(ValueError):
+    """A value differs from the expectation. The message gives both in printable characters."""
 
 
-def _wrong(value: Any, where: str, expected: str) -> Wrong:
+def _invalid(value: Any, where: str, expected: str) -> InvalidValue:
     text = ascii(value)
-    return Wrong(f"{where}={text if len(text) <= 60 else text[:57] + '...'}; expected {expected}")
+    return InvalidValue(f"{where}={text if len(text) <= 60 else text[:57] + '...'}; expected {expected}")
 
 
 def plain(value: Any, where: str) -> None:
-    """Check that a value can be printed and drawn, whatever it is: texts are short and printable, numbers finite, nothing is deep."""
+    """Check that a value can be printed and drawn: texts are short and printable, numbers are finite, and it is not too deep or large."""
     waiting, seen = [(value, where, 0)], 0
     while waiting:
         value, where, depth = waiting.pop()
         seen += 1
         if depth > _DEEPEST or seen > _MOST_VALUES:
-            raise Wrong(f"{where} is too deep or too large; expected a file that a benchmark wrote")
+            raise InvalidValue(f"{where} is too deep or too large; expected a file that a benchmark wrote")
         if isinstance(value, str) and not (len(value) <= _LONGEST_TEXT and value.isprintable()):
-            raise _wrong(value, where, f"printable text of at most {_LONGEST_TEXT} characters")
+            raise _invalid(value, where, f"printable text of at most {_LONGEST_TEXT} characters")
         if isinstance(value, int | float) and not (abs(value) <= _LARGEST):
-            raise _wrong(value, where, "a finite number")
+            raise _invalid(value, where, "a finite number")
         if isinstance(value, list):
             waiting += [(item, where, depth + 1) for item in value]
         if isinstance(value, dict):
@@ -40,7 +40,7 @@ def plain(value: Any, where: str) -> None:
             waiting += [(item, f"{where}.{ascii(name)[1:-1]}"[:_LONGEST_TEXT], depth + 1) for name, item in value.items()]
 
 
-# --- kinds of values ---------------------------------------------------------------------------------------------------------------
+# --- types of values ---------------------------------------------------------------------------------------------------------------
 
 
 def anything(value: Any, where: str) -> None:
@@ -50,13 +50,13 @@ def anything(value: Any, where: str) -> None:
 def text(value: Any, where: str) -> None:
     """Check that a value is text."""
     if not isinstance(value, str):
-        raise _wrong(value, where, "text")
+        raise _invalid(value, where, "text")
 
 
 def flag(value: Any, where: str) -> None:
     """Check that a value is true or false."""
     if not isinstance(value, bool):
-        raise _wrong(value, where, "true or false")
+        raise _invalid(value, where, "true or false")
 
 
 def whole(low: int, high: int) -> Check:
@@ -64,7 +64,7 @@ def whole(low: int, high: int) -> Check:
 
     def check(value: Any, where: str) -> None:
         if type(value) is not int or not low <= value <= high:
-            raise _wrong(value, where, f"a whole number from {low} to {high}")
+            raise _invalid(value, where, f"a whole number from {low} to {high}")
 
     return check
 
@@ -74,7 +74,7 @@ def number(low: float, high: float) -> Check:
 
     def check(value: Any, where: str) -> None:
         if type(value) not in (int, float) or not low <= value <= high:
-            raise _wrong(value, where, f"a number from {low:g} to {high:g}")
+            raise _invalid(value, where, f"a number from {low:g} to {high:g}")
 
     return check
 
@@ -82,7 +82,7 @@ def number(low: float, high: float) -> Check:
 def numeral(value: Any, where: str) -> None:
     """Check that a name is a number of tokens or SMs."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}", value):
-        raise _wrong(value, where, "a whole number from 1 to 999999999 as a name")
+        raise _invalid(value, where, "a whole number from 1 to 999999999 as a name")
 
 
 def matching(pattern: str) -> Check:
@@ -90,7 +90,7 @@ def matching(pattern: str) -> Check:
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise _wrong(value, where, f"text like {pattern}")
+            raise _invalid(value, where, f"text like {pattern}")
 
     return check
 
@@ -110,7 +110,7 @@ def each(check: Check) -> Check:
 
     def check_all(value: Any, where: str) -> None:
         if not isinstance(value, list) or not value:
-            raise _wrong(value, where, "a list that is not empty")
+            raise _invalid(value, where, "a list that is not empty")
         for i, item in enumerate(value):
             check(item, f"{where}[{i}]")
 
@@ -118,11 +118,11 @@ def each(check: Check) -> Check:
 
 
 def mapping(name: Check, check: Check) -> Check:
-    """Make a check for objects whose names and values are of one kind each."""
+    """Make a check for objects. One check applies to all names, another to all values."""
 
     def check_all(value: Any, where: str) -> None:
         if not isinstance(value, dict):
-            raise _wrong(value, where, "an object")
+            raise _invalid(value, where, "an object")
         for key, item in value.items():
             name(key, where)
             check(item, f"{where}.{key}")
@@ -131,16 +131,19 @@ def mapping(name: Check, check: Check) -> Check:
 
 
 def record(needed: Mapping[str, Check], others: Mapping[str, Check] | None = None, *, is_closed: bool = False) -> Check:
-    """Make a check for objects with the members in `needed`, perhaps those in `others`, and, unless `is_closed`, more."""
+    """Make a check for objects with all members in `needed`.
+
+    Members in `others` are optional. With `is_closed`, there are no further members.
+    """
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, dict):
-            raise _wrong(value, where, "an object")
+            raise _invalid(value, where, "an object")
         if missing := needed.keys() - value.keys():
-            raise Wrong(f"{where} has no {', '.join(sorted(missing))}")
+            raise InvalidValue(f"{where} has no {', '.join(sorted(missing))}")
         known = {**needed, **(others or {})}
         if is_closed and (more := value.keys() - known.keys()):
-            raise Wrong(f"{where} has {', '.join(map(ascii, sorted(more)))}; expected only {', '.join(known)}")
+            raise InvalidValue(f"{where} has {', '.join(map(ascii, sorted(more)))}; expected only {', '.join(known)}")
         for name, item in value.items():
             known.get(name, anything)(item, f"{where}.{name}")
 
@@ -212,10 +215,10 @@ _REFERENCES = record(
 
 
 def check_result(found: Any) -> None:
-    """Check what a result file holds.
+    """Check the contents of a result file.
 
     Raises:
-        Wrong: if it is no result of the benchmarks.
+        InvalidValue: if they are not a result of the benchmarks.
     """
     plain(found, "file")
     rows = found.get("rows")
@@ -229,23 +232,23 @@ def check_result(found: Any) -> None:
         _result(_low_latency_row(_ALWAYS, (*_GRAPHS, *_PARTS)))(found, "file")
     check_problem(found["num_ranks"], found["settings"])
     if len({row["tokens"] for row in found["rows"]}) > _MOST_SIZES:
-        raise Wrong(f"file.rows has more than {_MOST_SIZES} numbers of tokens")
+        raise InvalidValue(f"file.rows has more than {_MOST_SIZES} numbers of tokens")
 
 
 def check_references(found: Any) -> None:
-    """Check what a file of references holds.
+    """Check the contents of a file of references.
 
     Raises:
-        Wrong: if it is none.
+        InvalidValue: if they are not references.
     """
     plain(found, "file")
     _REFERENCES(found, "file")
 
 
 def check_problem(num_ranks: int, settings: Mapping[str, Any]) -> None:
-    """Check that sizes, each of which is right alone, fit together."""
+    """Check that valid sizes fit together."""
     experts, topk = settings["experts"], settings["topk"]
     if topk > experts or experts % num_ranks:
-        raise Wrong(
+        raise InvalidValue(
             f"file has top-{topk} of {experts} experts on {num_ranks} ranks; expected as many experts on each rank, and as top-k"
         )

@@ -19,14 +19,14 @@ from .results import Sizes, fp8_or_bf16, low_latency_rows, on_gpu, throughput_ro
 WORKS = {"dispatch_bf16": "Dispatch, BF16", "dispatch_fp8": "Dispatch, FP8", "combine_bf16": "Combine, BF16"}
 ROUTINGS = {"known": "routing known", "unknown": "routing unknown", "worst": "fixed shapes"}
 
-# After Okabe and Ito: colour-blind people can tell them apart. References also differ by dashes, routings by markers.
+# Colours after Okabe and Ito, which colour-blind readers can distinguish. Dashes mark references, markers the routing.
 OURS = {"known": "#0072B2", "unknown": "#A87000", "worst": "#00805C"}
 THEIRS = ("#C24E00", "#B0558A", "#6B5B95", "#555555")
 MARKERS = {"known": "o", "unknown": "s", "worst": "^"}
 TEXT, CEILING, GRID, GROUND = "#1f2328", "#6e7781", "#d8dee4", "#ffffff"
 PANEL_INCHES = (4.9, 3.3)
 PANEL_POINTS = 0.78 * 72 * PANEL_INCHES[1]
-"""Height inside a panel's axes, roughly."""
+"""Approximate height inside a panel's axes."""
 _STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor"), TEXT),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), GROUND),
@@ -39,21 +39,21 @@ _STYLE = {
 
 @dataclass
 class _Line:
-    """A line and its label, which stands at its right end."""
+    """A line, and the label at its right end."""
 
     points: Mapping[int, float]
     label: str
     colour: str
     marker: str = "o"
     dashes: str = "-"
-    band: Mapping[int, float] = field(default_factory=dict)  # an upper end at some points
+    band: Mapping[int, float] = field(default_factory=dict)  # the upper edge at some points
 
 
 def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> Figure:
     """Draw bandwidth against the number of SMs: a panel for each work and number of tokens."""
     rows, sizes, others = throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
-    alone = sizes.num_ranks == 1  # nothing crosses a link
+    alone = sizes.num_ranks == 1  # no bytes cross a link
     ceilings = {int(sms): gb_s for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()}
     panels: list[list[tuple[str, list[_Line]]]] = []
     for num_tokens in tokens:
@@ -121,7 +121,7 @@ def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = ())
 
 
 def png(figure: Figure) -> bytes:
-    """Make the file of a picture."""
+    """Encode a picture as a file."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150)
     return file.getvalue()
@@ -132,7 +132,7 @@ def _filled(points: Mapping[int, float | None]) -> dict[int, float]:
 
 
 def _name(reference: Reference, sizes: Sizes) -> str:
-    """Short enough for a label; says so if the ranks are not as many."""
+    """Shorten the name for a label. Add the number of ranks if it differs."""
     name, theirs = reference.name.partition(" (")[0], reference.sizes.num_ranks
     return name if theirs == sizes.num_ranks else f"{name}, {theirs} ranks"
 
@@ -159,7 +159,7 @@ def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str)
 
 
 def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel: str) -> None:
-    if not lines:  # nothing was measured here
+    if not lines:  # no measurement
         axes.set_visible(False)
         return
     for line in lines:
@@ -185,7 +185,10 @@ def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel
 
 
 def _label(axes: Axes, lines: Sequence[_Line]) -> None:
-    """Name each line at its right end, in its colour; labels that would overlap move apart, and a thin line leads to each."""
+    """Label each line at its right end in its colour.
+
+    Labels that would overlap are moved, and a thin line connects each with its line.
+    """
     if not lines:
         return
     shares = axes.transScale + axes.transLimits  # from data to shares of the panel
@@ -193,7 +196,7 @@ def _label(axes: Axes, lines: Sequence[_Line]) -> None:
     shown = [i for i, end in enumerate(ends) if 0 <= shares.transform(end)[1] <= 1]
     order = sorted(shown, key=lambda i: shares.transform(ends[i])[1])
     heights = [(10.5 * (1 + lines[i].label.count("\n")) + 2) / PANEL_POINTS for i in order]
-    places = _apart([shares.transform(ends[i])[1] for i in order], heights)
+    places = place_labels([shares.transform(ends[i])[1] for i in order], heights)
     left = shares.transform((max(x for x, _ in ends), ends[0][1]))[0] + 0.05
     for i, place in zip(order, places, strict=True):
         axes.annotate(
@@ -218,10 +221,10 @@ def _label(axes: Axes, lines: Sequence[_Line]) -> None:
         )
 
 
-def _apart(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Centres of labels in the order of `wanted` (ascending, 0 to 1): as near to it as possible, without overlap.
+def place_labels(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Compute the centres of labels, as near to `wanted` (ascending, 0 to 1) as possible and without overlap.
 
-    Labels that would touch become a block, which stands at the mean of what its labels want.
+    Labels that would overlap become a block. Its centre is the mean of the wanted centres.
     """
     blocks: list[list[int]] = []
     for i in range(len(wanted)):

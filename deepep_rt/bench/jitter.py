@@ -1,14 +1,13 @@
-"""How even low-latency steps are: p50, p99 and maximum of many, by the number of experts and of tokens.
+"""Measure the jitter of low-latency steps: p50, p99 and maximum of many, by the numbers of experts and tokens.
 
     mpirun -n 8 python -m deepep_rt bench jitter --out jitter
 
-A step is a dispatch and a combine. On GPUs it is a CUDA graph that is replayed, without a wait of the host between replays.
+A step is a dispatch and a combine. On GPUs it is a replay of a CUDA graph. The host does not wait between replays.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..buffer import Buffer
-from . import low_latency as bench_low_latency
-from . import report
-from . import timing as bench_timing
+from . import low_latency, timing
 from .machine import Machine
-from .results import about
+from .report import markdown_table
+from .results import provenance
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -38,7 +36,7 @@ _BOUNDARY = {
 
 @dataclass(frozen=True)
 class Row:
-    """The times of many steps; microseconds."""
+    """The times of many steps in microseconds."""
 
     experts: int
     tokens: int
@@ -48,58 +46,61 @@ class Row:
     max_us: float
 
 
-def parse_args(words: Sequence[str]) -> argparse.Namespace:
-    """Read the options of `bench_low_latency`, with these defaults; `--experts` is one number, or else all of `EXPERTS`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--experts", type=int)
-    own, others = parser.parse_known_args(words)
-    tokens = ",".join(map(str, TOKENS))
-    args = bench_low_latency.parse_args(["--tokens", tokens, "--replays", str(STEPS), *others])
-    # Ranks hold equally many experts.
-    args.experts = [own.experts] if own.experts else [-(-number // own.ranks) * own.ranks for number in EXPERTS]
-    return args
+def make_settings(**common: Any) -> low_latency.Settings:
+    """Make the settings of the low-latency benchmark with the defaults of this one."""
+    return low_latency.Settings(**{"tokens": TOKENS, "replays": STEPS, **common})
 
 
-def num_steps(args: argparse.Namespace) -> int:
+def experts_of(num_ranks: int, experts: int | None = None) -> tuple[int, ...]:
+    """List the numbers of experts: `experts`, or `EXPERTS` rounded up so that each rank has as many."""
+    return (experts,) if experts else tuple(-(-number // num_ranks) * num_ranks for number in EXPERTS)
+
+
+def num_steps(settings: low_latency.Settings, experts: Sequence[int]) -> int:
     """Count the calls of `step` in `run`."""
-    return len(args.experts) * len(args.tokens)
+    return len(experts) * len(settings.tokens)
 
 
-def row_of(experts: int, tokens: int, us: np.ndarray) -> Row:
-    """Sum up the times of one number of experts and of tokens."""
+def summarise(experts: int, tokens: int, us: np.ndarray) -> Row:
+    """Summarise the step times of one number of experts and of tokens."""
     p50, p99 = (float(np.percentile(us, share)) for share in (50, 99))
     return Row(experts, tokens, len(us), p50, p99, float(us.max()))
 
 
-def run(comm: Intracomm, args: argparse.Namespace, step: Callable[[str], None] = lambda doing: None) -> dict[str, Any] | None:
+def run(
+    comm: Intracomm, settings: low_latency.Settings, experts: Sequence[int], step: Callable[[str], None] = lambda doing: None
+) -> dict[str, Any] | None:
     """Measure on all ranks.
 
     Args:
         comm: The ranks.
-        args: What `parse_args` returned.
-        step: Called before each number of experts and of tokens, with what it is.
+        settings: The settings, except for the number of experts.
+        experts: Numbers of experts over all ranks.
+        step: Called with a description before each measurement.
 
     Returns:
-        The result, for JSON, on rank 0; None on the others.
+        The result for JSON on rank 0. None on the others.
     """
-    machine = Machine(comm, args.backend)
-    stream = bench_timing.own_stream() if machine.on_gpu else contextlib.nullcontext()
-    kind = bench_low_latency.GraphBench if machine.on_gpu else bench_low_latency.Bench
+    machine = Machine(comm, settings.backend)
+    stream = timing.bench_stream(machine.on_gpu)
     rows = []
-    for experts in args.experts:
-        one = argparse.Namespace(**{**vars(args), "experts": experts})
-        sizes = dict(hidden=args.hidden, num_topk=args.topk, num_experts=experts, backend=args.backend)
-        for tokens in args.tokens:
-            step(f"{experts} experts, {tokens} tokens")
+    for number in experts:
+        one = dataclasses.replace(settings, experts=number)
+        sizes: dict[str, Any] = dict(hidden=one.hidden, num_topk=one.topk, num_experts=number, backend=one.backend)
+        for tokens in one.tokens:
+            step(f"{number} experts, {tokens} tokens")
             with Buffer(comm, num_max_tokens_per_rank=max(tokens, 128), low_latency=True, **sizes) as buffer, stream:
-                rows.append(row_of(experts, tokens, kind(comm, one, machine, buffer, tokens).step_times()))
-    settings = {**machine.described(), **report.described(args, _BOUNDARY[args.backend])}
-    return {**about(args.commit), **settings, "rows": [asdict(row) for row in rows]} if comm.rank == 0 else None
+                bench = low_latency.bench_type(machine.on_gpu)(comm, one, machine, buffer, tokens)
+                rows.append(summarise(number, tokens, bench.step_times()))
+    if comm.rank:
+        return None
+    described = settings.described(_BOUNDARY[settings.backend])
+    described["settings"]["experts"] = list(experts)
+    return {**provenance(settings.commit), **machine.described(), **described, "rows": [asdict(row) for row in rows]}
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table, and what it was measured on."""
+    """Write the table, and a line about the machine and the measurement."""
     settings = result["settings"]
     what = f"{result['num_ranks']} ranks, {result['machine']}, hidden {settings['hidden']}, top-{settings['topk']}"
     rows = []
@@ -107,4 +108,4 @@ def markdown(result: Mapping[str, Any]) -> str:
         us = row["p50_us"], row["p99_us"], row["max_us"]
         rows.append([row["experts"], row["tokens"], row["steps"], *(f"{time:.1f}" for time in us), f"{us[1] / us[0]:.3f}"])
     text = f"Low-latency steps: {what}. {result['boundary']}. {result['date']}."
-    return f"{text}\n\n{report.markdown_table(_COLUMNS, rows)}\n"
+    return f"{text}\n\n{markdown_table(_COLUMNS, rows)}\n"

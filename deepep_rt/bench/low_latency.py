@@ -1,17 +1,16 @@
-"""Times of low-latency dispatch and combine, with and without CUDA graphs.
+"""Measure low-latency dispatch and combine, with and without CUDA graphs.
 
     mpirun -n 8 python bench/low_latency.py --json bench/results/NAME.json --compare bench/reference/h200x8_peers.json
 
-`graph`: a captured chain of calls, mean of a call. `step`: dispatch and combine captured together, one replay after the other, each timed.
-`send`, `receive`: the two launches of a call with a hook on the GPU, when everything has arrived before the hook is called.
+`graph`: mean of a call in a captured chain. `step`: time of each replay of a graph of dispatch and combine, replayed back to back.
+`send`, `receive`: GPU times of the two launches of a call with a hook. All rows have arrived before the hook is called.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from mpi4py import MPI
 
 from ..buffer import Buffer
 from ..results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
-from . import report, timing
+from . import program, timing
 from .machine import Machine
 from .results import LowLatencyRow as Row
 from .results import document
@@ -32,48 +31,71 @@ BOUNDARY = {
     "host": "wall clock of the host; slowest rank of each repeat; p50 over the repeats",
 }
 
-_QUEUED = 50  # replays that a GPU is given at once
+_QUEUED = 50  # replays in a GPU's queue
 
 
-def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, from `words` or the command line."""
-    parser = report.options(__doc__)
-    parser.add_argument("--tokens", type=report.numbers, default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="tokens of each rank")
-    parser.add_argument("--sms", type=int, default=None, help="low_latency_sms; default: the library's")
-    parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks through NVSHMEM; 1: all of them")
-    parser.add_argument("--on-timeout", choices=("raise", "mask"), default="raise")
-    parser.add_argument("--bf16", action="store_true", help="dispatch bfloat16 rows instead of FP8")
-    parser.add_argument("--replays", type=int, default=1000)
-    parser.add_argument("--chain", type=int, default=10, help="calls in a captured chain")
-    args = parser.parse_args(words)
-    args.loops, args.calls, args.repeats, args.host_calls = (2, 2, 3, 5) if args.quick else (5, 50, 30, 100)
-    if args.quick:
-        args.replays, args.chain = 20, 2
-    return args
+@dataclass(kw_only=True)
+class Settings(program.Settings):
+    """The settings of this benchmark.
+
+    Args:
+        tokens: Numbers of tokens of each rank.
+        sms: `low_latency_sms`. None: the library's default.
+        ranks_per_node: Ranks that NVLink connects. The others are reached through NVSHMEM.
+        on_timeout: As in `Buffer`.
+        bf16: Dispatch bfloat16 rows instead of FP8.
+        replays: Steps that are timed.
+        chain: Calls in a captured chain.
+        loops: Loops of calls without a graph.
+        calls: Calls in such a loop.
+        repeats: Repeats of the other measurements.
+        host_calls: Calls for the time of the host.
+    """
+
+    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    sms: int | None = None
+    ranks_per_node: int | None = None
+    on_timeout: str = "raise"
+    bf16: bool = False
+    replays: int = 1000
+    chain: int = 10
+    loops: int = 5
+    calls: int = 50
+    repeats: int = 30
+    host_calls: int = 100
+
+    def __post_init__(self) -> None:
+        if self.quick:
+            self.loops, self.calls, self.repeats, self.host_calls = 2, 2, 3, 5
+            self.replays, self.chain = 20, 2
 
 
-def num_steps(args: argparse.Namespace) -> int:
-    """How often `run` calls `step`."""
-    return len(args.tokens)
+def num_steps(settings: Settings) -> int:
+    """Count the calls of `step` in `run`."""
+    return len(settings.tokens)
 
 
 class Bench:
-    """Inputs for one number of tokens, and the calls that are timed."""
+    """Inputs for one number of tokens, and the timed calls."""
 
-    def __init__(self, comm: Intracomm, args: argparse.Namespace, machine: Machine, buffer: Buffer, num_tokens: int) -> None:
-        self.comm, self.args, self.buffer = comm, args, buffer
-        rng = np.random.default_rng([args.seed, comm.rank, num_tokens])
-        chosen = rng.random((num_tokens, args.experts), dtype=np.float32).argpartition(args.topk, axis=1)[:, : args.topk]
-        self.x = machine.bf16(rng, num_tokens, args.hidden)
+    def __init__(self, comm: Intracomm, settings: Settings, machine: Machine, buffer: Buffer, num_tokens: int) -> None:
+        self.comm, self.settings, self.buffer = comm, settings, buffer
+        rng = np.random.default_rng([settings.seed, comm.rank, num_tokens])
+        chosen = rng.random((num_tokens, settings.experts), dtype=np.float32).argpartition(settings.topk, axis=1)[
+            :, : settings.topk
+        ]
+        self.x = machine.bf16(rng, num_tokens, settings.hidden)
         self.idx = machine.upload(np.ascontiguousarray(chosen, np.int64))
-        self.weights = machine.upload(rng.random((num_tokens, args.topk), dtype=np.float32))
+        self.weights = machine.upload(rng.random((num_tokens, settings.topk), dtype=np.float32))
         config = buffer.config
         rows = config.num_local_experts * config.num_max_recv_tokens
-        self.y = machine.bf16(rng, rows, args.hidden).reshape(config.num_local_experts, config.num_max_recv_tokens, args.hidden)
+        self.y = machine.bf16(rng, rows, settings.hidden).reshape(
+            config.num_local_experts, config.num_max_recv_tokens, settings.hidden
+        )
         self.handle = self.dispatch().handle
 
     def dispatch(self, **options: bool) -> LowLatencyDispatchResult:
-        use_fp8 = not self.args.bf16
+        use_fp8 = not self.settings.bf16
         return self.buffer.low_latency_dispatch(self.x, self.idx, topk_weights=self.weights, use_fp8=use_fp8, **options)
 
     def combine(self, handle: LowLatencyHandle | None = None, **options: bool) -> LowLatencyCombineResult:
@@ -83,22 +105,26 @@ class Bench:
         sent = self.dispatch()
         return sent, self.combine(sent.handle)
 
-    def meet(self) -> None:
+    def align(self) -> None:
+        """Wait for this GPU and for all ranks, so that they start the next measurement together."""
         self.buffer.synchronize()
         self.comm.Barrier()
 
     def times(self, run: Callable[[], Any], repeats: int) -> np.ndarray:
-        """Slowest rank of each repeat; `run` gives the microseconds of one."""
+        """Time repeats. Return the slowest rank of each. `run` returns the microseconds of one."""
         mine = np.array([run() for _ in range(repeats)])
         slowest = np.empty_like(mine)
         self.comm.Allreduce(mine, slowest, MPI.MAX)
         return slowest
 
     def host(self, call: Callable[[], Any]) -> float:
-        """Microseconds of the host in a call. As in decoding, one comes right after the other; in rows of ten, so that the GPU keeps up."""
-        self.meet()
+        """Return the microseconds of the host in a call.
+
+        As in decoding, calls follow each other. After ten calls the host waits, so that the GPU keeps up.
+        """
+        self.align()
         spent = []
-        for i in range(self.args.host_calls):
+        for i in range(self.settings.host_calls):
             spent.append(timing.host_seconds(call))
             if i % 10 == 9:
                 self.buffer.synchronize()
@@ -107,29 +133,29 @@ class Bench:
 
     def one_by_one(self, clock: timing.CudaClock | timing.WallClock) -> float:
         def run() -> float:
-            self.meet()
-            return 1e6 * clock.loop(lambda i: self.both(), self.args.calls)
+            self.align()
+            return 1e6 * clock.loop(lambda i: self.both(), self.settings.calls)
 
-        return float(np.median(self.times(run, self.args.loops)))
+        return float(np.median(self.times(run, self.settings.loops)))
 
     def step_times(self) -> np.ndarray:
-        """Microseconds of each step on the slowest rank."""
-        self.meet()
-        return self.times(lambda: 1e6 * timing.host_seconds(self.both), self.args.replays)
+        """Return the microseconds of each step on the slowest rank."""
+        self.align()
+        return self.times(lambda: 1e6 * timing.host_seconds(self.both), self.settings.replays)
 
     def row(self, num_tokens: int, clock: timing.CudaClock | timing.WallClock) -> Row:
         return Row(num_tokens, self.one_by_one(clock), self.host(self.dispatch), self.host(self.combine))
 
 
 class GraphBench(Bench):
-    """What needs a GPU."""
+    """Measurements that need a GPU."""
 
     def capture(self, call: Callable[[], Any], count: int) -> tuple[Any, list]:
-        """A graph of `count` calls, and their results, which have to live as long."""
+        """Capture `count` calls. Return the graph and its results, which the caller keeps as long as the graph."""
         import cupy
 
-        held = [call() for _ in range(count)]  # memory of results is allocated now
-        self.meet()
+        held = [call() for _ in range(count)]  # allocates the memory of results, which a capture cannot do
+        self.align()
         del held
         stream = cupy.cuda.get_current_stream()
         stream.begin_capture()
@@ -139,11 +165,11 @@ class GraphBench(Bench):
     def chain(self, call: Callable[[], Any]) -> float:
         import cupy
 
-        count = self.args.chain
+        count = self.settings.chain
         graph, results = self.capture(call, count)
 
         def run() -> float:
-            self.meet()
+            self.align()
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             graph.launch()
             start.record()
@@ -153,23 +179,23 @@ class GraphBench(Bench):
             end.synchronize()
             return 1e3 * cupy.cuda.get_elapsed_time(start, end) / (2 * count)
 
-        found = float(np.median(self.times(run, self.args.repeats)))
-        self.meet()
-        results.clear()  # not before the last replay has ended
+        found = float(np.median(self.times(run, self.settings.repeats)))
+        self.align()
+        results.clear()  # after the last replay has ended
         return found
 
     def step_times(self) -> np.ndarray:
-        """Microseconds of each replayed step on the slowest rank.
+        """Return the microseconds of each replayed step on the slowest rank.
 
-        The GPU has so many queued that it does not wait for the host, whose launches take as long.
+        The GPU has many replays in its queue, because a launch by the host takes as long as a step.
         """
         import cupy
 
         graph, results = self.capture(self.both, 1)
         spent: list[float] = []
-        while len(spent) < self.args.replays:
-            events = [cupy.cuda.Event() for _ in range(min(_QUEUED, self.args.replays - len(spent)) + 1)]
-            self.meet()
+        while len(spent) < self.settings.replays:
+            events = [cupy.cuda.Event() for _ in range(min(_QUEUED, self.settings.replays - len(spent)) + 1)]
+            self.align()
             with timing.queued(cupy.cuda.get_current_stream().ptr):
                 for _ in range(10):
                     graph.launch()
@@ -177,17 +203,17 @@ class GraphBench(Bench):
                     event.record()
                     graph.launch()
             spent += [1e3 * cupy.cuda.get_elapsed_time(*pair) for pair in itertools.pairwise(events)]
-        self.meet()
-        results.clear()  # not before the last replay has ended
+        self.align()
+        results.clear()  # after the last replay has ended
         return self.times(iter(spent).__next__, len(spent))
 
     def parts(self, call: Callable[..., Any]) -> list[float]:
-        """Sending and receiving apart; the host waits in between until all ranks have sent."""
+        """Time sending and receiving separately. In between, the host waits until all ranks have sent."""
         import cupy
 
         def timed(part: Callable[[], Any]) -> tuple[float, Any]:
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            self.meet()
+            self.align()
             with timing.queued(cupy.cuda.get_current_stream().ptr):
                 start.record()
                 result = part()
@@ -198,7 +224,7 @@ class GraphBench(Bench):
             sending, result = timed(lambda: call(return_recv_hook=True))
             return [sending, timed(result.hook)[0]]
 
-        return [float(us) for us in np.median(self.times(run, self.args.repeats), axis=0)]
+        return [float(us) for us in np.median(self.times(run, self.settings.repeats), axis=0)]
 
     def row(self, num_tokens: int, clock: timing.CudaClock | timing.WallClock) -> Row:
         p50, p99 = np.percentile(self.step_times(), (50, 99)).tolist()
@@ -217,29 +243,43 @@ class GraphBench(Bench):
         )
 
 
-def run(comm: Intracomm, args: argparse.Namespace, step: Callable[[str], None] = lambda doing: None) -> dict[str, Any] | None:
+def bench_type(on_gpu: bool) -> type[Bench]:
+    """Choose the measurements of a backend."""
+    return GraphBench if on_gpu else Bench
+
+
+def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambda doing: None) -> dict[str, Any] | None:
     """Measure. Arguments and result as in `throughput.run`."""
-    machine = Machine(comm, args.backend)
+    machine = Machine(comm, settings.backend)
     clock = timing.clock(machine.on_gpu)
-    sizes = dict(hidden=args.hidden, num_topk=args.topk, num_experts=args.experts, backend=args.backend)
-    more = {"ranks_per_node": args.ranks_per_node, "on_timeout": args.on_timeout}
-    more |= {} if args.sms is None else {"low_latency_sms": args.sms}
+    sizes: dict[str, Any] = dict(
+        hidden=settings.hidden, num_topk=settings.topk, num_experts=settings.experts, backend=settings.backend
+    )
+    more: dict[str, Any] = {"ranks_per_node": settings.ranks_per_node, "on_timeout": settings.on_timeout}
+    more |= {} if settings.sms is None else {"low_latency_sms": settings.sms}
     rows, sms = [], None
     ceilings: dict[int, float] = {}
-    # graphs cannot be captured on the default stream
-    stream, kind = (timing.own_stream(), GraphBench) if machine.on_gpu else (contextlib.nullcontext(), Bench)
-    for num_tokens in args.tokens:
+    stream = timing.bench_stream(machine.on_gpu)
+    for num_tokens in settings.tokens:
         step(f"low latency, {num_tokens} tokens")
         with Buffer(comm, num_max_tokens_per_rank=max(num_tokens, 128), low_latency=True, **sizes, **more) as buffer:
             with stream:
-                rows.append(kind(comm, args, machine, buffer, num_tokens).row(num_tokens, clock))
+                rows.append(bench_type(machine.on_gpu)(comm, settings, machine, buffer, num_tokens).row(num_tokens, clock))
             ceiling = buffer.copy_ceiling() / 1e9
             ceilings[buffer.config.num_sms] = max(ceiling, ceilings.get(buffer.config.num_sms, 0.0))
             sms = buffer.config.low_latency_sms
-    settings = {**machine.described(), **report.described(args, BOUNDARY[args.backend]), "low_latency_sms": sms}
-    return document(rows, ceilings, settings, args.commit) if comm.rank == 0 else None
+    described = {**machine.described(), **settings.described(BOUNDARY[settings.backend]), "low_latency_sms": sms}
+    return document(rows, ceilings, described, settings.commit) if comm.rank == 0 else None
 
 
 def main() -> None:
-    """The program."""
-    report.program(MPI.COMM_WORLD, parse_args(), run)
+    """Run the program `bench/low_latency.py`."""
+    parser = program.parser(__doc__)
+    parser.add_argument("--tokens", type=program.numbers, default=Settings.tokens, help="tokens of each rank")
+    parser.add_argument("--sms", type=int, default=None, help="low_latency_sms; default: the library's")
+    parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks through NVSHMEM; 1: all of them")
+    parser.add_argument("--on-timeout", choices=("raise", "mask"), default=Settings.on_timeout)
+    parser.add_argument("--bf16", action="store_true", help="dispatch bfloat16 rows instead of FP8")
+    parser.add_argument("--replays", type=int, default=Settings.replays)
+    parser.add_argument("--chain", type=int, default=Settings.chain, help="calls in a captured chain")
+    program.run_program(MPI.COMM_WORLD, parser.parse_args(), Settings, run)

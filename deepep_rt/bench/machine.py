@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: arrays on it, and what a result file says about it."""
+"""Make arrays on the machine of a benchmark, and describe it for the result file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Machine:
-    """One rank's GPU, or none (backend "host").
+    """One rank's GPU, or no GPU (backend "host").
 
     Raises:
         EPUnavailableError: if there is no GPU.
@@ -31,14 +31,14 @@ class Machine:
         if self.on_gpu:
             if reason := why_no_gpu():
                 raise EPUnavailableError(
-                    f"no GPU to measure on: {reason}; --backend host does without, and --quick keeps it short"
+                    f"--backend=cuda needs a GPU: {reason}. Pass --backend host, which needs none, and --quick for a short run."
                 )
             import cupy
 
             cupy.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cupy.cuda.runtime.getDeviceCount()).use()
 
     def upload(self, array: np.ndarray) -> Any:
-        """To the GPU. CuPy keeps bfloat16 arrays but copies none, so the bytes go over as integers."""
+        """Copy an array to the GPU. CuPy does not copy bfloat16 arrays, so the bytes are copied as integers."""
         if not self.on_gpu:
             return array
         import cupy
@@ -47,12 +47,12 @@ class Machine:
         return cupy.ndarray(array.shape, array.dtype, raw.data)
 
     def bf16(self, rng: np.random.Generator, num_rows: int, hidden: int) -> Any:
-        """Random rows: one block of them over and over, as making them takes longer than measuring."""
+        """Make random rows. A block of rows is repeated, because generating all of them takes longer than measuring."""
         block = rng.standard_normal((min(max(num_rows, 1), 512), hidden), dtype=np.float32).astype(ml_dtypes.bfloat16)
         return self.upload(np.resize(block, (num_rows, hidden)))
 
     def name(self) -> str:
-        """Of the GPU, or of the processor's kind."""
+        """Return the name of the GPU, or the architecture of the processor."""
         if not self.on_gpu:
             return f"{platform.machine()}, host backend, no GPU"
         import cupy
@@ -60,7 +60,7 @@ class Machine:
         return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
     def described(self) -> dict[str, Any]:
-        """What a result file says about the machine."""
+        """Describe the machine for the result file."""
         return {
             "machine": self.name(),
             "num_ranks": self._comm.size,

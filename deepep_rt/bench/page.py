@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from . import figures, report
-from .references import Reference, about_ratios, caution, is_shown, low_latency_parts
+from .references import Reference, difference_note, is_shown, low_latency_parts, ratio_note
 from .report import markdown_table, markdown_text
-from .results import Sizes, figure, low_latency_rows, on_gpu, title
+from .results import Sizes, format_us, low_latency_rows, on_gpu, title
 
 HOST = (
     "These are times of the host backend: the same calls in NumPy and MPI, made for tests and for machines without a GPU. "
@@ -24,9 +24,9 @@ def write(results: Sequence[Mapping[str, Any]], references: Sequence[Reference],
     """Write `report.md` and its pictures.
 
     Args:
-        results: What `bench_results.read` gives, or a run has made. Each gets a section and a picture.
+        results: Results of `results.read` or of a run. Each gets a section and a picture.
         references: Figures to compare with.
-        folder: Where the files go. It exists.
+        folder: The folder for the files. It exists.
 
     Returns:
         The path of the report.
@@ -76,7 +76,7 @@ def section(result: Mapping[str, Any], references: Sequence[Reference], picture_
         if table := (_low_latency_comparison if is_low_latency else report.throughput_comparison)(result, reference):
             parts += [f"### Compared with {markdown_text(reference.name)}", *_table(table)]
     parts += [
-        "### What it was measured with",
+        "### Machine and software",
         "\n".join(markdown_text(f"- {name}: {value}") for name, value in _facts(result).items()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -89,38 +89,38 @@ def _table(table: report.ResultTable) -> tuple[str, str]:
 def _warnings(result: Mapping[str, Any], references: Iterable[Reference]) -> list[str]:
     found = [] if on_gpu(result) else [HOST]
     if result["settings"].get("quick"):
-        found.append("A quick run: too few calls for figures that hold.")
+        found.append("A quick run: too few calls for reliable figures.")
     names: dict[str, list[str]] = {}
     for reference in references:
-        names.setdefault(caution(Sizes.of(result), reference), []).append(reference.name)
+        names.setdefault(difference_note(Sizes.of(result), reference), []).append(reference.name)
     return found + [f"{'; '.join(those)}: {text}" for text, those in names.items() if text]
 
 
 def _throughput_caption(references: Sequence[Reference]) -> str:
-    text = "The dotted line is the copy ceiling: what plain copies of rows from every rank to every other reach. "
-    expected = "For references, bytes are what random routing is expected to send with the sizes of their file. "
-    return text + (expected if references else "") + "Host us: time of the host in a call that it does not wait for."
+    text = "The dotted line is the copy ceiling: the bandwidth of plain copies of rows from every rank to every other. "
+    expected = "For references, the bytes are the expected number for random routing with the sizes of their file. "
+    return text + (expected if references else "") + "Host us: time of the host in a call, without waiting for its end."
 
 
 def _low_latency_caption(result: Mapping[str, Any]) -> str:
     ceiling = f"{result['copy_ceiling_gb_s']['used']:.4g} GB/s"
-    text = f"The dotted line is the time of the rows that random routing is expected to send at the copy ceiling, {ceiling}. "
+    text = f"The dotted line is the time that the expected rows of random routing take at the copy ceiling, {ceiling}. "
     graphs = (
-        "Graph: mean of a call in a captured chain. Step: dispatch and combine in a graph of their own, one replay after the other. "
+        "Graph: mean of a call in a captured chain. Step: one replay of a graph of dispatch and combine, replayed back to back. "
         "Send, recv: the halves of a call with a hook. One by one: both calls without a graph. "
     )
     return text + (graphs if on_gpu(result) else "") + "Host: time of the host in a call."
 
 
 def _low_latency_comparison(result: Mapping[str, Any], reference: Reference) -> report.ResultTable | None:
-    other = caution(Sizes.of(result), reference)
+    other = difference_note(Sizes.of(result), reference)
     rows = [
-        [part, str(tokens), figure(us), figure(their), "-" if other else f"{their / us:.2f}"]
+        [part, str(tokens), format_us(us), format_us(their), "-" if other else f"{their / us:.2f}"]
         for part, by_tokens in low_latency_parts(result).items()
         for tokens, us in by_tokens.items()
         if us is not None and (their := reference.low_latency.get((part, tokens))) is not None
     ]
-    caption = f"Theirs: {reference.where}. {other or about_ratios(Sizes.of(result), reference)}"
+    caption = f"Theirs: {reference.where}. {other or ratio_note(Sizes.of(result), reference)}"
     return report.ResultTable("", ["part", "tokens", "us", "their us", "ratio"], rows, caption) if rows else None
 
 

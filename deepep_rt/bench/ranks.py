@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark do together: see that rank 0 can write before they measure, and fail."""
+"""Check outputs before the ranks measure, and end all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-def make_room(comm: Intracomm | None, path: Path, option: str, *, is_file: bool = False) -> None:
-    """See, before anything is measured, that rank 0 can write a file, or into a folder; folders are made. All ranks learn if it cannot.
+def check_writable(comm: Intracomm | None, path: Path, option: str, *, is_file: bool = False) -> None:
+    """Check that rank 0 can write a file, or into a folder. Create folders. Call it before the ranks measure.
 
     Args:
-        comm: The ranks; None: only this process.
-        path: What will be written.
-        option: Of the command line, which chose it.
-        is_file: Whether it is a file, which need not be there; otherwise a folder.
+        comm: The ranks. None: only this process.
+        path: The file or folder.
+        option: The option of the command line that chose it.
+        is_file: Whether `path` is a file, which need not exist. Otherwise it is a folder.
 
     Raises:
-        EPConfigError: if it cannot be written.
+        EPConfigError: if rank 0 cannot write to it, on all ranks.
     """
     error, folder = None, path.parent if is_file else path
     if comm is None or comm.rank == 0:
@@ -39,12 +39,17 @@ def make_room(comm: Intracomm | None, path: Path, option: str, *, is_file: bool 
         except OSError as reason:
             error = str(reason)
     if error := error if comm is None else comm.bcast(error):
-        raise EPConfigError(f"{path} cannot be written: {error}; choose another {'file' if is_file else 'folder'} with {option}")
+        raise EPConfigError(
+            f"{option}={path} cannot be written: {error}. Choose another {'file' if is_file else 'folder'} with {option}."
+        )
 
 
 @contextmanager
-def together(world: Intracomm) -> Iterator[Intracomm]:
-    """A communicator to work on. If all ranks fail, rank 0 says why; if some do, they say why and end the others, which wait for them."""
+def fail_together(world: Intracomm) -> Iterator[Intracomm]:
+    """Provide a communicator for the block, and handle its errors.
+
+    If all ranks fail, rank 0 raises. If some fail, they print their errors and abort the others, which would wait for them.
+    """
     comm, ends = world.Dup(), world.Dup()
     try:
         yield comm
@@ -56,7 +61,7 @@ def together(world: Intracomm) -> Iterator[Intracomm]:
                 if not isinstance(error, EPError):
                     sys.excepthook(type(error), error, error.__traceback__)
                 print(f"rank {world.rank}: error: {error}; the other ranks are ended", file=sys.stderr, flush=True)
-                time.sleep(0.5)  # launchers drop what they have not read when a rank aborts
+                time.sleep(0.5)  # launchers drop unread output when a rank aborts
                 world.Abort(1)
             time.sleep(0.01)
         if world.rank:

@@ -1,4 +1,4 @@
-"""Figures of other systems, or of earlier results, and how ours compare with them."""
+"""Read figures of other systems or of earlier results, and compare ours with them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import EPConfigError
-from .checks import Wrong, check_problem, check_references
-from .results import Row, Sizes, figure, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
+from .checks import InvalidValue, check_problem, check_references
+from .results import Row, Sizes, format_us, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
 
 _ROUTING = re.compile("_(known|unknown|worst)$")
 
@@ -28,7 +28,7 @@ class Reference:
 
     name: str
     where: str
-    """The file's own words about where and how it was measured."""
+    """Machine, date and boundary of the measurement, as the file gives them."""
     sizes: Sizes
     throughput: Mapping[tuple[str, int, int], Point] = field(default_factory=dict)
     """By work, tokens and SMs."""
@@ -37,14 +37,14 @@ class Reference:
 
 
 _PEERS_PROBLEM = {"num_ranks": 8, "settings": {"hidden": 7168, "topk": 8, "experts": 256}}
-"""What was measured, where a file of references does not say it apart from its text."""
+"""The problem of a file of references that has no `num_ranks` and `settings`."""
 
 
 def load(path: Path) -> list[Reference]:
-    """Read figures to compare with: a result of ours, or other systems' (`bench/reference/*.json`).
+    """Read figures to compare with: a result of these benchmarks, or a file of references (`bench/reference/*.json`).
 
     Raises:
-        EPConfigError: if the file cannot be read, or is neither.
+        EPConfigError: if the file cannot be read or is of another type.
     """
     found = read_json(path)
     if "rows" in found:
@@ -53,16 +53,16 @@ def load(path: Path) -> list[Reference]:
     try:
         check_references(found)
         check_problem(problem["num_ranks"], problem["settings"])
-    except Wrong as error:
+    except InvalidValue as error:
         raise EPConfigError(
-            f"{path} is neither a result of these benchmarks nor a file of references like bench/reference/h200x8_peers.json: {error}"
+            f"{path}: {error}. Pass a result of these benchmarks, or a file of references like bench/reference/h200x8_peers.json."
         ) from None
     where, sizes = f"{found['machine']}, {found['date']}: {found['boundary']}", Sizes.of(problem)
     return [_peer_figures(name, where, sizes, entry) for name, entry in found["systems"].items()]
 
 
 def low_latency_parts(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Microseconds by part (as in `Reference.low_latency`) and tokens: in a graph, or, without a GPU, of a call."""
+    """Return microseconds by part (as in `Reference.low_latency`) and tokens: of a call in a graph, or of a plain call without a GPU."""
     kind, rows = fp8_or_bf16(result), low_latency_rows(result)
     names = ("graph_dispatch_us", "graph_combine_us", "graph_both_us")
     if not on_gpu(result):
@@ -81,7 +81,7 @@ def _our_figures(result: Mapping[str, Any]) -> Reference:
 
 
 def _peer_figures(name: str, where: str, sizes: Sizes, entry: Mapping[str, Any]) -> Reference:
-    """Entries without a number of SMs, and other kinds of work, have no counterpart here."""
+    """Convert the figures of one system. Works that these benchmarks do not measure stay, and pair with no row."""
     throughput = {}
     for tokens, works in entry.get("throughput_us", {}).items():
         for work, value in works.items():
@@ -99,7 +99,7 @@ def _peer_figures(name: str, where: str, sizes: Sizes, entry: Mapping[str, Any])
 
 
 def is_shown(result: Mapping[str, Any], reference: Reference) -> bool:
-    """Whether a reference has a figure that stands beside one of a result, in a picture or a table."""
+    """Tell whether a picture or table shows a figure of this reference next to one of the result."""
     if low_latency_rows(result):
         return any(part in low_latency_parts(result) for part, _ in reference.low_latency)
     panels = {(_ROUTING.sub("", row.work), row.tokens) for row in throughput_rows(result)}
@@ -112,19 +112,19 @@ class Pair(NamedTuple):
     work: str
     tokens: int
     sms: int | str
-    """ "best": of each side, at any number of SMs."""
+    """ "best": the best of each side at any number of SMs."""
     ours: Point
     theirs: Point
 
     def ratio(self, same_problem: bool) -> str:
-        """How many times faster ours is: by time, or by remote bandwidth if the problems differ. A dash if nothing crosses a link."""
+        """Divide their time by ours, or our remote bandwidth by theirs if the problems differ. "-": no bytes cross a link."""
         if same_problem:
             return f"{self.theirs.us / self.ours.us:.2f}"
         return f"{self.ours.remote_gb_s / self.theirs.remote_gb_s:.2f}" if self.theirs.remote_gb_s else "-"
 
 
-def compare(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point]) -> list[Pair]:
-    """Pair our rows with another system's: the same work at the same number of SMs, and the best of each at any number."""
+def pair_rows(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point]) -> list[Pair]:
+    """Pair our rows with those of another system, for equal numbers of SMs and for the best number of each side."""
     ours = {(row.work, row.tokens, row.sms): Point(row.us, row.remote_gb_s) for row in rows}
     pairs = [Pair(*key, point, theirs[key]) for key, point in ours.items() if key in theirs]
     for work, tokens in dict.fromkeys(key[:2] for key in ours):
@@ -134,28 +134,35 @@ def compare(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point]) -
     return sorted(pairs, key=lambda pair: pair[:2])
 
 
-COMPARED = ("tokens", "SMs", "µs", "their µs", "remote GB/s", "their remote GB/s", "ratio")
-"""Headings of a comparison, after the work."""
+COMPARISON_HEADS = ("tokens", "SMs", "µs", "their µs", "remote GB/s", "their remote GB/s", "ratio")
+"""Headings of a comparison after the column of works."""
 
 
-def compared(pair: Pair, same_problem: bool) -> list[str]:
-    """The cells under `COMPARED`."""
+def comparison_cells(pair: Pair, same_problem: bool) -> list[str]:
+    """Format the cells under `COMPARISON_HEADS`."""
     bandwidths = (f"{pair.ours.remote_gb_s:.4g}", f"{pair.theirs.remote_gb_s:.4g}")
-    return [str(pair.tokens), str(pair.sms), figure(pair.ours.us), figure(pair.theirs.us), *bandwidths, pair.ratio(same_problem)]
+    return [
+        str(pair.tokens),
+        str(pair.sms),
+        format_us(pair.ours.us),
+        format_us(pair.theirs.us),
+        *bandwidths,
+        pair.ratio(same_problem),
+    ]
 
 
-def about_ratios(sizes: Sizes, reference: Reference) -> str:
-    """What the ratio of a comparison is."""
-    if other := caution(sizes, reference):
+def ratio_note(sizes: Sizes, reference: Reference) -> str:
+    """Explain the ratio of a comparison."""
+    if other := difference_note(sizes, reference):
         return f"Ratio: of remote bandwidth, above 1 this run is faster. {other}"
     return "Ratio: of times, above 1 this run is faster."
 
 
-def caution(sizes: Sizes, reference: Reference) -> str:
-    """A sentence if another problem was measured there, otherwise nothing."""
+def difference_note(sizes: Sizes, reference: Reference) -> str:
+    """Name the differences between the measured problems. Empty: there are none."""
     different = [
         f"{name} {theirs} (here {ours})"
         for name, ours, theirs in zip(("ranks", "hidden", "top-k", "experts"), sizes, reference.sizes, strict=True)
         if ours != theirs
     ]
-    return f"Another problem was measured there, times do not compare: {', '.join(different)}." if different else ""
+    return f"Another problem was measured there, so times do not compare: {', '.join(different)}." if different else ""

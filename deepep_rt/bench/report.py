@@ -1,82 +1,19 @@
-"""What the benchmark programs have in common: their options, and what they do with a result: print its tables, compare it, write it."""
+"""Make the tables of results, and print them."""
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from .._console import console
-from ..errors import EPError
-from .ranks import make_room, together
-from .references import COMPARED, Reference, about_ratios, caution, compare, compared, load
-from .results import BYTE_FORMULA, Row, Sizes, figure, fp8_or_bf16, low_latency_rows, throughput_rows, title, write
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from .references import COMPARISON_HEADS, Reference, comparison_cells, difference_note, pair_rows, ratio_note
+from .results import BYTE_FORMULA, Row, Sizes, format_us, fp8_or_bf16, low_latency_rows, throughput_rows, title
 
 _WIDTH_OF_LOGS = 120
-
-
-def numbers(text: str) -> list[int]:
-    """The numbers of a list such as 24,64."""
-    return [int(part) for part in text.split(",")]
-
-
-def options(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of every program, to which each adds its own."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a few calls of each kind: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        metavar="FILE",
-        help="print the figures of another result, or of bench/reference/*.json, beside ours",
-    )
-    parser.add_argument("--commit", help="the commit to record, where this is no git checkout")
-    return parser
-
-
-def described(args: argparse.Namespace, boundary: str) -> dict[str, Any]:
-    """How it was measured, for `document`."""
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "compare", "commit")}
-    return {"boundary": boundary, "settings": settings}
-
-
-def program(
-    comm: Intracomm, args: argparse.Namespace, run: Callable[[Intracomm, argparse.Namespace], dict[str, Any] | None]
-) -> None:
-    """What `bench/*.py` do: measure, print, write and compare. An EPError becomes its message, on rank 0, and exit status 1."""
-    try:
-        with together(comm) as ranks:
-            references = load(args.compare) if args.compare else []
-            if args.json:
-                make_room(ranks, args.json, "--json", is_file=True)
-            result = run(ranks, args)
-    except EPError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    if result is None:
-        return
-    print_result(result, references)
-    if args.json:
-        write(args.json, result)
-
-
-# --- the terminal ------------------------------------------------------------------------------------------------------------------
-
 _LOW_LATENCY_COLUMNS = {
     "graph D": "graph_dispatch_us",
     "graph C": "graph_combine_us",
@@ -133,30 +70,30 @@ def throughput_table(result: Mapping[str, Any]) -> ResultTable:
 def _throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
     share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
     bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share)
-    return [row.work, str(row.tokens), str(row.sms), figure(row.us), *bandwidths, figure(row.host_us)]
+    return [row.work, str(row.tokens), str(row.sms), format_us(row.us), *bandwidths, format_us(row.host_us)]
 
 
 def throughput_comparison(result: Mapping[str, Any], reference: Reference) -> ResultTable | None:
     """Make the table of a result and a reference. Return None if they share no work with the same number of tokens."""
-    pairs, sizes = compare(throughput_rows(result), reference.throughput), Sizes.of(result)
+    pairs, sizes = pair_rows(throughput_rows(result), reference.throughput), Sizes.of(result)
     if not pairs:
         return None
-    rows = [[pair.work, *compared(pair, not caution(sizes, reference))] for pair in pairs]
-    caption = f"Theirs: {reference.where}. {about_ratios(sizes, reference)}"
-    return ResultTable(f"compared with {reference.name}", ["work", *COMPARED], rows, caption)
+    rows = [[pair.work, *comparison_cells(pair, not difference_note(sizes, reference))] for pair in pairs]
+    caption = f"Theirs: {reference.where}. {ratio_note(sizes, reference)}"
+    return ResultTable(f"compared with {reference.name}", ["work", *COMPARISON_HEADS], rows, caption)
 
 
 def low_latency_table(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> ResultTable:
     """Make the table of a low-latency result, with a column for each reference that has times of both calls."""
     both, sizes = f"both_{fp8_or_bf16(result)}", Sizes.of(result)
     others = [reference for reference in references if any(part == both for part, _ in reference.low_latency)]
-    cautions = dict.fromkeys(filter(None, (caution(sizes, reference) for reference in others)))
+    cautions = dict.fromkeys(filter(None, (difference_note(sizes, reference) for reference in others)))
     caption = " ".join([f"us; D: dispatch, C: combine. {result['boundary']}.", *cautions])
     columns, cells = low_latency_columns(result), []
     for row in low_latency_rows(result):
         theirs = [reference.low_latency.get((both, row.tokens)) for reference in others]
         figures = [getattr(row, column) for column in columns.values()]
-        cells.append([str(row.tokens), *map(figure, [*figures, *theirs])])
+        cells.append([str(row.tokens), *map(format_us, [*figures, *theirs])])
     heads = ["tokens", *columns, *(f"{reference.name.partition(' (')[0]} D+C" for reference in others)]
     return ResultTable(title(result), heads, cells, caption)
 

@@ -1,4 +1,4 @@
-"""Results of the benchmarks: their rows, the problem that was measured, and the file."""
+"""Hold results of the benchmarks: rows, the measured problem, and the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import EPConfigError
-from .checks import Wrong, check_result
+from .checks import InvalidValue, check_result
 
 BYTE_FORMULA = (
     "received rows (each token once for each destination rank, own rank included) x row bytes (with scales), mean over ranks; "
@@ -28,7 +28,7 @@ _PACKAGES = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One measured point of the throughput mode. Bandwidths in GB/s (1e9 bytes)."""
+    """One measurement of the throughput mode. Bandwidths are in GB/s (1e9 bytes)."""
 
     work: str  # dispatch_bf16_unknown, dispatch_fp8_known, combine_bf16...
     tokens: int
@@ -36,15 +36,15 @@ class Row:
     us: float
     gb_s: float
     remote_gb_s: float
-    host_us: float | None = None  # time of the host in a call that it does not wait for
+    host_us: float | None = None  # time of the host in a call, without waiting for its end
 
 
 @dataclass(frozen=True)
 class LowLatencyRow:
-    """One number of tokens in the low-latency mode; microseconds. None: not measured without a GPU."""
+    """Times for one number of tokens in the low-latency mode, in microseconds. None: measured on GPUs only."""
 
     tokens: int
-    call_us: float  # dispatch and combine, launched one by one
+    call_us: float  # dispatch and combine without a graph
     host_dispatch_us: float
     host_combine_us: float
     graph_dispatch_us: float | None = None
@@ -62,7 +62,7 @@ class LowLatencyRow:
 
 
 class Sizes(NamedTuple):
-    """The problem that was measured; figures of different problems do not compare."""
+    """The measured problem. Figures of different problems do not compare."""
 
     num_ranks: int
     hidden: int
@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Sizes:
-        """Of a result file, or of a file of references."""
+        """Read the sizes from a result file or a file of references."""
         settings = document["settings"]
         return cls(document["num_ranks"], settings["hidden"], settings["topk"], settings["experts"])
 
@@ -93,8 +93,8 @@ def row_bytes(work: str, hidden: int) -> int:
 # --- files -------------------------------------------------------------------------------------------------------------------------
 
 
-def about(commit: str | None = None) -> dict[str, Any]:
-    """When and with which code a result was measured."""
+def provenance(commit: str | None = None) -> dict[str, Any]:
+    """Record the date and the code of a measurement."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": {"id": commit} if commit else _git(),
@@ -108,9 +108,9 @@ def document(
     settings: Mapping[str, Any],
     commit: str | None = None,
 ) -> dict[str, Any]:
-    """The result file: everything that somebody else needs to repeat or to doubt the figures."""
+    """Make the contents of a result file. It has all data that a reader needs to repeat the measurement."""
     return {
-        **about(commit),
+        **provenance(commit),
         "byte_formula": BYTE_FORMULA,
         **settings,
         "copy_ceiling_gb_s": {"by_sms": dict(ceilings_gb_s), "used": max(ceilings_gb_s.values())},
@@ -119,7 +119,7 @@ def document(
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result file, and the folders that it lies in."""
+    """Write a result file and create its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -128,50 +128,50 @@ def read(path: Path) -> dict[str, Any]:
     """Read a result file.
 
     Raises:
-        EPConfigError: if it cannot be read, or is no result of these benchmarks.
+        EPConfigError: if it cannot be read or is not a result of these benchmarks.
     """
     found = read_json(path)
     try:
         check_result(found)
-    except Wrong as error:
-        raise EPConfigError(f"{path} is no result of bench/throughput.py or bench/low_latency.py: {error}") from None
+    except InvalidValue as error:
+        raise EPConfigError(f"{path}: {error}. Pass a result of bench/throughput.py or bench/low_latency.py.") from None
     return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file.
+    """Read a JSON object from a file.
 
     Raises:
-        EPConfigError: if it cannot be read, or is something else.
+        EPConfigError: if it cannot be read or is not an object.
     """
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, or a number of too many digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not text, not JSON, or a number of too many digits
         raise EPConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise EPConfigError(
-            f"{path} holds a {type(found).__name__}; expected a result file of these benchmarks, or a file of references"
+            f"{path} holds a {type(found).__name__}; expected an object. Pass a result of these benchmarks or a file of references."
         )
     return found
 
 
 def throughput_rows(result: Mapping[str, Any]) -> list[Row]:
-    """The rows of a result of the throughput benchmark; none if it is another's."""
+    """List the rows of a throughput result. A low-latency result has none."""
     return [Row(**row) for row in result["rows"] if "work" in row]
 
 
 def low_latency_rows(result: Mapping[str, Any]) -> list[LowLatencyRow]:
-    """The rows of a result of the low-latency benchmark; none if it is another's."""
+    """List the rows of a low-latency result. A throughput result has none."""
     return [LowLatencyRow(**row) for row in result["rows"] if "work" not in row]
 
 
 def on_gpu(result: Mapping[str, Any]) -> bool:
-    """Whether a result was measured on GPUs."""
+    """Tell whether a result was measured on GPUs."""
     return result["settings"]["backend"] == "cuda"
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Machine and sizes of a result, in a line."""
+    """Format machine and sizes of a result in a line."""
     sizes, settings = Sizes.of(result), result["settings"]
     machine = f"{sizes.num_ranks} x {result['machine']}" if on_gpu(result) else f"{sizes.num_ranks} ranks on {result['machine']}"
     text = f"{machine}, hidden {sizes.hidden}, top-{sizes.topk} of {sizes.experts}"
@@ -184,12 +184,12 @@ def title(result: Mapping[str, Any]) -> str:
 
 
 def fp8_or_bf16(result: Mapping[str, Any]) -> str:
-    """What a low-latency result's dispatch sent."""
+    """Return the rows' type of a low-latency result's dispatch: "fp8" or "bf16"."""
     return "bf16" if result["settings"].get("bf16") else "fp8"
 
 
-def figure(value: float | None) -> str:
-    """Microseconds with one decimal; a dash for what was not measured."""
+def format_us(value: float | None) -> str:
+    """Format microseconds with one decimal. None becomes a dash."""
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -199,10 +199,10 @@ def _git() -> dict[str, Any]:
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        ask("ls-files", "--error-unmatch", Path(__file__).name)  # an installation may lie in somebody else's checkout
+        ask("ls-files", "--error-unmatch", Path(__file__).name)  # an installation may lie in the checkout of another project
         return {"id": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.CalledProcessError):
-        return {"id": None}  # an export without its history; --commit tells
+        return {"id": None}  # without a git history, use --commit
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Run the benchmarks under the current mpirun (`python -m deepep_rt bench`), and write a report with pictures."""
+"""Run the benchmarks on all ranks of the current mpirun, and write a report with pictures (`python -m deepep_rt bench`)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..config import Config
 from ..errors import EPConfigError, EPUnavailableError
 from . import report
-from .ranks import make_room, together
+from .ranks import check_writable, fail_together
 from .references import Reference, load
 from .results import read, write
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-PROGRAMS = {"throughput": "throughput", "low-latency": "low_latency"}
-_ALONE = {"jitter": "jitter"}  # not among all: it takes long, and makes one table instead of a page
+BENCHMARKS = ("throughput", "low-latency")
+"""The benchmarks of "all". Jitter takes longer, and makes a table instead of a page."""
+
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun", "hydra", "srun", "slurmstepd")
 """Processes that forward the output of their ranks."""
 
 
 class AskedSizes(NamedTuple):
-    """The problem to measure; None: 7168, 8 and 256 on GPUs, less without."""
+    """The sizes that the command line asks for. None: 7168, 8 and 256 on GPUs, and smaller ones without."""
 
     hidden: int | None = None
     topk: int | None = None
@@ -44,36 +45,38 @@ def measure(
     """Run benchmarks on all ranks of the current mpirun, and write results and a report with pictures. Rank 0 prints.
 
     Args:
-        what: "throughput", "low-latency", "all" (these two), or "jitter" (a table only; nothing is compared).
-        out: Folder for what is written, made if need be; default: `bench-` and the time, in the current one.
-        compare: Results or references to draw and to list beside.
-        quick: A few calls of each kind.
+        what: "throughput", "low-latency", "all" (these two), or "jitter" (a table without comparisons).
+        out: Folder for the files. It is created if it does not exist. Default: `bench-` and the time, in the current folder.
+        compare: Results or references to compare with.
+        quick: Make a few calls of each type only.
         backend: As in `Buffer`.
-        sizes: Of the problem.
-        commit: To be recorded, where this is no git checkout.
+        sizes: Sizes of the problem.
+        commit: The commit to record where the package is not in a git checkout.
 
     Raises:
         EPConfigError: if an argument is wrong, or a file cannot be read.
-        EPUnavailableError: if a library is missing, or there is no GPU where one was asked for.
+        EPUnavailableError: if a library is missing, or if `backend` is "cuda" and there is no GPU.
     """
     from mpi4py import MPI
 
-    with together(MPI.COMM_WORLD) as comm:
-        if what not in (*PROGRAMS, "all", *_ALONE):
-            raise EPConfigError(f"there is no benchmark {what!r}; expected one of {', '.join((*PROGRAMS, 'all', *_ALONE))}")
+    with fail_together(MPI.COMM_WORLD) as comm:
+        if what not in (*BENCHMARKS, "all", "jitter"):
+            raise EPConfigError(
+                f"what={what!r}; expected one of {', '.join((*BENCHMARKS, 'all', 'jitter'))}. Choose one of them."
+            )
         if backend not in ("auto", "cuda", "host"):
-            raise EPConfigError(f"--backend is {backend!r}; expected auto, cuda or host")
+            raise EPConfigError(f"--backend={backend!r}; expected auto, cuda or host. Choose one of them.")
         if what == "jitter":
             _measure_jitter(comm, out, quick, backend, sizes, commit)
             return
         _need("matplotlib", "ml_dtypes")
         references, folder = [reference for file in compare for reference in load(file)], _folder(comm, out)
         results = []
-        for name in PROGRAMS if what == "all" else [what]:
+        for name in BENCHMARKS if what == "all" else [what]:
             result = _run(comm, name, quick, backend, sizes, commit)
             if result is not None:
                 report.print_result(result, references)
-                write(folder / f"{name.replace('-', '_')}.json", result)  # before anything is drawn: it took minutes
+                write(folder / f"{name.replace('-', '_')}.json", result)  # before drawing, which may fail: measuring took minutes
                 results.append(result)
         if results:
             _draw(results, references, folder)
@@ -94,7 +97,7 @@ def _measure_jitter(comm: Intracomm, out: Path | None, quick: bool, backend: str
 
 
 def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> None:
-    """Write a report with pictures of result files, and measure nothing. Arguments and errors as in `measure`."""
+    """Write a report with pictures of result files without measuring. Arguments and errors are those of `measure`."""
     _need("matplotlib")
     if _rank() == 0:
         results, references = [read(file) for file in files], [other for file in compare for other in load(file)]
@@ -105,7 +108,7 @@ def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> No
 
 
 def _rank() -> int:
-    """Return this rank; 0 where there is no MPI, because reports can be written anywhere."""
+    """Return this rank. It is 0 without MPI, because drawing needs no MPI."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -114,20 +117,20 @@ def _rank() -> int:
 
 
 def _need(*libraries: str) -> None:
-    """Check that the report can be written, before anything is measured."""
+    """Check that libraries can be imported before the benchmarks run."""
     for name in libraries:
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise EPUnavailableError(
-                f"the benchmarks need {name}, which cannot be imported ({error}); pip install 'deepep_rt[bench]'"
+                f"the benchmarks need {name}, which cannot be imported ({error}). Do: pip install 'deepep_rt[bench]'"
             ) from None
 
 
 def _folder(comm: Intracomm | None, out: Path | None) -> Path:
-    """Where rank 0 writes."""
+    """Choose the folder that rank 0 writes to."""
     folder = out or Path(f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
-    make_room(comm, folder, "--out")
+    check_writable(comm, folder, "--out")
     return folder
 
 
@@ -141,26 +144,51 @@ def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: AskedSize
     from ..backends.agreement import agree
     from ..comm.convert import communicator_of
 
-    program = importlib.import_module(f".{(PROGRAMS | _ALONE)[name]}", __package__)
-    experts = sizes.experts or -(-256 // comm.size) * comm.size
-    config = Config(comm.size, 128, sizes.hidden or 7168, sizes.topk or 8, experts)
+    topk, experts = sizes.topk or 8, sizes.experts or -(-256 // comm.size) * comm.size
+    config = Config(comm.size, 128, sizes.hidden or 7168, topk, experts)
     on_gpu = agree(communicator_of(comm), config, backend, "copy") == "cuda"
-    words = ["--backend", "cuda" if on_gpu else "host", "--topk", str(sizes.topk or 8)]
-    if name == "jitter":
-        words += ["--ranks", str(comm.size)] + (["--experts", str(sizes.experts)] if sizes.experts else [])
-    else:
-        words += ["--experts", str(experts)]
-    words += ["--hidden", str(sizes.hidden or (7168 if on_gpu else 512))]
-    words += ["--quick"] * quick + (["--commit", commit] if commit else [])
-    if name == "jitter":
-        words += [] if on_gpu else ["--replays", "200"]
-    elif not on_gpu:  # SMs mean nothing there, and time is dear
-        words += ["--tokens", "64,256", "--sms", "24", "--calls", "5"] if name == "throughput" else ["--tokens", "1,4,16,64"]
-    elif quick:
-        words += ["--tokens", "1024", "--sms", "16,24"] if name == "throughput" else ["--tokens", "1,128"]
-    args = program.parse_args(words)
-    with _progress(name, program.num_steps(args), quiet=comm.rank > 0) as step:
-        return program.run(comm, args, step)
+    hidden = sizes.hidden or (7168 if on_gpu else 512)
+    common: dict[str, Any] = dict(hidden=hidden, topk=topk, experts=experts, quick=quick, commit=commit)
+    common["backend"] = "cuda" if on_gpu else "host"
+    make = {"throughput": _throughput, "low-latency": _low_latency, "jitter": _jitter}[name]
+    total, run = make(comm, common, sizes)
+    with _progress(name, total, quiet=comm.rank > 0) as step:
+        return run(step)
+
+
+_Step = Callable[[str], None]
+_Run = Callable[[_Step], dict[str, Any] | None]
+
+
+def _throughput(comm: Intracomm, common: dict[str, Any], sizes: AskedSizes) -> tuple[int, _Run]:
+    from . import throughput
+
+    if common["backend"] == "host":  # SMs have no meaning there, and calls are slow
+        common |= {"tokens": (64, 256), "sms": (24,), "calls": 5}
+    elif common["quick"]:
+        common |= {"tokens": (1024,), "sms": (16, 24)}
+    settings = throughput.Settings(**common)
+    return throughput.num_steps(settings), lambda step: throughput.run(comm, settings, step)
+
+
+def _low_latency(comm: Intracomm, common: dict[str, Any], sizes: AskedSizes) -> tuple[int, _Run]:
+    from . import low_latency
+
+    if common["backend"] == "host":
+        common["tokens"] = (1, 4, 16, 64)
+    elif common["quick"]:
+        common["tokens"] = (1, 128)
+    settings = low_latency.Settings(**common)
+    return low_latency.num_steps(settings), lambda step: low_latency.run(comm, settings, step)
+
+
+def _jitter(comm: Intracomm, common: dict[str, Any], sizes: AskedSizes) -> tuple[int, _Run]:
+    from . import jitter
+
+    if common["backend"] == "host":
+        common["replays"] = 200
+    settings, experts = jitter.make_settings(**common), jitter.experts_of(comm.size, sizes.experts)
+    return jitter.num_steps(settings, experts), lambda step: jitter.run(comm, settings, experts, step)
 
 
 # --- progress ----------------------------------------------------------------------------------------------------------------------
@@ -168,10 +196,13 @@ def _run(comm: Intracomm, name: str, quick: bool, backend: str, sizes: AskedSize
 
 @contextmanager
 def _progress(name: str, total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show a bar on a terminal, otherwise print a line for each tenth, on standard error. Give the function to call before each step."""
+    """Show progress on standard error: a bar on a terminal, otherwise a line for each tenth.
+
+    Yield the function that the caller calls before each step.
+    """
     console = Console(stderr=True, force_terminal=_ends_on_a_terminal() or None, highlight=False, quiet=quiet)
     columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    # A thread that redraws would take time from the calls that are timed, so the bar is drawn between measurements only.
+    # The bar is drawn between measurements only, because a thread that redraws would disturb the timed calls.
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=quiet) as progress:
         task, numbers = progress.add_task("", total=total), itertools.count()
 

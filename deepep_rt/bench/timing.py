@@ -1,14 +1,13 @@
-"""Clocks, and the one way in which the benchmarks measure a call."""
+"""Measure a call with the clock of the GPU or of the host."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -24,8 +23,16 @@ BOUNDARY = {
 }
 
 
+class Repeats(Protocol):
+    """The numbers of calls, loops and calls before the first loop."""
+
+    calls: int
+    repeats: int
+    warmup: int
+
+
 class CudaClock:
-    """Time on the GPU, from the current stream's point of view."""
+    """Time on the GPU, between events of the current stream."""
 
     def __init__(self) -> None:
         import cupy
@@ -33,7 +40,7 @@ class CudaClock:
         self._cuda = cupy.cuda
 
     def loop(self, call: Callable[[int], Any], num_calls: int) -> float:
-        """Seconds of one call, mean over a loop; `call` gets its number."""
+        """Make calls in a loop. Return the mean seconds of one. `call` receives its number."""
         start, end = self._cuda.Event(), self._cuda.Event()
         start.record()
         for i in range(num_calls):
@@ -44,10 +51,10 @@ class CudaClock:
 
 
 class WallClock:
-    """Time on the host, where a call returns when it is done."""
+    """Time on the host, for calls that return when they are complete."""
 
     def loop(self, call: Callable[[int], Any], num_calls: int) -> float:
-        """As in `CudaClock`."""
+        """Measure as in `CudaClock`."""
         start = time.perf_counter()
         for i in range(num_calls):
             call(i)
@@ -55,12 +62,14 @@ class WallClock:
 
 
 def clock(on_gpu: bool) -> CudaClock | WallClock:
-    """The clock of a backend."""
+    """Return the clock of a backend."""
     return CudaClock() if on_gpu else WallClock()
 
 
-def own_stream() -> Any:
-    """A stream to work on: `with` it, it is CuPy's current one."""
+def bench_stream(on_gpu: bool) -> Any:
+    """Make a context manager for the measurements: a stream that graphs can be captured on, unlike the default one."""
+    if not on_gpu:
+        return contextlib.nullcontext()
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)
@@ -68,7 +77,7 @@ def own_stream() -> Any:
 
 @contextlib.contextmanager
 def queued(stream: int) -> Iterator[None]:
-    """What the block queues on a stream starts when the block ends: the host's launches take no part of the times between its events."""
+    """Hold a stream until the block ends, so that the times between its events do not include the host's launches."""
     from ..cuda import driver
 
     address = driver.allocate_pinned(4)
@@ -84,34 +93,34 @@ def queued(stream: int) -> Iterator[None]:
 
 
 def host_seconds(call: Callable[..., Any], *arguments: Any) -> float:
-    """Seconds of the host in one call."""
+    """Return the seconds of the host in one call."""
     start = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - start
 
 
 def measure(
-    buffer: Buffer, comm: Intracomm, clock: CudaClock | WallClock, call: Callable[[int], Any], args: argparse.Namespace
+    buffer: Buffer, comm: Intracomm, clock: CudaClock | WallClock, call: Callable[[int], Any], settings: Repeats
 ) -> float:
-    """Seconds of one call on the slowest rank; `call` gets the number of the call, to choose among its inputs."""
-    for i in range(args.warmup):
+    """Return the seconds of one call on the slowest rank. `call` receives its number, which selects its inputs."""
+    for i in range(settings.warmup):
         call(i)
     buffer.synchronize()
-    mine = np.zeros(args.repeats)
-    for repeat in range(args.repeats):
+    mine = np.zeros(settings.repeats)
+    for repeat in range(settings.repeats):
         comm.Barrier()
-        mine[repeat] = clock.loop(call, args.calls)
+        mine[repeat] = clock.loop(call, settings.calls)
         buffer.synchronize()
     slowest = np.empty_like(mine)
     comm.Allreduce(mine, slowest, MPI.MAX)
     return float(np.median(slowest))
 
 
-def measure_host(buffer: Buffer, comm: Intracomm, call: Callable[[int], Any], args: argparse.Namespace) -> float:
-    """Seconds that the host spends in one call, which it does not wait for: median of the calls, slowest rank."""
+def measure_host(buffer: Buffer, comm: Intracomm, call: Callable[[int], Any], settings: Repeats) -> float:
+    """Return the seconds that the host spends in a call without waiting for its end: median of the calls, slowest rank."""
     comm.Barrier()
     spent = []
-    for i in range(args.calls):
+    for i in range(settings.calls):
         spent.append(host_seconds(call, i))
     buffer.synchronize()
     return comm.allreduce(statistics.median(spent), MPI.MAX)

@@ -37,7 +37,7 @@ app.command()(doctor)
 app.command()(soak)
 
 ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
-"""What `--arch all` means, as far as the installed NVRTC knows them."""
+"""The targets of `--arch all`. Targets that the installed NVRTC does not know are left out."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -56,7 +56,7 @@ def options(
 
 
 def run(args: Sequence[str] | None = None) -> None:
-    """Run a command; an EPError becomes its message and exit status 1."""
+    """Run a command. After an EPError, print its message and exit with status 1."""
     try:
         app(args=args, prog_name="python -m deepep_rt")
     except EPError as error:
@@ -87,10 +87,10 @@ def compile_(
     dtype: Dtype = "bfloat16",
     slots: Slots = 2,
     ranks_per_node: RanksPerNode = None,
-    on_timeout: Annotated[str, typer.Option(help="What low-latency calls do about a silent peer: raise or mask.")] = "raise",
+    on_timeout: Annotated[str, typer.Option(help="Reaction of low-latency calls to a silent peer: raise or mask.")] = "raise",
     combine_dtype: Annotated[
         list[str] | None,
-        typer.Option(help="Element type that combine adds up, and fp8=True converts; may be repeated. Default: --dtype."),
+        typer.Option(help="Element type of combine and of fp8=True; may be repeated. Default: --dtype."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if a kernel spills or has an undeclared stack frame.")] = False,
     as_json: Json = False,
@@ -109,8 +109,8 @@ def compile_(
     )
     jobs = [
         (kernel, element, target)
-        for target in _targets(arch)
-        for kernel, element in _variants(config, combine_dtype)
+        for target in targets_of(arch)
+        for kernel, element in variants(config, combine_dtype)
         if has_fp8(target) or not kernel.needs_fp8
     ]
     rows = []
@@ -130,13 +130,14 @@ def compile_(
     raise typer.Exit(1 if failed else 0)
 
 
-def _targets(archs: list[str] | None) -> list[str]:
+def targets_of(archs: list[str] | None) -> list[str]:
+    """List the targets of `--arch`. Default: the architecture of this machine's GPU."""
     if not archs:
         try:
             return [jit.current_arch()]
         except EPUnavailableError as error:
             raise EPConfigError(
-                f"there is no GPU to compile for; say --arch sm_90 (may be repeated), or --arch all. {error}"
+                f"--arch is missing, and there is no GPU to compile for. Pass --arch sm_90 (may be repeated) or --arch all. {error}"
             ) from error
     targets: list[str] = []
     for arch in archs:
@@ -146,18 +147,20 @@ def _targets(archs: list[str] | None) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def _variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Kernel, str | None]]:
-    """Every kernel that a Buffer of these sizes, and those who call it, can need; some of them once for each element type."""
-    # FP8 rows are only dispatched: combine_dtypes stays empty for them
+def variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Kernel, str | None]]:
+    """List the kernels that a Buffer of these sizes and its callers can need, some once for each element type."""
+    # combine adds no FP8 rows, so `elements` may be empty
     elements = combine_dtypes or [element for element in COMBINE_DTYPES if element == config.dtype]
     if wrong := set(elements) - set(COMBINE_DTYPES):
-        raise EPConfigError(f"--combine-dtype is {', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}")
+        raise EPConfigError(
+            f"--combine-dtype={', '.join(sorted(wrong))}; expected one of {', '.join(COMBINE_DTYPES)}. Choose one of them."
+        )
     kernels = [k for k in KERNELS.values() if k.fits(config) or k.is_local]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
 
 
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:
-    """Build one kernel, and describe what became of it."""
+    """Build one kernel and describe the outcome."""
     row: dict[str, Any] = {"kernel": kernel.name, "dtype": element, "arch": arch}
     constants = kernel_constants(Layout(config), arch, kernel, element)
     if kernel.links_nvshmem(constants) and not arch.startswith("sm_") and not _has_gpu():
@@ -166,7 +169,7 @@ def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> di
         built = jit.build(kernel, constants, arch)
     except EPCompileError as error:
         if isinstance(error, EPCacheError) and not _env.assert_cached():
-            raise  # the folder: no other kernel would fare better
+            raise  # the cache folder is unusable, for the other kernels too
         return {**row, "status": "failed", "error": str(error)}
     return {**row, **built.info, "key": built.key, "status": "compiled" if built.compiled else "cached"}
 
@@ -179,7 +182,7 @@ def _has_gpu() -> bool:
 
 
 def _excesses(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
-    """What --strict objects to; PTX has no figures yet."""
+    """List the errors of --strict. PTX has no figures."""
     for row in rows:
         title, most = f"{tables.title(row['kernel'], row['dtype'])} for {row['arch']}", KERNELS[row["kernel"]].max_stack_bytes
         if row.get("spill_stores") or row.get("spill_loads"):
@@ -206,18 +209,18 @@ def _print_compiled(rows: list[dict[str, Any]]) -> None:
 def bench_(
     what: Annotated[str, typer.Argument(help="throughput, low-latency, all, or jitter.")] = "all",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: bench-DATE-TIME.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few calls of each kind: does it run at all?")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Make a few calls of each type only, as a trial.")] = False,
     compare: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Draw these results, or references, beside; may be repeated.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Compare with these results or references; may be repeated.")
     ] = None,
     from_: Annotated[
-        list[Path] | None, typer.Option("--from", metavar="FILE", help="Draw this result, and measure nothing; may be repeated.")
+        list[Path] | None, typer.Option("--from", metavar="FILE", help="Draw this result without measuring; may be repeated.")
     ] = None,
     backend: Annotated[str, typer.Option(help="cuda, host (NumPy and MPI, at small sizes), or auto.")] = "auto",
     hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: 7168; 512 without a GPU.")] = None,
     topk: Annotated[int | None, typer.Option(help="Experts of a token. Default: 8.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 256.")] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit to record, where this is no git checkout.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to record where this is no git checkout.")] = None,
 ) -> None:
     """Measure on the ranks of the current mpirun, and write a report with pictures: mpirun -n 8 python -m deepep_rt bench."""
     if from_:

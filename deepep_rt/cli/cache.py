@@ -1,4 +1,4 @@
-"""`python -m deepep_rt cache`: what is in the disk cache of compiled kernels."""
+"""Define `python -m deepep_rt cache`, which lists, shows and clears the disk cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .options import Json
 app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
 
 _SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kRingDepth", "kRanksPerNode")
-_MOST_CHOICES = 10  # keys that an ambiguous one is answered with
+_MOST_CHOICES = 10  # keys in the answer to an ambiguous one
 
 
 @app.command("list")
@@ -30,7 +30,9 @@ def list_(as_json: Json = False) -> None:
         print(json.dumps([_described(entry) for entry in entries], indent=2))
         return
     if not entries:
-        print(f"The cache {store.folder} is empty; it fills when kernels are first used, or with: python -m deepep_rt compile")
+        print(
+            f"The cache {store.folder} is empty. Kernels are added when they are first used, or with: python -m deepep_rt compile"
+        )
         return
     numbers = ("bytes", "registers", "shared", "stack", "spills")
     table = tables.new_table("kernel", "arch", "key", "compiled for", *numbers, "NVSHMEM", "built with", "created")
@@ -51,18 +53,20 @@ def list_(as_json: Json = False) -> None:
 
 
 @app.command()
-def show(key: Annotated[str, typer.Argument(help="A key, or enough of its beginning.")], as_json: Json = False) -> None:
-    """Print everything that is known about one compiled kernel."""
+def show(key: Annotated[str, typer.Argument(help="A key, or a unique beginning of one.")], as_json: Json = False) -> None:
+    """Print all recorded facts about one compiled kernel."""
     if not key:
-        raise EPConfigError("the key is empty; give one, or enough of its beginning: python -m deepep_rt cache list shows them")
+        raise EPConfigError("key=''; expected a key or its beginning. Choose one from: python -m deepep_rt cache list")
     store = KernelCache()
     found = [entry for entry in store.entries() if entry.key.startswith(key)]
     if len(found) != 1:
-        what = f"{len(found)} kernels have keys that begin with" if found else "no kernel has a key that begins with"
+        matches = f"{len(found)} kernels have keys that begin with" if found else "no kernel has a key that begins with"
         choices = "".join(f"\n  {entry.key} {_described(entry)['kernel']} {entry.arch}" for entry in found[:_MOST_CHOICES])
         if len(found) > _MOST_CHOICES:
             choices += f"\n  ... and {len(found) - _MOST_CHOICES} more"
-        raise EPConfigError(f"{what} {key!r} in the cache {store.folder}; see: python -m deepep_rt cache list{choices}")
+        raise EPConfigError(
+            f"{matches} {key!r} in the cache {store.folder}. Choose a key from: python -m deepep_rt cache list{choices}"
+        )
     described = _described(found[0])
     if as_json:
         print(json.dumps(described, indent=2))
@@ -91,18 +95,21 @@ def _described(entry: Entry | CorruptEntry) -> dict[str, Any]:
 
 
 def _dtype(entry: Entry) -> str | None:
-    """The element type of a kernel that is compiled once for each."""
+    """Return the element type of a kernel that is compiled for one type. None: of another kernel."""
     index = entry.info["constants"].get("kElement")
     return COMBINE_DTYPES[index] if index in range(len(COMBINE_DTYPES)) else None
 
 
 def _differences(entries: Iterable[Entry]) -> dict[tuple[str, str], str]:
-    """By architecture and key: the constants in which entries of one kernel differ; sizes alone where they tell all apart."""
-    alike: dict[Any, list[Entry]] = {}
+    """List the constants in which entries of one kernel differ, by architecture and key.
+
+    If the sizes alone distinguish all entries, only sizes are listed.
+    """
+    groups: dict[Any, list[Entry]] = {}
     for entry in entries:
-        alike.setdefault((entry.arch, entry.info["kernel"], _dtype(entry)), []).append(entry)
+        groups.setdefault((entry.arch, entry.info["kernel"], _dtype(entry)), []).append(entry)
     found = {}
-    for group in alike.values():
+    for group in groups.values():
         constants = [entry.info["constants"] for entry in group]
         names = sorted({name for each in constants for name in each if len({other.get(name) for other in constants}) > 1})
         sizes = [name for name in _SIZES if name in names]

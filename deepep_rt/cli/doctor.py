@@ -1,4 +1,4 @@
-"""`python -m deepep_rt doctor`."""
+"""Define `python -m deepep_rt doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH_OF_LOGS = 150  # enough for the table of 8 GPUs
 
 def doctor(
     backend: Annotated[
-        str, typer.Option(help="What Buffers are to run on: auto, cuda (no usable GPU is an error) or host.")
+        str, typer.Option(help="Backend of the Buffers: auto, cuda (no usable GPU is an error) or host.")
     ] = "auto",
     ranks: Annotated[int | None, typer.Option(help="Ranks of the Buffer. Default: those of this mpirun, or else 8.")] = None,
     tokens: Tokens = 4096,
@@ -25,11 +25,11 @@ def doctor(
     experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 32 for each rank.")] = None,
     dtype: Dtype = "bfloat16",
     slots: Slots = 2,
-    low_latency: Annotated[bool, typer.Option("--low-latency", help="With memory for the low-latency calls.")] = False,
+    low_latency: Annotated[bool, typer.Option("--low-latency", help="Include the memory of the low-latency calls.")] = False,
     ranks_per_node: RanksPerNode = None,
     as_json: Json = False,
 ) -> None:
-    """Examine this machine, or under mpirun all ranks, and say what is wrong and what to do. Exit status 1 if Buffers cannot work."""
+    """Examine this machine, or all ranks under mpirun, and print faults and remedies. Exit status 1 if Buffers cannot work."""
     from ..doctor import report
 
     if backend not in ("auto", "cuda", "host"):

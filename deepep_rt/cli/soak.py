@@ -1,4 +1,4 @@
-"""`python -m deepep_rt soak`."""
+"""Define `python -m deepep_rt soak`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from .options import RanksPerNode
 def soak(
     minutes: Annotated[float | None, typer.Option(help="How long to run. Default: 10, unless --rounds is given.")] = None,
     rounds: Annotated[int | None, typer.Option(help="How many rounds to run.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="What all rounds are drawn from. Default: a new one, which is printed.")
-    ] = None,
-    round_: Annotated[int | None, typer.Option("--round", help="Repeat this round of a seed, and no other.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all rounds. Default: a new one, which is printed.")] = None,
+    round_: Annotated[int | None, typer.Option("--round", help="Repeat only this round of a seed.")] = None,
     since: Annotated[int | None, typer.Option(help="With --round: begin with this round.")] = None,
     backend: Annotated[str, typer.Option(help="auto, cuda or host.")] = "auto",
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report; also while it runs.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report, also during the run.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Most tokens of a rank in throughput Buffers. Default: changes.")] = None,
-    low_latency_tokens: Annotated[int | None, typer.Option(help="The same in Buffers of both modes. Default: changes.")] = None,
+    low_latency_tokens: Annotated[int | None, typer.Option(help="The same for Buffers of both modes. Default: changes.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: changes from Buffer to Buffer.")] = None,
     topk: Annotated[int | None, typer.Option(help="Experts of a token. Default: changes.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: changes.")] = None,
@@ -57,7 +55,7 @@ def soak(
         progress_s=progress_s,
     )
     document = soak.run(asked)
-    if document is None:  # with status 0: a launcher that sees a rank fail ends the others before rank 0 has printed
+    if document is None:  # status 0: a launcher that sees a rank fail ends the others before rank 0 has printed
         return
     with printing():
         print("\n".join(soak.lines(document)))

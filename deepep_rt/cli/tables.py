@@ -1,4 +1,4 @@
-"""Tables of compiled kernels, for the commands that print them."""
+"""Make the tables of compiled kernels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from rich.table import Table
 
 WIDTH_OF_LOGS = 220
-"""Columns that hold the table of the cache."""
+"""Columns that the table of the cache needs."""
 
 
 def usage(info: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Registers, shared memory (static + dynamic), stack and spills."""
+    """Format registers, shared memory (static + dynamic), stack and spills."""
     static, dynamic = info.get("static_shared_bytes"), info.get("dynamic_shared_bytes")
     shared = "-" if dynamic is None else f"{number(static)} + {dynamic:,}"
     stores, loads = info.get("spill_stores"), info.get("spill_loads")

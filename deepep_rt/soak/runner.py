@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..bench.ranks import make_room, together
+from ..bench.ranks import check_writable, fail_together
 from ..buffer import Buffer
 from ..comm.rendezvous import timed_allgather
 from ..config import Config
@@ -57,7 +57,7 @@ def run(asked: Asked) -> dict[str, Any] | None:
     """
     from mpi4py import MPI
 
-    with together(MPI.COMM_WORLD) as comm:
+    with fail_together(MPI.COMM_WORLD) as comm:
         asked.check()
         try:
             import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and FP8)
@@ -66,7 +66,7 @@ def run(asked: Asked) -> dict[str, Any] | None:
                 f"soak needs ml_dtypes ({error}). Run: pip install 'deepep_rt[test]' or ml-dtypes."
             ) from None
         if asked.json_file:
-            make_room(comm, asked.json_file, "--json", is_file=True)
+            check_writable(comm, asked.json_file, "--json", is_file=True)
         return _Run(comm, asked).play()
 
 

@@ -140,12 +140,12 @@ def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nonsense"], "expected one of throughput, low-latency, all, jitter"),
+        (["nonsense"], "what='nonsense'; expected one of throughput, low-latency, all, jitter"),
         (["--backend", "gpu"], "expected auto, cuda or host"),
         (["--compare", "missing.json"], "missing.json cannot be read"),
         (["--from", "missing.json"], "missing.json cannot be read"),
-        (["--from", str(PEERS)], "is no result of"),
-        (["--out", "pyproject.toml"], "choose another folder with --out"),
+        (["--from", str(PEERS)], "Pass a result of bench/throughput.py"),
+        (["--out", "pyproject.toml"], "Choose another folder with --out"),
         (["--experts", "7"], "num_experts=7"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path):
     script.write_text("""
 from mpi4py import MPI
 from deepep_rt import EPConfigError; from deepep_rt.bench import ranks as bench_ranks
-with bench_ranks.together(MPI.COMM_WORLD) as comm:
+with bench_ranks.fail_together(MPI.COMM_WORLD) as comm:
     if comm.rank == 1:
         raise EPConfigError("out of luck")
     comm.Barrier()
@@ -358,6 +358,6 @@ def test_one_rank_shows_its_own_bandwidth():
 
 
 def test_labels_move_apart_no_further_than_needed():
-    assert bench_figures._apart([0.2, 0.5, 0.8], [0.1] * 3) == pytest.approx([0.2, 0.5, 0.8])
-    assert bench_figures._apart([0.5, 0.5], [0.1, 0.1]) == pytest.approx([0.45, 0.55])
-    assert bench_figures._apart([0.0, 0.0, 1.0], [0.1, 0.2, 0.1]) == pytest.approx([0.05, 0.2, 0.95])
+    assert bench_figures.place_labels([0.2, 0.5, 0.8], [0.1] * 3) == pytest.approx([0.2, 0.5, 0.8])
+    assert bench_figures.place_labels([0.5, 0.5], [0.1, 0.1]) == pytest.approx([0.45, 0.55])
+    assert bench_figures.place_labels([0.0, 0.0, 1.0], [0.1, 0.2, 0.1]) == pytest.approx([0.05, 0.2, 0.95])

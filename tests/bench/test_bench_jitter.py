@@ -36,22 +36,24 @@ def test_a_run_writes_one_table(tmp_path):
     assert "jitter: 2 of 3 done" in done.stderr
 
 
-@pytest.mark.parametrize(("num_ranks", "wanted"), [(8, [64, 128, 256, 512]), (6, [66, 132, 258, 516]), (1, [64, 128, 256, 512])])
-def test_experts_that_the_ranks_can_share(num_ranks, wanted):
+@pytest.mark.parametrize(("num_ranks", "wanted"), [(8, (64, 128, 256, 512)), (6, (66, 132, 258, 516)), (1, (64, 128, 256, 512))])
+def test_each_rank_gets_the_same_number_of_experts(num_ranks, wanted):
     from deepep_rt.bench import jitter as bench_jitter
 
-    args = bench_jitter.parse_args(["--ranks", str(num_ranks)])
-    assert args.experts == wanted
-    assert (args.tokens, args.replays) == ([8, 32, 128], 10_000)
-    assert bench_jitter.num_steps(args) == 12
-    assert bench_jitter.parse_args(["--ranks", str(num_ranks), "--experts", str(num_ranks), "--quick"]).experts == [num_ranks]
+    experts = bench_jitter.experts_of(num_ranks)
+    settings = bench_jitter.make_settings()
+    assert experts == wanted
+    assert (settings.tokens, settings.replays) == ((8, 32, 128), 10_000)
+    assert bench_jitter.num_steps(settings, experts) == 12
+    assert bench_jitter.experts_of(num_ranks, num_ranks) == (num_ranks,)
+    assert bench_jitter.make_settings(quick=True).replays == 20
 
 
-def test_the_two_quantiles_are_those_of_the_times():
+def test_summarise_computes_the_percentiles():
     import numpy as np
 
     from deepep_rt.bench import jitter as bench_jitter
 
-    row = bench_jitter.row_of(256, 8, np.array([*range(1, 100), 1000], np.float64))
+    row = bench_jitter.summarise(256, 8, np.array([*range(1, 100), 1000], np.float64))
     assert (row.steps, row.p50_us, row.max_us) == (100, 50.5, 1000.0)
     assert row.p99_us == pytest.approx(np.percentile([*range(1, 100), 1000], 99))

@@ -1,4 +1,4 @@
-"""Where a benchmark runs."""
+"""Check the machine of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from deepep_rt.bench import machine as bench_machine
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_machine, "why_no_gpu", lambda: "the CUDA driver sees no GPU")
-    with pytest.raises(EPUnavailableError, match="sees no GPU; --backend host does without"):
+    with pytest.raises(EPUnavailableError, match=r"sees no GPU\. Pass --backend host, which needs none"):
         bench_machine.Machine(MPI.COMM_SELF, "cuda")
     assert not bench_machine.Machine(MPI.COMM_SELF, "host").on_gpu

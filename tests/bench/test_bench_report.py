@@ -13,8 +13,8 @@ from without import without
 pytest.importorskip("rich")
 
 from deepep_rt.bench import report
-from deepep_rt.bench.ranks import make_room
-from deepep_rt.bench.references import Pair, Point, caution, compare, load
+from deepep_rt.bench.ranks import check_writable
+from deepep_rt.bench.references import Pair, Point, difference_note, load, pair_rows
 from deepep_rt.bench.results import Row, Sizes, read, throughput_rows
 from deepep_rt.errors import EPConfigError
 
@@ -44,8 +44,8 @@ def launch(program, *options, status=0):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--json", "."], ". cannot be written: it is a folder; choose another file with --json"),
-        (["--json", "pyproject.toml/result.json"], "choose another file with --json"),
+        (["--json", "."], "--json=. cannot be written: it is a folder. Choose another file with --json"),
+        (["--json", "pyproject.toml/result.json"], "Choose another file with --json"),
         (["--compare", "missing.json"], "missing.json cannot be read"),
         (["--experts", "7"], "num_experts=7"),
     ],
@@ -63,14 +63,14 @@ def test_room_that_cannot_be_made(tmp_path):
     tmp_path.chmod(0o500)
     for path, is_file in ((tmp_path, False), (tmp_path / "new", False), (tmp_path / "result.json", True)):
         with pytest.raises(EPConfigError, match=r"cannot be written.*with --there"):
-            make_room(None, path, "--there", is_file=is_file)
+            check_writable(None, path, "--there", is_file=is_file)
     tmp_path.chmod(0o700)
 
 
 def test_room_is_made(tmp_path):
     for _ in range(2):
-        make_room(None, tmp_path / "new" / "folder", "--out")
-        make_room(None, tmp_path / "other" / "result.json", "--json", is_file=True)
+        check_writable(None, tmp_path / "new" / "folder", "--out")
+        check_writable(None, tmp_path / "other" / "result.json", "--json", is_file=True)
     assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {"new", "new/folder", "other"}
 
 
@@ -164,8 +164,8 @@ def test_bandwidth_of_references_comes_from_their_own_sizes():
 
 def test_other_problems_are_named():
     sizes = load(PEERS)[0].sizes
-    assert caution(sizes, load(PEERS)[0]) == ""
-    assert "ranks 8 (here 4)" in caution(sizes._replace(num_ranks=4), load(PEERS)[0])
+    assert difference_note(sizes, load(PEERS)[0]) == ""
+    assert "ranks 8 (here 4)" in difference_note(sizes._replace(num_ranks=4), load(PEERS)[0])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"work": 1}]}', '{"rows": []}', '{"systems": {}}'])
@@ -182,11 +182,11 @@ def test_compare_pairs_equal_work_and_the_best():
         return Row("combine_bf16", 4096, sms, us, 1.0, 1.0)
 
     theirs = {("combine_bf16", 4096, 24): Point(990.0, 1.0), ("combine_bf16", 4096, 64): Point(960.0, 1.0)}
-    first, best = compare([row(24, 900.0), row(32, 800.0)], theirs)
+    first, best = pair_rows([row(24, 900.0), row(32, 800.0)], theirs)
     assert first == ("combine_bf16", 4096, 24, (900.0, 1.0), (990.0, 1.0))
     assert best == ("combine_bf16", 4096, "best", (800.0, 1.0), (960.0, 1.0))
     assert (first.ratio(same_problem=True), best.ratio(same_problem=True)) == ("1.10", "1.20")
-    assert compare([row(24, 900.0)], {("combine_bf16", 8192, 24): Point(1.0, 1.0)}) == []
+    assert pair_rows([row(24, 900.0)], {("combine_bf16", 8192, 24): Point(1.0, 1.0)}) == []
 
 
 def test_other_problems_compare_by_bandwidth(capsys):
@@ -240,7 +240,7 @@ def test_a_result_compares_with_itself(run, capsys):
     (reference,) = load(run[1])
     result = read(run[1])
     rows = throughput_rows(result)
-    pairs = compare(rows, reference.throughput)
+    pairs = pair_rows(rows, reference.throughput)
     assert len(pairs) == len(rows) + 2 * len(WORKS)
     assert all(pair.ours == pair.theirs for pair in pairs)
     report.print_result(result, [reference])

@@ -22,20 +22,20 @@ pytestmark = pytest.mark.gpu
 
 
 def sizes(comm):
-    return ["--backend", "cuda", "--quick", "--hidden", "2048", "--topk", "4", "--experts", str(8 * comm.size)]
+    return {"backend": "cuda", "quick": True, "hidden": 2048, "topk": 4, "experts": 8 * comm.size}
 
 
 def on_rank_0(comm, result):
-    """A result as its file gives it; None on the other ranks."""
+    """Return a result as its file gives it. None on the other ranks."""
     assert (result is None) == (comm.rank > 0)
     return None if result is None else json.loads(json.dumps(result))
 
 
 def test_throughput(comm):
-    args = bench_throughput.parse_args([*sizes(comm), "--tokens", "128,512", "--sms", "8,16"])
+    settings = bench_throughput.Settings(**sizes(comm), tokens=(128, 512), sms=(8, 16))
     steps = []
-    result = on_rank_0(comm, bench_throughput.run(comm, args, steps.append))
-    assert len(steps) == bench_throughput.num_steps(args) == 2 * 2 * 7
+    result = on_rank_0(comm, bench_throughput.run(comm, settings, steps.append))
+    assert len(steps) == bench_throughput.num_steps(settings) == 2 * 2 * 7
     if result is None:
         return
     rows = throughput_rows(result)
@@ -54,13 +54,14 @@ def test_throughput(comm):
 
 
 def test_rows_of_any_size_are_as_fast(comm):
-    """Rows that are no multiple of 128 bytes cross the link in whole lines too: to move them costs what it costs to move others."""
+    """Rows that are no multiple of 128 bytes cross the link in whole lines too, so they are as fast as other rows."""
     if comm.size == 1 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         return
     gb_s = {}
     for hidden in (7168, 7184):
-        words = ["--hidden", str(hidden), "--experts", str(256 // comm.size * comm.size), "--tokens", "4096", "--sms", "24"]
-        result = on_rank_0(comm, bench_throughput.run(comm, bench_throughput.parse_args(["--backend", "cuda", *words])))
+        experts = 256 // comm.size * comm.size
+        settings = bench_throughput.Settings(backend="cuda", hidden=hidden, experts=experts, tokens=(4096,), sms=(24,))
+        result = on_rank_0(comm, bench_throughput.run(comm, settings))
         if result is not None:
             gb_s[hidden] = {row.work: row.gb_s for row in throughput_rows(result)}
     for work, rate in gb_s.get(7168, {}).items():
@@ -68,10 +69,10 @@ def test_rows_of_any_size_are_as_fast(comm):
 
 
 def test_low_latency(comm):
-    args = bench_low_latency.parse_args([*sizes(comm), "--tokens", "1,32"])
+    settings = bench_low_latency.Settings(**sizes(comm), tokens=(1, 32))
     steps = []
-    result = on_rank_0(comm, bench_low_latency.run(comm, args, steps.append))
-    assert len(steps) == bench_low_latency.num_steps(args) == 2
+    result = on_rank_0(comm, bench_low_latency.run(comm, settings, steps.append))
+    assert len(steps) == bench_low_latency.num_steps(settings) == 2
     if result is None:
         return
     rows = low_latency_rows(result)
@@ -90,17 +91,16 @@ def test_low_latency(comm):
     assert "host backend" not in page
 
 
-def test_steps_are_even(comm):
-    """p99 of a replayed step is within 10 % of p50, also where so many blocks wait for the same headers that they could hold them up."""
+def test_steps_have_little_jitter(comm):
+    """p99 of a replayed step is within 10 % of p50, even if so many blocks wait for the same headers that they could delay them."""
     if comm.size == 1 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         return
-    args = bench_low_latency.parse_args(
-        ["--backend", "cuda", "--quick", "--experts", str(256 // comm.size * comm.size), "--tokens", "1,2,4,8,16,32,64,128"]
+    settings = bench_low_latency.Settings(
+        backend="cuda", quick=True, experts=256 // comm.size * comm.size, tokens=(1, 2, 4, 8, 16, 32, 64, 128)
     )
-    args.replays = 1000
-    tries = [
-        on_rank_0(comm, bench_low_latency.run(comm, args)) for _ in range(3)
-    ]  # somebody else may use the machine for a moment
+    settings.replays = 1000
+    # three tries, because another process may use the machine for a moment
+    tries = [on_rank_0(comm, bench_low_latency.run(comm, settings)) for _ in range(3)]
     if comm.rank:
         return
     for rows in zip(*(low_latency_rows(result) for result in tries), strict=True):
@@ -109,9 +109,8 @@ def test_steps_are_even(comm):
 
 
 def test_jitter(comm):
-    words = ["--backend", "cuda", "--quick", "--hidden", "2048", "--topk", "4", "--ranks", str(comm.size)]
-    args = bench_jitter.parse_args([*words, "--experts", str(8 * comm.size)])
-    result = on_rank_0(comm, bench_jitter.run(comm, args))
+    settings = bench_jitter.make_settings(backend="cuda", quick=True, hidden=2048, topk=4)
+    result = on_rank_0(comm, bench_jitter.run(comm, settings, bench_jitter.experts_of(comm.size, 8 * comm.size)))
     if result is None:
         return
     assert [(row["tokens"], row["steps"]) for row in result["rows"]] == [(8, 20), (32, 20), (128, 20)]
