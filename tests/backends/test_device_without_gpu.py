@@ -1,4 +1,4 @@
-"""What the CUDA backend asks of a GPU, in throughput calls and in all: addresses, streams, lifetimes, on a GPU that computes nothing."""
+"""Addresses, streams and lifetimes in the throughput calls of the CUDA backend, and in all calls, on a fake GPU that records requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
         x, idx, weights = arguments(fake)
         sent = buffer.dispatch(x, idx, weights)
-        route, dispatch = fake.take()
+        route, dispatch = fake.pop_launches()
         assert (route.kernel, route.num_tokens, route.topk_idx, route.idx_bytes, route.to_host) == ("route", 10, idx.ptr, 8, 1)
         assert (dispatch.kernel, dispatch.x, dispatch.topk_idx, dispatch.topk_weights) == (
             "dispatch",
@@ -41,7 +41,7 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert dispatch.peers[0] == BASE
         assert dispatch.handle == route.handle
         assert route.stream == dispatch.stream == CALLERS_STREAM
-        assert dispatch.capacity == 4 * 64, "rows are not counted yet"
+        assert dispatch.capacity == 4 * 64, "the host does not know the counts yet"
         assert sent.num_recv_tokens_per_expert_list == [3, 4, 5, 6, 0, 0, 6, 6]
         assert like(sent.recv_x) == ("bfloat16", (30, 256))
         assert like(sent.recv_topk_idx) == ("int64", (30, 4))
@@ -56,7 +56,7 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
 
         y = Array(fake, "bfloat16", 30, 256)
         back = buffer.combine(y, sent.handle, topk_weights=Array(fake, "float32", 30, 4), bias=Array(fake, "bfloat16", 10, 256))
-        (combine,) = fake.take()
+        (combine,) = fake.pop_launches()
         assert (combine.y, combine.num_tokens, combine.capacity, combine.handle) == (y.ptr, 10, 30, dispatch.handle)
         assert combine.bias_0
         assert not combine.bias_1
@@ -67,10 +67,10 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
 
 
-def test_a_dispatch_waits_for_readers_of_its_own_memory_only(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches: the rows of one travel while the experts of the other, on the caller's stream, read theirs."""
-    with make(num_slots=2) as buffer, monkeypatch.context() as behind:
-        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+def test_a_dispatch_waits_only_for_readers_of_its_own_memory(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches: one dispatch runs while the experts of the other batch read their rows on the caller's stream."""
+    with make(num_slots=2) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
         fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
         x, idx, weights = arguments(fake)
         send: dict[str, Any] = dict(async_finish=True, previous_event=SimpleNamespace(cuda_event=1234))
@@ -86,10 +86,10 @@ def test_a_dispatch_waits_for_readers_of_its_own_memory_only(fake: FakeGpu, make
         assert second.recv_x.ptr != third.recv_x.ptr
 
 
-def test_results_that_are_dropped_may_still_be_read(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the caller's stream holds then: sums in the Buffer's memory and outside of it, and rows that were copied out."""
-    with make(num_slots=1) as buffer, monkeypatch.context() as behind:
-        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+def test_dropped_results_wait_for_their_readers(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on the caller's stream may still read them: sums in the Buffer's memory and in other memory, and copied rows."""
+    with make(num_slots=1) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
         x, idx, weights = arguments(fake, 64)
         y, send = Array(fake, "bfloat16", 256, 256), dict(async_finish=True, previous_event=SimpleNamespace(cuda_event=1234))
         sent = buffer.dispatch(x, idx, weights, num_worst_tokens=256, **send)
@@ -112,7 +112,7 @@ def test_results_that_are_dropped_may_still_be_read(fake: FakeGpu, make: Any, mo
 
 
 def test_a_full_pool_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be allocated there: sums take the room of rows, too, and what finds none is refused."""
+    """A capture cannot allocate. Sums also use the pool of rows, and a call without room is refused."""
     with make(num_slots=1) as buffer, monkeypatch.context() as capturing:
         x, idx, weights = arguments(fake, 64)
         y, sent = Array(fake, "bfloat16", 256, 256), buffer.dispatch(x, idx, weights, num_worst_tokens=256)
@@ -121,11 +121,11 @@ def test_a_full_pool_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.
         capturing.setattr(driver, "is_capturing", lambda stream: True)
         first = buffer.combine(y, handle)
         assert first.x.ptr in region(buffer, "sums")
-        fake.take()
+        fake.pop_launches()
         for call in (lambda: buffer.combine(y, handle), lambda: buffer.dispatch(x, handle=handle)):
             with pytest.raises(EPOutOfMemoryError, match=r"a captured CUDA graph cannot allocate.*num_slots"):
                 call()
-        assert fake.take() == []
+        assert fake.pop_launches() == []
         del sent
         second = buffer.combine(y, handle)
         assert second.x.ptr in region(buffer, "pool")
@@ -135,11 +135,11 @@ def test_number_of_sms(fake: FakeGpu, make: Any) -> None:
     with make(num_sms=16) as buffer:
         x, idx, weights = arguments(fake, 64)
         known = buffer.dispatch(x, idx, weights, num_worst_tokens=100).handle
-        assert (buffer.num_sms, fake.take()[1].blocks) == (16, 16)
+        assert (buffer.num_sms, fake.pop_launches()[1].blocks) == (16, 16)
         buffer.num_sms = 8
         buffer.dispatch(x, handle=known)
         buffer.combine(Array(fake, "bfloat16", 100, 256), known)
-        assert [call.blocks for call in fake.take()] == [8, 8]
+        assert [call.blocks for call in fake.pop_launches()] == [8, 8]
         for bad in (0, 1025, 2.5, True):
             with pytest.raises(EPConfigError, match="num_sms="):
                 buffer.num_sms = bad
@@ -148,7 +148,7 @@ def test_number_of_sms(fake: FakeGpu, make: Any) -> None:
         for num_sms, blocks in ((24, 8), (3, 3)):
             buffer.num_sms = num_sms
             buffer.dispatch(*arguments(fake, 2048), num_worst_tokens=100)
-            assert fake.take()[0].blocks == blocks, "256 tokens each, or more where SMs are few"
+            assert fake.pop_launches()[0].blocks == blocks, "256 tokens for each block, or more if there are few SMs"
 
 
 def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:
@@ -157,10 +157,10 @@ def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:
         x, idx, _ = arguments(fake)
         first = buffer.dispatch(x, idx)
         assert first.recv_topk_weights is None
-        fake.take()
+        fake.pop_launches()
         rows, scales = Array(fake, "float8_e4m3fn", 10, 256), Array(fake, "float32", 10, 2)
         again = buffer.dispatch(rows, handle=first.handle, x_scales=scales)
-        (dispatch,) = fake.take()
+        (dispatch,) = fake.pop_launches()
         assert (dispatch.row_bytes, dispatch.scale_bytes, dispatch.topk_idx, dispatch.idx_bytes, dispatch.capacity) == (
             256,
             8,
@@ -182,9 +182,9 @@ def test_options_reach_the_kernels(fake: FakeGpu, make: Any) -> None:
         buffer.combine(Array(fake, "bfloat16", 0, 256), sent.handle, topk_weights=given[0], bias=given[1:])
         counts, waits = Array(fake, "int32", 8), Array(fake, "int64", 4)
         buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=counts, wait_recv_cost_stats=waits)
-        route, dispatch, combine, quick = fake.take()
+        route, dispatch, combine, quick = fake.pop_launches()
         assert (route.expert_alignment, route.check, quick.check) == (128, 1, 1)
-        assert (dispatch.capacity, sent.recv_x.shape) == (0, (0, 256)), "no rows is a number of rows"
+        assert (dispatch.capacity, sent.recv_x.shape) == (0, (0, 256)), "0 is a number of rows, not its absence"
         assert [combine.topk_weights, combine.bias_0, combine.bias_1] == [array.ptr for array in given]
         assert (quick.recv_stats, quick.wait_stats) == (counts.ptr, waits.ptr)
         backend = buffer._backend
@@ -194,7 +194,7 @@ def test_options_reach_the_kernels(fake: FakeGpu, make: Any) -> None:
 
 
 def test_no_tokens(fake: FakeGpu, make: Any) -> None:
-    """Some libraries say that empty arrays are nowhere. The kernels run, and know that the arrays were given."""
+    """Some libraries give 0 as the address of an empty array. Kernels still have to know that the array was given."""
     with make() as buffer:
         empty = arguments(fake, 0)
         for array in empty:
@@ -203,7 +203,7 @@ def test_no_tokens(fake: FakeGpu, make: Any) -> None:
         weights = Array(fake, "float32", 0, 4)
         weights.ptr = 0
         buffer.combine(empty[0], sent.handle, topk_weights=weights)
-        route, dispatch, combine = fake.take()
+        route, dispatch, combine = fake.pop_launches()
         assert route.blocks == 1
         assert dispatch.topk_idx
         assert dispatch.topk_weights
@@ -211,17 +211,19 @@ def test_no_tokens(fake: FakeGpu, make: Any) -> None:
 
 
 def test_fixed_number_of_rows(fake: FakeGpu, make: Any) -> None:
-    """Nothing is told to the host, which does not wait; the pool has room for two results of the worst case."""
+    """The kernel reports no counts, and the host does not wait. The pool has room for two results of the worst case."""
     with make(on_exhausted="error") as buffer:
         x, idx, weights = arguments(fake)
         held = [buffer.dispatch(x, idx, weights, num_worst_tokens=100) for _ in range(2)]
-        route, dispatch, *_ = fake.take()
+        route, dispatch, *_ = fake.pop_launches()
         assert (route.to_host, dispatch.capacity) == (0, 100)
         assert held[0].num_recv_tokens_per_expert_list is None
         assert like(held[0].recv_x) == ("bfloat16", (100, 256))
         first, second = (result.recv_x.ptr for result in held)
         del held
-        assert buffer.dispatch(x, idx, weights, num_worst_tokens=100).recv_x.ptr == min(first, second), "memory came back"
+        assert buffer.dispatch(x, idx, weights, num_worst_tokens=100).recv_x.ptr == min(first, second), (
+            "the pool reuses the memory"
+        )
 
 
 def test_a_full_pool(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,17 +242,17 @@ def test_a_full_pool(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) 
 
         held.append(buffer.combine(Array(fake, "bfloat16", 256, 256), held[0].handle))
         monkeypatch.setattr(driver, "allocate_async", none_left)
-        with pytest.raises(EPOutOfMemoryError) as behind:
+        with pytest.raises(EPOutOfMemoryError) as after_launch:
             buffer.dispatch(x, idx, weights)
-        with pytest.raises(EPOutOfMemoryError) as before:
+        with pytest.raises(EPOutOfMemoryError) as before_launch:
             buffer.combine(Array(fake, "bfloat16", 256, 256), held[0].handle)
-        assert behind.value.call_made, "the other ranks go on"
-        assert not before.value.call_made
+        assert after_launch.value.call_made, "the other ranks go on"
+        assert not before_launch.value.call_made
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.66, 0.5])
-def test_layers_one_after_the_other(fake: FakeGpu, make: Any, share: float) -> None:
-    """The last layer's result is held while the next one is made. All find room, whatever part of the worst case arrives."""
+def test_successive_layers_fit_the_pool(fake: FakeGpu, make: Any, share: float) -> None:
+    """Each layer runs while the caller holds the result before. All results fit, for any share of the worst case."""
     with make() as buffer:
         num_rows = int(share * 256)
         fake.on_launch = routed(buffer, num_rows, [1] * 8)
@@ -266,7 +268,7 @@ def test_layers_one_after_the_other(fake: FakeGpu, make: Any, share: float) -> N
 
 
 def test_sums_leave_room_for_rows(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """However many results of combine are held, a dispatch finds room, as long as no other results of dispatch fill the pool."""
+    """The caller may hold any number of sums: only results of dispatch fill the pool of dispatch."""
     with make() as buffer, caplog.at_level("INFO", logger="deepep_rt"):
         x, idx, weights = arguments(fake, 64)
         y = Array(fake, "bfloat16", 256, 256)
@@ -284,10 +286,10 @@ def test_sums_leave_room_for_rows(fake: FakeGpu, make: Any, caplog: pytest.LogCa
         del third, fourth
 
 
-def test_ranks_without_a_direct_path(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_peer_access(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with make() as buffer:
         handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
-    fake.take()
+    fake.pop_launches()
     monkeypatch.setattr(symmetric.SymmetricMemory, "peers", (BASE, BASE + (1 << 36), 0, 0))
     with make(ranks_per_node=2, low_latency=True) as buffer:
         handle.buffer_serial = buffer._info.serial
@@ -298,20 +300,20 @@ def test_ranks_without_a_direct_path(fake: FakeGpu, make: Any, monkeypatch: pyte
         ):
             with pytest.raises(EPUnavailableError, match=r"no direct access.*Use the low-latency calls"):
                 call()
-        assert fake.take() == []
+        assert fake.pop_launches() == []
         buffer.low_latency_dispatch(*arguments(fake)[:2])
-        assert [call.kernel for call in fake.take()] == ["ll_dispatch"]
+        assert [call.kernel for call in fake.pop_launches()] == ["ll_dispatch"]
 
 
 def test_counts_belong_to_the_caller(fake: FakeGpu, make: Any) -> None:
-    """They are neither what the handle keeps for its next use, nor do they keep the rows."""
+    """The counts are not the handle's tables, and they do not keep the rows alive."""
     with make() as buffer:
         x, idx, _ = arguments(fake)
         pool = buffer._backend.throughput.results.pool
         free = pool.free_bytes
         sent = buffer.dispatch(x, idx, num_worst_tokens=40)
         again = buffer.dispatch(x, handle=sent.handle)
-        launches = [launch for launch in fake.take() if launch.kernel == "dispatch"]
+        launches = [launch for launch in fake.pop_launches() if launch.kernel == "dispatch"]
         kept = Layout(buffer.config).handle.offsets
         addresses = {sent.handle.routing.ptr + kept[name] for name in ("num_recv", "num_recv_per_expert")}
         for result, launch in zip((sent, again), launches, strict=True):
@@ -326,13 +328,13 @@ def test_counts_belong_to_the_caller(fake: FakeGpu, make: Any) -> None:
 
 
 def test_copy_ceiling(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows for each peer fit where they land; bytes are those that leave the rank."""
+    """The rows for all peers fit their region. The result counts the bytes that leave the rank."""
     monkeypatch.setattr(driver, "elapsed_ms", lambda begin, end: 10.0)
     with make() as buffer:
         assert buffer.copy_ceiling(row_bytes=256, num_rows=7, iterations=5) == pytest.approx(3 * 7 * 256 / 2e-3)
-        assert {(call.num_rows, call.row_bytes) for call in fake.take()} == {(7, 256)}
+        assert {(call.num_rows, call.row_bytes) for call in fake.pop_launches()} == {(7, 256)}
         buffer.copy_ceiling(num_rows=10**9)
-        (num_rows,) = {call.num_rows for call in fake.take()}
+        (num_rows,) = {call.num_rows for call in fake.pop_launches()}
         room = min(len(region(buffer, "landing")), len(region(buffer, "pool")))
         assert room - 4 * 512 < 4 * num_rows * 512 <= room
 
@@ -341,17 +343,17 @@ def test_streams(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.dispatch(x, idx, weights, num_worst_tokens=100, async_finish=True)
-        assert {call.stream for call in fake.take()} == {OWN_STREAM}
+        assert {call.stream for call in fake.pop_launches()} == {OWN_STREAM}
         assert (OWN_STREAM, ("all of", CALLERS_STREAM)) in fake.waits
         fake.waits.clear()
         sent.event.wait()
         assert fake.waits == [(CALLERS_STREAM, 5)]
         buffer.combine(Array(fake, "bfloat16", 100, 256), sent.handle, stream=77)
-        assert fake.take()[0].stream == 77
+        assert fake.pop_launches()[0].stream == 77
 
 
-def test_results_that_others_look_at(fake: FakeGpu, make: Any) -> None:
-    """They look at any time, with another context current; their streams wait for what is still being written."""
+def test_results_on_other_streams(fake: FakeGpu, make: Any) -> None:
+    """Another library reads them at any time, with another context current. Its stream waits for the call."""
     with make() as buffer:
         sent = buffer.dispatch(*arguments(fake), num_worst_tokens=40, stream=7)
         fake.waits.clear()
@@ -360,20 +362,20 @@ def test_results_that_others_look_at(fake: FakeGpu, make: Any) -> None:
         assert fake.waits == [(21, ("all of", 7)), (22, ("all of", 7))]
 
 
-def test_a_result_that_is_copied_out(fake: FakeGpu, make: Any) -> None:
-    """Rows that had no room in the pool are copied from where the next call's rows land: that call waits for the copy."""
+def test_a_copied_result(fake: FakeGpu, make: Any) -> None:
+    """If the pool is full, rows are copied from the shared region. The next call uses that region, and waits for the copy."""
     with make(num_slots=1) as buffer:
         x, idx, weights = arguments(fake)
         held = [buffer.dispatch(x, idx, weights, num_worst_tokens=256)]
-        fake.asked.clear()
+        fake.requests.clear()
         held.append(buffer.dispatch(x, idx, weights, num_worst_tokens=256, async_finish=True))
-        assert "record" in fake.asked[fake.asked.index("copy_async") :]
+        assert "record" in fake.requests[fake.requests.index("copy_async") :]
         fake.waits.clear()
         buffer.combine(Array(fake, "bfloat16", 256, 256), held[1].handle)
         assert (CALLERS_STREAM, 5) in fake.waits
 
 
-def test_results_take_the_room_of_what_arrived(fake: FakeGpu, make: Any) -> None:
+def test_results_are_trimmed_to_what_arrived(fake: FakeGpu, make: Any) -> None:
     with make(num_slots=1) as buffer:
         fake.on_launch = routed(buffer, 20, [20] + [0] * 7)
         x, idx, _ = arguments(fake, 64)
@@ -388,11 +390,11 @@ def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.Monke
         monkeypatch.setattr("deepep_rt.cuda.driver.capture_id", lambda stream: 1)
         with pytest.raises(EPInputError, match="num_worst_tokens"):
             buffer.dispatch(*arguments(fake))
-        assert fake.take() == []
+        assert fake.pop_launches() == []
 
 
 def test_arguments_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their memory is not given to a branch of the graph beside the call; what lies in host memory is refused."""
+    """No parallel branch of the graph gets their memory. Arrays in host memory are refused."""
     capture = 7
     with make(low_latency=True) as buffer, monkeypatch.context() as capturing:
         capturing.setattr(driver, "capture_id", lambda stream: capture)
@@ -413,19 +415,19 @@ def test_arguments_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.Mo
         buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True)
         gc.collect()
         assert all(ref() is None for ref in seen)
-        fake.take()
+        fake.pop_launches()
         with pytest.raises(EPInputError, match=r"host memory.*each replay.*on the GPU"):
             buffer.dispatch(x, np.zeros((10, 4), np.int64), num_worst_tokens=40)
-        assert fake.take() == []
+        assert fake.pop_launches() == []
 
 
 def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:
-    """They are copied in, and results are copied out."""
+    """The call copies them to the GPU, and its results to host memory."""
     with make(dtype="float32") as buffer:
         fake.on_launch = routed(buffer, 3, [3] + [0] * 7)
         x, idx = np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32)
         sent = buffer.dispatch(x, idx)
-        _, dispatch = fake.take()
+        _, dispatch = fake.pop_launches()
         copied_in = {source: (to, num_bytes) for to, source, num_bytes in fake.copies[:2]}
         assert copied_in[x.ctypes.data] == (dispatch.x, x.nbytes)
         assert copied_in[idx.ctypes.data] == (dispatch.topk_idx, idx.nbytes)
@@ -433,13 +435,15 @@ def test_arrays_in_host_memory(fake: FakeGpu, make: Any) -> None:
         assert sent.recv_x.shape == (3, 256)
         copied_out = {source: (to, num_bytes) for to, source, num_bytes in fake.copies[2:]}
         assert copied_out[BASE + dispatch.recv_x_offset] == (sent.recv_x.ctypes.data, 3 * 1024)
-        assert "synchronize" in fake.asked[len(fake.asked) - fake.asked[::-1].index("copy_async") :], "the host waits for them"
+        assert "synchronize" in fake.requests[len(fake.requests) - fake.requests[::-1].index("copy_async") :], (
+            "the host waits for them"
+        )
         for array in (sent.recv_x, sent.recv_topk_idx, sent.recv_src_idx, sent.num_recv_tokens_per_expert):
-            assert array.ctypes.data % 64 == 0, "JAX would copy it once more"
+            assert array.ctypes.data % 64 == 0, "JAX would copy an array with less alignment"
 
 
-def test_results_let_their_arguments_go(fake: FakeGpu, make: Any) -> None:
-    """Results are made when somebody looks at them, and must not keep what the caller has dropped until then."""
+def test_results_do_not_hold_arguments(fake: FakeGpu, make: Any) -> None:
+    """A result makes its arrays on the first access. Until then it must not hold arguments that the caller has dropped."""
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         y, z = Array(fake, "bfloat16", 100, 256), Array(fake, "bfloat16", 8, 256, 256)
@@ -454,8 +458,8 @@ def test_results_let_their_arguments_go(fake: FakeGpu, make: Any) -> None:
         assert like(back.x) == like(home.x) == ("bfloat16", (10, 256))
 
 
-def test_what_a_call_asks_of_the_driver(fake: FakeGpu, make: Any) -> None:
-    """Each question takes the host a microsecond or more. Nothing is allocated, and nothing waits."""
+def test_driver_requests_of_a_call(fake: FakeGpu, make: Any) -> None:
+    """Each request costs the host a microsecond or more. A call allocates nothing, and queues no wait."""
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         y, z = Array(fake, "bfloat16", 100, 256), Array(fake, "bfloat16", 8, 256, 256)
@@ -468,15 +472,15 @@ def test_what_a_call_asks_of_the_driver(fake: FakeGpu, make: Any) -> None:
             "low_latency_combine": lambda: buffer.low_latency_combine(z, idx, weights, quick),
         }
         for name, call in calls.items():
-            call()  # may make room, once
-            fake.asked.clear()
+            call()  # the first call may allocate
+            fake.requests.clear()
             call()
             num_launches = 2 if name == "dispatch, fixed" else 1
-            assert fake.asked == ["context", "capture_id", *["launch"] * num_launches], name
+            assert fake.requests == ["context", "capture_id", *["launch"] * num_launches], name
 
 
 def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that does not work on the stream of the call would give its memory away before the kernels have read it."""
+    """A library that works on another stream than the call could reuse the memory before the kernels read it."""
 
     class Other(Array): ...
 
@@ -495,13 +499,13 @@ def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch:
             del idx
             gc.collect()
             assert seen() is not None
-            call(Other(fake, "int64", 10, 4))  # by now the first one's kernels have run
+            call(Other(fake, "int64", 10, 4))  # the fake GPU has finished the first call
             gc.collect()
             assert seen() is None
 
 
-def test_host_memory_beside_a_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is copied later than the call returns: its library would give it away before."""
+def test_host_memory_and_gpu_memory_of_one_library(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy to the GPU runs after the call returns. Its library could reuse the memory before."""
 
     class OnHost(Array): ...
 
@@ -509,7 +513,7 @@ def test_host_memory_beside_a_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.
         def view(self, array: Array, what: str, stream: int | None) -> arrays.View:
             return arrays.View(array.ptr, array.shape, array.dtype, arrays.HOST, array, library)
 
-    library = frameworks.framework_of(Array(fake, "int32", 1), "x")  # PyTorch's tensors are in both kinds of memory
+    library = frameworks.framework_of(Array(fake, "int32", 1), "x")  # as PyTorch: one library has both kinds of memory
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, OnHost, Library())
     with make() as buffer:
         x, idx, weights = arguments(fake)
@@ -522,7 +526,7 @@ def test_host_memory_beside_a_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.
         assert seen() is not None
 
 
-def test_scales_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
+def test_unaligned_scales(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         x, idx, _ = arguments(fake)
         for scales in (Array(fake, "uint8", 10, 8, offset=1), Array(fake, "float32", 10, 2, offset=2)):
@@ -530,16 +534,16 @@ def test_scales_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
                 buffer.dispatch(x, idx, x_scales=scales)
         with pytest.raises(EPInputError, match=r"topk_idx starts at address.*multiple of 8 bytes"):
             buffer.dispatch(x, Array(fake, "int64", 10, 4, offset=4))
-        assert fake.take() == []
+        assert fake.pop_launches() == []
 
 
-def test_rows_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
+def test_unaligned_rows(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         y, z = Array(fake, "bfloat16", 40, 256), Array(fake, "bfloat16", 8, 256, 256, offset=2)
         odd = Array(fake, "bfloat16", 10, 256, offset=2)
         sent, quick = buffer.dispatch(x, idx, num_worst_tokens=40), buffer.low_latency_dispatch(x, idx)
-        fake.take()
+        fake.pop_launches()
         for call in (
             lambda: buffer.dispatch(odd, idx, weights),
             lambda: buffer.combine(y, sent.handle, bias=(x, odd)),
@@ -548,7 +552,7 @@ def test_rows_at_odd_addresses(fake: FakeGpu, make: Any) -> None:
         ):
             with pytest.raises(EPInputError, match=r"multiple of 16 bytes\. Pass a copy"):
                 call()
-        assert fake.take() == []
+        assert fake.pop_launches() == []
 
 
 def test_arrays_on_another_gpu(fake: FakeGpu, make: Any) -> None:
@@ -557,16 +561,16 @@ def test_arrays_on_another_gpu(fake: FakeGpu, make: Any) -> None:
         there = arrays.View(idx.ptr, idx.shape, idx.dtype, 1, idx, frameworks.framework_of(idx, "idx"))
         with pytest.raises(EPInputError, match=r"topk_idx is on GPU 1; expected GPU 0, where this Buffer works. Move the array"):
             buffer.dispatch(x, there)
-        assert fake.take() == []
+        assert fake.pop_launches() == []
 
 
-def test_what_kernels_write_to_is_on_the_gpu(fake: FakeGpu, make: Any) -> None:
-    """Or else what they write would have to be copied back, for which the host would have to wait."""
+def test_output_arguments_are_on_the_gpu(fake: FakeGpu, make: Any) -> None:
+    """Otherwise the host would have to wait, and to copy what kernels wrote."""
     dtype = pytest.importorskip("ml_dtypes").bfloat16
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         y, handle = Array(fake, "bfloat16", 8, 256, 256), buffer.low_latency_dispatch(x, idx).handle
-        fake.take()
+        fake.pop_launches()
         for call in (
             lambda: buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=np.zeros(8, np.int32)),
             lambda: buffer.low_latency_dispatch(x, idx, wait_recv_cost_stats=np.zeros(4, np.int64)),
@@ -574,4 +578,4 @@ def test_what_kernels_write_to_is_on_the_gpu(fake: FakeGpu, make: Any) -> None:
         ):
             with pytest.raises(EPInputError, match="is in host memory; expected GPU 0, which writes to it"):
                 call()
-        assert fake.take() == []
+        assert fake.pop_launches() == []

@@ -1,4 +1,4 @@
-"""Making and destroying Buffers of the CUDA backend, and what goes wrong in between, on a GPU that computes nothing."""
+"""Construction, failures and destruction of Buffers of the CUDA backend, on a fake GPU that records requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, Array, FakeGpu, _Communicator, arguments, fake, make, region
+from fake_gpu import BASE, Array, FakeCommunicator, FakeGpu, arguments, fake, make, region
 
 from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.backends.cuda.low_latency import LowLatency
@@ -33,11 +33,11 @@ __all__ = ["fake", "make"]
 def test_a_buffer_that_does_not_fit_allocates_nothing(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """All ranks hear which one has too little memory, and what to lower; nobody waits in an allocation for one that gave up."""
+    """All ranks learn which rank has too little memory, and what to lower. No rank waits in a collective allocation."""
     few, plenty = 1 << 20, 1 << 50
     monkeypatch.setattr(driver, "free_bytes", lambda: plenty if rank else few)
     monkeypatch.setattr(
-        _Communicator,
+        FakeCommunicator,
         "allgather",
         lambda _, mine: [(few if r == rank else plenty, *mine[1:]) for r in range(4)],
     )
@@ -48,11 +48,11 @@ def test_a_buffer_that_does_not_fit_allocates_nothing(
     message = str(caught.value)
     for words in (f"takes {need / 1e9:.2f} GB", f"rank {rank} has 0.00 GB free", "Lower num_max_tokens_per_rank or num_slots"):
         assert words in message
-    assert not [name for name in fake.asked if name.startswith(("allocate", "fill", "acquire_stream"))]
+    assert not [name for name in fake.requests if name.startswith(("allocate", "fill", "acquire_stream"))]
 
 
-def test_counts_that_come_late(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the call before are not taken for them."""
+def test_late_counts(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not take the counts of the call before for these."""
     with make() as buffer:
         x, idx, _ = arguments(fake)
         page = buffer._backend.runtime.page
@@ -66,8 +66,8 @@ def test_counts_that_come_late(fake: FakeGpu, make: Any, monkeypatch: pytest.Mon
             assert buffer.dispatch(x, idx).recv_x.shape == (num_rows, 256)
 
 
-def test_a_time_out_while_the_host_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU says for whom it has waited: it is heard, also where the host's own time is up."""
+def test_a_timeout_while_the_host_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU reports the silent peer. The host raises that report, although its own limit has passed."""
     buffer = make(timeout_s=0.05)
     page, start = buffer._backend.runtime.page, time.monotonic()
 
@@ -82,8 +82,8 @@ def test_a_time_out_while_the_host_waits(fake: FakeGpu, make: Any, monkeypatch: 
     buffer.destroy()
 
 
-def test_a_host_that_is_interrupted_while_it_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counts of this call would be taken for those of the next one."""
+def test_an_interrupted_wait_breaks_the_buffer(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call would take the counts of this call for its own."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -93,17 +93,17 @@ def test_a_host_that_is_interrupted_while_it_waits(fake: FakeGpu, make: Any, mon
         interrupted.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", interrupt)
         with pytest.raises(KeyboardInterrupt):
             buffer.dispatch(*arguments(fake))
-    fake.take()
+    fake.pop_launches()
     for _ in range(2):
         with pytest.raises(EPTimeoutError, match="a dispatch was interrupted while it waited for its counts"):
             buffer.dispatch(*arguments(fake), num_worst_tokens=40)
-    assert fake.take() == []
+    assert fake.pop_launches() == []
     buffer.destroy()
     assert BASE not in fake.freed
 
 
-def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
-    """It is raised once the call is whole: its counts have come, and the second half of a low-latency call is launched."""
+def test_bad_input_is_raised_after_the_call(fake: FakeGpu, make: Any) -> None:
+    """The call is complete first: its counts have arrived, and the receiving half of a low-latency call is launched."""
     with make(low_latency=True) as buffer:
         page = buffer._backend.runtime.page
 
@@ -115,21 +115,21 @@ def test_bad_input_that_the_gpu_reports(fake: FakeGpu, make: Any) -> None:
         fake.on_launch = report
         with pytest.raises(EPInputError, match="It was skipped"):
             buffer.dispatch(*arguments(fake))
-        assert [call.kernel for call in fake.take()] == ["route", "dispatch"]
+        assert [call.kernel for call in fake.pop_launches()] == ["route", "dispatch"]
         assert page.counted.value
         fake.on_launch = report
         sent = buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
-        fake.take()
+        fake.pop_launches()
         with pytest.raises(EPInputError, match="It was skipped"):
             sent.hook()
-        assert [call.phases for call in fake.take()] == [2]
+        assert [call.phases for call in fake.pop_launches()] == [2]
 
 
 @pytest.mark.parametrize(
     ("phase", "expected", "call_idx"), [("kPhaseLlRows", 7, 7), ("kPhaseLlDispatchRoom", 7, 11), ("kPhaseLlCombineRoom", 7, 11)]
 )
 def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: int, call_idx: int) -> None:
-    """One that waits for room waits for the call that has used it before; with three slots there is room for four."""
+    """A call that waits for room waits for the call before in its ring slot. Three slots make a ring of four."""
     buffer = make(low_latency=True, num_slots=3)
     page = buffer._backend.runtime.page
     report = page.report[0]
@@ -144,7 +144,7 @@ def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: in
     buffer.destroy()
 
 
-def test_a_replay_while_a_hook_was_open(fake: FakeGpu, make: Any) -> None:
+def test_a_replay_while_a_hook_is_open(fake: FakeGpu, make: Any) -> None:
     buffer = make(low_latency=True)
     page = buffer._backend.runtime.page
     page.report["phase"], page.timed_out.value = structs.LL_OPEN_HOOK, 1
@@ -155,12 +155,12 @@ def test_a_replay_while_a_hook_was_open(fake: FakeGpu, make: Any) -> None:
 
 
 def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
-    """Kernels report what two ranks gave; it is raised once, or, from a call that cannot be mended, in every call from then on."""
+    """Kernels report the arguments of two ranks. A throughput call raises that once. A low-latency call breaks the Buffer."""
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)[:3]
         page = buffer._backend.runtime.page
         buffer.dispatch(x, idx, weights, num_worst_tokens=8)
-        (mine,) = (call.call_signature for call in fake.take() if call.kernel == "dispatch")
+        (mine,) = (call.call_signature for call in fake.pop_launches() if call.kernel == "dispatch")
         report = page.report[0]
         report["rank"], report["other"], report["serial"] = 1, 0, (5, 5)
         report["call_signature"] = mine, call_signature.pack("dispatch", x.dtype, idx.dtype, None)
@@ -170,22 +170,22 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         ) as caught:
             buffer.dispatch(x, idx, weights, num_worst_tokens=8)
         assert caught.value.call_made
-        assert [call.kernel for call in fake.take()] == ["route", "dispatch"], "the other ranks make this call too"
+        assert [call.kernel for call in fake.pop_launches()] == ["route", "dispatch"], "the other ranks make this call too"
         buffer.synchronize()
         buffer.low_latency_dispatch(x, idx, topk_weights=weights)
-        (mine,) = (call.call_signature for call in fake.take())
+        (mine,) = (call.call_signature for call in fake.pop_launches())
         report["call_signature"] = mine, call_signature.pack("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
-        page.ranks_differ.value = 1  # and a moment later, that the time was up
+        page.ranks_differ.value = 1  # the kernel also reports a timeout, a moment later
         for _ in range(2):
             with pytest.raises(
                 EPInputError, match=r"x of this call.*rank 0: bfloat16, rank 1: float8_e4m3fn.*cannot be used any more"
             ):
                 buffer.low_latency_dispatch(x, idx)
-        assert fake.take() == []
+        assert fake.pop_launches() == []
 
 
 def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
-    """What a kernel reports is raised by the next call, and by all after it."""
+    """The next call raises what a kernel has reported, and so do all later calls."""
     buffer = make()
     page = buffer._backend.runtime.page
     page.report["rank"], page.report["peer"], page.report["phase"], page.timed_out.value = 0, 2, 3, 1
@@ -193,13 +193,13 @@ def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2: the rows of dispatch") as caught:
             buffer.dispatch(*arguments(fake))
         assert (caught.value.rank, caught.value.peer) == (0, 2)
-    assert fake.take() == []
+    assert fake.pop_launches() == []
     buffer.destroy()
-    assert BASE not in fake.freed, "peers may still write there"
+    assert BASE not in fake.freed, "peers may still write to this memory"
 
 
-def test_memory_that_is_not_empty_when_it_comes(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that lies there is taken for a report, a count or a mask."""
+def test_new_memory_that_is_not_zero(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend does not take old bytes for a report, a count or a mask."""
     pinned = driver.allocate_pinned
 
     def allocate_pinned(num_bytes: int) -> int:
@@ -219,8 +219,8 @@ def test_memory_that_is_not_empty_when_it_comes(fake: FakeGpu, make: Any, monkey
         assert fills[backend.runtime.state] == (0, layout.local.num_bytes)
 
 
-def test_a_time_out_under_results_in_host_memory(fake: FakeGpu, make: Any) -> None:
-    """The host has waited for them: who gets them knows that they are whole."""
+def test_a_timeout_before_results_in_host_memory(fake: FakeGpu, make: Any) -> None:
+    """The host waits for the copies, so it can raise before it returns incomplete results."""
     buffer = make(dtype="float32")
     page = buffer._backend.runtime.page
     page.report["peer"], page.report["phase"] = 2, 3
@@ -230,8 +230,8 @@ def test_a_time_out_under_results_in_host_memory(fake: FakeGpu, make: Any) -> No
     buffer.destroy()
 
 
-def test_host_memory_that_does_not_suffice_for_results(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call was made, and the other ranks go on."""
+def test_too_little_host_memory_for_results(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call was made, so the other ranks go on."""
 
     def fail(*_: Any) -> None:
         raise MemoryError("Unable to allocate 7 TiB")
@@ -243,13 +243,13 @@ def test_host_memory_that_does_not_suffice_for_results(fake: FakeGpu, make: Any,
                 buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
         assert caught.value.call_made
         buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
-        del caught  # its traceback holds memory of the fake driver
+        del caught  # its traceback holds memory of the fake GPU
         gc.collect()
 
 
-def test_memory_is_cleared_before_others_may_write_to_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_cleared_before_peers_write_to_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(Consensus, "all_ok", lambda *_: asked.append([*fake.asked]) or True)
+    monkeypatch.setattr(Consensus, "all_ok", lambda *_: asked.append([*fake.requests]) or True)
     with make():
         _, made = asked
     assert "synchronize" in made[len(made) - made[::-1].index("fill") :]
@@ -263,16 +263,16 @@ def test_how_long_destroy_waits(
     monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, what, timeout_s=None: limits.append(timeout_s) or sound)
     x, idx, _ = arguments(fake)
     seen = weakref.ref(x)
-    with monkeypatch.context() as behind:
-        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+    with monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
         buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True)
-        behind.setattr(buffer._backend.runtime.order, "end", lambda: SimpleNamespace(done=lambda: True, synchronize=lambda: None))
+        busy.setattr(buffer._backend.runtime.order, "end", lambda: SimpleNamespace(done=lambda: True, synchronize=lambda: None))
         order = buffer._backend.runtime.order
         buffer.destroy()
     del x
     gc.collect()
     assert limits == [limit_s]
-    assert seen() is None, "nothing reads the arguments any more"
+    assert seen() is None, "no call reads the arguments any more"
     del order
 
 
@@ -280,9 +280,9 @@ def test_how_long_destroy_waits(
 def test_a_rank_that_does_not_destroy_its_buffer(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str
 ) -> None:
-    """It is named; the memory stays, as nobody can give it back alone."""
+    """The error names it. The memory stays allocated: a rank cannot free it alone."""
     buffer, start = make(on_timeout=on_timeout, timeout_s=0.2), time.monotonic()
-    monkeypatch.setattr(_Communicator, "Irecv", lambda self, word, peer, tag: SimpleNamespace(Test=lambda: peer != 2))
+    monkeypatch.setattr(FakeCommunicator, "Irecv", lambda self, word, peer, tag: SimpleNamespace(Test=lambda: peer != 2))
     monkeypatch.setattr("deepep_rt.backends.cuda.backend._MIN_DESTROY_TIMEOUT_S", 0.0)
     if on_timeout == "raise":
         with pytest.raises(
@@ -299,19 +299,19 @@ def test_a_rank_that_does_not_destroy_its_buffer(
 
 
 def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:
-    """They do not look at memory that is gone."""
+    """They do not read freed memory."""
     buffer = make()
     event = buffer.dispatch(*arguments(fake), num_worst_tokens=40).event
     page = buffer._backend.runtime.page
     buffer.destroy()
-    ctypes.memset(page.ptr, 0xFF, Layout(buffer.config).status_page.num_bytes)  # somebody else's by now
+    ctypes.memset(page.ptr, 0xFF, Layout(buffer.config).status_page.num_bytes)  # another owner's data
     event.synchronize()
 
 
-def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is given back only where nothing went wrong; the other ranks are told in any case."""
-    said: list[bool] = []
-    monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, what, timeout_s=None: said.append(sound) or sound)
+def test_when_memory_is_freed(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is freed only if nothing failed. In any case, the other ranks learn whether this rank can free."""
+    answers: list[bool] = []
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, what, timeout_s=None: answers.append(sound) or sound)
 
     def fail(*_: Any) -> None:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -326,22 +326,22 @@ def test_parting_from_ranks(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
     buffer = make(low_latency=True)
     buffer.mask_rank(2)
     buffer.destroy()
-    assert (said, fake.freed.count(BASE)) == ([True, True, False] * 4, 0)  # when it is made, and in the end
-    said.clear()
+    assert (answers, fake.freed.count(BASE)) == ([True, True, False] * 4, 0)  # twice in construction, and once in destroy
+    answers.clear()
     make().destroy()
-    assert (said, fake.freed.count(BASE)) == ([True, True, True], 1)
+    assert (answers, fake.freed.count(BASE)) == ([True, True, True], 1)
 
 
-def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says why, and who waits for it stops waiting, on the host and on the GPU."""
+def test_a_rank_that_leaves_after_an_exception(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells the others why. They stop waiting for it, on the host and on the GPU."""
     pytest.importorskip("mpi4py.MPI")
     written: list[tuple[int, int]] = []
     monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append((ptr, value)))
     buffer = make(timeout_s=60.0)
-    ranks = buffer._backend.comm
+    comm = buffer._backend.comm
     with pytest.raises(KeyError), buffer:
         raise KeyError("mine")
-    assert ranks.said == "KeyError: 'mine'"
+    assert comm.sent_notice == "KeyError: 'mine'"
     buffer = make(timeout_s=60.0)
     backend = buffer._backend
     backend.comm.incoming_notice = "ValueError: no batch"
@@ -363,10 +363,10 @@ def test_a_rank_that_an_error_throws_out(fake: FakeGpu, make: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize("wait", ["synchronize", "destroy"])
-def test_a_time_out_is_raised_while_the_callers_own_work_goes_on(
+def test_a_timeout_is_raised_while_the_callers_own_work_runs(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, wait: str
 ) -> None:
-    """What the caller has queued behind the call may wait for the lost rank for ever, as NCCL does."""
+    """Work that the caller has queued after the call may wait for the lost rank without a limit, as NCCL does."""
     buffer = make()
     buffer.dispatch(*arguments(fake), num_worst_tokens=40)
     monkeypatch.setattr(driver.CudaEvent, "done", lambda event: False)
@@ -377,7 +377,7 @@ def test_a_time_out_is_raised_while_the_callers_own_work_goes_on(
 
 
 def test_waiting_while_the_stream_is_captured(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing outside of the graph can wait for it: the Buffer ends, and its memory, which calls may be using, stays."""
+    """Work outside of the graph cannot wait for the call. The Buffer ends, and its memory stays, because calls may use it."""
     buffer = make()
     buffer.dispatch(*arguments(fake), num_worst_tokens=40)
     monkeypatch.setattr(driver, "is_capturing", lambda stream: True)
@@ -389,8 +389,8 @@ def test_waiting_while_the_stream_is_captured(fake: FakeGpu, make: Any, monkeypa
         buffer.synchronize()
 
 
-def test_a_rank_that_leaves_others_that_mask(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their low-latency calls go on without it."""
+def test_a_rank_that_leaves_while_timeouts_mask(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The low-latency calls of the others go on without it."""
     with make(on_timeout="mask", low_latency=True) as buffer:
         backend = buffer._backend
         backend.comm.incoming_notice, start = "ValueError: no batch", time.monotonic()
@@ -401,15 +401,15 @@ def test_a_rank_that_leaves_others_that_mask(fake: FakeGpu, make: Any, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "parts_before"),
+    ("module", "name", "steps_before"),
     [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (jit, "load", 1), (LowLatency, "clear_inboxes", 1)],
 )
-def test_a_rank_that_cannot_make_its_part(
-    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, parts_before: int
+def test_a_rank_that_fails_in_construction(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps_before: int
 ) -> None:
-    """The others hear of it, and what was taken by then is given back."""
-    said: list[bool] = []
-    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: said.append(mine) or mine)
+    """The others learn of it, and all ranks free what they have acquired."""
+    answers: list[bool] = []
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: answers.append(mine) or mine)
     taken, given = (("allocate", "allocate_pinned"), ("free", "free_pinned"))
 
     def fail(*_: Any) -> None:
@@ -419,31 +419,31 @@ def test_a_rank_that_cannot_make_its_part(
         broken.setattr(module, name, fail)
         with pytest.raises(EPCacheError):
             make(low_latency=True)
-    assert said == [True] * parts_before + [False] + [True] * parts_before, "in the end, to give memory back together"
-    assert (BASE in fake.freed) == bool(parts_before)
-    assert sum(map(fake.asked.count, taken)) == sum(map(fake.asked.count, given))
+    assert answers == [True] * steps_before + [False] + [True] * steps_before, "the last time to free memory together"
+    assert (BASE in fake.freed) == bool(steps_before)
+    assert sum(map(fake.requests.count, taken)) == sum(map(fake.requests.count, given))
     for last in (1, 2):
-        said.clear()
+        answers.clear()
         monkeypatch.setattr(
-            Consensus, "all_ok", lambda self, mine, what, limit=None, last=last: said.append(mine) or len(said) != last
+            Consensus, "all_ok", lambda self, mine, what, limit=None, last=last: answers.append(mine) or len(answers) != last
         )
         with pytest.raises(EPUnavailableError, match="another rank"):
             make(low_latency=True)
-        assert said == [True] * (2 * last - 1)
-    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: said.append(mine) or mine)
+        assert answers == [True] * (2 * last - 1)
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: answers.append(mine) or mine)
     monkeypatch.setattr(symmetric.SymmetricMemory, "is_of_several_buffers", True)
-    said.clear()
+    answers.clear()
     fake.freed.clear()
     with monkeypatch.context() as broken:
         broken.setattr(jit, "load", fail)
         with pytest.raises(EPCacheError):
             make(low_latency=True)
-    assert (said, BASE in fake.freed) == ([True, False, False], False), "ranks of other Buffers have made theirs of it"
+    assert (answers, BASE in fake.freed) == ([True, False, False], False), "Buffers of other groups live in the same allocation"
     make(low_latency=True)
 
 
-def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time that a call may take begins when the GPU comes to it, and the host says for what it waits until then."""
+def test_a_gpu_with_earlier_work(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a call counts from the start of its kernel. Until then the host warns."""
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GRACE_S", 0.0)
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor._WARNING_PERIOD_S", 0.2)
     with make(timeout_s=0.1) as buffer:
@@ -456,16 +456,16 @@ def test_a_gpu_that_is_busy_with_other_work(fake: FakeGpu, make: Any, monkeypatc
                 page.counted.value = 1
 
         monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", run)
-        with pytest.warns(UserWarning, match=r"rank 0: the GPU has not started this dispatch after 0 s") as said:
+        with pytest.warns(UserWarning, match=r"rank 0: the GPU has not started this dispatch after 0 s") as warned:
             assert buffer.dispatch(*arguments(fake)).recv_x.shape == (7, 256)
-        assert len(said) == 2
+        assert len(warned) == 2
         page.started.value = 1
         yields = "deepep_rt.backends.cuda.monitor.os.sched_yield"
         monkeypatch.setattr(yields, lambda: setattr(page.counted, "value", not page.started.value))
-        buffer.dispatch(*arguments(fake)), "the start of the call before is not taken for this one's"
+        buffer.dispatch(*arguments(fake)), "the start of the call before does not count"
 
 
-def test_a_gpu_that_is_stuck(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepep_rt.backends.cuda.monitor._GRACE_S", 0.1)
     buffer = make(timeout_s=0.1)
     fake.on_launch = lambda call: setattr(buffer._backend.runtime.page.started, "value", 1)
@@ -474,8 +474,8 @@ def test_a_gpu_that_is_stuck(fake: FakeGpu, make: Any, monkeypatch: pytest.Monke
     buffer.destroy()
 
 
-def test_a_gpu_that_has_failed(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier work, perhaps of another library, has ended all work: the call's kernel will not start."""
+def test_a_failed_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of earlier work, perhaps of another library, ends all work. The call's kernel will not start."""
 
     def fail() -> int:
         raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -488,7 +488,7 @@ def test_a_gpu_that_has_failed(fake: FakeGpu, make: Any, monkeypatch: pytest.Mon
     buffer.destroy()
 
 
-def test_the_end(fake: FakeGpu, make: Any) -> None:
+def test_calls_after_destroy(fake: FakeGpu, make: Any) -> None:
     buffer = make(low_latency=True)
     x, idx, weights = arguments(fake)
     sent = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
@@ -500,12 +500,12 @@ def test_the_end(fake: FakeGpu, make: Any) -> None:
             call()
 
 
-def test_results_that_nobody_had_looked_at(fake: FakeGpu, make: Any) -> None:
+def test_first_access_to_results_after_destroy(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.dispatch(x, idx, weights, num_worst_tokens=8)
         back = buffer.combine(Array(fake, "bfloat16", 8, 256), sent.handle)
         soon = buffer.low_latency_dispatch(x, idx)
-    for look in (lambda: sent.recv_x, lambda: back.x, lambda: soon.num_recv_tokens_per_expert):
+    for access in (lambda: sent.recv_x, lambda: back.x, lambda: soon.num_recv_tokens_per_expert):
         with pytest.raises(EPDestroyedError, match=r"Access result arrays before destroy\(\)"):
-            look()
+            access()

@@ -1,4 +1,4 @@
-"""The checks of arguments that lie on a GPU: where they start, what they overlap, and who is told of which stream. No GPU is needed."""
+"""Checks of arguments on a GPU: alignment, overlap, and the stream that each library learns. They need no GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACE = 1 << 20
 
 @dataclass(frozen=True)
 class Array:
-    """An array, and where it lies."""
+    """An array with an address and a device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -111,8 +111,8 @@ def moved(array: Array, **changed: Any) -> Array:
 
 
 @pytest.mark.parametrize("call", ARGUMENTS)
-def test_each_library_is_told_the_stream_that_reads_its_array(library: Library, call: str) -> None:
-    """As JAX and others have to know; and each array is looked at once."""
+def test_each_library_learns_the_stream_that_reads_its_array(library: Library, call: str) -> None:
+    """JAX and others need it. Each array is converted once."""
     assert check(call)
     assert sorted(library.seen) == sorted((name, STREAM) for name in ARGUMENTS[call])
 
@@ -161,7 +161,7 @@ def test_arrays_are_on_the_gpu_of_the_buffer_or_in_host_memory(call: str, name: 
 
 
 @pytest.mark.parametrize(("call", "name"), [each for each in EACH if each[1] == "out" or "stats" in each[1]])
-def test_what_is_written_to(call: str, name: str) -> None:
+def test_output_arguments(call: str, name: str) -> None:
     array = ARGUMENTS[call][name]
     with pytest.raises(EPInputError, match=f"^{name} is read-only"):
         check(call, **{name: moved(array, writable=False)})
@@ -183,7 +183,7 @@ def test_out_does_not_overlap_y(place: int) -> None:
 
 
 @pytest.mark.parametrize("place", [Y.ptr - OUT.nbytes, Y.ptr + Y.nbytes], ids=["before", "after"])
-def test_out_may_lie_beside_y(place: int) -> None:
+def test_out_may_touch_y(place: int) -> None:
     assert check("low_latency_combine", out=moved(OUT, ptr=place)).out.ptr == place
 
 
@@ -209,7 +209,7 @@ def test_both_widths_of_expert_numbers() -> None:
 
 @pytest.mark.parametrize("call", ["dispatch", "low_latency_dispatch"])
 @pytest.mark.parametrize("tokens", [8, 9])
-def test_as_many_tokens_as_fit(call: str, tokens: int) -> None:
+def test_the_maximum_of_tokens(call: str, tokens: int) -> None:
     given = {
         name: moved(array, shape=(tokens, *array.shape[1:])) for name, array in ARGUMENTS[call].items() if "stats" not in name
     }
@@ -220,13 +220,13 @@ def test_as_many_tokens_as_fit(call: str, tokens: int) -> None:
             check(call, **given)
 
 
-def test_rows_as_wide_as_the_buffer() -> None:
+def test_the_widest_rows() -> None:
     assert check("dispatch", x=Array("float32", (TOKENS, HIDDEN))).x.row_bytes == CONFIG.row_bytes
     with pytest.raises(EPInputError, match=r"^x\.dtype=float64; expected at most the width of float32"):
         check("dispatch", x=Array("float64", (TOKENS, HIDDEN)))
 
 
-def test_as_many_scales_as_fit() -> None:
+def test_the_maximum_of_scales() -> None:
     most = CONFIG.scale_bytes
     assert check("dispatch", x_scales=Array("uint8", (TOKENS, most))).scales.row_bytes == most
     with pytest.raises(EPInputError, match=f"^x_scales has {most + 4} bytes a row"):
@@ -234,7 +234,7 @@ def test_as_many_scales_as_fit() -> None:
 
 
 @pytest.mark.parametrize("call", ["combine", "low_latency_combine"])
-def test_what_may_be_left_out(call: str) -> None:
+def test_optional_arguments(call: str) -> None:
     if call == "combine":
         handle = DispatchHandle(TOKENS, 20, None, SITE.serial, None, {})
         for bias, count in ((None, 0), (ARGUMENTS[call]["bias[0]"], 1), ([ARGUMENTS[call]["bias[0]"]], 1)):
@@ -254,14 +254,14 @@ def test_what_may_be_left_out(call: str) -> None:
     ],
 )
 def test_formats_of_low_latency(flags: tuple[bool, bool, bool], kept: tuple[bool, bool, bool]) -> None:
-    """Exponents as scales stand for powers of two."""
+    """UE8M0 scales are powers of two, so use_ue8m0 implies round_scale."""
     given = ARGUMENTS["low_latency_dispatch"]
     made = inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
     assert (made.use_fp8, made.round_scale, made.use_ue8m0) == kept
     assert (made.topk_weights, made.recv_stats, made.wait_stats) == (None, None, None)
 
 
-def test_formats_that_do_not_go_together() -> None:
+def test_formats_that_exclude_each_other() -> None:
     given = ARGUMENTS["low_latency_dispatch"]
     with pytest.raises(EPInputError, match=r"use_ue8m0=True; expected use_fp8=True with it"):
         inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, False, False, True, None, None)
@@ -273,8 +273,8 @@ def test_formats_that_do_not_go_together() -> None:
 
 
 @pytest.mark.parametrize("multiple", [True, False])
-def test_checked_arguments_are_handed_on(multiple: bool) -> None:
-    """Each under its name."""
+def test_checked_arguments_keep_their_names(multiple: bool) -> None:
+    """No argument takes the place of another."""
     arrays = {name: moved(array, ptr=PLACE + 4096 * i) for i, (name, array) in enumerate(ARGUMENTS["dispatch"].items())}
     made = check("dispatch", **arrays)
     assert [view.owner for view in (made.x, made.topk_idx, made.topk_weights, made.scales)] == list(arrays.values())
@@ -319,7 +319,7 @@ def test_flags_are_named() -> None:
         inputs.low_latency_combine_inputs(SITE, STREAM, quick["y"], quick["topk_idx"], quick["topk_weights"], own, wrong, None)
 
 
-def test_what_a_library_raises_is_told(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_library_are_quoted(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     def view(array: Array, what: str, stream: int | None) -> View:
         raise BufferError("it was donated")
 

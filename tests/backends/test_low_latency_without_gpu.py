@@ -1,4 +1,4 @@
-"""The low-latency calls of the CUDA backend, on a GPU that computes nothing."""
+"""The low-latency calls of the CUDA backend, on a fake GPU that records requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, **options)
-        (dispatch,) = fake.take()
+        (dispatch,) = fake.pop_launches()
         assert (dispatch.kernel, dispatch.phases, dispatch.num_tokens, dispatch.stream) == ("ll_dispatch", 3, 10, CALLERS_STREAM)
         assert (dispatch.x, dispatch.topk_idx, dispatch.topk_weights) == (x.ptr, idx.ptr, weights.ptr)
         assert dispatch.use_fp8 == (dtype != "bfloat16")
@@ -60,22 +60,22 @@ def test_low_latency(fake: FakeGpu, make: Any, options: dict, dtype: str, scales
 
         y = Array(fake, "bfloat16", 8, 256, 256)
         back = buffer.low_latency_combine(y, idx, weights, sent.handle)
-        (combine,) = fake.take()
+        (combine,) = fake.pop_launches()
         assert (combine.kernel, combine.phases, combine.handle, combine.y) == ("ll_combine", 3, dispatch.handle, y.ptr)
         assert (combine.has_weights, combine.reduce_early) == (1, 1)
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
         out = Array(fake, "bfloat16", 10, 256)
-        assert buffer.low_latency_combine(y, idx, weights, sent.handle, out=out).x.ptr == out.ptr == fake.take()[0].out
+        assert buffer.low_latency_combine(y, idx, weights, sent.handle, out=out).x.ptr == out.ptr == fake.pop_launches()[0].out
         with pytest.raises(EPInputError, match="out"):
             buffer.low_latency_combine(y, idx, weights, sent.handle, out=Array(fake, "bfloat16", 10, 256, offset=2))
 
 
-def test_combines_of_many_tokens_have_a_kernel_of_their_own(fake: FakeGpu, make: Any) -> None:
-    """Which one does not depend on the other ranks; a hook launches the one that has sent."""
+def test_large_combines_use_another_kernel(fake: FakeGpu, make: Any) -> None:
+    """The choice does not depend on other ranks. A hook launches the same kernel as the sending half."""
     with make(low_latency=True, num_max_tokens_per_rank=512, hidden=7168, low_latency_sms=128) as buffer:
         y = Array(fake, "bfloat16", 8, 2048, 7168)
         config = buffer.config
-        # 8 rows of 7 stretches fit the 16 warps of a block: 3 bits
+        # 7 tiles of a row, rounded up to 8, share the 16 warps of a block
         least = (128 * 16 >> 3) // min(config.num_ranks, config.num_topk) + 1
         for tokens, reduce_early, kernel in (
             (least - 1, True, ""),
@@ -88,49 +88,49 @@ def test_combines_of_many_tokens_have_a_kernel_of_their_own(fake: FakeGpu, make:
             buffer.low_latency_combine(
                 y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early, return_recv_hook=True
             ).hook()
-            assert [launch.kernel for launch in fake.take()[1:]] == [f"ll_combine{kernel}"] * 2
+            assert [launch.kernel for launch in fake.pop_launches()[1:]] == [f"ll_combine{kernel}"] * 2
     with make(low_latency=True, num_max_tokens_per_rank=512, ranks_per_node=2) as buffer:
         x, idx, weights = arguments(fake, 512)
         sent = buffer.low_latency_dispatch(x, idx)
         buffer.low_latency_combine(Array(fake, "bfloat16", 8, 2048, 256), idx, weights, sent.handle)
-        assert fake.take()[1].kernel == "ll_combine", "the other one puts nothing on a network"
+        assert fake.pop_launches()[1].kernel == "ll_combine", "the large one does not use the network"
 
 
-def test_grids_of_one_size(fake: FakeGpu, make: Any) -> None:
-    """Whatever the tokens: ranks with more of them than others are not waited for."""
+def test_the_grid_does_not_depend_on_tokens(fake: FakeGpu, make: Any) -> None:
+    """A rank with few tokens may receive many."""
     with make(low_latency=True, num_max_tokens_per_rank=512, low_latency_sms=64) as buffer:
         y = Array(fake, "bfloat16", 8, 2048, 256)
         for tokens in (0, 1, 65, 512):
             x, idx, weights = arguments(fake, tokens)
             sent = buffer.low_latency_dispatch(x, idx)
             buffer.low_latency_combine(y, idx, weights, sent.handle)
-            dispatch, combine = fake.take()
+            dispatch, combine = fake.pop_launches()
             assert dispatch.blocks == combine.blocks == 64
             assert not combine.has_weights
     with make(low_latency=True, low_latency_sms=500) as buffer:
         buffer.low_latency_dispatch(*arguments(fake)[:2])
-        assert fake.take()[0].blocks == 128, "twice the tokens, and no more than there are SMs"
+        assert fake.pop_launches()[0].blocks == 128, "twice the tokens, and at most the number of SMs"
 
 
 def test_hooks(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True)
-        (send,) = fake.take()
+        (send,) = fake.pop_launches()
         with pytest.raises(EPInputError, match="hooks are open"):
             buffer.low_latency_dispatch(x, idx)
         with pytest.raises(EPInputError, match="was not called yet"):
             buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, sent.handle)
-        assert fake.take() == []
+        assert fake.pop_launches() == []
         sent.hook()
-        (receive,) = fake.take()
+        (receive,) = fake.pop_launches()
         assert (send.phases, receive.phases) == (1, 2)
-        assert {**vars(send), "phases": 0} == {**vars(receive), "phases": 0}, "both halves of one call"
+        assert {**vars(send), "phases": 0} == {**vars(receive), "phases": 0}, "both launches have the same parameters"
         assert sent.recv_x.ptr == receive.recv_x
 
 
 def test_halves_in_different_captures(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture sends nothing, and what is received in one is received by its replays."""
+    """A capture sends nothing. A hook in a capture receives only in the replays."""
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
 
@@ -138,7 +138,7 @@ def test_halves_in_different_captures(fake: FakeGpu, make: Any, monkeypatch: pyt
             return buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
 
         def phases() -> list[int]:
-            return [launch.phases for launch in fake.take()]
+            return [launch.phases for launch in fake.pop_launches()]
 
         def is_in(capture: int | None) -> None:
             monkeypatch.setattr(driver, "capture_id", lambda stream: capture)
@@ -146,13 +146,13 @@ def test_halves_in_different_captures(fake: FakeGpu, make: Any, monkeypatch: pyt
         is_in(7)
         send().hook()
         assert phases() == [1, 2]
-        in_vain = send()
+        lost = send()
         is_in(None)
         with pytest.raises(EPInputError, match=r"belong in the same capture.*drop this hook"):
-            in_vain.hook()
-        del in_vain
+            lost.hook()
+        del lost
         buffer.low_latency_dispatch(x, idx)
-        assert phases() == [1, 3], "the capture failed: nobody received in vain"
+        assert phases() == [1, 3], "the capture failed: no launch waits for its rows"
 
         sent = send()
         is_in(8)
@@ -167,17 +167,17 @@ def test_halves_in_different_captures(fake: FakeGpu, make: Any, monkeypatch: pyt
 
 
 def test_a_handle_does_not_keep_a_hook(fake: FakeGpu, make: Any) -> None:
-    """Nobody can call the hook any more: the next call does, and the handle is good."""
+    """If the caller drops the hook, the next call runs it, and the handle stays valid."""
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         handle = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True).handle
         buffer.low_latency_dispatch(x, idx)
         buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, handle)
-        assert [launch.phases for launch in fake.take()] == [1, 2, 3, 3]
+        assert [launch.phases for launch in fake.pop_launches()] == [1, 2, 3, 3]
 
 
-def test_a_hook_waits_for_nobody_elses_call(fake: FakeGpu, make: Any) -> None:
-    """It is half a call: a thread that comes in the middle of it, or with it in the middle of a call, is refused, and may come again."""
+def test_a_hook_and_a_call_do_not_overlap(fake: FakeGpu, make: Any) -> None:
+    """A hook is half a call. A second thread is refused during a hook, and its hook during a call. It may try again."""
     refused = []
 
     def elsewhere(call: Callable[[], Any]) -> None:
@@ -199,13 +199,13 @@ def test_a_hook_waits_for_nobody_elses_call(fake: FakeGpu, make: Any) -> None:
         buffer.dispatch(x, idx, weights, num_worst_tokens=8)
         fake.on_launch = lambda call: None
         second.hook()
-        assert [call.phases for call in fake.take() if call.kernel == "ll_dispatch"] == [1, 1, 2, 2]
-    assert len(refused) == 3, "one for the hook, and one for each of the other call's kernels"
+        assert [call.phases for call in fake.pop_launches() if call.kernel == "ll_dispatch"] == [1, 1, 2, 2]
+    assert len(refused) == 3, "once in the hook, and once in each kernel launch of the other call"
 
 
 @pytest.mark.parametrize("half", [1, 2])
-def test_half_a_call_that_is_interrupted(fake: FakeGpu, make: Any, half: int) -> None:
-    """The other ranks count on both halves: what comes after it would be taken for the second one."""
+def test_an_interrupted_half_breaks_the_buffer(fake: FakeGpu, make: Any, half: int) -> None:
+    """The other ranks wait for both halves. They would match a later launch with the missing half."""
 
     def interrupt(call: Any) -> None:
         if call.phases == half:
@@ -221,7 +221,7 @@ def test_half_a_call_that_is_interrupted(fake: FakeGpu, make: Any, half: int) ->
             buffer.low_latency_dispatch(x, idx)
 
 
-def test_sums_do_not_lie_in_what_is_added_up(fake: FakeGpu, make: Any) -> None:
+def test_out_may_not_overlap_y(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         handle = buffer.low_latency_dispatch(x, idx).handle
@@ -234,8 +234,8 @@ def test_sums_do_not_lie_in_what_is_added_up(fake: FakeGpu, make: Any) -> None:
         assert buffer.low_latency_combine(y, idx, weights, handle, out=out).x.ptr == out.ptr
 
 
-def test_a_hook_that_reports_bad_input_has_received(fake: FakeGpu, make: Any) -> None:
-    """The other ranks have made the call, and go on to their combines."""
+def test_a_hook_receives_although_it_reports_bad_input(fake: FakeGpu, make: Any) -> None:
+    """The other ranks have made the call, and continue with their combines."""
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True)
@@ -245,20 +245,24 @@ def test_a_hook_that_reports_bad_input_has_received(fake: FakeGpu, make: Any) ->
         with pytest.raises(EPInputError, match="was called already"):
             sent.hook()
         buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, sent.handle)
-        assert [(call.kernel, call.phases) for call in fake.take()] == [("ll_dispatch", 1), ("ll_dispatch", 2), ("ll_combine", 3)]
+        assert [(call.kernel, call.phases) for call in fake.pop_launches()] == [
+            ("ll_dispatch", 1),
+            ("ll_dispatch", 2),
+            ("ll_combine", 3),
+        ]
 
 
-def test_masks_after_a_hook_that_was_lost(fake: FakeGpu, make: Any) -> None:
-    """It is called then: nobody else can."""
+def test_masking_runs_a_lost_hook(fake: FakeGpu, make: Any) -> None:
+    """The caller cannot call it any more."""
     with make(low_latency=True) as buffer:
         buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
         gc.collect()
         buffer.mask_rank(2)
-        assert [call.phases for call in fake.take()] == [1, 2]
+        assert [call.phases for call in fake.pop_launches()] == [1, 2]
 
 
-def test_hooks_among_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second half runs on the stream of the first one, after the calls in between and before the next; the event moves behind it."""
+def test_hooks_and_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook launches on the stream of its call, after calls in between and before the next call. The event moves to its end."""
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         sent = buffer.low_latency_dispatch(x, idx, return_recv_hook=True, async_finish=True, stream=77)
@@ -275,20 +279,20 @@ def test_hooks_among_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.Monke
         assert fake.waits == [(78, 5)]
 
 
-def test_a_hook_after_a_time_out(fake: FakeGpu, make: Any) -> None:
+def test_a_hook_after_a_timeout(fake: FakeGpu, make: Any) -> None:
     buffer = make(low_latency=True)
     sent = buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
-    fake.take()
+    fake.pop_launches()
     page = buffer._backend.runtime.page
     page.report["peer"], page.report["phase"], page.timed_out.value = 2, 3, 1
     with pytest.raises(EPTimeoutError, match="for rank 2"):
         sent.hook()
-    assert fake.take() == []
+    assert fake.pop_launches() == []
     buffer.destroy()
 
 
 def test_kernels_are_loaded_when_a_buffer_is_made(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling takes seconds, which the first call does not have: the other ranks wait for it."""
+    """Compilation takes seconds. In the first call, the other ranks would wait for it."""
     with make(low_latency=True, num_max_tokens_per_rank=512, hidden=7168) as buffer:
         monkeypatch.setattr(jit, "load", lambda *_: pytest.fail("loaded by a call"))
         x, idx, weights = Array(fake, "bfloat16", 512, 7168), *arguments(fake, 512)[1:]
@@ -297,7 +301,7 @@ def test_kernels_are_loaded_when_a_buffer_is_made(fake: FakeGpu, make: Any, monk
         y, quick = Array(fake, "bfloat16", 8, 2048, 7168), buffer.low_latency_dispatch(x, idx)
         for early in (True, False):
             buffer.low_latency_combine(y, idx, weights, quick.handle, allow_multiple_reduction=early)
-        assert [call.kernel for call in fake.take()] == [
+        assert [call.kernel for call in fake.pop_launches()] == [
             "route",
             "dispatch",
             "combine",
@@ -309,19 +313,19 @@ def test_kernels_are_loaded_when_a_buffer_is_made(fake: FakeGpu, make: Any, monk
 
 @pytest.mark.parametrize("with_hook", [False, True])
 def test_low_latency_from_host_memory(fake: FakeGpu, make: Any, with_hook: bool) -> None:
-    """Results are copied out when they are there; what the caller gave to be written to stays where it is."""
+    """Results are copied to host memory when they have arrived. An array that the caller gave as `out` is not copied."""
     dtype = pytest.importorskip("ml_dtypes").bfloat16
     x, idx, weights = np.zeros((10, 256), dtype), np.zeros((10, 4), np.int64), np.zeros((10, 4), np.float32)
     with make(low_latency=True) as buffer:
         sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False, return_recv_hook=with_hook)
-        kernel = fake.take()[0]
+        kernel = fake.pop_launches()[0]
         if with_hook:
-            assert kernel.recv_x not in [source for _, source, _ in fake.copies], "it has not come"
+            assert kernel.recv_x not in [source for _, source, _ in fake.copies], "the rows have not arrived"
             sent.hook()
         copied = {source: (to, num_bytes) for to, source, num_bytes in fake.copies}
         assert copied[kernel.recv_x] == (sent.recv_x.ctypes.data, sent.recv_x.nbytes)
         assert (sent.recv_x.shape, sent.num_recv_tokens_per_expert.shape) == ((8, 256, 256), (8,))
-        fake.take(), fake.copies.clear()
+        fake.pop_launches(), fake.copies.clear()
 
         out = Array(fake, "bfloat16", 10, 256)
         y = np.zeros((8, 256, 256), dtype)
@@ -332,7 +336,7 @@ def test_low_latency_from_host_memory(fake: FakeGpu, make: Any, with_hook: bool)
         assert out.ptr not in [source for _, source, _ in fake.copies]
 
 
-def test_memory_of_results_is_handed_out_again(fake: FakeGpu, make: Any) -> None:
+def test_memory_of_results_is_reused(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         first, second = (buffer.low_latency_dispatch(x, idx, topk_weights=weights) for _ in range(2))
@@ -340,15 +344,15 @@ def test_memory_of_results_is_handed_out_again(fake: FakeGpu, make: Any) -> None
         assert len(set(addresses)) == 2
         rows = first.recv_x
         del first
-        assert buffer.low_latency_dispatch(x, idx).recv_x.ptr not in addresses, "the rows are still held"
+        assert buffer.low_latency_dispatch(x, idx).recv_x.ptr not in addresses, "the caller still holds the rows"
         del rows
         assert buffer.low_latency_dispatch(x, idx).recv_x.ptr == addresses[0]
 
 
 def test_memory_waits_for_the_callers_stream(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may still read what a call on another stream has left there: results, and the counts in a handle."""
-    with make(low_latency=True, num_slots=1) as buffer, monkeypatch.context() as behind:
-        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+    """That stream may still read results of a call on another stream, and the counts in its handle."""
+    with make(low_latency=True, num_slots=1) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
         x, idx, weights = arguments(fake)
         handle = buffer.low_latency_dispatch(x, idx).handle
         for call, pieces in (
@@ -374,9 +378,9 @@ def test_memory_waits_for_the_stream_that_is_current_when_a_result_is_dropped(
     work_on = functools.partial(
         monkeypatch.setattr, type(frameworks.framework_of(Array(fake, "int32", 1), "x")), "current_stream"
     )
-    with make(low_latency=True, num_slots=1) as buffer, monkeypatch.context() as behind:
-        behind.setattr(driver.CudaEvent, "done", lambda event: False)
-        behind.setattr(driver.CudaEvent, "record", lambda event, stream: setattr(event, "handle", ("work of", stream)))
+    with make(low_latency=True, num_slots=1) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
+        busy.setattr(driver.CudaEvent, "record", lambda event, stream: setattr(event, "handle", ("work of", stream)))
         x, idx, weights = arguments(fake)
         send = {
             "dispatch": lambda: buffer.dispatch(x, idx, weights, num_worst_tokens=256),
@@ -393,7 +397,7 @@ def test_memory_waits_for_the_stream_that_is_current_when_a_result_is_dropped(
 
 
 def test_memory_in_a_capture_stays_with_its_call(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits there for who reads it beside the call."""
+    """In a capture, no wait orders reuse after readers in a parallel branch."""
     with make(low_latency=True) as buffer, monkeypatch.context() as capturing:
         x, idx, weights = arguments(fake)
         y, z = Array(fake, "bfloat16", 40, 256), Array(fake, "bfloat16", 8, 256, 256)
@@ -411,12 +415,12 @@ def test_memory_in_a_capture_stays_with_its_call(fake: FakeGpu, make: Any, monke
 
 
 @pytest.mark.parametrize("how", [{}, {"async_finish": True}, {"stream": 77}], ids=str)
-def test_a_host_that_is_ahead_takes_no_more_memory(
+def test_memory_does_not_grow_while_the_host_runs_ahead(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
-    """Layers whose results are dropped share memory, although the GPU has done none of the calls yet."""
-    with make(low_latency=True) as buffer, monkeypatch.context() as behind:
-        behind.setattr(driver.CudaEvent, "done", lambda event: False)
+    """Layers reuse the memory of dropped results, although the GPU has not run any call yet."""
+    with make(low_latency=True) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
         x, idx, weights = arguments(fake)
         y = Array(fake, "bfloat16", 8, 256, 256)
         addresses: list[tuple[int, ...]] = []
@@ -425,15 +429,15 @@ def test_a_host_that_is_ahead_takes_no_more_memory(
             back = buffer.low_latency_combine(y, idx, weights, sent.handle, **how)
             addresses.append((sent.recv_x.ptr, back.x.ptr, sent.num_recv_tokens_per_expert.ptr))
         rows, sums, handles = (len(set(of_one_kind)) for of_one_kind in zip(*addresses, strict=True))
-        assert (rows, sums) == (2, 2), "one is held while the next is made"
-        assert handles <= Layout(buffer.config).num_handles, "none is made beside those of the start"
+        assert (rows, sums) == (2, 2), "the caller holds one while the next call runs"
+        assert handles <= Layout(buffer.config).num_handles, "no more than at the start"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_only_kernels_that_wait_for_the_last_one_overlap_with_it(
+def test_only_kernels_that_wait_for_the_previous_one_overlap_with_it(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
-    """Others would run before what they read is there; and older GPUs know no such launch."""
+    """Others would run before their input is ready. Older GPUs do not support such launches."""
     monkeypatch.setattr("deepep_rt.jit.build.current_arch", lambda: arch)
     attributes = {}
 
@@ -459,7 +463,7 @@ def test_zero_copy(fake: FakeGpu, make: Any) -> None:
         y = buffer.get_low_latency_combine_buffer(sent.handle)
         assert like(y) == ("bfloat16", (8, 256, 256))
         buffer.low_latency_combine(y, idx, weights, sent.handle, zero_copy=True)
-        assert fake.take()[-1].y == y.ptr
+        assert fake.pop_launches()[-1].y == y.ptr
         with pytest.raises(EPInputError, match="zero_copy=True"):
             buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, sent.handle, zero_copy=True)
 
@@ -483,23 +487,23 @@ def test_masks(fake: FakeGpu, make: Any) -> None:
         fake.fills.clear()
         buffer.unmask_rank(2)
         (rows, unmasked) = fake.fills
-        assert rows[1] == 0xFF, "half a row may have come: all are taken for not there"
+        assert rows[1] == 0xFF, "half a row may have arrived, so all rows are marked as not arrived"
         assert unmasked == (mask, 0, 1)
         assert buffer.query_masked_ranks() == []
-        backend.runtime.page.masked[3] = 1  # as a kernel does
+        backend.runtime.page.masked[3] = 1  # as a kernel does it
         assert buffer.query_masked_ranks() == [3]
-    assert BASE not in fake.freed, "rank 3 may not come to free symmetric memory"
+    assert BASE not in fake.freed, "rank 3 may not call destroy, so symmetric memory stays"
 
 
 def test_masks_wait_for_earlier_calls(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         buffer.low_latency_dispatch(*arguments(fake)[:2])
-        fake.asked.clear()
+        fake.requests.clear()
         buffer.mask_rank(2)
-        assert "synchronize" in fake.asked[: fake.asked.index("fill")]
+        assert "synchronize" in fake.requests[: fake.requests.index("fill")]
 
 
-def test_rows_that_are_not_reduced_and_masks_by_hand(fake: FakeGpu, make: Any) -> None:
+def test_unreduced_rows_are_refused_with_masked_ranks(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         x, idx, weights = arguments(fake)
         y, sent = Array(fake, "bfloat16", 8, 256, 256), buffer.low_latency_dispatch(x, idx)
@@ -509,13 +513,13 @@ def test_rows_that_are_not_reduced_and_masks_by_hand(fake: FakeGpu, make: Any) -
             buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=False)
 
 
-def test_ranks_that_kernels_mask_are_named_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Each time that they are masked; those that the program masked are not."""
+def test_kernels_masks_are_logged_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each time that a kernel masks the rank. A mask of the program is not logged."""
     with make(low_latency=True, on_timeout="mask") as buffer:
         x, idx, _ = arguments(fake)
         buffer.mask_rank(2)
         for _ in range(2):
-            buffer._backend.runtime.page.masked[3] = 1  # as a kernel does
+            buffer._backend.runtime.page.masked[3] = 1  # as a kernel does it
             for _ in range(2):
                 buffer.low_latency_dispatch(x, idx)
             buffer.unmask_rank(3)
@@ -527,7 +531,7 @@ def test_ranks_that_kernels_mask_are_named_once(fake: FakeGpu, make: Any, caplog
 def test_the_combine_buffer_is_for_the_callers_stream(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caller: int
 ) -> None:
-    """The default stream is one too."""
+    """0 is a stream too: the default one."""
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
         handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
@@ -535,7 +539,7 @@ def test_the_combine_buffer_is_for_the_callers_stream(
         monkeypatch.setattr(type(frameworks.framework_of(x, "x")), "current_stream", lambda self, device: caller)
         fake.waits.clear()
         buffer.get_low_latency_combine_buffer(handle)
-        assert (caller, 5) in fake.waits, "an event of the stream that had the memory"
+        assert (caller, 5) in fake.waits, "an event of the stream that used the memory before"
 
 
 def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -552,7 +556,7 @@ def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX's, which is made before the call: bfloat16 rows would be twice as long."""
+    """JAX allocates it before the call. Rows of bfloat16 would be twice as long."""
     monkeypatch.setattr("deepep_rt.jit.build.current_arch", lambda: "sm_80")
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
@@ -561,4 +565,4 @@ def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch
         given.into = LowLatencyMemory(given.x, None, given.x)
         with pytest.raises(EPUnavailableError, match=r"sm_80 cannot convert to FP8\. Pass use_fp8=False"):
             buffer._backend.low_latency_dispatch(given, call, False)
-        assert fake.take() == []
+        assert fake.pop_launches() == []

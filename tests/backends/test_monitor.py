@@ -23,7 +23,7 @@ from deepep_rt.kernels import structs
 
 
 def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python takes its lock away from a thread only now and then; here, not within the time that the counts may take."""
+    """Python switches threads only at intervals. The interval here is longer than the limit for the counts."""
     found: list[Any] = [None]
     page = SimpleNamespace(counts=lambda: found[0], check_peers=lambda: None, has_started=lambda: True)
     monkeypatch.setattr(monitor, "_GRACE_S", 1.0)
@@ -51,7 +51,7 @@ def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPa
 
 
 class Page:
-    """What kernels have left; nothing, unless a test says so."""
+    """A status page. It reports nothing unless a test sets an error."""
 
     def __init__(self) -> None:
         self.peers_error: Exception | None = None
@@ -78,7 +78,7 @@ def make(comm: StoreCommunicator, page: Any, **settings: Any) -> monitor.Monitor
     return monitor.Monitor(comm, Config(3, 8, 64, 2, 12, low_latency=True, **settings), page, 1 << 20)
 
 
-def test_what_breaks_a_buffer_is_raised_ever_after(ranks: list[StoreCommunicator]) -> None:
+def test_an_error_that_breaks_a_buffer_is_raised_again(ranks: list[StoreCommunicator]) -> None:
     page = Page()
     waiting = make(ranks[0], page)
     waiting.check()
@@ -91,10 +91,10 @@ def test_what_breaks_a_buffer_is_raised_ever_after(ranks: list[StoreCommunicator
     asked = page.asked
     with pytest.raises(EPTimeoutError, match="rank 2 is silent"):
         waiting.check_peers()
-    assert page.asked == asked, "the page may be gone by then"
+    assert page.asked == asked, "the page may be freed by then"
 
 
-def test_wrong_input_is_raised_and_the_call_was_made(ranks: list[StoreCommunicator]) -> None:
+def test_wrong_input_is_raised_after_the_call(ranks: list[StoreCommunicator]) -> None:
     page = Page()
     waiting = make(ranks[0], page)
     page.input_error = EPInputError("expert 99")
@@ -110,13 +110,13 @@ def test_wrong_input_is_raised_and_the_call_was_made(ranks: list[StoreCommunicat
 
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
-    """What waits for it on the GPU is ended, by the word that kernels look at; where time-outs mask, nothing is."""
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: told.append((ptr, value)))
+    """Its peers set the abort flag, so that their kernels stop waiting. If timeouts mask, they do not."""
+    written: list[tuple[int, int]] = []
+    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append((ptr, value)))
     waiting, leaving = make(ranks[0], Page(), on_timeout=on_timeout), make(ranks[2], Page())
     waiting.check_failure_notices()
-    speaker = threading.Thread(target=leaving.notify, args=(KeyError("mine"),))
-    speaker.start()
+    sender = threading.Thread(target=leaving.notify, args=(KeyError("mine"),))
+    sender.start()
     end = time.monotonic() + 1.0
     waiting.begin_wait()
 
@@ -126,15 +126,15 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
 
     if on_timeout == "mask":
         wait()
-        assert not told
+        assert not written
         assert not waiting.is_broken
     else:
         with pytest.raises(EPTimeoutError, match=r"rank 2 left the Buffer.*KeyError: 'mine'") as caught:
             wait()
         assert caught.value.peer == 2
-        assert told == [((1 << 20) + structs.offset(structs.State.dtype({}), "abort"), 1)]
+        assert written == [((1 << 20) + structs.offset(structs.State.dtype({}), "abort"), 1)]
         assert waiting.is_broken
-    speaker.join()
+    sender.join()
 
 
 def test_call_half(ranks: list[StoreCommunicator]) -> None:
@@ -153,7 +153,7 @@ def test_call_half(ranks: list[StoreCommunicator]) -> None:
         waiting.check_peers()
 
 
-def test_a_limit_begins_when_the_kernel_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_counts_from_the_start_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     clock = [100.0]
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -161,15 +161,15 @@ def test_a_limit_begins_when_the_kernel_starts(monkeypatch: pytest.MonkeyPatch) 
     limit = monitor._StartedKernelLimit(3, 5.0)
     for clock[0] in (100.5, 101.5, 102.0, 102.6):
         assert not limit.is_over(False)
-    assert asked == [101.5, 102.6], "once a second"
+    assert asked == [101.5, 102.6], "one check of the GPU per second"
     clock[0] = 131.0
     with pytest.warns(UserWarning, match="rank 3: the GPU has not started this dispatch after 31 s"):
         assert not limit.is_over(False)
     clock[0] = 140.0
-    assert not limit.is_over(False), "it was said a moment ago"
+    assert not limit.is_over(False), "the last warning is recent"
     assert not limit.is_over(True)
     clock[0] = 144.9
     assert not limit.is_over(True)
     clock[0] = 145.1
     assert limit.is_over(True)
-    assert limit.is_over(False), "a kernel that has started has started"
+    assert limit.is_over(False), "the start of a kernel is remembered"

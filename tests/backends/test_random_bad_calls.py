@@ -70,14 +70,14 @@ def test_cuda_backend_without_a_gpu(fake: FakeGpu, make: Any) -> None:
 
         def valid() -> tuple[Any, Any, Any]:
             """Make valid calls, and check the parameters of their launches."""
-            fake.take()
+            fake.pop_launches()
             sent = buffer.dispatch(x, idx, weights, num_worst_tokens=8)
             y = Array(fake, "bfloat16", 8, 256)
             buffer.combine(y, sent.handle)
             low = buffer.low_latency_dispatch(x, idx)
             rows = Array(fake, "bfloat16", 8, 256, 256)
             buffer.low_latency_combine(rows, idx, weights, low.handle)
-            route, dispatch, combine, ll_dispatch, ll_combine = fake.take()
+            route, dispatch, combine, ll_dispatch, ll_combine = fake.pop_launches()
             assert [c.kernel for c in (route, dispatch, combine, ll_dispatch)] == ["route", "dispatch", "combine", "ll_dispatch"]
             assert ll_combine.kernel in ("ll_combine", "ll_combine_large")
             assert (route.num_tokens, route.topk_idx, dispatch.x, dispatch.capacity) == (10, idx.ptr, x.ptr, 8)
@@ -109,7 +109,7 @@ def test_cuda_backend_without_a_gpu(fake: FakeGpu, make: Any) -> None:
         caller = Caller((SEED, "fake GPU"), calls)
         while caller.report.done < NUMBER * 0.4:
             caller.make(20)
-            assert fake.take() == [], "a call that raised has launched a kernel"
+            assert fake.pop_launches() == [], "a call that raised has launched a kernel"
         valid()
 
 

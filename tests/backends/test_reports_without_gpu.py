@@ -1,4 +1,4 @@
-"""What kernels report to the host of low-latency combines and of rows without room, and `Buffer.check`; on a GPU that computes nothing."""
+"""Reports of kernels about low-latency combines and rows without room, and `Buffer.check`, on a fake GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from deepep_rt.kernels import structs
 __all__ = ["fake", "make"]
 
 
-def _time_out(page: Any) -> None:
+def _report_timeout(page: Any) -> None:
     page.report["rank"], page.report["peer"], page.report["phase"], page.timed_out.value = 0, 2, 12, 1
 
 
 def test_check_raises_what_a_call_would(fake: FakeGpu, make: Any) -> None:
-    """A loop that replays CUDA graphs makes no call that could raise."""
+    """A loop that only replays CUDA graphs makes no call that could raise."""
     buffer = make(low_latency=True)
     page = buffer._backend.runtime.page
     buffer.check()
@@ -31,7 +31,7 @@ def test_check_raises_what_a_call_would(fake: FakeGpu, make: Any) -> None:
     with pytest.raises(EPInputError, match="It was skipped"):
         buffer.check()
     buffer.check()
-    _time_out(page)
+    _report_timeout(page)
     for _ in range(2):
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2: the rows of a low-latency combine"):
             buffer.check()
@@ -40,21 +40,21 @@ def test_check_raises_what_a_call_would(fake: FakeGpu, make: Any) -> None:
         buffer.check()
 
 
-def test_check_asks_the_driver_nothing(fake: FakeGpu, make: Any) -> None:
+def test_check_makes_no_driver_request(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
-        fake.asked.clear()
+        fake.requests.clear()
         times = []
         for _ in range(50):
             start = time.perf_counter()
             for _ in range(100):
                 buffer.check()
             times.append((time.perf_counter() - start) / 100)
-        assert fake.asked == []
-        assert min(times) < 5e-6, "1 us on a quiet machine"
+        assert fake.requests == []
+        assert min(times) < 5e-6, "it takes 1 us on an idle machine"
 
 
-def test_combines_of_other_choices(fake: FakeGpu, make: Any) -> None:
-    """The word names one choice, as combine and as the dispatch got it; it is raised once."""
+def test_combines_with_other_choices(fake: FakeGpu, make: Any) -> None:
+    """The report holds one choice, as combine got it and as the dispatch got it. One call raises it."""
     with make(low_latency=True) as buffer:
         page, experts = buffer._backend.runtime.page, buffer.config.num_experts
         for now, shown in ((5, "5"), (-1, "-1"), (experts, "an expert that does not exist")):
@@ -75,36 +75,36 @@ def test_rows_without_room_are_logged_once(fake: FakeGpu, make: Any, caplog: pyt
             for _ in range(3):
                 page.report[word], page.has_events.value = value, 1
                 buffer.check()
-        told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-        assert len(told) == 1
-        assert told[0].startswith(wanted)
+        signatures = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+        assert len(signatures) == 1
+        assert signatures[0].startswith(wanted)
         caplog.clear()
 
 
-def test_combines_tell_each_other_what_they_add_up(fake: FakeGpu, make: Any) -> None:
-    """Kernels compare one number; where it differs, the Buffer is broken: rows are on their way."""
+def test_combines_compare_their_handles_and_kinds(fake: FakeGpu, make: Any) -> None:
+    """Kernels compare one number. A difference breaks the Buffer, because rows were already sent."""
     buffer = make(low_latency=True)
     x, idx, weights = arguments(fake)
     sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
     y = Array(fake, "bfloat16", 8, 256, 256)
-    told = []
+    signatures = []
     for reduce_early in (True, False):
         buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early)
-        told.append(fake.take()[-1].call_signature)
-    assert told[0] != told[1]
-    assert max(told) < 1 << 32, "it travels as half a word"
+        signatures.append(fake.pop_launches()[-1].call_signature)
+    assert signatures[0] != signatures[1]
+    assert max(signatures) < 1 << 32, "the message has 32 bits for it"
     page = buffer._backend.runtime.page
     report = page.report[0]
-    report["rank"], report["other"], report["serial"], report["call_signature"] = 0, 1, (7, 8), (told[0], told[0])
+    report["rank"], report["other"], report["serial"], report["call_signature"] = 0, 1, (7, 8), (signatures[0], signatures[0])
     page.ranks_differ.value = 1
-    _time_out(page)
+    _report_timeout(page)
     for _ in range(2):
         with pytest.raises(
             EPInputError, match=r"handle \(number of its dispatch\).*rank 0: 7, rank 1: 8.*cannot be used any more"
         ):
             buffer.check()
     buffer.destroy()
-    assert call_signature.unpack(told[1])[0] == call_signature.CALL_KINDS.index(
+    assert call_signature.unpack(signatures[1])[0] == call_signature.CALL_KINDS.index(
         "low_latency_combine with allow_multiple_reduction=False"
     )
     assert structs.PHASES["kPhaseLlCombineRows"][0] == 12
@@ -113,19 +113,19 @@ def test_combines_tell_each_other_what_they_add_up(fake: FakeGpu, make: Any) -> 
 def test_ranks_of_different_architectures(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows travel in one form: where one rank's GPU cannot convert to FP8, no rank converts."""
+    """Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts."""
     archs = [(1 << 50, arch) for arch in ("sm_90", "sm_90", "sm_80", "sm_90")]
     monkeypatch.setattr(
-        "fake_gpu._Communicator.allgather", lambda self, value: archs if isinstance(value, tuple) else [value] * 4
+        "fake_gpu.FakeCommunicator.allgather", lambda self, value: archs if isinstance(value, tuple) else [value] * 4
     )
     with make(low_latency=True) as buffer:
         sent = buffer.low_latency_dispatch(*arguments(fake)[:2])
-        assert (sent.recv_x.dtype, sent.recv_x_scales, fake.take()[0].use_fp8) == ("bfloat16", None, 0)
+        assert (sent.recv_x.dtype, sent.recv_x_scales, fake.pop_launches()[0].use_fp8) == ("bfloat16", None, 0)
     assert any("rank 2's sm_80 cannot convert to FP8" in record.getMessage() for record in caplog.records)
 
 
 def test_kernels_of_two_buffers_do_not_overlap(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that start early hold SMs: those of two Buffers could keep each other's kernels from the GPU."""
+    """Blocks that start early hold SMs. Those of two Buffers could keep each other's kernels off the GPU."""
     launched = []
 
     def cu_launch(config: Any, function: int, *rest: Any) -> tuple:
@@ -142,7 +142,7 @@ def test_kernels_of_two_buffers_do_not_overlap(fake: FakeGpu, make: Any, monkeyp
     first = make(low_latency=True)
     assert overlaps(first)
     plain = make()
-    assert overlaps(first), "only low-latency kernels do"
+    assert overlaps(first), "only low-latency kernels prevent overlap"
     second = make(low_latency=True)
     assert not overlaps(first)
     assert not overlaps(second)

@@ -1,4 +1,4 @@
-"""`result_memory`: where results go while there is room, and where when there is none."""
+"""`ResultMemory`: where results go, with and without room in the pools."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ REGIONS = arrange([("control", 256), ("landing", 4096), ("pool", 4096), ("sums",
 POOL, SUMS, LANDING = (REGIONS.offsets[name] for name in ("pool", "sums", "landing"))
 
 
-class Outside:
-    """Memory outside of the pools. It notes what was asked for."""
+class OtherMemory:
+    """Memory outside of the pools. It records requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int | None]] = []
@@ -39,11 +39,11 @@ class Gpu:
     def __init__(self) -> None:
         self.capturing: int | None = None
         self.copies: list[tuple[int, ...]] = []
-        self.move_ended: list[Call] = []
-        self.outside = Outside()
+        self.ended_calls: list[Call] = []
+        self.outside = OtherMemory()
 
     def move_end(self, call: Call) -> None:
-        self.move_ended.append(call)
+        self.ended_calls.append(call)
 
     def memory(self, copy_when_full: bool = True) -> ResultMemory:
         order: Any = SimpleNamespace(move_end=self.move_end)
@@ -71,8 +71,8 @@ def call(capture: int | None = None) -> Call:
     return Call(STREAM, CALLERS, False, None, None, capture)
 
 
-def in_turn(block: Any) -> tuple[int, tuple[int, ...]]:
-    """A block's place, and the streams that use it."""
+def place_and_streams(block: Any) -> tuple[int, tuple[int, ...]]:
+    """Return a block's offset, and the streams that use it."""
     return block.ptr - BASE, block._streams
 
 
@@ -80,10 +80,10 @@ def test_results_go_to_cells_of_the_pool(gpu: Gpu) -> None:
     memory = gpu.memory()
     places = [memory.place(2000, call()) for _ in range(2)]
     assert [place.offset for place in places] == [POOL, POOL + 2048]
-    assert [in_turn(place.block) for place in places] == [(POOL, (STREAM, CALLERS)), (POOL + 2048, (STREAM, CALLERS))]
+    assert [place_and_streams(place.block) for place in places] == [(POOL, (STREAM, CALLERS)), (POOL + 2048, (STREAM, CALLERS))]
     owner, ptr = memory.keep(places[1], 300, call())
     assert (owner, ptr, owner.num_bytes) == (places[1].block, BASE + POOL + 2048, 512)
-    assert (gpu.copies, gpu.move_ended, gpu.outside.asked) == ([], [], [])
+    assert (gpu.copies, gpu.ended_calls, gpu.outside.asked) == ([], [], [])
 
 
 def test_a_full_pool_raises_or_copies(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,32 +104,32 @@ def test_a_full_pool_raises_or_copies(gpu: Gpu, caplog: pytest.LogCaptureFixture
     assert memory.keep(Place(LANDING, None), 300, made)[1] == 77
     assert gpu.outside.asked == [(300, STREAM, CALLERS)]
     assert gpu.copies == [(77, BASE + LANDING, 300, STREAM)]
-    assert gpu.move_ended == [made], "the next call's rows land there"
+    assert gpu.ended_calls == [made], "the next call writes to the same region, and waits for the copy"
     del held
 
 
-def test_no_memory_for_a_copy(gpu: Gpu) -> None:
-    """The rows have come: the other ranks know nothing of this."""
+def test_too_little_memory_for_a_copy(gpu: Gpu) -> None:
+    """The rows have arrived. The other ranks do not know of this error."""
     gpu.outside.is_empty = True
     with pytest.raises(EPOutOfMemoryError) as caught:
         gpu.memory().keep(Place(LANDING, None), 300, call())
     assert caught.value.call_made is True
-    assert (gpu.copies, gpu.move_ended) == ([], [])
+    assert (gpu.copies, gpu.ended_calls) == ([], [])
 
 
-def test_sums_go_to_their_own_pool_and_then_outside(gpu: Gpu) -> None:
+def test_sums_use_their_own_pool_and_then_other_memory(gpu: Gpu) -> None:
     memory = gpu.memory()
     held = [memory.for_sums(1024, call()) for _ in range(2)]
-    assert [in_turn(block) for block in held] == [(SUMS, (STREAM, CALLERS)), (SUMS + 1024, (STREAM, CALLERS))]
+    assert [place_and_streams(block) for block in held] == [(SUMS, (STREAM, CALLERS)), (SUMS + 1024, (STREAM, CALLERS))]
     held.append(memory.for_sums(1000, call()))
     assert (held[2].ptr, gpu.outside.asked) == (77, [(1000, STREAM, CALLERS)])
 
 
-def test_sums_of_a_capture_take_room_from_results(gpu: Gpu) -> None:
-    """Nothing can be allocated there."""
+def test_sums_of_a_capture_also_use_the_pool_of_results(gpu: Gpu) -> None:
+    """A capture cannot allocate."""
     memory, gpu.capturing = gpu.memory(), STREAM
     held: list[Any] = [memory.for_sums(2048, call(5)) for _ in range(3)]
-    assert [in_turn(block) for block in held] == [(place, (STREAM, CALLERS)) for place in (SUMS, POOL, POOL + 2048)]
+    assert [place_and_streams(block) for block in held] == [(place, (STREAM, CALLERS)) for place in (SUMS, POOL, POOL + 2048)]
     full = r"the pool is full \(0 MB free\), and a captured CUDA graph cannot allocate; expected room in the pool\. Drop earlier results"
     for ask in (lambda: memory.for_sums(1024, call(5)), lambda: memory.place(1024, call(5))):
         with pytest.raises(EPOutOfMemoryError, match=full):

@@ -1,4 +1,4 @@
-"""`streams`: what waits for what. The driver is a list of what it was asked to do."""
+"""`CallOrder`: which stream waits for which event. The fake driver records requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN, CALLERS, OTHER, DEVICE = 3, 11, 12, 4
 
 
 class Driver:
-    """Events are numbered in the order in which they are made; a wait is (stream, event), or (stream, "all of", other stream)."""
+    """Numbers events in the order of their construction. A wait is (stream, event), or (stream, "all of", other stream)."""
 
     def __init__(self) -> None:
         self.waits: list[tuple] = []
@@ -55,7 +55,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
             fake.waits.append(("host", self.handle))
 
     def wait_event(stream: int, event: int) -> None:
-        assert event not in fake.destroyed, "the driver would take what it finds there for an event"
+        assert event not in fake.destroyed, "the driver would read freed memory as an event"
         fake.waits.append((stream, event))
 
     def wait_stream(stream: int, other: int) -> None:
@@ -91,7 +91,7 @@ def order(fake: Driver, callers: SimpleNamespace, monkeypatch: pytest.MonkeyPatc
 
 
 def call(order: CallOrder, arguments: Any = (), own: Any = (), **how: Any) -> Any:
-    """A whole call; its waits are what the driver has noted since."""
+    """Make a whole call. The driver records its waits."""
     settings: dict[str, Any] = {"async_finish": False, "previous_event": None, "stream": None}
     made = order.begin(None, *{**settings, **how}.values())
     order.enqueue_waits(made)
@@ -99,13 +99,13 @@ def call(order: CallOrder, arguments: Any = (), own: Any = (), **how: Any) -> An
     return made
 
 
-def test_calls_in_line_with_the_callers_work_wait_for_nothing(order: CallOrder, fake: Driver) -> None:
+def test_calls_on_the_callers_stream_do_not_wait(order: CallOrder, fake: Driver) -> None:
     call(order)
     fake.waits.clear()
     for _ in range(3):
         assert call(order).stream == CALLERS
     assert fake.waits == []
-    assert fake.records == [(1, OWN)], "nor is an event recorded, which would cost the host 2 us a call"
+    assert fake.records == [(1, OWN)], "a call records no event, which would cost the host 2 us"
 
 
 def test_another_stream_waits_for_the_last_call(order: CallOrder, fake: Driver) -> None:
@@ -117,21 +117,21 @@ def test_another_stream_waits_for_the_last_call(order: CallOrder, fake: Driver) 
     assert fake.records[1:3] == [(2, CALLERS), (1, OTHER)]
 
 
-def test_two_streams_do_not_wait_for_what_callers_queue_behind_calls(order: CallOrder, fake: Driver) -> None:
-    """As the experts of a micro-batch: the event is recorded in each call, whichever stream it is on."""
+def test_calls_on_two_streams_do_not_wait_for_work_after_calls(order: CallOrder, fake: Driver) -> None:
+    """Such as the experts of a micro-batch. Each call on either stream records the event."""
     for stream in (None, OTHER, OTHER, None):
         call(order, stream=stream)
     assert [stream for event, stream in fake.records if event == 1] == [OWN, OTHER, OTHER, CALLERS]
     count = len(fake.records)
     assert order.end().handle == 1
-    assert len(fake.records) == count, "to ask records nothing"
+    assert len(fake.records) == count, "`end` records nothing"
     fake.waits.clear()
     call(order, stream=OTHER)
     assert fake.waits == [(OTHER, 1)]
 
 
 def test_the_end_of_all_calls(order: CallOrder, fake: Driver) -> None:
-    """Asking for it changes nothing: another thread may do so in the middle of a call."""
+    """`end` changes nothing, so another thread may call it during a call."""
     assert order.end().handle == 1
     call(order)
     for number in (2, 3):
@@ -141,11 +141,11 @@ def test_the_end_of_all_calls(order: CallOrder, fake: Driver) -> None:
     fake.waits.clear()
     call(order, stream=OTHER)
     assert fake.waits == [(OTHER, 4)]
-    assert (4, CALLERS) in fake.records, "behind the call that came since"
+    assert (4, CALLERS) in fake.records, "after the call in between"
 
 
-def test_who_asks_while_the_second_stream_comes(order: CallOrder, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another thread, while the event for all calls is recorded for the first time: that does not stand behind any call yet."""
+def test_end_during_the_first_call_on_a_second_stream(order: CallOrder, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread calls `end` before the shared event is recorded for the first time. That event covers no call yet."""
     call(order)
     asked, record = [], driver.CudaEvent.record
 
@@ -161,8 +161,8 @@ def test_who_asks_while_the_second_stream_comes(order: CallOrder, fake: Driver, 
     assert (asked[0], CALLERS) in fake.records
 
 
-def test_the_last_calls_stream_is_captured_by_now(order: CallOrder, fake: Driver) -> None:
-    """An event recorded there would draw whoever waits for it into the graph."""
+def test_the_last_stream_is_captured_now(order: CallOrder, fake: Driver) -> None:
+    """An event on it would make a waiting stream a part of the graph."""
     call(order)
     fake.captures.update({CALLERS: 5})
     for ask in (order.end, lambda: call(order, stream=OTHER)):
@@ -171,7 +171,7 @@ def test_the_last_calls_stream_is_captured_by_now(order: CallOrder, fake: Driver
     assert fake.records == [(1, OWN)]
 
 
-def test_a_call_beside_the_callers_work_waits_for_what_fills_its_arguments(order: CallOrder, fake: Driver) -> None:
+def test_an_async_call_waits_for_its_arguments(order: CallOrder, fake: Driver) -> None:
     call(order)
     fake.waits.clear()
     assert call(order, async_finish=True).stream == OWN
@@ -179,26 +179,26 @@ def test_a_call_beside_the_callers_work_waits_for_what_fills_its_arguments(order
 
 
 @pytest.mark.parametrize("event", [77, SimpleNamespace(cuda_event=77), SimpleNamespace(ptr=77)])
-def test_an_event_stands_for_the_callers_stream(order: CallOrder, fake: Driver, event: Any) -> None:
+def test_an_event_replaces_the_wait_for_the_callers_stream(order: CallOrder, fake: Driver, event: Any) -> None:
     call(order, async_finish=True)
     fake.waits.clear()
     call(order, async_finish=True, previous_event=event)
     assert fake.waits == [(OWN, 77)]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_an_event_of_another_buffer(order: CallOrder, fake: Driver, beside: bool) -> None:
-    """It is waited for, also where no CUDA event was recorded."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_event_of_another_buffer(order: CallOrder, fake: Driver, is_async: bool) -> None:
+    """The call waits for it, with and without a CUDA event."""
     event = CallOrder(DEVICE, nullcontext(), lambda: None).event(
-        call(order, async_finish=beside, stream=None if beside else OTHER)
+        call(order, async_finish=is_async, stream=None if is_async else OTHER)
     )
     call(order, async_finish=True)
     fake.waits.clear()
     call(order, async_finish=True, previous_event=event)
-    assert fake.waits == [(OWN, event.handle) if beside else (OWN, "all of", OTHER)]
+    assert fake.waits == [(OWN, event.handle) if is_async else (OWN, "all of", OTHER)]
 
 
-def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: CallOrder, fake: Driver) -> None:
+def test_arguments_of_async_calls_are_held_until_the_end(order: CallOrder, fake: Driver) -> None:
     class Array:
         dropped: list[int] = []  # noqa: RUF012
 
@@ -209,10 +209,10 @@ def test_arguments_of_work_beside_the_caller_are_held_until_it_is_done(order: Ca
             self.dropped.append(self.number)
 
     call(order, [Array(1)])
-    assert Array.dropped == [1], "in line with the caller's work, its allocator keeps the order"
+    assert Array.dropped == [1], "on the caller's stream, its allocator keeps the order"
     call(order, [Array(2)], async_finish=True)
     call(order, [Array(3)], own=[Array(0)], async_finish=True)
-    assert Array.dropped.pop() == 0, "the Buffer's own memory waits for its readers by itself"
+    assert Array.dropped.pop() == 0, "the Buffer's pools wait for readers of their memory"
     assert Array.dropped == [1]
     fake.finished.add(3)  # the event after the first of the two
     call(order)
@@ -226,7 +226,7 @@ def test_captured_calls_are_ordered_within_their_capture(order: CallOrder, fake:
     fake.waits.clear()
     fake.captures.update({CALLERS: 5, OTHER: 5})
     call(order)
-    assert fake.waits == [], "work outside of the capture cannot be waited for"
+    assert fake.waits == [], "a capture cannot wait for work outside of it"
     last = fake.num_events
     call(order, stream=OTHER)
     assert fake.waits == [(OTHER, last)]
@@ -239,7 +239,7 @@ def test_captured_calls_are_ordered_within_their_capture(order: CallOrder, fake:
     assert fake.waits == [], "the last call outside of captures was on this stream"
 
 
-def test_a_captured_call_comes_after_the_last_one(order: CallOrder, fake: Driver) -> None:
+def test_a_captured_call_waits_for_the_last_one(order: CallOrder, fake: Driver) -> None:
     fake.captures.update({CALLERS: 5, OTHER: 5})
     call(order)
     call(order, stream=OTHER)
@@ -251,7 +251,7 @@ def test_a_captured_call_comes_after_the_last_one(order: CallOrder, fake: Driver
 
 @pytest.mark.parametrize("end", [lambda order: order.synchronize(order.end()), CallOrder.drop_arguments])
 def test_what_a_capture_holds(order: CallOrder, fake: Driver, end: Any) -> None:
-    """The Buffer's own memory too, for which nobody waits there; until the host has waited for all calls."""
+    """Arguments and the Buffer's own memory, whose pools do not wait in captures, until the host has waited for all calls."""
 
     class Memory: ...
 
@@ -267,20 +267,20 @@ def test_what_a_capture_holds(order: CallOrder, fake: Driver, end: Any) -> None:
     fake.captures[OTHER] = 5
     fake.waits.clear()
     call(order, stream=OTHER)
-    assert fake.waits == [], "the capture is forgotten"
+    assert fake.waits == [], "the order has dropped the capture"
 
 
-def test_a_call_beside_captured_work_is_captured(order: CallOrder, fake: Driver) -> None:
+def test_an_async_call_joins_the_callers_capture(order: CallOrder, fake: Driver) -> None:
     fake.captures.update({CALLERS: 5})
     first = call(order, async_finish=True)
-    assert first.capture == 5, "waiting for the caller's stream draws it in"
+    assert first.capture == 5, "the wait for the caller's stream makes it a part of the capture"
     last = fake.num_events
     fake.waits.clear()
     call(order)
     assert fake.waits == [(CALLERS, last)]
 
 
-def test_an_event_makes_the_stream_wait_that_is_current_then(order: CallOrder, fake: Driver, callers: SimpleNamespace) -> None:
+def test_an_event_makes_the_current_stream_wait(order: CallOrder, fake: Driver, callers: SimpleNamespace) -> None:
     event = order.event(call(order, async_finish=True))
     fake.waits.clear()
     callers.current_stream = lambda device: OTHER
@@ -290,17 +290,17 @@ def test_an_event_makes_the_stream_wait_that_is_current_then(order: CallOrder, f
     assert fake.waits == [(OTHER, event.handle), (0, event.handle)]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_library_that_tells_no_stream(order: CallOrder, fake: Driver, callers: SimpleNamespace, beside: bool) -> None:
-    """There is none to wait for: its arrays are filled when it hands them over."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_library_without_streams(order: CallOrder, fake: Driver, callers: SimpleNamespace, is_async: bool) -> None:
+    """The call waits for none: the library fills its arrays before it gives them away."""
     callers.current_stream = lambda device: None
     call(order)
     fake.waits.clear()
-    assert call(order, async_finish=beside).stream == OWN
+    assert call(order, async_finish=is_async).stream == OWN
     assert fake.waits == []
 
 
-def test_an_event_does_not_keep_the_one_before(order: CallOrder) -> None:
+def test_an_event_does_not_hold_the_previous_one(order: CallOrder) -> None:
     class Previous:
         cuda_event = 77
 
@@ -309,11 +309,11 @@ def test_an_event_does_not_keep_the_one_before(order: CallOrder) -> None:
     event = order.event(call(order, async_finish=True, previous_event=previous))
     del previous
     assert event.handle
-    assert seen() is None, "or a chain of calls would grow for ever"
+    assert seen() is None, "otherwise a chain of calls would hold all events"
 
 
-def test_more_of_a_call(order: CallOrder, fake: Driver) -> None:
-    """The next call on another stream waits for what was queued last."""
+def test_more_work_of_a_call(order: CallOrder, fake: Driver) -> None:
+    """The next call on another stream waits for the last work."""
     call(order, stream=OTHER)
     made = call(order)
     count = len(fake.records)
@@ -321,7 +321,7 @@ def test_more_of_a_call(order: CallOrder, fake: Driver) -> None:
     assert fake.records[count:] == [(1, CALLERS)]
 
 
-def test_the_event_of_a_call_in_line(order: CallOrder, fake: Driver) -> None:
+def test_the_event_of_a_call_on_the_callers_stream(order: CallOrder, fake: Driver) -> None:
     event = order.event(call(order))
     assert event.handle is None
     fake.waits.clear()
@@ -334,7 +334,7 @@ def test_the_event_of_a_call_in_line(order: CallOrder, fake: Driver) -> None:
     assert fake.waits == [("host", "all of", CALLERS), "check"]
 
 
-def test_the_event_of_a_call_beside_the_caller(order: CallOrder, fake: Driver) -> None:
+def test_the_event_of_an_async_call(order: CallOrder, fake: Driver) -> None:
     event = order.event(call(order, async_finish=True))
     assert fake.records[-1] == (event.handle, OWN)
     fake.waits.clear()
@@ -346,15 +346,15 @@ def test_the_event_of_a_call_beside_the_caller(order: CallOrder, fake: Driver) -
     assert fake.records[count:] == [(event.handle, OWN)], "a hook has queued the rest"
 
 
-def test_waiting_for_everything(order: CallOrder, fake: Driver) -> None:
+def test_synchronize(order: CallOrder, fake: Driver) -> None:
     call(order)
     fake.waits.clear()
     order.synchronize(order.end())
     assert fake.waits == [("host", 2), ("host", "all of", OWN), "check"]
 
 
-def test_a_stream_that_each_thread_has_for_itself(order: CallOrder, fake: Driver, callers: SimpleNamespace) -> None:
-    """Its handle is the same in all threads, so calls on it would not be ordered, nor could another thread wait for them."""
+def test_per_thread_default_streams(order: CallOrder, fake: Driver, callers: SimpleNamespace) -> None:
+    """All threads use the same handle for different streams. So calls of two threads could not be ordered."""
     call(order, stream=2)
     assert fake.records == [(1, OWN), (1, 2), (2, 2)]
     refused = []
@@ -375,7 +375,7 @@ def test_a_stream_that_each_thread_has_for_itself(order: CallOrder, fake: Driver
     assert refused == [None, 7]
 
 
-def test_streams_that_threads_share(order: CallOrder, fake: Driver) -> None:
+def test_threads_that_share_streams(order: CallOrder, fake: Driver) -> None:
     call(order)
     thread = threading.Thread(target=call, args=(order,), kwargs={"stream": OTHER})
     thread.start()

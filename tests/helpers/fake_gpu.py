@@ -1,4 +1,4 @@
-"""A GPU that computes nothing and remembers what it was asked: the CUDA backend's Python runs on it whole, on any machine."""
+"""A fake GPU: it records requests and computes nothing. All Python code of the CUDA backend runs on it, on any machine."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ class _Library(Framework):
 
 
 class FakeGpu:
-    """What was launched and copied. `on_launch` may act as a kernel."""
+    """Records launches, copies and other requests. `on_launch` may act as a kernel."""
 
     def __init__(self) -> None:
         self.launched: list[SimpleNamespace] = []  # kernel, stream, blocks and the members of its Params
-        self.copies: list[tuple[int, int, int]] = []  # to, from, bytes
+        self.copies: list[tuple[int, int, int]] = []  # to, from, number of bytes
         self.waits: list[tuple[int, Any]] = []
-        self.fills: list[tuple[int, int, int]] = []  # at, byte, bytes
+        self.fills: list[tuple[int, int, int]] = []  # address, byte, number of bytes
         self.freed: list[int] = []
-        self.asked: list[str] = []  # all that the driver was asked, by name
-        self.depth = 0  # of contexts that were made current
-        self.outside: list[str] = []  # what was asked in a context that another library may have made current
+        self.requests: list[str] = []  # all requests to the driver, by name
+        self.depth = 0  # of nested contexts
+        self.outside_context: list[str] = []  # requests in a context that another library may have made current
         self.constants: dict[int, Any] = {}
         self.on_launch: Any = lambda call: None
         self._addresses = itertools.count(1 << 30, 1 << 32)
         self._pinned: list[Any] = []
 
     def note(self, name: str) -> None:
-        self.asked.append(name)
+        self.requests.append(name)
         if not self.depth and name in ("record", "wait_event", "wait_stream"):
-            self.outside.append(name)
+            self.outside_context.append(name)
 
     def allocate(self, num_bytes: int) -> int:
         return next(self._addresses)
@@ -92,21 +92,21 @@ class FakeGpu:
         params = np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(where), dtype)[0]
         values = {name: params[name].tolist() for name in dtype.names}
         call = SimpleNamespace(kernel=kernel.name, stream=int(config.hStream), blocks=config.gridDimX, **values)
-        self.asked.append("launch")
+        self.requests.append("launch")
         self.launched.append(call)
         self.on_launch(call)
         return (cuda.CUresult.CUDA_SUCCESS,)
 
-    def take(self) -> list[SimpleNamespace]:
-        """What was launched since the last time."""
-        taken, self.launched = self.launched, []
-        return taken
+    def pop_launches(self) -> list[SimpleNamespace]:
+        """Return the launches since the last call of this method."""
+        launched, self.launched = self.launched, []
+        return launched
 
 
-class _Communicator(TimedCollectives):
-    """The ranks of a Buffer, all like this one."""
+class FakeCommunicator(TimedCollectives):
+    """The ranks of a Buffer. All do what this one does."""
 
-    said, incoming_notice = "", ""  # what this rank has told the others as it left, and what rank 2 tells this one
+    sent_notice, incoming_notice = "", ""  # the failure notices of this rank, and of rank 2
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -117,10 +117,10 @@ class _Communicator(TimedCollectives):
     def Get_size(self) -> int:
         return self._num_ranks
 
-    def begin_private_comm(self) -> tuple[_Communicator, Any]:
+    def begin_private_comm(self) -> tuple[FakeCommunicator, Any]:
         return self, SimpleNamespace(Test=lambda: True)
 
-    def Dup(self) -> _Communicator:
+    def Dup(self) -> FakeCommunicator:
         return self
 
     def allgather(self, value: Any) -> list[Any]:
@@ -138,15 +138,15 @@ class _Communicator(TimedCollectives):
         return SimpleNamespace(Test=lambda: True)
 
     def isend(self, text: str, peer: int, tag: int) -> Any:
-        self.said = text
+        self.sent_notice = text
         return SimpleNamespace(Test=lambda: True)
 
     def iprobe(self, source: int, tag: int) -> bool:
         return source == 2 and bool(self.incoming_notice)
 
     def recv(self, source: int, tag: int) -> str:
-        said, self.incoming_notice = self.incoming_notice, ""
-        return said
+        notice, self.incoming_notice = self.incoming_notice, ""
+        return notice
 
     def retain(self, *held: Any) -> None: ...
     def Barrier(self) -> None: ...
@@ -172,7 +172,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
     class Context:
         def __enter__(self) -> None:
-            fake.asked.append("context")
+            fake.requests.append("context")
             fake.depth += 1
 
         def __exit__(self, *_: object) -> None:
@@ -199,7 +199,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "free_pinned": fake.freed.append,
     }
 
-    def noted(name: str, answer: Any) -> Any:
+    def recorded(name: str, answer: Any) -> Any:
         def ask(*arguments: Any) -> Any:
             fake.note(name)
             return answer(*arguments)
@@ -207,7 +207,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         return ask
 
     for name, answer in replaced.items():
-        monkeypatch.setattr(driver, name, noted(name, answer))
+        monkeypatch.setattr(driver, name, recorded(name, answer))
     monkeypatch.setattr(driver, "CudaEvent", Event)
     monkeypatch.setattr(driver, "CurrentContext", Context)
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
@@ -219,12 +219,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake
-    assert not fake.outside
+    assert not fake.outside_context
 
 
 @pytest.fixture
 def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a Buffer of rank 0 of 4."""
+    """Return a function that makes a Buffer of rank 0 of 4."""
 
     class Memory:
         ptr, pes = BASE, range(4)
@@ -248,8 +248,8 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(**sizes: Any) -> Buffer:
         defaults = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32, timeout_s=1.0, check_inputs=False)
-        buffer = Buffer(_Communicator(4), **{**defaults, **sizes})
-        fake.outside.clear()  # a Buffer is made in the context that is current
+        buffer = Buffer(FakeCommunicator(4), **{**defaults, **sizes})
+        fake.outside_context.clear()  # the constructor works in the context that is current
         return buffer
 
     return make
@@ -260,7 +260,7 @@ def arguments(fake: FakeGpu, tokens: int = 10, hidden: int = 256) -> tuple[Array
 
 
 def routed(buffer: Buffer, num_rows: int, counts: list[int]) -> Any:
-    """Acts as the routing kernel: tells the host what arrives."""
+    """Return an `on_launch` that acts as the routing kernel: it reports counts to the host."""
 
     def act(call: SimpleNamespace) -> None:
         if call.kernel == "route" and call.to_host:

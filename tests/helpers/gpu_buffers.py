@@ -1,4 +1,4 @@
-"""What the GPU tests share: Buffers, inputs, and comparisons to the last bit."""
+"""Shared by the GPU tests: Buffers, inputs, and comparisons bit for bit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deepep_rt import Buffer
 from deepep_rt.cuda import driver
 
 TIMEOUT_S = 20.0
-more = {}  # settings that a test adds to all of its Buffers
+more = {}  # a test may add settings for all of its Buffers here
 SHARED_GPUS = bool(os.environ.get("DEEPEP_RT_SHARE_GPUS"))
 TAKE_TURNS = SHARED_GPUS and not os.environ.get(
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-)  # with a share of the SMs each, ranks run at once
+)  # under MPS with a share of the SMs for each rank, ranks run at the same time
 
 
 def make(comm, backend="cuda", **sizes):
@@ -41,7 +41,7 @@ def rows(comm, seed, *shape, dtype=torch.bfloat16):
 
 
 def poison(buffer):
-    """Every byte where rows may land gets a value that no test expects."""
+    """Fill all memory of results with bytes that no test expects."""
     backend = buffer._backend
     torch.cuda.synchronize()
     backend.comm.Barrier()
@@ -73,6 +73,6 @@ def write(ptr, array):
 
 
 def read(ptr, array):
-    """The other way."""
+    """Copy device memory to a NumPy array."""
     driver.copy_async(array.ctypes.data, ptr, array.nbytes, 0)
     driver.synchronize(0)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
-from fake_gpu import _Communicator as OneRank
+from fake_gpu import FakeCommunicator as OneRank
 
 from deepep_rt import Buffer, EPError
 from deepep_rt.arrays import frameworks
