@@ -103,9 +103,9 @@ __device__ __forceinline__ void add_relaxed_gpu(u64* p, u64 v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// Claims `count` numbers and returns the first one. Only the first lane of a warp calls it. If the compiler saw that lanes may add to the
-// same word, it would merge their additions into one atomic, and the warp would wait for the result at once. The address `p + lane` hides
-// this, so that the warp continues while the number is on its way.
+// Claims `count` numbers and returns the first one. Only the first lane of a warp calls it. Where lanes may add to the same word, the
+// compiler merges their additions into one atomic, and the warp waits for its result at once. The address `p + lane` hides this from the
+// compiler, so that the warp continues while the number is on its way.
 __device__ __forceinline__ u32 fetch_add_relaxed_gpu(u32* p, u32 count = 1) {
   u32 lane, old;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

@@ -16,9 +16,9 @@
 // the numbers of the next call. The send half reads the weights in a ring slot. It runs before the receive half and thus before the
 // acknowledgement of that slot.
 //
-// Progress: blocks wait only for block 0, which starts first. Running blocks claim the entries. Each item is followed by one more claim,
-// even if nothing is sent for the item, because the next call relies on the number of tickets. Where time-outs mask, a group first waits
-// for whole rows. It then adds all of a row or nothing of it.
+// Progress: blocks wait only for block 0, which starts first. Running blocks claim the entries. The next call relies on the number of
+// tickets, so one more claim follows each item, even an item without anything to send. Where time-outs mask, a group first waits for whole
+// rows. It then adds all of a row or nothing of it.
 //
 // Bytes: this rank reads each row of an entry once and sends one row for each entry. It reads and clears each received row once.
 #pragma once
