@@ -24,7 +24,7 @@ __device__ inline void poison(u64 results, u64 num_bytes, u64 thread, u64 num_th
 // Raises State::abort and writes the report, unless another thread has raised it before.
 __device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(&at<State>(p.state, 0)->abort, 1) != 0) return;
-  Report* report = at<Report>(p.page, kPageReport);
+  Report* report = at<Report>(p.status_page, kStatusPageReport);
   st_relaxed_sys(&report->phase, phase);
   st_relaxed_sys(&report->rank, p.rank);
   st_relaxed_sys(&report->peer, peer);
@@ -39,7 +39,7 @@ __device__ __forceinline__ u32* masked_at(const Params& p, int rank) { return at
 // Excludes a rank from later calls, and from this call where the rank has not arrived yet. Tells the host too.
 __device__ inline void mask_rank(const Params& p, int rank) {
   exchange_relaxed_gpu(masked_at(p, rank), 1);
-  st_relaxed_sys(at<u32>(p.page, kPageMasked) + rank, 1u);
+  st_relaxed_sys(at<u32>(p.status_page, kStatusPageMasked) + rank, 1u);
 }
 
 // Heartbeats, where time-outs mask. A rank may wait for a dead rank whose last data reached other ranks, but not this one. The other ranks
@@ -134,7 +134,7 @@ __device__ inline bool wait_word(const Params& p, const u64* word, u32 epoch, u3
 }
 
 __device__ inline void report_bad_expert(const Params& p, int token, i64 expert) {
-  Report* report = at<Report>(p.page, kPageReport);
+  Report* report = at<Report>(p.status_page, kStatusPageReport);
   st_relaxed_sys(&report->bad_token, token);
   st_relaxed_sys(&report->bad_expert, expert);
   st_release_sys(&report->bad_flag, 1);
@@ -142,14 +142,14 @@ __device__ inline void report_bad_expert(const Params& p, int token, i64 expert)
 
 // Reports an event that does not end the call. One word holds the whole event, so it is consistent whichever thread wrote last.
 __device__ inline void report_event(const Params& p, u64 Report::* word, u64 value) {
-  Report* report = at<Report>(p.page, kPageReport);
+  Report* report = at<Report>(p.status_page, kStatusPageReport);
   st_relaxed_sys(&(report->*word), value);
   st_release_sys(&report->has_events, 1);
 }
 
 // Reports that this rank and another rank differ in their call signatures or routings.
 __device__ inline void report_difference(const Params& p, int other, u64 mine, u64 theirs, u32 my_serial, u32 their_serial) {
-  Report* report = at<Report>(p.page, kPageReport);
+  Report* report = at<Report>(p.status_page, kStatusPageReport);
   st_relaxed_sys(&report->rank, p.rank);
   st_relaxed_sys(&report->other, other);
   st_relaxed_sys(&report->call_signature[0], mine);

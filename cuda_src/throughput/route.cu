@@ -179,7 +179,7 @@ __device__ inline void write_positions(const Params& p, const Shared& shared) {
 // Step 5.
 __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   i32* handle_rows = at<i32>(p.handle, kHandleNumRows);
-  Mailbox* mailbox = at<Mailbox>(p.page, kPageMailbox);
+  Mailbox* mailbox = at<Mailbox>(p.status_page, kStatusPageMailbox);
   const int warp = warp_idx(), lane = lane_idx();
   if (warp < kNumRanks) {
     const RouteMessage* message = message_at(p, epoch, p.rank, warp);
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   __shared__ Shared shared;
   const u32 epoch = at<State>(p.state, 0)->route_epoch + 1;
   const bool last = blockIdx.x == gridDim.x - 1;
-  if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.page, kPageMailbox)->started, 1u);
+  if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
   if (threadIdx.x == 0) shared.failed = shared.is_incomplete = false;
   __syncthreads();

@@ -257,7 +257,7 @@ class Layout:
             **self.control.constants("Control"),
             **self.local.constants("Local"),
             **self.handle.constants("Handle"),
-            **self.status_page.constants("Page"),
+            **self.status_page.constants("StatusPage"),
             **{name: inboxes + offset for name, offset in self.low_latency.constants("Ll").items()},
             **self.low_latency_handle.constants("LlHandle"),
             "kLlSend": structs.LL_SEND,

@@ -11,7 +11,7 @@ from .structs import CStruct
 _COMMON = """
     u64 peers[kNumRanks];   // address of each rank's symmetric memory on this rank
     u64 state;              // local memory (Layout.local)
-    u64 page;               // pinned host memory (Layout.status_page)
+    u64 status_page;        // pinned host memory (Layout.status_page)
     u64 timeout_ns;
     i32 rank;
     i32 pes[kNumRanks];     // NVSHMEM's number of each rank

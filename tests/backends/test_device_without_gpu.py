@@ -190,7 +190,7 @@ def test_options_reach_the_kernels(fake: FakeGpu, make: Any) -> None:
         backend = buffer._backend
         for kernel in (route, dispatch, combine, quick):
             assert (kernel.timeout_ns, kernel.rank, kernel.pes) == (2_500_000_000, 0, [0, 1, 2, 3])
-            assert (kernel.state, kernel.page) == (backend.runtime.state, backend.runtime.page.ptr)
+            assert (kernel.state, kernel.status_page) == (backend.runtime.state, backend.runtime.page.ptr)
 
 
 def test_no_tokens(fake: FakeGpu, make: Any) -> None:

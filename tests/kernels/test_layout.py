@@ -270,7 +270,7 @@ def test_the_offsets_that_kernels_use(config: Config) -> None:
         ("Control", layout.control, 0),
         ("Local", layout.local, 0),
         ("Handle", layout.handle, 0),
-        ("Page", layout.status_page, 0),
+        ("StatusPage", layout.status_page, 0),
         ("Ll", layout.low_latency, inboxes),
         ("LlHandle", layout.low_latency_handle, 0),
     ):

@@ -101,7 +101,7 @@ class CudaRuntime:
             fixed = {
                 "peers": self.memory.peers,
                 "state": self.state,
-                "page": self.page.ptr,
+                "status_page": self.page.ptr,
                 "timeout_ns": int(self.config.timeout_s * 1e9),
                 "rank": self.rank,
                 "pes": self.memory.pes,
