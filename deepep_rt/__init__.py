@@ -1,7 +1,7 @@
-"""Expert-parallel (MoE) dispatch and combine for GPUs, compiled at run time. `Buffer` is the way in.
+"""Expert-parallel (MoE) dispatch and combine for GPUs, compiled at run time. Start with `Buffer`.
 
-Importing this package touches no GPU, no MPI and no environment variable. What it has to say while it works goes to the logger
-"deepep_rt", which is quiet until the program asks for it.
+Importing this package uses no GPU, no MPI and no environment variable. Its messages go to the logger "deepep_rt", which prints nothing
+until the program configures logging.
 """
 
 import logging

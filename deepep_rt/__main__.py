@@ -1,4 +1,4 @@
-"""The command line: `python -m deepep_rt --help`."""
+"""Run the command line: `python -m deepep_rt --help`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
-        sys.exit(f"the command line needs {missing}, which is not installed; pip install 'deepep_rt[cli]'")
+        sys.exit(f"the command line needs {missing}, which is not installed. Run pip install 'deepep_rt[cli]'.")
     run()
 
 

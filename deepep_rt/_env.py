@@ -1,4 +1,4 @@
-"""The only reader of the environment: every `DEEPEP_RT_*` variable, with its meaning and default. An empty one counts as unset."""
+"""Read the environment. No other module does. An empty variable counts as unset."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def cache_dir() -> Path:
             return Path(chosen).expanduser()
         return (Path(base) if base else Path("~/.cache").expanduser()) / "deepep_rt"
     except RuntimeError:  # there is no home folder to expand ~ to
-        value = f"is {chosen!r}, and that user" if chosen else "is not set, and this user"
-        raise EPConfigError(f"DEEPEP_RT_CACHE_DIR {value} has no home folder; expected a folder for compiled kernels") from None
+        raise EPConfigError(
+            f"DEEPEP_RT_CACHE_DIR={chosen or ''!r}; expected a folder for compiled kernels, but the user has no home folder. "
+            f"Set the variable to a folder."
+        ) from None
 
 
 def assert_cached() -> bool:
@@ -44,7 +46,7 @@ def debug() -> bool:
 
 
 def share_gpus() -> bool:
-    """`DEEPEP_RT_SHARE_GPUS=1`: several ranks may use one GPU, for development: in turns, at a snail's pace, or at once under MPS."""
+    """`DEEPEP_RT_SHARE_GPUS=1`: several ranks may use one GPU, for development. They take turns and are slow, except under MPS."""
     return _flag("DEEPEP_RT_SHARE_GPUS")
 
 
@@ -54,16 +56,16 @@ def timeout_s() -> float:
     try:
         return float(text)
     except ValueError:
-        raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S is {text!r}; expected a number of seconds, such as 300") from None
+        raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S={text!r}; expected a number of seconds. Set a number such as 300.") from None
 
 
 def nvshmem_transport() -> str:
-    """`NVSHMEM_REMOTE_TRANSPORT`: what NVSHMEM reaches other hosts with; empty where NVSHMEM chooses."""
+    """`NVSHMEM_REMOTE_TRANSPORT`: the transport of NVSHMEM to other hosts; empty if NVSHMEM chooses."""
     return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
 
 
 def put_gpu_first(index: int, count: int) -> None:
-    """`CUDA_VISIBLE_DEVICES`: the same GPUs, another one first. CUDA looks at it when it starts."""
+    """Set `CUDA_VISIBLE_DEVICES` to the same GPUs with another one first. CUDA reads it when it starts."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([names[index], *names[:index], *names[index + 1 :]])
 
@@ -80,7 +82,7 @@ _READERS = {
 
 
 def mistakes() -> list[str]:
-    """What is wrong with the values of the `DEEPEP_RT_*` variables."""
+    """Return the errors in the values of the `DEEPEP_RT_*` variables."""
     found = []
     for read in _READERS.values():
         try:
@@ -91,23 +93,23 @@ def mistakes() -> list[str]:
 
 
 def unknown() -> list[str]:
-    """Variables that look like settings of this library and are none."""
+    """Return the names of `DEEPEP_RT_*` variables that do not exist."""
     return sorted(name for name in os.environ if name.startswith("DEEPEP_RT_") and name not in _READERS)
 
 
 SETTINGS = ("DEEPEP_RT_", "NVSHMEM_", "CUDA_")
-"""How the names of this library's, NVSHMEM's and CUDA's own variables begin."""
+"""Prefixes of the variables of this library, NVSHMEM and CUDA."""
 
 
 def variables() -> dict[str, str]:
-    """Every variable that changes what this library, NVSHMEM or CUDA does."""
+    """Return every set variable that affects this library, NVSHMEM or CUDA."""
     names = ("LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES")
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS) or name in names}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher of this process says about it."""
+    """The launcher of this process, with the rank and the number of ranks."""
 
     launcher: str
     rank: int
@@ -116,18 +118,18 @@ class Launch:
 
 _LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MPICH", "PMI_RANK", "PMI_SIZE"),  # and its relatives; srun too, if it speaks PMI
-    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # last: mpirun inside of a job sees these of its daemons
+    ("MPICH", "PMI_RANK", "PMI_SIZE"),  # also Intel MPI, MVAPICH, and srun with PMI
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # last, because mpirun in a Slurm job inherits these
 )
 
 
 def world_size() -> int:
-    """The number of processes, as torchrun and its like say it; 0 if nobody does."""
+    """`WORLD_SIZE`: the number of processes, set by torchrun and similar launchers; 0 if unset."""
     return _number("WORLD_SIZE") or 0
 
 
 def local_rank() -> int | None:
-    """The number of this process on its host, as torchrun and its like say it."""
+    """`LOCAL_RANK`: the number of this process on its host, set by torchrun and similar launchers."""
     return _number("LOCAL_RANK")
 
 
@@ -137,7 +139,7 @@ def _number(name: str) -> int | None:
 
 
 def launch() -> Launch | None:
-    """How an MPI launcher started this process, by the launcher's own variables; None without one."""
+    """Return the MPI launcher of this process, or None. Each launcher sets variables of its own."""
     for launcher, rank, size in _LAUNCHERS:
         values = os.environ.get(rank, ""), os.environ.get(size, "")
         if all(value.isdigit() for value in values):
@@ -147,7 +149,7 @@ def launch() -> Launch | None:
 
 @contextmanager
 def overridden(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the length of a block, but never over the user's own; restore them afterwards."""
+    """Set variables during the block. Variables that the user has set keep their values."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:
@@ -163,4 +165,4 @@ def _flag(name: str) -> bool:
         return False
     if text in ("1", "true", "yes", "on"):
         return True
-    raise EPConfigError(f"{name} is {text!r}; expected 0 or 1")
+    raise EPConfigError(f"{name}={text!r}; expected 0 or 1. Set one of them.")

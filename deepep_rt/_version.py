@@ -1,3 +1,3 @@
-"""The version of this package, in a file without imports: the build reads it, and every module may."""
+"""The version of this package. The file imports nothing, because the build reads it too."""
 
 __version__ = "0.1.0"

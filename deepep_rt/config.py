@@ -1,4 +1,4 @@
-"""The sizes and settings of a Buffer: frozen, validated once, and what the kernels know of them."""
+"""The sizes and settings of a Buffer: checked once, then immutable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import _env
-from ._checks import argument_error, choice, flag, format_value, seconds, whole_number
+from ._checks import argument_error, choice, flag, is_int_in_range, seconds, whole_number
 from .arrays.dtypes import DTYPES, FP8_GROUP
 from .errors import EPConfigError
 
@@ -20,32 +20,33 @@ MAX_EXPERTS = 1 << 13
 MAX_SMS = 1 << 10
 MAX_RANKS_PER_NODE = 8
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
-"""Element types that combine can add up."""
+"""Element types of the rows that combine can sum."""
 
 ROW_ALIGNMENT = 16
-"""Rows are moved in pieces of 16 bytes."""
+"""Bytes. Kernels copy rows in pieces of this size."""
 
 STAGE_BYTES = 16 * 1024
-"""What one bulk copy carries at most, unless a single row is larger."""
+"""The most bytes of one bulk copy, unless a single row is larger."""
+
 LOW_LATENCY_TILE_BYTES = 2048
-"""Bytes of a row that a warp adds up at once in a low-latency combine; with more, registers spill."""
+"""Bytes of a row that a warp sums at once in a low-latency combine. With more bytes, registers spill."""
 
 MAX_ROW_BYTES = 96 * 1024
-"""Two stages of the widest row fit in the shared memory of a block."""
+"""Two stages of such a row fit in the shared memory of a block."""
 
 MAX_TIMEOUT_S = 1e9
-"""Thirty years. Kernels count nanoseconds, in 64 bits."""
+"""Thirty years. Kernels count nanoseconds in 64 bits."""
 
-_LOW_LATENCY_SHARED_BYTES = 160 * 1024  # what a block of low-latency dispatch may take; sm_80 has 163 KB
+_LOW_LATENCY_SHARED_BYTES = 160 * 1024  # of a block of low-latency dispatch; sm_80 has 163 KB
 
 ROUTE_THREADS = 256
 MAX_ROUTE_BLOCKS = 16
-"""Blocks that share the counting of a new routing; one token a thread up to 4096 tokens."""
+"""Blocks that count a new routing together. Up to 4096 tokens, each thread counts one token."""
 
 
 @functools.lru_cache
 def rows_per_copy(row_bytes: int) -> int:
-    """Rows that travel together: a power of two up to 32, as many as fit a stage, at least one."""
+    """Return the rows of one bulk copy: the largest power of two up to 32 that fits a stage, at least one."""
     rows = 1
     while rows < 32 and 2 * rows * row_bytes <= STAGE_BYTES:
         rows *= 2
@@ -53,44 +54,44 @@ def rows_per_copy(row_bytes: int) -> int:
 
 
 def _name_of(dtype: Any) -> Any:
-    """The name of an element type: of `torch.bfloat16`, `np.float32` and `jnp.dtype("float32")` alike. What is none stays as it is."""
+    """Return the name of an element type of any library, such as `torch.bfloat16` or `np.float32`. Return other objects unchanged."""
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:
-        if hasattr(dtype, "__dlpack__") or isinstance(dtype, np.generic):  # an array has a dtype, and is none
+        if hasattr(dtype, "__dlpack__") or isinstance(dtype, np.generic):  # an array is not a dtype, although it has one
             return dtype
         if type(dtype).__module__ == "torch":
             return str(dtype).removeprefix("torch.")
         return np.dtype(dtype).name
-    except Exception:  # NumPy asks the object, which may raise anything
+    except Exception:  # NumPy runs code of the object
         return dtype
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes that every rank of a Buffer agrees on. NumPy's numbers are welcome, and become Python's.
+    """Sizes and settings that all ranks of a Buffer agree on. Numbers of NumPy become Python's.
 
     Args:
         num_ranks: Ranks of the communicator.
-        num_max_tokens_per_rank: Most tokens that one rank gives to one `dispatch`.
+        num_max_tokens_per_rank: The most tokens that one rank passes to one `dispatch`.
         hidden: Elements of a row.
         num_topk: Experts of a token, 1 to 32.
-        num_experts: Experts over all ranks; rank r holds `num_experts // num_ranks` consecutive ones.
-        dtype: Widest element type of a row, its name or an array library's object for it; narrower ones (FP8 in a bfloat16 buffer) are
-            welcome in each call.
-        num_slots: Worst-case dispatch results that fit at once. Results of a new routing begin as such, and are trimmed to what arrived,
-            which leaves room for smaller ones: of a known routing, or with `num_worst_tokens`.
-        num_sms: Thread blocks of the dispatch and combine kernels (each takes one SM).
+        num_experts: Experts of all ranks. Rank r holds `num_experts // num_ranks` consecutive ones.
+        dtype: The widest element type of a row, as a name or as an array library's dtype. A call may pass rows of a narrower type, such as
+            FP8 in a bfloat16 Buffer.
+        num_slots: Worst-case dispatch results that fit at the same time. The result of a new routing first takes a worst-case slot, and is
+            then trimmed to the rows that arrived. The rest has room for results of a known routing or with `num_worst_tokens`.
+        num_sms: Thread blocks of the dispatch and combine kernels. Each occupies one SM.
         timeout_s: Seconds after which a silent peer raises EPTimeoutError.
-        low_latency: Whether memory is set aside for the low-latency calls.
-        low_latency_sms: Thread blocks of the low-latency kernels; never more than the GPU has SMs.
-        ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls reach the others through NVSHMEM.
-            None: all of them.
-        on_timeout: What a low-latency call does about a silent peer: "raise", or "mask" it and go on without it.
-        check_inputs: Whether expert numbers out of range are reported from the device.
+        low_latency: Whether to allocate memory for the low-latency calls.
+        low_latency_sms: Thread blocks of the low-latency kernels. The number of SMs of the GPU limits it.
+        ranks_per_node: Consecutive ranks that reach each other over NVLink. Low-latency calls reach the others through NVSHMEM. None: all
+            ranks reach each other over NVLink.
+        on_timeout: The reaction of a low-latency call to a silent peer: "raise", or "mask" it and continue without it.
+        check_inputs: Whether the device reports expert numbers that are out of range.
 
     Raises:
-        EPConfigError: if a value is out of range, says which and what is allowed.
+        EPConfigError: if a value is out of range. The message names the value and the range.
     """
 
     num_ranks: int
@@ -109,26 +110,14 @@ class Config:
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
 
     def __post_init__(self) -> None:
-        self._check_each()
-        if self.num_experts % self.num_ranks:
-            raise EPConfigError(
-                f"num_experts={self.num_experts}; expected a multiple of the {self.num_ranks} ranks, which share them equally. "
-                f"Add experts that no token chooses."
-            )
-        if self.num_topk > self.num_experts:
-            raise EPConfigError(
-                f"num_topk={self.num_topk}; expected at most num_experts ({self.num_experts}). Lower it, or add experts."
-            )
-        if self.row_bytes % ROW_ALIGNMENT or self.row_bytes > MAX_ROW_BYTES:
-            raise EPConfigError(
-                f"hidden={self.hidden} of {self.dtype} has {self.row_bytes} bytes a row; expected a multiple of {ROW_ALIGNMENT}, "
-                f"and at most {MAX_ROW_BYTES}. Change hidden, or dtype."
-            )
+        self._check_types_and_ranges()
+        self._check_experts()
+        self._check_row()
         if self.low_latency:
             self._check_low_latency()
 
-    def _check_each(self) -> None:
-        """Check each setting alone, and keep it as Python's own type."""
+    def _check_types_and_ranges(self) -> None:
+        """Check each setting alone, and store it as a Python type."""
         self._set("dtype", _name_of(self.dtype))
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise argument_error(
@@ -146,48 +135,63 @@ class Config:
         ):
             self._set(name, whole_number(getattr(self, name), name, least, most, error=EPConfigError))
         if self.ranks_per_node is not None:
-            self._set("ranks_per_node", self._checked_node())
+            self._set("ranks_per_node", self._checked_ranks_per_node())
         for name in ("low_latency", "check_inputs"):
             self._set(name, flag(getattr(self, name), name, error=EPConfigError))
         self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
         self._set("timeout_s", seconds(self.timeout_s, "timeout_s", MAX_TIMEOUT_S, error=EPConfigError))
 
-    def _checked_node(self) -> int:
-        try:
-            node = whole_number(self.ranks_per_node, "ranks_per_node", 1, self.num_ranks, error=EPConfigError)
-        except EPConfigError:
-            node = 0
-        if not node or self.num_ranks % node:
+    def _checked_ranks_per_node(self) -> int:
+        expected = f"a divisor of the number of ranks ({self.num_ranks})"
+        remedy = "Pass the ranks of a host, or leave it out."
+        if is_int_in_range(self.ranks_per_node, 1, self.num_ranks):
+            number = whole_number(self.ranks_per_node, "ranks_per_node", 1, self.num_ranks)
+            if self.num_ranks % number == 0:
+                return number
+        raise argument_error(self.ranks_per_node, "ranks_per_node", expected, remedy, EPConfigError)
+
+    def _check_experts(self) -> None:
+        if self.num_experts % self.num_ranks:
             raise EPConfigError(
-                f"ranks_per_node={format_value(self.ranks_per_node)}; expected a divisor of the number of ranks ({self.num_ranks}). "
-                f"Pass the ranks of a host, or leave it out."
+                f"num_experts={self.num_experts}; expected a multiple of the {self.num_ranks} ranks, which share them equally. "
+                f"Add experts that no token chooses."
             )
-        return node
+        if self.num_topk > self.num_experts:
+            raise EPConfigError(
+                f"num_topk={self.num_topk}; expected at most num_experts ({self.num_experts}). Lower it, or add experts."
+            )
+
+    def _check_row(self) -> None:
+        if self.row_bytes % ROW_ALIGNMENT or self.row_bytes > MAX_ROW_BYTES:
+            raise EPConfigError(
+                f"hidden={self.hidden}; expected rows of a multiple of {ROW_ALIGNMENT} bytes and at most {MAX_ROW_BYTES}, but a row of "
+                f"{self.dtype} has {self.row_bytes} bytes. Change hidden or dtype."
+            )
 
     def _check_low_latency(self) -> None:
         if 2 * self.hidden % ROW_ALIGNMENT:
             raise EPConfigError(
-                f"hidden={self.hidden} has {2 * self.hidden} bytes a row of bfloat16; expected a multiple of {ROW_ALIGNMENT} for "
-                f"low-latency calls, which carry rows of bfloat16. Change hidden, or leave low_latency out."
+                f"hidden={self.hidden}; expected rows of a multiple of {ROW_ALIGNMENT} bytes, but low-latency calls carry rows of bfloat16 "
+                f"with {2 * self.hidden} bytes. Change hidden, or leave low_latency out."
             )
         if not self.fits_low_latency:
             raise EPConfigError(
                 f"num_max_tokens_per_rank={self.num_max_tokens_per_rank}; expected at most {self.most_low_latency_tokens} for "
                 f"low-latency calls with num_topk={self.num_topk} and num_experts={self.num_experts} on {self.num_ranks} ranks. "
-                f"Make a Buffer of its own for them, with fewer tokens."
+                f"Make another Buffer with fewer tokens for them."
             )
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # it is frozen
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
     @cached_property
     def node_size(self) -> int:
-        """Consecutive ranks that reach each other over NVLink."""
+        """The number of consecutive ranks that reach each other over NVLink."""
         return self.ranks_per_node or self.num_ranks
 
     @cached_property
     def has_network(self) -> bool:
-        """Whether some ranks reach each other through NVSHMEM only."""
+        """Whether some ranks reach each other only through NVSHMEM."""
         return self.node_size < self.num_ranks
 
     @cached_property
@@ -196,17 +200,17 @@ class Config:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of the widest row."""
+        """The bytes of the widest row."""
         return self.hidden * DTYPES[self.dtype].itemsize
 
     @cached_property
     def scale_bytes(self) -> int:
-        """Bytes kept for the scales of a row, one float32 for each group of channels."""
+        """The bytes for the scales of a row: one float32 per group of channels."""
         return -(-self.hidden // FP8_GROUP) * 4
 
     @cached_property
     def low_latency_threads(self) -> int:
-        """Threads of a block. NVSHMEM's functions take up to 158 registers, so fewer threads have to share an SM's."""
+        """The threads of a block. NVSHMEM's functions use up to 158 registers, so fewer threads fit an SM."""
         return 256 if self.has_network else 512
 
     def least_large_combine(self, num_blocks: int) -> int:
@@ -220,42 +224,42 @@ class Config:
 
     @cached_property
     def low_latency_ring_depth(self) -> int:
-        """Ring slots of the inboxes: the power of two from `num_slots` on, so that the order stays the same where epochs wrap around."""
+        """The ring slots of the inboxes: `num_slots` rounded up to a power of two, so that it divides the range of epochs."""
         return 1 << (self.num_slots - 1).bit_length()
 
     @cached_property
     def low_latency_table_bytes(self) -> int:
-        """Shared memory of a low-latency dispatch: the experts of all tokens, as int16; then a bit for each token of each rank."""
+        """The bytes of shared memory of a low-latency dispatch. It holds the experts of all tokens, then a bit per token and rank."""
         return max(self.num_max_tokens_per_rank * self.num_topk * 2 + 3 & ~3, self.num_ranks * self.low_latency_bitmap_words * 4)
 
     @cached_property
     def low_latency_bitmap_words(self) -> int:
-        """32-bit words that have a bit for each token of a rank."""
+        """The 32-bit words of a bitmap of one rank's tokens."""
         return -(-self.num_max_tokens_per_rank // 32)
 
     @cached_property
     def most_low_latency_tokens(self) -> int:
-        """Tokens a rank that low-latency calls can take: what a block knows of them all has to fit its shared memory."""
+        """The most tokens per rank of low-latency calls. The tables of a block have to fit its shared memory."""
         room = _LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts - 9 * self.num_ranks
         return min(room // 4 * 2 // self.num_topk, room // (4 * self.num_ranks) * 32)
 
     @property
     def fits_low_latency(self) -> bool:
-        """Whether low-latency calls can take so many tokens."""
+        """Whether low-latency calls can take `num_max_tokens_per_rank` tokens."""
         return self.num_max_tokens_per_rank <= self.most_low_latency_tokens
 
     @cached_property
     def num_max_recv_tokens(self) -> int:
-        """Most rows that a rank can receive: every token of every rank."""
+        """The most rows that a rank can receive: every token of every rank."""
         return self.num_ranks * self.num_max_tokens_per_rank
 
     @cached_property
     def num_max_sent_rows(self) -> int:
-        """Most rows that a rank sends, and gets back in combine: a token goes to each rank at most once."""
+        """The most rows that a rank sends in dispatch and receives in combine. A token goes to each rank at most once."""
         return self.num_max_tokens_per_rank * min(self.num_ranks, self.num_topk)
 
     def constants(self) -> dict[str, int]:
-        """What the kernels know at compile time."""
+        """Return the constants that are compiled into every kernel."""
         return {
             "kNumRanks": self.num_ranks,
             "kNumTopk": self.num_topk,

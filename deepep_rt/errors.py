@@ -4,13 +4,13 @@
 
     EPError
     ├── EPConfigError        (ValueError)    a size or a setting is wrong, or the ranks disagree on it
-    ├── EPInputError         (ValueError)    an array or a handle given to a call is wrong, or the ranks give different ones
+    ├── EPInputError         (ValueError)    an array or a handle of a call is wrong, or the ranks disagree on them
     ├── EPCompileError       (RuntimeError)  a kernel did not compile or link
-    │   └── EPCacheError                     the kernel cache cannot be used, or must not be missed and was
-    ├── EPUnavailableError   (RuntimeError)  something that the request needs is not on this machine
-    ├── EPOutOfMemoryError   (MemoryError)   not enough GPU or host memory, or no slot is left for a result
-    ├── EPDestroyedError     (RuntimeError)  the buffer was destroyed
-    └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`, or left; the buffer is broken
+    │   └── EPCacheError                     the kernel cache cannot be used, or lacks a kernel that must not be compiled
+    ├── EPUnavailableError   (RuntimeError)  a GPU, a library or a connection is not available
+    ├── EPOutOfMemoryError   (MemoryError)   GPU or host memory is full, or no slot is left for a result
+    ├── EPDestroyedError     (RuntimeError)  the Buffer was destroyed
+    └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`, or left; the Buffer is broken
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 
 
 class EPError(Exception):
-    """Base of every exception that deepep_rt raises on purpose."""
+    """Base class of the exceptions of deepep_rt."""
 
     call_made = False
-    """Whether the call was made all the same: what was wrong came to light behind it (GPUs: `check_inputs`, ranks that differ, no memory
-    for what came), and the other ranks go on."""
+    """Whether the call still ran. The GPU found the error during the call, and the other ranks continue.
+
+    This can happen with `check_inputs`, if ranks disagree, or if there is no memory for the rows that arrived."""
 
 
 class EPConfigError(EPError, ValueError):
@@ -32,39 +33,39 @@ class EPConfigError(EPError, ValueError):
 
 
 class EPInputError(EPError, ValueError):
-    """An array or a handle given to a call is wrong, or the ranks give different ones; the buffer stays usable, or the message says no."""
+    """An array or a handle of a call is wrong, or the ranks disagree on them. The Buffer stays usable unless the message denies it."""
 
 
 class EPCompileError(EPError, RuntimeError):
-    """A kernel did not compile or link; the message holds the compiler's log with the real file and line."""
+    """A kernel did not compile or link. The message holds the compiler's log with file names and line numbers."""
 
 
 class EPCacheError(EPCompileError):
-    """The kernel cache cannot be used, or `DEEPEP_RT_ASSERT_CACHED=1` forbade the compilation that was needed."""
+    """The kernel cache cannot be used, or lacks a kernel while `DEEPEP_RT_ASSERT_CACHED=1` forbids compilation."""
 
 
 class EPUnavailableError(EPError, RuntimeError):
-    """Something that is needed (a GPU, NVSHMEM, MPI, a library, a direct path) is not there, or the CUDA driver reports a failure."""
+    """A GPU, NVSHMEM, MPI, a library or a direct path is not available, or the CUDA driver reports a failure."""
 
 
 class EPOutOfMemoryError(EPError, MemoryError):
-    """Not enough GPU memory for a buffer, no slot is left for a result, or not enough host memory for what a call returns."""
+    """There is not enough GPU memory for a Buffer, no slot for a result, or not enough host memory for a result."""
 
 
 class EPDestroyedError(EPError, RuntimeError):
-    """The buffer was destroyed before this call."""
+    """The Buffer was destroyed before this call."""
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """A peer did not answer in time, or an exception threw it out of its `with` block.
+    """A peer did not answer in time, or left its `with` block after an exception.
 
     Attributes:
         rank: The rank that waited.
-        peer: The rank it waited for.
-        phase: What it waited for, in words.
-        expected: The value it waited for (a call's sequence number).
-        seen: The value it saw last.
-        call_idx: Sequence number of the operation on this rank, counted from 1.
+        peer: The rank that it waited for; -1 if no single rank is known.
+        phase: The step of the call in which it waited.
+        expected: The value that it waited for, the sequence number of a call.
+        seen: The last value that it read.
+        call_idx: Sequence number of the call on this rank, counted from 1.
     """
 
     def __init__(
@@ -75,6 +76,6 @@ class EPTimeoutError(EPError, TimeoutError):
         self.expected, self.seen, self.call_idx = expected, seen, call_idx
 
     def __reduce__(self) -> Any:
-        """Exceptions are pickled (a process pool does it) by their positional arguments, and then by what was set on them."""
+        """Pickle the keyword arguments too. Exceptions are pickled with their positional arguments and attributes only."""
         make = functools.partial(type(self), rank=self.rank, peer=self.peer, phase=self.phase)
         return make, self.args, vars(self)

@@ -1,4 +1,4 @@
-"""Settings of the network between hosts. NVSHMEM's transports carry what crosses it, and take their settings from the environment."""
+"""Settings of the network between hosts. NVSHMEM's transports read them from the environment."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from ._checks import argument_error, choice, flag, whole_number
 from .errors import EPConfigError
 
 TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
-"""What NVSHMEM_REMOTE_TRANSPORT may be (NVSHMEM 3.8; gpunetio came with 3.7)."""
+"""Values of NVSHMEM_REMOTE_TRANSPORT in NVSHMEM 3.8. Version 3.7 added gpunetio."""
 
-_PER_HOST = ("nics", "bootstrap_interface")  # names that may differ between hosts
+_PER_HOST = ("nics", "bootstrap_interface")  # names of devices, which may differ between hosts
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """How NVSHMEM reaches the ranks on other hosts. They take effect when NVSHMEM starts: with the first Buffer of the process.
+    """Settings of NVSHMEM for ranks on other hosts. They take effect when NVSHMEM starts, with the first Buffer of the process.
 
-    What is None stays as NVSHMEM has it. An environment variable of the user's own wins over the option that stands for it, and any other
-    `NVSHMEM_*` variable can be set that way. `docs/several-nodes.md` says when to change what.
+    If an option is None, NVSHMEM uses its default. If the user has set the environment variable of an option, the variable wins. The user
+    can set any other `NVSHMEM_*` variable too. `docs/several-nodes.md` tells when to change which option.
 
     Args:
-        transport: What NVSHMEM sends over a network with: "ibrc" (its default), "ibdevx", "gpunetio", "ucx", "libfabric" or "none".
+        transport: Transport over the network: "ibrc" (NVSHMEM's default), "ibdevx", "gpunetio", "ucx", "libfabric" or "none".
             Default with all ranks on one host: "none". Sets `NVSHMEM_REMOTE_TRANSPORT`.
-        ibgda: Let the GPU itself write to a ConnectX NIC (InfiniBand or RoCE), past the CPU; `transport` stays in use for what the host
-            sends. NVSHMEM's default: no. Sets `NVSHMEM_IB_ENABLE_IBGDA`.
-        service_level: InfiniBand service level, or RoCE priority, 0 to 15; NVSHMEM's default: 0. Sets `NVSHMEM_IB_SL`.
-        connections_per_peer: Connections (RC queue pairs) to each peer that IBGDA opens and spreads thread blocks over; 0: none, it
-            uses DC queue pairs. NVSHMEM's default: 2. Sets `NVSHMEM_IBGDA_NUM_RC_PER_PE`.
-        queue_depth: Entries of a queue pair, 128 to 32768, rounded up to a power of two; a sender that finds it full waits. NVSHMEM's
+        ibgda: Let the GPU write to a ConnectX NIC (InfiniBand or RoCE) without the CPU. The host still sends over `transport`. NVSHMEM's
+            default: no. Sets `NVSHMEM_IB_ENABLE_IBGDA`.
+        service_level: InfiniBand service level, or RoCE priority, 0 to 15. NVSHMEM's default: 0. Sets `NVSHMEM_IB_SL`.
+        connections_per_peer: RC queue pairs that IBGDA opens to each peer and distributes over thread blocks. With 0, it uses DC queue
+            pairs. NVSHMEM's default: 2. Sets `NVSHMEM_IBGDA_NUM_RC_PER_PE`.
+        queue_depth: Entries of a queue pair, 128 to 32768, rounded up to a power of two. A sender waits while the queue is full. NVSHMEM's
             default: 1024. Sets `NVSHMEM_QP_DEPTH`.
-        nics: NIC port of each rank of a host, in rank order, as "name:port" (with fewer of them, ranks take turns). Default: the NIC next
-            to the GPU. Sets `NVSHMEM_HCA_PE_MAPPING` and `NVSHMEM_ENABLE_NIC_PE_MAPPING`.
-        bootstrap_interface: Network interface through which the ranks find each other when NVSHMEM starts; not for data. Sets
+        nics: NIC port of each rank of a host, in rank order, as "name:port". If there are fewer ports than ranks, they are assigned in
+            turn. Default: the NIC next to the GPU. Sets `NVSHMEM_HCA_PE_MAPPING` and `NVSHMEM_ENABLE_NIC_PE_MAPPING`.
+        bootstrap_interface: Network interface over which the ranks exchange addresses when NVSHMEM starts. It carries no data. Sets
             `NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME`.
 
     Raises:
@@ -61,7 +61,7 @@ class NetworkOptions:
             self._set("ibgda", flag(self.ibgda, "ibgda", error=EPConfigError))
         for name, least, most in (
             ("service_level", 0, 15),  # four bits of a packet's header
-            ("connections_per_peer", 0, 1 << 10),  # NVSHMEM sets no limit; each one takes memory of the GPU and of the NIC
+            ("connections_per_peer", 0, 1 << 10),  # NVSHMEM has no limit, but each one uses memory of the GPU and of the NIC
             ("queue_depth", 128, 1 << 15),  # NVSHMEMI_IBGDA_MIN_QP_DEPTH, NVSHMEMI_IBGDA_MAX_QP_DEPTH
         ):
             if (value := getattr(self, name)) is not None:
@@ -75,13 +75,13 @@ class NetworkOptions:
             raise argument_error(interface, "bootstrap_interface", "a name such as 'eth0'", "Pass one, or None.", EPConfigError)
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # it is frozen
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def environment(self) -> dict[str, str]:
-        """The options that are set, as the variables that NVSHMEM reads.
+        """Return the options that are set, as environment variables of NVSHMEM.
 
         Returns:
-            Values by name of the variable; what is None is not there.
+            Values by name of the variable, without those of options that are None.
 
         Example:
             >>> NetworkOptions(transport="none").environment()
@@ -96,12 +96,12 @@ class NetworkOptions:
             "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": self.bootstrap_interface,
         }
         if self.nics is not None:
-            values["NVSHMEM_ENABLE_NIC_PE_MAPPING"] = 1  # without it the list is not looked at
+            values["NVSHMEM_ENABLE_NIC_PE_MAPPING"] = 1  # without it, NVSHMEM ignores the list
             values["NVSHMEM_HCA_PE_MAPPING"] = ",".join(f"{nic}:1" for nic in self.nics)  # name:port:ranks
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def common(self) -> dict[str, Any]:
-        """The options that all ranks have to agree on: both ends of a connection are made alike.
+        """Return the options that all ranks must agree on, because both ends of a connection need the same settings.
 
         Returns:
             Values by name of the option, without `nics` and `bootstrap_interface`.

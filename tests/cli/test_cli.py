@@ -300,7 +300,7 @@ def test_compile_says_once_that_the_cache_cannot_be_used(terminal: Terminal, cac
 def test_a_cache_in_no_home(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
     terminal(*command, status=1)
-    assert "error: DEEPEP_RT_CACHE_DIR is '~nosuchuser/x'" in terminal.err
+    assert "error: DEEPEP_RT_CACHE_DIR='~nosuchuser/x'" in terminal.err
 
 
 def test_compile_names_every_kernel_that_must_not_be_compiled(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
         _set("settings", variables={"NVSHMEM_IB_ENABLE_IBGDA": "1"})), "EnableStreamMemOPs is not 1"),
     ("no-gdrcopy", "warning", TWO_HOSTS, _set("network", gdrapi=False), "libgdrapi"),
     ("memlock", "warning", TWO_HOSTS, _set("machine", memlock_bytes=64 << 10), "0 MB"),
-    ("wrong-setting", "error", ONE_PROCESS, _set("settings", mistakes=["DEEPEP_RT_TIMEOUT_S is 'abc'"]), "'abc'"),
+    ("wrong-setting", "error", ONE_PROCESS, _set("settings", mistakes=["DEEPEP_RT_TIMEOUT_S='abc'"]), "'abc'"),
     ("unknown-setting", "warning", ONE_PROCESS, _set("settings", unknown=["DEEPEP_RT_TIMEOUT"]), "DEEPEP_RT_TIMEOUT"),
     ("cache-not-writable", "error", ONE_PROCESS, _set("cache", error="Permission denied"), "Permission denied"),
     ("cache-not-writable", "warning", dict(ranks=1, backend="host"), _set("cache", error="Permission denied"), "denied"),
@@ -406,7 +406,7 @@ def test_what_ranks_have_in_common_is_said_once_and_the_worst_comes_first() -> N
     job = machine(8)
     _set("machine", shm_free_bytes=1)(job)
     for rank in (1, 2, 3, 6):
-        _rank(rank, "settings", mistakes=["DEEPEP_RT_DEBUG is 'x'"])(job)
+        _rank(rank, "settings", mistakes=["DEEPEP_RT_DEBUG='x'"])(job)
     first, second = findings(job)
     assert (first.type.name, first.ranks) == ("wrong-setting", (1, 2, 3, 6))
     assert (second.type.name, second.ranks) == ("small-shm", ())

@@ -51,12 +51,12 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
 
 def test_a_folder_in_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
-    with pytest.raises(EPConfigError, match="DEEPEP_RT_CACHE_DIR is '~nosuchuser/x', and that user has no home folder"):
+    with pytest.raises(EPConfigError, match=r"DEEPEP_RT_CACHE_DIR='~nosuchuser/x'; expected .* no home folder"):
         KernelCache()
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container, for a user that it does not know
     for name in ("DEEPEP_RT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(EPConfigError, match="DEEPEP_RT_CACHE_DIR is not set, and this user has no home folder"):
+    with pytest.raises(EPConfigError, match=r"DEEPEP_RT_CACHE_DIR=''; expected .* no home folder"):
         KernelCache()
 
 

@@ -89,7 +89,7 @@ def test_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert Config(**GOOD).timeout_s == 1.5
     assert Config(**GOOD, timeout_s=7).timeout_s == 7
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "soon")
-    with pytest.raises(EPConfigError, match="DEEPEP_RT_TIMEOUT_S is 'soon'"):
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_TIMEOUT_S='soon'; expected a number of seconds"):
         Config(**GOOD)
 
 
@@ -98,7 +98,7 @@ def test_check_inputs_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("DEEPEP_RT_DEBUG", text)
         assert Config(**GOOD).check_inputs is value
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "maybe")
-    with pytest.raises(EPConfigError, match="DEEPEP_RT_DEBUG is 'maybe'; expected 0 or 1"):
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_DEBUG='maybe'; expected 0 or 1"):
         Config(**GOOD)
 
 
