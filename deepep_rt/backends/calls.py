@@ -1,6 +1,6 @@
-"""What a Buffer hands to its backend: how a call runs, and its checked arguments.
+"""The data that a Buffer gives to its backend in a call.
 
-What is made in every call is not frozen: freezing triples the time that it takes.
+These classes are not frozen where each call makes one: freezing triples the time that this takes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ..results import DispatchHandle, LowLatencyHandle
 
 @dataclass(slots=True)
 class Call:
-    """How a call runs: the stream it is launched on (of no meaning to the host backend) and what orders it."""
+    """How a call runs: its stream (unused on the host backend), and what it waits for."""
 
     stream: int
     caller_stream: int | None
     async_finish: bool
     previous_event: Any
     framework: Framework | None = None  # the caller's
-    capture: int | None = None  # the number of the graph capture that the stream is part of
+    capture: int | None = None  # the number of the CUDA graph capture of the stream
 
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """The Buffer that a call belongs to: its serial number in this process, its sizes and its device."""
+    """The Buffer of a call: its serial number in this process, its sizes and its device."""
 
     serial: int
     config: Config
@@ -36,7 +36,7 @@ class BufferInfo:
 
 @dataclass(slots=True)
 class DispatchInputs:
-    """Checked arguments of dispatch. Exactly one of `topk_idx` (a new routing) and `handle` (a known one) decides the routing."""
+    """Checked arguments of dispatch. Either `topk_idx` gives a new routing, or `handle` repeats a known one."""
 
     x: View
     topk_idx: View | None
@@ -59,7 +59,7 @@ class CombineInputs:
 
 @dataclass(slots=True)
 class LowLatencyMemory:
-    """Memory on the GPU for what arrives. None of it is the Buffer's, so a call that is captured may be replayed whatever comes between."""
+    """The caller's memory for results. A captured call may be replayed at any time, because no other call uses this memory."""
 
     recv_x: View
     recv_scales: View | None
@@ -75,10 +75,10 @@ class LowLatencyDispatchInputs:
     topk_weights: View | None
     use_fp8: bool
     round_scale: bool  # scales are powers of two
-    use_ue8m0: bool  # and travel as their exponents
+    use_ue8m0: bool  # and are sent as their exponents
     recv_stats: View | None
     wait_stats: View | None
-    into: LowLatencyMemory | None = None  # the caller's own, where it has some
+    into: LowLatencyMemory | None = None  # where the results shall lie, if the caller says so
 
 
 @dataclass(slots=True)
@@ -89,5 +89,5 @@ class LowLatencyCombineInputs:
     topk_idx: View
     topk_weights: View
     handle: LowLatencyHandle
-    reduce_early: bool  # an expert rank adds up its own experts' rows of a token before it sends
+    reduce_early: bool  # an expert rank adds up its own experts' rows of a token before it sends them
     out: View | None

@@ -48,16 +48,8 @@ def dispatch_inputs(
         num_worst_tokens = whole_number(num_worst_tokens, "num_worst_tokens", 0, config.num_max_recv_tokens, remedy=remedy)
     expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
     if handle is not None:
-        _check_handle(info, handle)
-        if num_tokens != handle.num_tokens:
-            raise EPInputError(
-                f"x.shape={list(rows.shape)}; expected {handle.num_tokens} tokens, as the handle has. Pass as many, or leave out the handle"
-            )
-        if num_worst_tokens not in (None, handle.num_recv_rows):
-            raise EPInputError(
-                f"num_worst_tokens={num_worst_tokens}; expected {handle.num_recv_rows}, the rows of the handle. Leave it out with a handle"
-            )
-    idx = weights = scales = None
+        _check_known_routing(info, rows, handle, num_worst_tokens)
+    idx = weights = None
     if topk_idx is not None:
         idx = _as_view(info, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
     if topk_weights is not None:
@@ -66,24 +58,40 @@ def dispatch_inputs(
                 "topk_idx=None; expected expert numbers for topk_weights, which travel to their experts. Pass topk_idx too"
             )
         weights = _as_view(info, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
-    if x_scales is not None:
-        scales = _as_view(info, x_scales, "x_scales", stream)
-        if len(scales.shape) != 2 or scales.shape[0] != num_tokens:
-            raise EPInputError(
-                f"x_scales.shape={list(scales.shape)}; expected [{num_tokens}, scales of a row]. Pass one row of scales for each token"
-            )
-        if scales.ptr % 4 and scales.device != HOST:
-            raise _misaligned(scales, "x_scales", 4)
-        if scales.row_bytes % 4 or scales.row_bytes > config.scale_bytes:
-            raise EPInputError(
-                f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {config.scale_bytes}. "
-                f"Pass hidden // 128 float32, or packed UE8M0"
-            )
+    scales = None if x_scales is None else _scales_view(info, x_scales, stream, num_tokens)
     if handle is not None and expert_alignment != 1:
         raise EPInputError(
             f"expert_alignment={expert_alignment}; expected 1 with a handle, which has counts already. Pass it to the first dispatch"
         )
     return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment)
+
+
+def _check_known_routing(info: BufferInfo, rows: View, handle: DispatchHandle, num_worst_tokens: int | None) -> None:
+    _check_handle(info, handle)
+    if rows.shape[0] != handle.num_tokens:
+        raise EPInputError(
+            f"x.shape={list(rows.shape)}; expected {handle.num_tokens} tokens, as the handle has. Pass as many, or leave out the handle"
+        )
+    if num_worst_tokens not in (None, handle.num_recv_rows):
+        raise EPInputError(
+            f"num_worst_tokens={num_worst_tokens}; expected {handle.num_recv_rows}, the rows of the handle. Leave it out with a handle"
+        )
+
+
+def _scales_view(info: BufferInfo, x_scales: Any, stream: int | None, num_tokens: int) -> View:
+    scales, most = _as_view(info, x_scales, "x_scales", stream), info.config.scale_bytes
+    if len(scales.shape) != 2 or scales.shape[0] != num_tokens:
+        raise EPInputError(
+            f"x_scales.shape={list(scales.shape)}; expected [{num_tokens}, scales of a row]. Pass one row of scales for each token"
+        )
+    if scales.ptr % 4 and scales.device != HOST:
+        raise _misaligned(scales, "x_scales", 4)
+    if scales.row_bytes % 4 or scales.row_bytes > most:
+        raise EPInputError(
+            f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {most}. "
+            f"Pass hidden // 128 float32, or packed UE8M0"
+        )
+    return scales
 
 
 def combine_inputs(
