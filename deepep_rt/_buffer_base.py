@@ -83,9 +83,9 @@ class BufferBase(SharedByCopies):
     def destroy(self, in_touch: bool = True) -> None:
         """Release the memory. Collective; do not use results afterwards. A second call does nothing.
 
-        On GPUs, all ranks have to take part. Three kinds of ranks tell the others that they leave, and wait for no rank: a rank whose call
-        timed out, a rank that an exception took out of the `with` block, and a rank that has masked others. The memory of all ranks then
-        stays allocated until the processes end, and a new Buffer may be made.
+        On GPUs, all ranks have to take part. Three kinds of ranks tell the others that they leave, and wait for no rank: a rank with a
+        call that timed out, a rank that an exception took out of the `with` block, and a rank that has masked others. The memory of all
+        ranks then stays allocated until the processes end, and a new Buffer may be made.
 
         A silent rank is waited for in two rounds of `timeout_s` (30 s at least), with a warning every 30 seconds. Then the memory stays
         allocated too, and this raises EPTimeoutError with the names of such ranks. With `on_timeout="mask"` a round takes `timeout_s`, and

@@ -29,7 +29,7 @@ def dispatch_inputs(
     num_worst_tokens: int | None,
     expert_alignment: int,
 ) -> DispatchInputs:
-    """Check the arguments of `Buffer.dispatch`, whose docstring names the rules."""
+    """Check the arguments of `Buffer.dispatch`. Its docstring names the rules."""
     config = info.config
     rows = _as_view(info, x, "x", stream)
     if len(rows.shape) != 2 or rows.shape[1] != config.hidden:
@@ -97,7 +97,7 @@ def _scales_view(info: BufferInfo, x_scales: Any, stream: int | None, num_tokens
 def combine_inputs(
     info: BufferInfo, stream: int | None, x: Any, handle: DispatchHandle, topk_weights: Any, bias: Any
 ) -> CombineInputs:
-    """Check the arguments of `Buffer.combine`, whose docstring names the rules."""
+    """Check the arguments of `Buffer.combine`. Its docstring names the rules."""
     config = info.config
     _check_handle(info, handle)
     rows = _as_view(info, x, "x", stream, (handle.num_recv_rows, config.hidden), COMBINE_DTYPES)
@@ -127,7 +127,7 @@ def low_latency_dispatch_inputs(
     recv_stats: Any,
     wait_stats: Any,
 ) -> LowLatencyDispatchInputs:
-    """Check the arguments of `Buffer.low_latency_dispatch`, whose docstring names the rules."""
+    """Check the arguments of `Buffer.low_latency_dispatch`. Its docstring names the rules."""
     config = info.config
     use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
     round_scale = flag(round_scale, "round_scale") or use_ue8m0
@@ -166,7 +166,7 @@ def low_latency_combine_inputs(
     allow_multiple_reduction: bool,
     out: Any,
 ) -> LowLatencyCombineInputs:
-    """Check the arguments of `Buffer.low_latency_combine`, whose docstring names the rules."""
+    """Check the arguments of `Buffer.low_latency_combine`. Its docstring names the rules."""
     config = info.config
     reduce_early = flag(allow_multiple_reduction, "allow_multiple_reduction")
     check_low_latency_handle(info, handle)

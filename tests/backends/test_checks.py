@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind: each is refused by an error of ours that shows it, and says what to pass; nothing reaches a backend."""
+"""Arguments of a wrong kind: the error shows the value and says what to pass. Nothing reaches a backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _refused(call: Callable[[], Any], *words: str, error: type[EPError] = EPInpu
 
 
 class Producer:
-    """Another library's array, whose DLPack side does what a test wants."""
+    """An array of another library. A test decides what its DLPack methods do."""
 
     def __init__(self, **does: Any) -> None:
         self.does = does
@@ -104,7 +104,7 @@ def test_dlpack_producers_that_refuse(buffer: Buffer, name: str) -> None:
 
 
 def test_masked_arrays(buffer: Buffer) -> None:
-    """Their mask would be lost."""
+    """The call would lose their mask."""
     masked = np.ma.masked_array(WEIGHTS, WEIGHTS < 0)
     _refused(lambda: buffer.dispatch(X, IDX, masked), "topk_weights=<MaskedArray>", "without a mask")
     torch = pytest.importorskip("torch")
@@ -121,7 +121,7 @@ def test_arrays_of_jax_that_cannot_be_read(buffer: Buffer) -> None:
 
 
 def test_memory_that_xla_shows_to_callbacks(buffer: Buffer) -> None:
-    """It is no array of JAX's, and cannot be deleted; it speaks DLPack."""
+    """It has DLPack, but it is no array of JAX and cannot be deleted."""
 
     class Shown(Producer):
         __module__ = "jaxlib.ffi"
@@ -177,7 +177,7 @@ NO_FLAGS = ["yes", "False", "", None, 2, -1, 0.0, np.array([True, False]), np.ar
     ],
 )
 def test_flags(buffer: Buffer, method: str, name: str) -> None:
-    """Strings are no flags: "False" would be true. Arrays are none; 0 and 1 are."""
+    """Strings are no flags, because "False" would be true. Arrays are no flags either. 0 and 1 are."""
     sent = buffer.low_latency_dispatch(X, IDX, use_fp8=False)
     y = np.asarray(sent.recv_x)
     given = {"low_latency_combine": (y, IDX, WEIGHTS, sent.handle), "destroy": ()}.get(method, (X, IDX))
@@ -193,7 +193,7 @@ def test_flags_of_numpy(buffer: Buffer) -> None:
 
 @pytest.mark.parametrize("name", ["stream", "previous_event"])
 def test_streams_and_events_of_a_host_backend(buffer: Buffer, name: str) -> None:
-    """They mean nothing there, but the same program runs on GPUs."""
+    """They have no effect there, but the same program runs on GPUs."""
     for wrong in ("main", True, 7.5, [7], X):
         _refused(lambda wrong=wrong: buffer.dispatch(X, IDX, **{name: wrong}), f"{name}=")
     event = buffer.dispatch(X, IDX, **{name: 7}).event
@@ -210,7 +210,7 @@ def test_settings_of_a_wrong_kind(name: str) -> None:
 
 
 def test_classes_that_answer_with_errors(buffer: Buffer) -> None:
-    """Not even the message looks at more of an argument than its class."""
+    """The message too reads only the class of an argument."""
 
     class Odd:
         def __getattr__(self, name: str) -> Any:
@@ -315,7 +315,7 @@ def test_wrong_arguments_of_compat() -> None:
 
 
 def test_arrays_of_unknown_libraries_are_short_in_words(buffer: Buffer) -> None:
-    """What holds a million bytes is shown by its shape."""
+    """The message shows large objects by their shape."""
     view = View(4096, (1000, 1000), "uint8", -1, np.zeros(10**6, np.uint8).tolist(), frameworks.framework_of(X, "x"))
     assert repr(view) == "View(uint8 [1000, 1000] in host memory)"
     result = buffer.dispatch(X.tobytes and Producer(capsule=lambda: X.view(np.uint16).view(np.int16).__dlpack__()), IDX)

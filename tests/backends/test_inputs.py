@@ -1,4 +1,4 @@
-"""Every wrong argument raises EPInputError that says what was given and what is expected; nothing is sent, the buffer stays usable."""
+"""A wrong argument raises EPInputError with the value and the expectation. The call sends nothing, and the Buffer stays usable."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_bad_combine(buffer: Buffer, sent: DispatchResult, name: str) -> None:
 
 
 def test_expert_numbers_of_another_routing(buffer: Buffer, sent: DispatchResult) -> None:
-    """Beside a handle, those that it was made with; a rank's choices may come in another order."""
+    """With a handle, they must name the same ranks. The order of a token's choices may differ."""
     again = buffer.dispatch(_x(), _idx()[:, ::-1].copy(), _weights(), handle=sent.handle)
     assert (again.recv_topk_idx == _idx()[:, ::-1]).all()
     nowhere = _idx()
@@ -154,7 +154,7 @@ def test_handle_of_another_buffer(buffer: Buffer, sent: DispatchResult) -> None:
     _check_usable(buffer)
 
 
-def test_memory_for_combine_wants_a_handle_of_this_buffer(buffer: Buffer, sent: DispatchResult) -> None:
+def test_memory_for_combine_needs_a_handle_of_this_buffer(buffer: Buffer, sent: DispatchResult) -> None:
     sizes = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK, num_experts=EXPERTS, backend="host", low_latency=True)
     with Buffer(MPI.COMM_SELF, **sizes) as low, Buffer(MPI.COMM_SELF, **sizes) as other:
         mine, foreign = (made.low_latency_dispatch(_x(), _idx(), use_fp8=False).handle for made in (low, other))
@@ -191,7 +191,7 @@ def test_tensors_without_rows(buffer: Buffer) -> None:
     _check_usable(buffer)
 
 
-def test_a_row_of_narrow_elements_has_to_fill_16_bytes() -> None:
+def test_rows_have_a_multiple_of_16_bytes() -> None:
     with Buffer(
         MPI.COMM_SELF, num_max_tokens_per_rank=8, hidden=24, num_topk=1, num_experts=1, dtype="bfloat16", backend="host"
     ) as narrow:
@@ -202,7 +202,7 @@ def test_a_row_of_narrow_elements_has_to_fill_16_bytes() -> None:
 
 @pytest.mark.parametrize("idx_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("scales", [np.ones((6, 2), np.float32), np.ones((6, 4), np.uint8), np.ones((6, 1), np.int32)])
-def test_what_is_welcome(buffer: Buffer, scales: np.ndarray, idx_dtype: str) -> None:
+def test_valid_arguments(buffer: Buffer, scales: np.ndarray, idx_dtype: str) -> None:
     for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "int8"):
         result = buffer.dispatch(_x(dtype=dtype), _idx(dtype=idx_dtype), x_scales=scales)
         assert result.recv_x.dtype == np.dtype(dtype)
@@ -212,7 +212,7 @@ def test_what_is_welcome(buffer: Buffer, scales: np.ndarray, idx_dtype: str) -> 
 
 
 def test_host_memory_may_start_anywhere(buffer: Buffer) -> None:
-    """As parts of files do. Only kernels want rows and numbers at even addresses."""
+    """Parts of files start anywhere. Only kernels need aligned rows and numbers."""
 
     def odd(array: np.ndarray) -> np.ndarray:
         moved = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
@@ -228,7 +228,7 @@ def test_host_memory_may_start_anywhere(buffer: Buffer) -> None:
 
 
 def test_numpy_whole_numbers_are_whole_numbers(buffer: Buffer) -> None:
-    """Sizes often come out of NumPy arithmetic."""
+    """NumPy arithmetic often gives sizes."""
     result = buffer.dispatch(_x(), _idx(), num_worst_tokens=np.int64(8))
     assert result.handle.num_recv_rows == 8
     assert result.recv_x.shape == (8, HIDDEN)

@@ -1,4 +1,4 @@
-"""Whole numbers of NumPy: every public argument takes them, and no call computes in their width, or keeps one."""
+"""Whole numbers of NumPy: every public argument takes them. No call computes in their width, and none keeps one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WIDTHS = [
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[dict[str, Any]]:
-    """A Buffer of each kind, of one rank, and what its calls gave."""
+    """A Buffer of each kind, of one rank, and the results of its calls."""
     with ExitStack() as held:
         plain = held.enter_context(Buffer(MPI.COMM_SELF, backend="host", **SIZES))
         low = held.enter_context(Buffer(MPI.COMM_SELF, backend="host", low_latency=True, **SIZES))
@@ -66,7 +66,7 @@ Case = tuple[int, Callable[[dict[str, Any], Any], Any]]  # a number that is allo
 
 
 def _make(name: str) -> Callable[[dict[str, Any], Any], None]:
-    """Makes a Buffer."""
+    """Make a Buffer."""
 
     def make(world: dict[str, Any], value: Any) -> None:
         sizes = {**SIZES, name: value}
@@ -111,7 +111,7 @@ def _make_v1(name: str) -> Callable[[dict[str, Any], Any], None]:
 
 
 def _positional(call: Callable[..., Any], **arguments: int) -> dict[str, Case]:
-    """A case for each argument of a call, which takes the others as they are here. The call gets the world first."""
+    """Make a case for each argument of a call, with the other arguments as given here. The call gets the world first."""
 
     def case(name: str) -> Callable[[dict[str, Any], Any], Any]:
         return lambda w, v: call(w, *{**arguments, name: v}.values())
@@ -195,7 +195,7 @@ MADE_BY_CALLS = {"Handle", "Dispatched", "LowLatencyHandle", "LowLatencyDispatch
 
 
 def _public() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Everything that users call, by its name in this test."""
+    """Return all public calls by their names in this test."""
     modules = {"torch": ep_torch, "jax": ep_jax, "compat": deep_ep}
     found = [("Buffer", Buffer), ("NetworkOptions", NetworkOptions)]
     for prefix, module in modules.items():
@@ -230,7 +230,7 @@ def test_every_public_whole_number_is_tried() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_numpy_number_gets_past(world: dict[str, Any], name: str) -> None:
-    """It gives what Python's number gives (be it an error of ours), is not computed with, and nothing keeps it."""
+    """It gives the same result as Python's number, which may be an error. No call computes with it, and none keeps it."""
     good, give = CASES[name]
 
     def outcome(value: Any) -> Any:
@@ -253,7 +253,7 @@ WRONG = [True, np.True_, 2.0, np.float32(2), "2", None, np.array([2, 3]), np.arr
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_no_such_number(world: dict[str, Any], name: str) -> None:
-    """It is refused in words, which show it, but not all of it."""
+    """The error shows a part of it."""
     for wrong in WRONG:
         if wrong is None and name.endswith(MAY_BE_NONE):
             CASES[name][1](world, wrong)
@@ -265,7 +265,7 @@ def test_what_is_no_such_number(world: dict[str, Any], name: str) -> None:
 
 
 def test_sizes_do_not_overflow() -> None:
-    """65536 rows of 2 bytes are 131072 bytes, also where 65536 has 16 bits of room for itself alone."""
+    """65536 rows of 2 bytes are 131072 bytes, also if the number of rows has a type of 16 bits."""
     sizes = dict(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
     narrow = {name: np.uint16(value) for name, value in sizes.items()}
     assert Buffer.size_hint(**narrow) == Buffer.size_hint(**sizes)

@@ -1,4 +1,4 @@
-"""The package as a whole: who imports whom, what an import does, and who reads the environment."""
+"""The package as a whole: its layers, the effects of an import, and reads of the environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGE = Path(deepep_rt.__file__).parent
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")
 }
-"""Each file by its module's name below `deepep_rt`: "jit.build", "jit" for a folder's __init__.py, "__init__" for the package's own."""
+"""Each file by its module's name in `deepep_rt`: "jit.build", "jit" for a folder's __init__.py, "__init__" for the package."""
 
 # A file imports only from files of its own layer and of those before it. A layer is a folder, or files at the top of the package.
 LAYERS = [
@@ -60,7 +60,7 @@ HEAVY = ("mpi4py", "cuda", "cupy", "torch", "jax", "jaxlib", "nvshmem", "pynvml"
 
 
 def _imports(tree: ast.AST, folder: str) -> set[str]:
-    """Modules of this package that a file in `folder` imports, also inside functions and for type checking alone."""
+    """Return the modules of this package that a file in `folder` imports, in functions and for type checking too."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -78,7 +78,7 @@ def _imports(tree: ast.AST, folder: str) -> set[str]:
 
 @functools.cache
 def _arrows() -> dict[str, set[str]]:
-    """What each module imports."""
+    """Return the imports of each module."""
     found = {}
     for name, path in FILES.items():
         folder = ".".join(path.relative_to(PACKAGE).parts[:-1])
@@ -87,7 +87,7 @@ def _arrows() -> dict[str, set[str]]:
 
 
 def _layer_of(module: str) -> str:
-    """The layer of a module: the one that names the file, or the innermost of its folders."""
+    """Return the layer of a module: that of its file, or of its innermost folder."""
     places = {place: layer for layer in LAYERS for place in layer.split()}
     while module not in places:
         module, _, _ = module.rpartition(".")
@@ -130,7 +130,7 @@ if TYPE_CHECKING:
 
 
 def test_folders_load_nothing() -> None:
-    """Importing one module must not load the others of its folder; only folders that are public hand out names."""
+    """Importing one module must not load the others of its folder. Only public folders export names."""
     public = ("__init__", "torch", "jax", "compat", "soak")
     for name, path in FILES.items():
         if path.name == "__init__.py" and name not in public and not name.startswith("shim."):
@@ -195,7 +195,7 @@ def test_importing_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("wrapper", ["torch", "compat", "jax"])
 def test_wrappers_do_without_cuda(wrapper: str, tmp_path: Path) -> None:
-    """On laptops and in CI there is the host backend, and no cuda-python."""
+    """Laptops and CI use the host backend, without cuda-python."""
     pytest.importorskip("jax" if wrapper == "jax" else "torch")
     environment = {**os.environ, **without(tmp_path, "cuda")}
     done = subprocess.run(
@@ -210,7 +210,7 @@ def test_wrappers_do_without_cuda(wrapper: str, tmp_path: Path) -> None:
 
 
 def test_importing_reads_no_setting() -> None:
-    """Reading any `DEEPEP_RT_*` variable during the import fails in this process."""
+    """In this process, a read of any `DEEPEP_RT_*` variable during the import fails."""
     code = """
 import os
 real = type(os.environ).__getitem__
@@ -295,7 +295,7 @@ def _methods(kind: type) -> dict[str, Any]:
 
 
 def _public_calls() -> Iterator[tuple[str, Any, Any]]:
-    """(name, what has the docstring, what has the signature) of everything public that users call: not what only results have."""
+    """Yield (name, object with the docstring, object with the signature) for each public callable, but for methods of results."""
     modules = [deepep_rt]
     for name in ("torch", "jax"):
         if importlib.util.find_spec(name):
@@ -343,7 +343,7 @@ def test_arrays_of_results_have_a_shape_and_a_type(kind: type) -> None:
 
 
 def test_the_tests_need_neither_pytorch_nor_jax(tmp_path: Path) -> None:
-    """The README's test command installs neither. (A few tests stand for those that start programs.)"""
+    """The README's test command installs neither. (A few tests represent those that start programs.)"""
     environment = {**os.environ, **without(tmp_path, "torch", "jax"), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
     for words in (["--collect-only"], ["tests/package/test_readme.py", "-k", "options_exist"]):
         words = [sys.executable, "-m", "pytest", "-q", *words]
