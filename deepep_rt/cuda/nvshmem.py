@@ -65,6 +65,11 @@ def load() -> Any:
     return nvshmem
 
 
+def init_device_library(library: int) -> None:
+    """Give a loaded library (CUlibrary) the address of NVSHMEM's state. Its kernels use NVSHMEM's device functions."""
+    load().culibrary_init(library)
+
+
 def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) -> Runtime:
     """Find NVSHMEM running, or start it: rank 0 makes the unique ID and MPI broadcasts it. Collective over `comm`.
 

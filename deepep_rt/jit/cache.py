@@ -1,66 +1,60 @@
-"""The disk cache of compiled kernels: one file an entry, written atomically, checked when read, one folder for each architecture.
+"""The disk cache of compiled kernels: one file per entry, one folder per architecture. Writes are atomic and reads check the content.
 
-cuda.core's FileStreamProgramCache is not used: it hides the keys (no listing), holds bare code (no metadata, no checksum) and has no
-lock that lets one of several processes compile while the others wait.
+cuda.core's FileStreamProgramCache is not used. It cannot list its keys, stores no metadata and no checksum, and has no lock that lets
+other processes wait for the one that compiles.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from .. import _env
 from ..errors import EPCacheError
-from .cache_entry import ARCH, FAMILY, KEY, CorruptEntry, Entry, pack, unpack
+from .cache_entry import ARCH, CorruptEntry, Entry, pack, unpack
+from .cache_files import LOCK_SUFFIX, SUFFIX, delete, is_entry, retry, write_entry
+from .cache_lock import lock_file
 from .trusted_files import Folder, objection, open_file, open_folder, open_inner, status_of
 
-__all__ = ["LOCK_TIMEOUT_S", "SUFFIX", "CorruptEntry", "Entry", "KernelCache"]
+__all__ = ["LOCK_TIMEOUT_S", "MAX_ENTRY_BYTES", "SUFFIX", "CorruptEntry", "Entry", "KernelCache"]
 
 _log = logging.getLogger("deepep_rt")
 
-SUFFIX = ".kernel"
-# Linking NVSHMEM for CUDA 12 takes 109 to 124 s for sm_100: nvJitLink compiles all of its library. Slower machines take longer.
+# Linking NVSHMEM for CUDA 12 takes 109 to 124 s for sm_100: nvJitLink compiles its whole library. Slower machines take longer.
 LOCK_TIMEOUT_S = 600.0
-"""How long a process waits for another one that compiles the same kernel, before it compiles too."""
+"""The time for which a process waits while another one compiles the same kernel. Then it compiles too."""
 
-_MOST_BYTES = 1 << 28  # of an entry; linked with NVSHMEM they have 3 MB
-_TRIES = 100  # `clear` can delete what is being written; a try fails only if it does so at the same moment
-_OURS = re.compile(
-    rf"(?P<entry>{KEY.pattern}\{SUFFIX})|(?P<lock>{KEY.pattern}\.lock)|\.(?P<key>{KEY.pattern}\.)?\w{{8}}\.tmp", re.ASCII
-)
+MAX_ENTRY_BYTES = 1 << 28
+"""The largest file that is read as an entry. Kernels linked with NVSHMEM have 3 MB."""
+
 _warned: set[tuple[Path, str]] = set()
-_T = TypeVar("_T")
 
 
 class KernelCache:
-    """A folder of compiled kernels that any number of processes share.
+    """A folder of compiled kernels, which any number of processes share.
 
-    Only files of this user or of root are loaded, and only if no other user may write them; `DEEPEP_RT_TRUST_CACHE=1` allows the others.
+    A file is loaded only if this user or root owns it and no other user may write it. `DEEPEP_RT_TRUST_CACHE=1` allows other files.
 
     Args:
-        folder: Where; default `DEEPEP_RT_CACHE_DIR`. It is made when the first entry is written.
+        folder: Its path; default `DEEPEP_RT_CACHE_DIR`. The first write creates it.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or _env.cache_dir()
 
     def get(self, arch: str, key: str, kernel: str | None = None, versions: Mapping[str, str] | None = None) -> Entry | None:
-        """Look an entry up. One that is corrupt, or not the wanted one, is logged and counts as none.
+        """Look up an entry. Return None, with a warning, if the entry is corrupt or not the wanted one.
 
         Args:
             arch: Target, such as "sm_90".
             key: 64 hexadecimal digits.
-            kernel: Name of the kernel that it has to hold; None: any.
-            versions: Versions that it has to be built with; the entry may name more.
+            kernel: Name of the kernel that the entry must hold; None: any.
+            versions: Versions that the entry must be built with; it may name more.
 
         Raises:
             EPCacheError: if the folder belongs to another user, or other users may write it.
@@ -81,7 +75,7 @@ class KernelCache:
         return None
 
     def put(self, entry: Entry) -> None:
-        """Write an entry; a reader sees the old one, or all of the new one.
+        """Write an entry. A reader sees the complete old entry or the complete new one.
 
         Raises:
             EPCacheError: if the folder cannot be written, belongs to another user, or other users may write it.
@@ -90,17 +84,17 @@ class KernelCache:
 
         def write() -> None:
             with self._opened(entry.arch, make=True) as folder:
-                _write(folder, entry.key, data)
+                write_entry(folder, entry.key, data)
 
         with self._explained():
-            _repeated(write)
+            retry(write)
 
     @contextmanager
     def locked(self, arch: str, key: str, timeout_s: float | None = None) -> Iterator[bool]:
-        """Hold an entry's lock, so that one process compiles and the others find the result; gives whether the lock was got.
+        """Hold an entry's lock, so that one process compiles and the others wait for the result. Yield whether the lock is held.
 
-        It is not got where there are no locks (a file system without them, a file that another user left), and after `timeout_s` (its
-        holder may be stuck, or died on another machine): compiling twice is only slow.
+        It is not held if the file system has no locks, if another user owns the lock file, or after `timeout_s`: the holder may be stuck,
+        or may have died on another machine. Compiling twice only costs time.
 
         Raises:
             EPCacheError: if the folder cannot be written, belongs to another user, or other users may write it.
@@ -112,44 +106,43 @@ class KernelCache:
             yield number is not None
         finally:
             if number is not None:
-                os.close(number)  # gives the lock back; the file stays, as others may wait for its lock
+                os.close(number)  # releases the lock; the file stays, because other processes may wait for its lock
 
     def entries(self) -> list[Entry | CorruptEntry]:
-        """Everything that is stored, in the order of architecture, kernel and key.
+        """Return all entries, ordered by architecture, kernel and key.
 
         Raises:
-            EPCacheError: if the folder is there and cannot be read, is none, belongs to another user, or other users may write it.
+            EPCacheError: if the folder exists but cannot be read, is no folder, belongs to another user, or other users may write it.
         """
         found = []
         for folder, arch, names in self._folders(self._check):
-            for name in names:
-                if _is_entry(name):
-                    key = name.removesuffix(SUFFIX)
-                    try:
-                        found.append(self._read(folder, arch, key))
-                    except FileNotFoundError:  # another process cleared the cache meanwhile
-                        continue
-                    except OSError as error:
-                        found.append(CorruptEntry(key, arch, f"cannot be read: {error.strerror}"))
-        return sorted(found, key=_order)
+            for name in filter(is_entry, names):
+                key = name.removesuffix(SUFFIX)
+                try:
+                    found.append(self._read(folder, arch, key))
+                except FileNotFoundError:  # another process cleared the cache meanwhile
+                    continue
+                except OSError as error:
+                    found.append(CorruptEntry(key, arch, f"cannot be read: {error.strerror}"))
+        return sorted(found, key=_sort_key)
 
     def clear(self) -> int:
-        """Delete all entries and what else this class makes, and give the number of entries. What processes use now stays.
+        """Delete all entries and the other files of this class. Return the number of entries. Files in use stay.
 
-        A file is deleted if it is in the folder of an architecture, has a name of ours, is a regular file, and begins as ours do.
+        A file is deleted if it lies in the folder of an architecture, has a name of this class, is regular, and starts as its files do.
 
         Raises:
-            EPCacheError: if the folder cannot be read or written, or is none.
+            EPCacheError: if the folder cannot be read or written, or is no folder.
         """
         number = 0
         for folder, _, names in self._folders(lambda path, reason: None):
             for name in names:
                 with self._explained():
-                    number += _delete(folder, name) and _is_entry(name)
+                    number += delete(folder, name) and is_entry(name)
         return number
 
     def _folders(self, check: Callable[[Path, str | None], None]) -> Iterator[tuple[Folder, str, list[str]]]:
-        """Open the folder of each architecture in turn, with the names in it; none if there is no cache yet."""
+        """Open the folder of each architecture in turn. Yield it with its file names; yield nothing if there is no cache yet."""
         with self._explained("read"), suppress(FileNotFoundError), open_folder(self.folder) as base:
             check(self.folder, base.objection)
             for arch in sorted(filter(ARCH.fullmatch, os.listdir(base.number))):
@@ -169,7 +162,7 @@ class KernelCache:
                 yield folder
 
     def _check(self, path: Path, reason: str | None) -> None:
-        """Refuse a folder that there is an objection to, or warn about it, once."""
+        """Raise if a folder must not be trusted. Warn once if the user allows it."""
         if reason and not _is_allowed(path, reason):
             raise EPCacheError(
                 f"kernel cache {path}: {reason}; expected a folder that only this user or root may write, because its code is run. Set "
@@ -182,153 +175,43 @@ class KernelCache:
             reason = objection(status_of(number), folder.is_enclosed)
             if reason and not _is_allowed(self._path(arch, key), reason):
                 return CorruptEntry(key, arch, reason)
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            return CorruptEntry(key, arch, f"it has more than {_MOST_BYTES} bytes")
+            data = file.read(MAX_ENTRY_BYTES + 1)
+        if len(data) > MAX_ENTRY_BYTES:
+            return CorruptEntry(key, arch, f"it has more than {MAX_ENTRY_BYTES} bytes")
         return unpack(data, arch, key)
 
     def _lock(self, arch: str, key: str, timeout_s: float) -> int | None:
-        """Open and lock a lock file; None: there is no lock to be had."""
-        path, deadline = self._path(arch, key).with_suffix(".lock"), time.monotonic() + timeout_s
+        path, deadline = self._path(arch, key).with_suffix(LOCK_SUFFIX), time.monotonic() + timeout_s
 
         def lock() -> int | None:
             with self._opened(arch, make=True) as folder:
-                number = _open_lock(folder, path)
-                if number is None:
-                    return None
-                try:
-                    if not _acquire(number, path, timeout_s, deadline):
-                        os.close(number)
-                        return None
-                    if os.path.samestat(os.stat(path.name, dir_fd=folder.number, follow_symlinks=False), status_of(number)):
-                        return number
-                except BaseException:
-                    os.close(number)
-                    raise
-                os.close(number)
-                raise FileNotFoundError(errno.ENOENT, "it was deleted and made anew", str(path))
+                return lock_file(folder, path, timeout_s, deadline)
 
-        return _repeated(lock)
+        return retry(lock)
 
     def _path(self, arch: str, key: str) -> Path:
         return self.folder / arch / f"{key}{SUFFIX}"
 
     @contextmanager
-    def _explained(self, done: str = "written") -> Iterator[None]:
+    def _explained(self, action: str = "written") -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise EPCacheError(
-                f"the kernel cache {self.folder} cannot be {done}: {error}. "
-                f"Set DEEPEP_RT_CACHE_DIR to a folder that this user can read and write"
+                f"kernel cache {self.folder} cannot be {action}: {error}. "
+                f"Set DEEPEP_RT_CACHE_DIR to a folder that this user can read and write."
             ) from error
 
 
-def _order(entry: Entry | CorruptEntry) -> tuple[str, str, str]:
+def _sort_key(entry: Entry | CorruptEntry) -> tuple[str, str, str]:
     return entry.arch, entry.info["kernel"] if isinstance(entry, Entry) else "~", entry.key
 
 
-def _is_entry(name: str) -> bool:
-    return bool((found := _OURS.fullmatch(name)) and found["entry"])
-
-
 def _is_allowed(path: Path, reason: str) -> bool:
-    """Whether the user trusts what other users own or may write; if so, warn, once for each path."""
+    """Return whether the user trusts files that other users own or may write. Warn once for each path."""
     if not _env.trust_cache():
         return False
     if (path, reason) not in _warned:
         _warned.add((path, reason))
-        _log.warning("kernel cache: %s: %s; its code is run all the same, because DEEPEP_RT_TRUST_CACHE is set", path, reason)
+        _log.warning("kernel cache: %s: %s; its code is run because DEEPEP_RT_TRUST_CACHE is set", path, reason)
     return True
-
-
-def _repeated(call: Callable[[], _T]) -> _T:
-    """Call again what failed because another process cleared or deleted the cache meanwhile."""
-    for _ in range(_TRIES - 1):
-        with suppress(FileNotFoundError, FileExistsError):  # the latter: mkdir found the folder, and did not find it any more
-            return call()
-    return call()
-
-
-def _write(folder: Folder, key: str, data: bytes) -> None:
-    """Make or replace an entry; a reader sees all of the old one or all of the new one."""
-    name = f".{key}.{secrets.token_hex(4)}.tmp"
-    number = open_file(name, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        with os.fdopen(number, "wb") as file:
-            _is_in_use(number)  # now it is, and `clear` leaves it alone
-            file.write(data)
-            file.flush()
-            os.fsync(number)
-            os.fchmod(number, 0o644)  # other users of a shared cache read it
-            os.replace(name, f"{key}{SUFFIX}", src_dir_fd=folder.number, dst_dir_fd=folder.number)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name, dir_fd=folder.number)
-        raise
-
-
-def _delete(folder: Folder, name: str) -> bool:
-    """Delete a file if this module made it and no process uses it, and tell whether it did."""
-    found = _OURS.fullmatch(name)
-    if not found:
-        return False
-    try:
-        number = open_file(name, folder, os.O_RDONLY)
-    except OSError:  # no regular file, gone, or not for this user to read: so it is not known to be ours
-        return False
-    try:
-        start = os.read(number, len(FAMILY))
-        is_ours = start == FAMILY or (not start and (found["lock"] or found["key"]))
-        if not is_ours or (not found["entry"] and _is_in_use(number)):
-            return False
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder.number)
-    finally:
-        os.close(number)
-    return True
-
-
-def _is_in_use(number: int) -> bool:
-    """Whether another process holds the lock of an open file; if not, this one does now, where there are locks."""
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    return False
-
-
-def _open_lock(folder: Folder, path: Path) -> int | None:
-    try:
-        return open_file(path.name, folder, os.O_RDWR | os.O_CREAT)
-    except PermissionError:
-        try:
-            os.stat(path.name, dir_fd=folder.number, follow_symlinks=False)
-        except FileNotFoundError:
-            pass
-        else:
-            return None
-        raise  # the folder cannot be written: no entry can, either
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        _log.debug("kernel cache: %s is no regular file; compiling without a lock", path)
-        return None
-
-
-def _acquire(number: int, path: Path, timeout_s: float, deadline: float) -> bool:
-    """Poll for a file lock: a blocking flock could hang for ever on a lock that a dead machine holds over NFS."""
-    pause = 0.005
-    while True:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
-                _log.debug("kernel cache: %s cannot be locked (%s); compiling all the same", path, error)
-                return False
-        if time.monotonic() > deadline:
-            _log.warning("kernel cache: %s was held for %.0f s; compiling without waiting for its holder", path, timeout_s)
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)

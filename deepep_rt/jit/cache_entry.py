@@ -1,4 +1,4 @@
-"""An entry of the kernel cache as bytes: what is stored with the code, and what has to be true of it before anybody believes it."""
+"""An entry of the kernel cache as bytes: the metadata that is stored with the code, and the checks before it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FAMILY = b"deepep_rt kernel "
-"""How the files of every version begin."""
+"""The start of the files of every version."""
 
 MAGIC = FAMILY + b"2\n"
 DIGEST_BYTES = 32
@@ -20,13 +20,13 @@ KEY = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel and what is known about it.
+    """A compiled kernel and its metadata.
 
     Attributes:
-        key: 64 hexadecimal digits: the name of everything that decides the code.
+        key: 64 hexadecimal digits: a hash of everything that determines the code.
         arch: Target, such as "sm_90".
         code: A cubin, or PTX.
-        info: See `jit.CompiledKernel.info`; `FIELDS` names what is in it.
+        info: See `CompiledKernel.info`. `FIELDS` lists its members.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class CorruptEntry:
-    """A file that is not what was once written; it is rebuilt when it is asked for. `reason` can be printed anywhere."""
+    """A file that differs from the one that was written. The next request compiles the kernel again. `reason` is printable ASCII."""
 
     key: str
     arch: str
@@ -76,18 +76,18 @@ FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "created": _is_text,
     "versions": _is_dict_of(_is_text),
 }
-"""What `Entry.info` holds, and what has to be true of it."""
+"""The members of `Entry.info`, and a check of each value."""
 
 
 def pack(entry: Entry) -> bytes:
-    """Make a file of an entry: magic, checksum, length of the JSON object, the object (`info` and the key), the code."""
+    """Return the file content of an entry: magic, checksum, length of the JSON object, the object (`info` and the key), the code."""
     text = json.dumps({**entry.info, "key": entry.key}, sort_keys=True).encode()
     body = len(text).to_bytes(8, "little") + text + entry.code
     return MAGIC + hashlib.sha256(body).digest() + body
 
 
 def unpack(data: bytes, arch: str, key: str) -> Entry | CorruptEntry:
-    """Read the file of an entry, and compare it with the name under which it was found."""
+    """Read the file content of an entry, and compare it with the name of its file."""
     start = len(MAGIC) + DIGEST_BYTES
     if not data.startswith(MAGIC):
         return CorruptEntry(key, arch, "no entry of this version")
@@ -100,7 +100,7 @@ def unpack(data: bytes, arch: str, key: str) -> Entry | CorruptEntry:
         return CorruptEntry(key, arch, "its description is no JSON")
     if not isinstance(info, dict) or info.keys() != {*FIELDS, "key"}:
         return CorruptEntry(key, arch, "its description has other fields")
-    if wrong := [name for name, is_right in FIELDS.items() if not is_right(info[name])]:
+    if wrong := [name for name, is_valid in FIELDS.items() if not is_valid(info[name])]:
         return CorruptEntry(key, arch, f"its description is wrong in {', '.join(wrong)}")
     code = data[split:]
     found, expected = (info.pop("key"), info["arch"], info["bytes"]), (key, arch, len(code))

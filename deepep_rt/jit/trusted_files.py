@@ -1,6 +1,6 @@
-"""Files in folders that other users may reach: only regular files are read, links are not followed, owners and permissions are checked.
+"""Files in folders that other users may write: read only regular files, follow no links, check owners and permissions.
 
-A file is opened inside an open folder, and the open file is checked. So a path that changes meanwhile changes nothing.
+A file is opened inside an open folder, and the open file is checked. A path that changes meanwhile has no effect.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Folder:
 
     Attributes:
         number: Its file descriptor.
-        objection: Why its contents must not be trusted; None if they may be.
-        is_enclosed: Whether only their owners may write it and the folders above it. Another user cannot have put anything there.
+        objection: The reason why its contents must not be trusted; None if they may be trusted.
+        is_enclosed: Whether only the owners may write it and the folders above it. Other users cannot have added files.
     """
 
     number: int
@@ -38,16 +38,16 @@ class Folder:
 
 @contextmanager
 def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
-    """Open a folder by its path, in which links are followed.
+    """Open a folder by its path, and follow links in the path.
 
-    Other users may write it (`/tmp`, an empty volume of a container): what they put there is theirs, and refused by that.
+    Other users may write it, as `/tmp` or an empty volume of a container. They own the files that they add, and these are refused.
 
     Args:
         path: The folder.
-        make: Make it, and the folders above it, if it is not there.
+        make: Create it, and the folders above it, if necessary.
 
     Raises:
-        OSError: if it cannot be opened or made, or is no folder.
+        OSError: if it cannot be opened or created, or is no folder.
     """
     if make:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
 
 @contextmanager
 def open_inner(name: str, parent: Folder, *, make: bool = False) -> Iterator[Folder]:
-    """Open a folder inside an open one. Arguments and errors are those of `open_folder`; a link is an error too."""
+    """Open a folder inside an open one. Arguments and errors are those of `open_folder`. A link is an error too."""
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o755, dir_fd=parent.number)
@@ -85,10 +85,10 @@ def _folders_above(path: Path) -> Sequence[Path]:
 
 
 def open_file(name: str, folder: Folder, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file inside an open folder, and give its descriptor.
+    """Open a regular file inside an open folder. Return its descriptor.
 
     Raises:
-        OSError: if it cannot be opened, or is a link, a FIFO or anything else that is no regular file.
+        OSError: if it cannot be opened, or is not a regular file, but a link or a FIFO, for example.
     """
     try:
         number = os.open(name, flags | _FILE, mode, dir_fd=folder.number)
@@ -103,16 +103,16 @@ def open_file(name: str, folder: Folder, flags: int, mode: int = 0o600) -> int:
 
 
 def status_of(number: int) -> os.stat_result:
-    """What the system says about an open file."""
+    """Return the status of an open file."""
     return os.fstat(number)
 
 
 def objection(status: os.stat_result, is_enclosed: bool) -> str | None:
-    """Give the reason why an open file or folder must not be trusted, or None.
+    """Return the reason why an open file or folder must not be trusted, or None.
 
     Args:
-        status: What `status_of` gave.
-        is_enclosed: `Folder.is_enclosed` of the folder that it is in.
+        status: The result of `status_of`.
+        is_enclosed: `Folder.is_enclosed` of its folder.
     """
     if reason := _owner_objection(status, is_enclosed):
         return reason
@@ -124,9 +124,9 @@ def objection(status: os.stat_result, is_enclosed: bool) -> str | None:
 
 
 def _owner_objection(status: os.stat_result, is_enclosed: bool) -> str | None:
-    """Trust this user and root. In folders that only root could fill, root also trusts the owner that root gave a file to.
+    """Trust this user and root. In enclosed folders, root also trusts every other owner: only root can have put such files there.
 
-    A container shows files of the host's users under numbers of their own: a mounted cache of user 1000, or an image of root as 65534.
+    A container shows files of the host's users under other numbers: a mounted cache belongs to user 1000, or an image of root to 65534.
     """
     user = os.geteuid()
     if status.st_uid in (user, 0) or (is_enclosed and (user == 0 or status.st_uid == _number_of_unmapped_root())):
@@ -136,7 +136,7 @@ def _owner_objection(status: os.stat_result, is_enclosed: bool) -> str | None:
 
 @functools.cache
 def _number_of_unmapped_root() -> int | None:
-    """The number under which a user namespace shows root's files, if root is not mapped into it."""
+    """Return the number under which a user namespace shows root's files; None if root is mapped into it."""
     try:
         lines = Path("/proc/self/uid_map").read_text().splitlines()
         if any(line.split()[1] == "0" for line in lines):
@@ -147,7 +147,7 @@ def _number_of_unmapped_root() -> int | None:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether a group is this user's own, as many systems make one for each user."""
+    """Return whether a group contains this user alone. Many systems create such a group for each user."""
     try:
         found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:
