@@ -13,7 +13,7 @@ from ..comm.communicator import Communicator
 from ..comm.rendezvous import private_comm, timed_allgather
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPTimeoutError, EPUnavailableError
-from ..jit import build as jit
+from ..jit import build
 from ..network import NetworkOptions
 
 _log = logging.getLogger("deepep_rt")
@@ -116,7 +116,7 @@ def announce(comm: Communicator, backend: str, transport: str, num_bytes: int) -
     if comm.Get_rank() == 0:
         _log.info(
             "Buffer of %d ranks: %s, %s, %.2f GB a rank, kernels: %d from the cache and %d compiled",
-            comm.Get_size(), backend, transport, num_bytes / 1e9, jit.stats.hits, jit.stats.misses,
+            comm.Get_size(), backend, transport, num_bytes / 1e9, build.stats.hits, build.stats.misses,
         )  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from .._version import __version__
 from ..bench import run as bench
 from ..config import COMBINE_DTYPES, Config
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
-from ..jit import build as jit
-from ..jit import compiler as toolchain
+from ..jit import build, compiler, current_gpu
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
 from ..kernels.table import KERNELS, Kernel
@@ -134,16 +133,16 @@ def targets_of(archs: list[str] | None) -> list[str]:
     """List the targets of `--arch`. Default: the architecture of this machine's GPU."""
     if not archs:
         try:
-            return [jit.current_arch()]
+            return [current_gpu.target_arch()]
         except EPUnavailableError as error:
             raise EPConfigError(
                 f"--arch is missing, and there is no GPU to compile for. Pass --arch sm_90 (may be repeated) or --arch all. {error}"
             ) from error
     targets: list[str] = []
     for arch in archs:
-        targets += [known for known in ALL_ARCHS if known in toolchain.known_archs()] if arch == "all" else [arch]
+        targets += [known for known in ALL_ARCHS if known in compiler.known_archs()] if arch == "all" else [arch]
     for target in targets:
-        toolchain.check_arch(target)
+        compiler.check_arch(target)
     return list(dict.fromkeys(targets))
 
 
@@ -166,7 +165,7 @@ def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> di
     if kernel.links_nvshmem(constants) and not arch.startswith("sm_") and not _has_gpu():
         return {**row, "status": "skipped", "reason": "PTX is linked with NVSHMEM for one GPU, and there is none here"}
     try:
-        built = jit.build(kernel, constants, arch)
+        built = build.build(kernel, constants, arch)
     except EPCompileError as error:
         if isinstance(error, EPCacheError) and not _env.assert_cached():
             raise  # the cache folder is unusable, for the other kernels too
@@ -176,7 +175,7 @@ def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> di
 
 def _has_gpu() -> bool:
     try:
-        return bool(jit.device_arch())
+        return bool(current_gpu.arch())
     except EPUnavailableError:
         return False
 

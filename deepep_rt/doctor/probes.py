@@ -24,7 +24,7 @@ from .. import _env
 from .._version import __version__
 from ..config import Config
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
-from ..jit import compiler as toolchain
+from ..jit import compiler, libraries
 from ..jit.cache import CorruptEntry, KernelCache
 from . import gpus as doctor_gpus
 
@@ -71,7 +71,7 @@ def settings() -> dict[str, Any]:
 def _arch() -> None:
     if arch := _env.arch():
         with contextlib.suppress(EPUnavailableError):  # a missing NVRTC has another finding
-            toolchain.check_arch(arch)
+            compiler.check_arch(arch)
 
 
 def machine(root: Path = Path("/")) -> dict[str, Any]:
@@ -130,19 +130,19 @@ def mpi_family(text: str) -> str | None:
 
 def nvrtc() -> dict[str, Any]:
     """Report NVRTC, which compiles the kernels."""
-    version = toolchain.nvrtc_version()
-    return {"version": version, "path": doctor_gpus.loaded("libnvrtc.so"), "archs": list(toolchain.known_archs())}
+    version = libraries.nvrtc_version()
+    return {"version": version, "path": doctor_gpus.loaded("libnvrtc.so"), "archs": list(compiler.known_archs())}
 
 
 def nvjitlink() -> dict[str, Any]:
     """Report nvJitLink, which links kernels with NVSHMEM."""
-    version = toolchain.nvjitlink_version()
+    version = libraries.nvjitlink_version()
     return {"version": version, "path": doctor_gpus.loaded("libnvJitLink.so")}
 
 
 def nvshmem_device() -> dict[str, Any]:
     """Report the NVSHMEM of the kernels: headers and device library."""
-    found = toolchain.nvshmem()
+    found = libraries.nvshmem()
     return {"version": found.version, "path": str(found.device_library), "include": str(found.include)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -17,7 +16,7 @@ from .._version import __version__
 from ..errors import EPCacheError
 from ..kernels.source import Constants, prelude, source_dir, sources_of, unit, used_constants
 from ..kernels.table import Kernel
-from . import compiler, gpu, libraries
+from . import compiler, current_gpu, libraries
 from .cache import Entry, KernelCache
 
 _log = logging.getLogger("deepep_rt")
@@ -105,7 +104,7 @@ def _options(nvshmem: bool) -> list[str]:
 
 def _link_arch(arch: str) -> str:
     """Return the architecture that nvJitLink links for. It is always a real one, so PTX is linked for the GPU of this process."""
-    return arch if arch.startswith("sm_") else gpu.device_arch()
+    return arch if arch.startswith("sm_") else current_gpu.arch()
 
 
 def _versions(nvshmem: bool) -> dict[str, str]:
@@ -127,7 +126,7 @@ def _launch_constants(kernel: Kernel, constants: Constants) -> dict[str, int]:
 
 
 def _key(kernel: Kernel, constants: Constants, arch: str, link_arch: str | None, folder: Path | None) -> str:
-    """Return the hash of everything that determines the code. It contains no path, so machines with the same sources and tools share a cache."""
+    """Return the hash of everything that determines the code. It contains no path: machines with equal sources and tools share a cache."""
     nvshmem = link_arch is not None
     parts = {
         "kernel": kernel.name,

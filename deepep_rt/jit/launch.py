@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from ..cuda.driver import ok
 from ..kernels.structs import offset
 from ..kernels.table import Kernel
-from .build import LoadedKernel
+from .loader import LoadedKernel
 
 _FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
 

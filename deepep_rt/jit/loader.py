@@ -1,6 +1,6 @@
 """Load compiled kernels into the current CUDA context. After the first call, `load` is a dictionary look-up.
 
-    loaded = load(KERNELS["dispatch"], kernel_constants(layout, "sm_90", KERNELS["dispatch"]), "sm_90")
+loaded = load(KERNELS["dispatch"], kernel_constants(layout, "sm_90", KERNELS["dispatch"]), "sm_90")
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..cuda.driver import ok
 from ..errors import EPUnavailableError
 from ..kernels.source import Constants
 from ..kernels.table import Kernel
+from . import current_gpu
 from .build import build
-from .gpu import current_context, device_arch
 from .libraries import nvrtc_version
 
 
@@ -47,7 +47,7 @@ def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
     Args:
         kernel: An entry of the kernel table.
         constants: The result of `kernel_constants`.
-        arch: Target, usually `gpu.current_arch()`.
+        arch: Target, usually `current_gpu.target_arch()`.
 
     Raises:
         EPError: the errors of `build`.
@@ -55,7 +55,7 @@ def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
         EPOutOfMemoryError: if the GPU is out of memory.
     """
     # CUfunction handles belong to a context, so a process with two GPUs has two of each.
-    key = (kernel.name, arch, current_context(), tuple(constants.items()))
+    key = (kernel.name, arch, current_gpu.context(), tuple(constants.items()))
     loaded = LOADED.get(key)
     if loaded is None:
         with _loading:
@@ -79,7 +79,7 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
     except EPUnavailableError as error:
         raise EPUnavailableError(
             f"kernel {kernel.name}, compiled for {arch} with {shared_bytes} bytes of dynamic shared memory, cannot be loaded on this "
-            f"{device_arch()} GPU: {error}. Check DEEPEP_RT_ARCH, if it is set, and that the driver is not older than NVRTC "
+            f"{current_gpu.arch()} GPU: {error}. Check DEEPEP_RT_ARCH, if it is set, and that the driver is not older than NVRTC "
             f"{nvrtc_version()}."
         ) from error
     if kernel.links_nvshmem(constants):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from ..cuda import driver
 from ..kernels.table import KERNELS
 from ..kernels.tuning import local_constants
-from . import build as jit
+from . import current_gpu, loader
 from .launch import Launcher
 
 _BLOCKS_PER_SM = 8  # of 256 threads: at least as many as fit
@@ -28,7 +28,7 @@ def launch(name: str, stream: int, values: Mapping[str, int], max_blocks: int, d
     """
     if max_blocks > 0:
         with _lock:
-            launcher, gpu_blocks = _launcher(name, dtype, jit.current_arch(), jit.current_context())
+            launcher, gpu_blocks = _launcher(name, dtype, current_gpu.target_arch(), current_gpu.context())
             launcher(stream, min(max_blocks, gpu_blocks), values)
 
 
@@ -52,5 +52,5 @@ def _launcher(name: str, dtype: str | None, arch: str, context: int) -> tuple[La
     """Load a kernel; return its launcher, and the largest useful number of blocks on this GPU."""
     kernel, constants = KERNELS[name], local_constants(arch, dtype)
     with driver.relaxed_capture_mode():  # a capture may be under way in the first call
-        function = jit.load(kernel, constants, arch)
+        function = loader.load(kernel, constants, arch)
         return Launcher(kernel, function, constants, {}), _BLOCKS_PER_SM * driver.num_sms(driver.current_device())

@@ -101,13 +101,13 @@ class _Run:
         """The backend of all ranks, and whether it converts to FP8."""
         from ..backends.agreement import agree
         from ..bench.machine import Machine
-        from ..jit import build as jit
+        from ..jit import current_gpu
         from ..kernels.tuning import has_fp8
 
         config = Config(self.comm.size, 1, 512, 1, self.comm.size, timeout_s=self.asked.timeout_s)
         backend = agree(self.ranks, config, self.asked.backend, "copy")
         self.machine = Machine(self.comm, backend)
-        return backend, backend == "host" or has_fp8(jit.current_arch())
+        return backend, backend == "host" or has_fp8(current_gpu.target_arch())
 
     def play(self) -> dict[str, Any] | None:
         """Run all rounds; gives the report on rank 0."""

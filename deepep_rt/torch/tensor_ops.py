@@ -16,7 +16,7 @@ import torch
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.number_formats import MAX_E4M3, MIN_AMAX
 from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
-from ..jit import build as jit
+from ..jit import current_gpu
 from ..kernels.tuning import has_fp8
 
 FLOATS = {getattr(torch, name): name for name in COMBINE_DTYPES}
@@ -124,7 +124,7 @@ def _has_kernels(rows: Any) -> bool:
     if not rows.is_cuda:
         return False
     with _gpu_of(rows):
-        return has_fp8(jit.current_arch())
+        return has_fp8(current_gpu.target_arch())
 
 
 def _launch(kernel: str, like: Any, values: dict[str, int], most_blocks: int, dtype: str | None = None) -> None:

@@ -22,7 +22,7 @@ from deepep_rt.comm import call_signature
 from deepep_rt.comm.consensus import Consensus
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
-from deepep_rt.jit import build as jit
+from deepep_rt.jit import loader
 from deepep_rt.kernels import structs
 from deepep_rt.kernels.layout import Layout
 
@@ -402,7 +402,7 @@ def test_a_rank_that_leaves_while_timeouts_mask(fake: FakeGpu, make: Any, monkey
 
 @pytest.mark.parametrize(
     ("module", "name", "steps_before"),
-    [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (jit, "load", 1), (LowLatency, "clear_inboxes", 1)],
+    [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (loader, "load", 1), (LowLatency, "clear_inboxes", 1)],
 )
 def test_a_rank_that_fails_in_construction(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps_before: int
@@ -435,7 +435,7 @@ def test_a_rank_that_fails_in_construction(
     answers.clear()
     fake.freed.clear()
     with monkeypatch.context() as broken:
-        broken.setattr(jit, "load", fail)
+        broken.setattr(loader, "load", fail)
         with pytest.raises(EPCacheError):
             make(low_latency=True)
     assert (answers, BASE in fake.freed) == ([True, False, False], False), "Buffers of other groups live in the same allocation"

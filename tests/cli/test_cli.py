@@ -23,8 +23,7 @@ import deepep_rt
 from deepep_rt.cli import app as cli
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError
-from deepep_rt.jit import build as jit
-from deepep_rt.jit import compiler as toolchain
+from deepep_rt.jit import build, compiler, libraries
 from deepep_rt.jit.cache import SUFFIX, KernelCache
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants
@@ -122,7 +121,7 @@ def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkey
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, ranks_per_node=2, on_timeout="mask", timeout_s=3.0)
     for kernel in low_latency.values():
-        jit.build(kernel, kernel_constants(Layout(config), "sm_90", kernel), "sm_90")
+        build.build(kernel, kernel_constants(Layout(config), "sm_90", kernel), "sm_90")
 
 
 def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
@@ -141,15 +140,15 @@ def test_fp8_buffers_combine_nothing_by_default(terminal: Terminal) -> None:
 
 
 def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.targets_of(["all"]) == [arch for arch in cli.ALL_ARCHS if arch in toolchain.known_archs()]
-    monkeypatch.setattr(toolchain, "known_archs", lambda: ("sm_75", "sm_80", "sm_86", "sm_90"))
+    assert cli.targets_of(["all"]) == [arch for arch in cli.ALL_ARCHS if arch in compiler.known_archs()]
+    monkeypatch.setattr(compiler, "known_archs", lambda: ("sm_75", "sm_80", "sm_86", "sm_90"))
     assert cli.targets_of(["all", "sm_80", "compute_86"]) == ["sm_80", "sm_90", "compute_86"]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--arch", "sm_999"], "it knows"),
+        (["--arch", "sm_999"], "expected one that NVRTC"),
         (["--arch", "sm_90", "--arch", "sm_70"], "arch='sm_70'; expected sm_80 or newer"),
         (["--arch", "compute_75"], "arch='compute_75'; expected sm_80 or newer"),
         (["--arch", "hopper"], "arch='hopper'"),
@@ -169,14 +168,14 @@ def test_wrong_arguments_are_explained(terminal: Terminal, cache: Path, args: li
 def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = jit.build
+    real = build.build
 
-    def build(kernel: Any, *args: Any) -> jit.CompiledKernel:
+    def replaced(kernel: Any, *args: Any) -> build.CompiledKernel:
         if kernel.name == "dispatch":
             raise EPCompileError("dispatch.cu(7): error: nonsense")
         return real(kernel, *args)
 
-    monkeypatch.setattr(jit, "build", build)
+    monkeypatch.setattr(build, "build", replaced)
     rows = terminal.json("compile", "--arch", "sm_90", status=1)
     assert "dispatch.cu(7): error: nonsense" in terminal.err
     assert {row["kernel"]: row["status"] for row in rows} == {
@@ -191,14 +190,14 @@ def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
 def test_strict_objects_to_spills_and_frames(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, figure: str, message: str
 ) -> None:
-    real = jit.build
+    real = build.build
 
-    def build(*args: Any) -> jit.CompiledKernel:
+    def replaced(*args: Any) -> build.CompiledKernel:
         built = real(*args)
         built.info[figure] = 8
         return built
 
-    monkeypatch.setattr(jit, "build", build)
+    monkeypatch.setattr(build, "build", replaced)
     terminal("compile", "--arch", "sm_90")
     terminal("compile", "--arch", "sm_90", "--strict", status=1)
     assert message in terminal.err
@@ -217,7 +216,7 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     key = listed[0]["key"]
     text = terminal("cache", "show", key[:12])
     assert key in text
-    assert all(name in text for name in ("kNumRanks", "registers", "nvrtc", "compile_seconds", toolchain.nvrtc_version()))
+    assert all(name in text for name in ("kNumRanks", "registers", "nvrtc", "compile_seconds", libraries.nvrtc_version()))
     assert terminal.json("cache", "show", key) == listed[0]
 
     assert f"removed {len(listed)} kernels" in terminal("cache", "clear")

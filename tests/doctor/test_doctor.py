@@ -100,10 +100,10 @@ def test_what_is_installed_is_what_it_says(doctor: Doctor) -> None:
     for name, version in facts["python"]["packages"].items():
         assert importlib.metadata.version(name) == version
     assert facts["python"]["executable"] == sys.executable
-    from deepep_rt.jit import compiler as toolchain
+    from deepep_rt.jit import libraries
 
-    assert facts["nvrtc"]["version"] == toolchain.nvrtc_version()
-    assert facts["nvshmem_device"]["version"] == facts["nvshmem_host"]["version"] == toolchain.nvshmem().version
+    assert facts["nvrtc"]["version"] == libraries.nvrtc_version()
+    assert facts["nvshmem_device"]["version"] == facts["nvshmem_host"]["version"] == libraries.nvshmem().version
     for probe in ("nvrtc", "nvjitlink", "nvshmem_host", "nvshmem_device", "mpi"):
         assert Path(facts[probe]["path"]).is_file(), probe
     assert facts["mpi"]["mpi4py"] == importlib.metadata.version("mpi4py")
@@ -313,7 +313,7 @@ def test_settings_that_are_not_understood(doctor: Doctor) -> None:
 def test_an_architecture_that_the_compiler_does_not_know(doctor: Doctor, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     said = what(doctor.json(status=1, DEEPEP_RT_ARCH="sm_999"), "wrong-setting")
-    assert re.match(r"DEEPEP_RT_ARCH: NVRTC \S+ does not know sm_999; it knows .*sm_90", said)
+    assert re.match(r"DEEPEP_RT_ARCH: arch='sm_999'; expected one that NVRTC \S+ knows: .*sm_90", said)
     assert kinds(doctor.json(DEEPEP_RT_ARCH="compute_90")).keys().isdisjoint({"wrong-setting"})
     without_nvrtc = kinds(doctor.json(**without(tmp_path, "cuda"), DEEPEP_RT_ARCH="sm_999"))
     assert without_nvrtc.keys().isdisjoint({"wrong-setting", "probe-failed"}), "there is nobody to ask"
@@ -439,7 +439,7 @@ def test_the_page_shows_hidden_gpus_as_they_are_printed(doctor: Doctor, gpu_mach
 
 def test_the_page_shows_another_nvshmem_as_it_is_printed(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from deepep_rt.jit import compiler as toolchain
+    from deepep_rt.jit import libraries
 
     source, library = tmp_path / "host.c", tmp_path / "libnvshmem_host.so.3"
     source.write_text("void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) { *a = 3; *b = 99; *c = 0; }\n")
@@ -447,7 +447,7 @@ def test_the_page_shows_another_nvshmem_as_it_is_printed(doctor: Doctor, tmp_pat
     library.with_name("libnvshmem_device.a").touch()
     printed = doctor.text(status=1, LD_PRELOAD=str(library), **gpu_machine, COLUMNS="500")
     expected = _shown(PAGE, "nvshmem-mismatch").replace("/opt/nvshmem/lib", str(tmp_path))
-    expected = expected.replace("host 3.4.5", "host 3.99.0").replace("device 3.8.0", f"device {toolchain.nvshmem().version}")
+    expected = expected.replace("host 3.4.5", "host 3.99.0").replace("device 3.8.0", f"device {libraries.nvshmem().version}")
     assert _shown(printed, "nvshmem-mismatch") == expected
 
 

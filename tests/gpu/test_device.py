@@ -18,7 +18,7 @@ from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # n
 from deepep_rt import EPCompileError, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError  # noqa: E402
 from deepep_rt.arrays.view import View  # noqa: E402
 from deepep_rt.cuda import driver  # noqa: E402
-from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.jit import current_gpu, loader  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 
@@ -418,7 +418,7 @@ def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):
 
 def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
     """All ranks hear of it, and what they had taken is given back, so that it can be tried again and again."""
-    real, last = jit.load, comm.Get_size() - 1
+    real, last = loader.load, comm.Get_size() - 1
 
     def load(kernel, *given):
         if kernel.name == "combine":
@@ -432,7 +432,7 @@ def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
     for _ in range(12):  # more than NVSHMEM's heap would hold of what is not given back
         with monkeypatch.context() as broken:
             if comm.Get_rank() == last:
-                broken.setattr(jit, "load", load)
+                broken.setattr(loader, "load", load)
             with pytest.raises(EPCompileError if comm.Get_rank() == last else EPUnavailableError, match=r"not here|another rank"):
                 make(comm, **sizes)
     assert driver.free_bytes() > before - (64 << 20)
@@ -466,7 +466,7 @@ def test_host_time(comm):
     with make(comm, low_latency=True, num_max_tokens_per_rank=128) as gpu:
         idx, weights = routing(comm, 97, 64, 8, gpu.config.num_experts)
         x = rows(comm, 97, 64, 7168)
-        fp8 = has_fp8(jit.current_arch())
+        fp8 = has_fp8(current_gpu.target_arch())
         known, quick = gpu.dispatch(x, idx, weights).handle, gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=fp8)
         y = rows(comm, 98, *quick.recv_x.shape)
         spent = {

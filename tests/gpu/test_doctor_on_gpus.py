@@ -25,7 +25,7 @@ from deepep_rt import Buffer  # noqa: E402
 from deepep_rt.doctor import runner as doctor_run  # noqa: E402
 from deepep_rt.doctor.facts import JobReport, gpu_of  # noqa: E402
 from deepep_rt.doctor.findings import findings  # noqa: E402
-from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.jit import build, current_gpu  # noqa: E402
 
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "HYDI_", "SLURM_", "DEEPEP_RT_SHARE_GPUS")
 
@@ -138,9 +138,9 @@ def test_all_ranks_together(comm, monkeypatch):
 
 
 def test_the_log_line_of_a_buffer(comm, caplog):
-    before = jit.stats.hits + jit.stats.misses
+    before = build.stats.hits + build.stats.misses
     with caplog.at_level(logging.INFO, logger="deepep_rt"), make(comm, num_max_tokens_per_rank=64, hidden=1024):
-        arch = jit.current_arch()
+        arch = current_gpu.target_arch()
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Buffer of ")]
     if comm.Get_rank():
         assert lines == []
@@ -151,5 +151,5 @@ def test_the_log_line_of_a_buffer(comm, caplog):
     (line,) = lines
     assert line.startswith(f"Buffer of {comm.Get_size()} ranks: CUDA ({arch}), NVLink or PCIe peer access"), line
     assert f"{hint['total'] / 1e9:.2f} GB a rank" in line
-    assert line.endswith(f"kernels: {jit.stats.hits} from the cache and {jit.stats.misses} compiled"), line
-    assert jit.stats.hits + jit.stats.misses > before or before > 0
+    assert line.endswith(f"kernels: {build.stats.hits} from the cache and {build.stats.misses} compiled"), line
+    assert build.stats.hits + build.stats.misses > before or before > 0

@@ -11,8 +11,7 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 from deepep_rt.arrays import number_formats as fp8  # noqa: E402
-from deepep_rt.jit import build as jit  # noqa: E402
-from deepep_rt.jit import local_kernels  # noqa: E402
+from deepep_rt.jit import current_gpu, loader, local_kernels  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 from deepep_rt.torch import tensor_ops as torch_kernels  # noqa: E402
 
@@ -58,7 +57,7 @@ def bits(tensor):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("hidden", [128, 7168])
 def test_to_fp8(dtype, hidden):
-    if not has_fp8(jit.current_arch()):
+    if not has_fp8(current_gpu.target_arch()):
         return  # PyTorch's operators do it, and the next test says how well
     numbers = all_numbers(dtype)
     rows = numbers[: len(numbers) // hidden * hidden].view(-1, hidden)
@@ -155,7 +154,7 @@ def test_the_first_call_may_be_captured():
     """Kernels are loaded then, which no graph can hold."""
     x, kept = torch.ones(64, 1024, device="cuda"), torch.tensor([10], dtype=torch.int32, device="cuda")
     local_kernels._launcher.cache_clear()
-    jit._loaded.clear()
+    loader.LOADED.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch_kernels.zero_padding(x, kept)

@@ -17,7 +17,7 @@ from process_group import in_reverse  # noqa: E402
 from transports import transports  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError  # noqa: E402
-from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.jit import current_gpu  # noqa: E402
 from deepep_rt.kernels import structs  # noqa: E402
 from deepep_rt.kernels.layout import Layout  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
@@ -26,7 +26,7 @@ FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=T
 
 
 def formats():
-    return FORMATS if has_fp8(jit.current_arch()) else FORMATS[:1]
+    return FORMATS if has_fp8(current_gpu.target_arch()) else FORMATS[:1]
 
 
 @pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
@@ -491,7 +491,7 @@ def test_ranks_that_differ(comm):
     if comm.Get_size() == 1:
         return
     odd = comm.Get_rank() % 2
-    for what in ("topk_weights", "topk_idx", *(("x of", "x_scales") if has_fp8(jit.current_arch()) else ())):
+    for what in ("topk_weights", "topk_idx", *(("x of", "x_scales") if has_fp8(current_gpu.target_arch()) else ())):
         gpu, _ = make_both(comm, hidden=512, timeout_s=5.0)
         idx, weights = routing(comm, 96, 40, 8, gpu.config.num_experts)
         x = rows(comm, 96, 40, 512)

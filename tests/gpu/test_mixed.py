@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_buffers import TAKE_TURNS, make  # noqa: E402
 
-from deepep_rt.jit import build as jit  # noqa: E402
+from deepep_rt.jit import current_gpu  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 SIZES = dict(num_max_tokens_per_rank=48, hidden=1024, num_topk=4, low_latency=True, num_slots=3)
@@ -41,7 +41,7 @@ class Mix:
         self.last_event = None  # of the last call; each call runs after the one before
         self.replayed = Replayed(self)
         self.closing = False
-        self.formats = [False, True] if has_fp8(jit.current_arch()) else [False]
+        self.formats = [False, True] if has_fp8(current_gpu.target_arch()) else [False]
 
     def tokens(self, n=None):
         """Random tokens and routing, on the CPU and on the current stream of the GPU."""

@@ -7,7 +7,7 @@ import inspect
 import pytest
 from transports import transports
 
-from deepep_rt.jit import build as jit
+from deepep_rt.jit import current_gpu
 from deepep_rt.kernels.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ def test_check(check, settings, comm, monkeypatch):
     if check.__name__ == "check_subcommunicators" and comm.Get_size() % 2:
         return  # groups of different sizes over one NVSHMEM runtime are refused; symmetric.SymmetricMemory says why
     source = inspect.getsource(check)
-    if ("use_fp8=True" in source or "FORMATS" in source) and not has_fp8(jit.current_arch()):
+    if ("use_fp8=True" in source or "FORMATS" in source) and not has_fp8(current_gpu.target_arch()):
         return  # these GPUs have no FP8; test_low_latency runs all sizes without it
     monkeypatch.setattr(spmd, "backend", "cuda")
     monkeypatch.setattr(spmd, "more_settings", settings)

@@ -23,8 +23,7 @@ from deepep_rt.comm.timed_collectives import TimedCollectives
 from deepep_rt.cuda import driver
 from deepep_rt.cuda import nvshmem as symmetric
 from deepep_rt.cuda import topology as placement
-from deepep_rt.jit import build as jit
-from deepep_rt.jit import launch
+from deepep_rt.jit import current_gpu, launch, loader
 
 BASE = 1 << 40  # of symmetric memory
 OWN_STREAM, CALLERS_STREAM = 3, 11
@@ -80,10 +79,10 @@ class FakeGpu:
         self._pinned.append(ctypes.create_string_buffer(num_bytes))
         return ctypes.addressof(self._pinned[-1])
 
-    def load(self, kernel: Any, constants: Any, arch: str) -> jit.LoadedKernel:
+    def load(self, kernel: Any, constants: Any, arch: str) -> loader.LoadedKernel:
         handle = len(self.constants) + 1
         self.constants[handle] = kernel, constants
-        return jit.LoadedKernel(handle, constants[kernel.threads], 0)
+        return loader.LoadedKernel(handle, constants[kernel.threads], 0)
 
     def launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, constants = self.constants[function]
@@ -214,8 +213,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(
         launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch, CUfunction=int)
     )
-    monkeypatch.setattr(jit, "load", fake.load)
-    monkeypatch.setattr(jit, "current_arch", lambda: "sm_90")
+    monkeypatch.setattr(loader, "load", fake.load)
+    monkeypatch.setattr(current_gpu, "target_arch", lambda: "sm_90")
     monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake

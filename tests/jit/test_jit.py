@@ -21,8 +21,7 @@ import pytest
 import deepep_rt
 from deepep_rt import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from deepep_rt.config import COMBINE_DTYPES, Config
-from deepep_rt.jit import build as jit
-from deepep_rt.jit import compiler as toolchain
+from deepep_rt.jit import build, compiler, current_gpu, libraries, loader
 from deepep_rt.jit.cache import SUFFIX
 from deepep_rt.kernels import structs
 from deepep_rt.kernels.layout import Layout
@@ -121,11 +120,11 @@ def test_constants_of_a_kernel() -> None:
 
 
 def test_build_compiles_once_and_knows_what_it_made(sources: Path, cache: Path) -> None:
-    before = jit.stats.hits, jit.stats.misses
-    first = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
-    second = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    before = build.stats.hits, build.stats.misses
+    first = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    second = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     assert (first.compiled, second.compiled) == (True, False)
-    assert (jit.stats.hits - before[0], jit.stats.misses - before[1]) == (1, 1)
+    assert (build.stats.hits - before[0], build.stats.misses - before[1]) == (1, 1)
     assert first.code == second.code
     assert first.code.startswith(b"\x7fELF")
     assert second.info == first.info
@@ -137,19 +136,19 @@ def test_build_compiles_once_and_knows_what_it_made(sources: Path, cache: Path) 
     assert (info["stack_bytes"], info["spill_stores"], info["spill_loads"]) == (0, 0, 0)
     assert info["bytes"] == len(first.code)
     assert info["constants"] == {name: CONSTANTS[name] for name in CONSTANTS if name not in ("kUnused", "kFactorial")}
-    assert info["versions"] == {"deepep_rt": deepep_rt.__version__, "nvrtc": toolchain.nvrtc_version()}
+    assert info["versions"] == {"deepep_rt": deepep_rt.__version__, "nvrtc": libraries.nvrtc_version()}
     assert info["nvshmem"] is False
     assert info["created"].endswith("+00:00")
 
 
 def test_ptx_needs_no_driver(sources: Path, cache: Path) -> None:
-    built = jit.build(TINY, CONSTANTS, "compute_80", folder=sources)
+    built = build.build(TINY, CONSTANTS, "compute_80", folder=sources)
     assert b".entry tiny" in built.code
     assert built.info["registers"] is None
 
 
 def _key(sources: Path, arch: str = "sm_90", **constants: int) -> str:
-    return jit.build(TINY, {**CONSTANTS, **constants}, arch, folder=sources).key
+    return build.build(TINY, {**CONSTANTS, **constants}, arch, folder=sources).key
 
 
 def test_key_follows_everything_that_decides_the_code(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,19 +159,19 @@ def test_key_follows_everything_that_decides_the_code(sources: Path, cache: Path
     keys.add(_key(sources))
     (sources / "tiny.cu").write_text(SOURCE + "\n")
     keys.add(_key(sources))
-    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "99.0")
+    monkeypatch.setattr(libraries, "nvrtc_version", lambda: "99.0")
     keys.add(_key(sources))
-    monkeypatch.setattr(jit, "_OPTIONS", [*jit._OPTIONS, "--use_fast_math"])
+    monkeypatch.setattr(build, "_OPTIONS", [*build._OPTIONS, "--use_fast_math"])
     keys.add(_key(sources))
     assert len(keys) == 8
 
 
 def test_ptx_is_linked_for_the_gpu_at_hand(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another GPU that shares the cache needs other code."""
-    monkeypatch.setattr(jit, "device_arch", lambda: "sm_90")
-    assert [jit._link_arch(arch) for arch in ("compute_80", "sm_100")] == ["sm_90", "sm_100"]
-    monkeypatch.setattr(jit, "_versions", lambda nvshmem: {})
-    keys = {jit._key(TINY, CONSTANTS, "compute_80", arch, sources) for arch in ("sm_90", "sm_100")}
+    monkeypatch.setattr(current_gpu, "arch", lambda: "sm_90")
+    assert [build._link_arch(arch) for arch in ("compute_80", "sm_100")] == ["sm_90", "sm_100"]
+    monkeypatch.setattr(build, "_versions", lambda nvshmem: {})
+    keys = {build._key(TINY, CONSTANTS, "compute_80", arch, sources) for arch in ("sm_90", "sm_100")}
     assert len(keys) == 2
 
 
@@ -193,7 +192,7 @@ def test_errors_show_the_real_file_and_line(sources: Path, cache: Path, name: st
     lines[line - 1] += " int wrong = no_such_name;"
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(EPCompileError, match="no_such_name") as caught:
-        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     assert f"{path.resolve()}({line}): error" in str(caught.value)
     assert "tiny did not compile for sm_90" in str(caught.value)
     assert not list(cache.glob(f"*/*{SUFFIX}"))
@@ -202,43 +201,43 @@ def test_errors_show_the_real_file_and_line(sources: Path, cache: Path, name: st
 def test_python_and_the_compiler_must_agree_on_a_struct(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structs.CStruct, "size", lambda self, constants: 1)
     with pytest.raises(EPCompileError, match=r"static assertion failed|static_assert"):
-        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
 
 
 def test_a_missing_source_is_named(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(EPCompileError, match=r"kernel tiny cannot be read.*tiny\.cu"):
-        jit.build(TINY, CONSTANTS, "sm_90", folder=tmp_path)
+        build.build(TINY, CONSTANTS, "sm_90", folder=tmp_path)
 
 
 def test_unknown_architectures_are_refused_with_the_known_ones(sources: Path, cache: Path) -> None:
-    with pytest.raises(EPCompileError, match=r"does not know sm_999; it knows .*sm_90"):
-        jit.build(TINY, CONSTANTS, "sm_999", folder=sources)
+    with pytest.raises(EPCompileError, match=r"arch='sm_999'; expected one that NVRTC .* knows: .*sm_90"):
+        build.build(TINY, CONSTANTS, "sm_999", folder=sources)
     with pytest.raises(EPConfigError, match="arch='sm_70'; expected sm_80 or newer"):
-        jit.build(TINY, CONSTANTS, "sm_70", folder=sources)
+        build.build(TINY, CONSTANTS, "sm_70", folder=sources)
     with pytest.raises(EPConfigError, match="arch='hopper'"):
-        jit.build(TINY, CONSTANTS, "hopper", folder=sources)
+        build.build(TINY, CONSTANTS, "hopper", folder=sources)
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999, 0])
 def test_a_truncated_entry_is_compiled_again(sources: Path, cache: Path, caplog: pytest.LogCaptureFixture, keep: float) -> None:
-    first = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    first = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     (path,) = cache.glob(f"*/*{SUFFIX}")
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep)])
-    again = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    again = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     assert again.compiled
     assert again.code == first.code
     assert "corrupt" in caplog.text
-    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
 
 
 def test_an_entry_of_other_sizes_under_this_key_is_compiled_again(
     sources: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, other = (jit.build(TINY, {**CONSTANTS, "kFactor": factor}, "sm_90", folder=sources) for factor in (7, 8))
+    first, other = (build.build(TINY, {**CONSTANTS, "kFactor": factor}, "sm_90", folder=sources) for factor in (7, 8))
     assert first.code != other.code
     shutil.copy(cache / "sm_90" / f"{other.key}{SUFFIX}", cache / "sm_90" / f"{first.key}{SUFFIX}")
-    again = jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    again = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     assert (again.compiled, again.code) == (True, first.code)
     assert "it is the entry of another kernel" in caplog.text
 
@@ -247,15 +246,15 @@ def test_an_entry_of_another_kernel_or_version_is_compiled_again(
     sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the key is right: it names the code only as long as nothing is wrong with how it is made."""
-    jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     (key,) = (path.stem for path in cache.glob(f"*/*{SUFFIX}"))
-    monkeypatch.setattr(jit, "_key", lambda *_: key)
-    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
-    monkeypatch.setattr(jit, "_versions", lambda nvshmem: {"nvrtc": "99.0"})
-    assert jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
-    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    monkeypatch.setattr(build, "_key", lambda *_: key)
+    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    monkeypatch.setattr(build, "_versions", lambda nvshmem: {"nvrtc": "99.0"})
+    assert build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
     (sources / "other.cu").write_text(SOURCE.replace("tiny(", "other("))
-    assert jit.build(replace(TINY, name="other"), CONSTANTS, "sm_90", folder=sources).compiled
+    assert build.build(replace(TINY, name="other"), CONSTANTS, "sm_90", folder=sources).compiled
 
 
 def test_an_unwritable_cache_is_explained_before_anything_is_compiled(
@@ -263,32 +262,32 @@ def test_an_unwritable_cache_is_explained_before_anything_is_compiled(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(toolchain, "compile_unit", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(compiler, "compile_unit", lambda *_: pytest.fail("compiled"))
     with pytest.raises(EPCacheError, match="DEEPEP_RT_CACHE_DIR") as caught:
-        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     assert str(tmp_path / "file" / "cache") in str(caught.value)
 
 
 def test_assert_cached_forbids_compiling(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     with pytest.raises(EPCacheError) as caught:
-        jit.build(TINY, CONSTANTS, "sm_90", folder=sources)
+        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
     monkeypatch.delenv("DEEPEP_RT_ASSERT_CACHED")
-    key = jit.build(TINY, CONSTANTS, "sm_90", folder=sources).key
+    key = build.build(TINY, CONSTANTS, "sm_90", folder=sources).key
     assert all(part in str(caught.value) for part in ("DEEPEP_RT_ASSERT_CACHED", "tiny", "sm_90", key))
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
-    assert not jit.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
 
 
 def test_missing_nvrtc_names_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    toolchain.nvrtc_version.cache_clear()
+    libraries.nvrtc_version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(EPUnavailableError, match=r"NVRTC is not installed.*deepep_rt\[cuda12\].*deepep_rt\[cuda13\]"):
-        toolchain.nvrtc_version()
+        libraries.nvrtc_version()
 
 
 @pytest.mark.parametrize(
-    ("version", "wheel"), [(toolchain.nvrtc_version, "nvidia-cuda-nvrtc"), (toolchain.nvjitlink_version, "nvidia-nvjitlink")]
+    ("version", "wheel"), [(libraries.nvrtc_version, "nvidia-cuda-nvrtc"), (libraries.nvjitlink_version, "nvidia-nvjitlink")]
 )
 def test_versions_name_the_patch_release(version: Callable[[], str], wheel: str) -> None:
     """Which may make other code, and so is part of the key."""
@@ -321,27 +320,27 @@ def test_where_the_patch_release_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         lambda name: SimpleNamespace(version=wheels[name], locate_file=lambda part: tmp_path / "site" / part),
     )
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", lambda name: SimpleNamespace(abs_path=str(tmp_path / "link.so")))
-    assert toolchain._with_patch("12.9", "nvrtc", "nvidia-cuda-nvrtc") == version
+    assert libraries._with_patch("12.9", "nvrtc", "nvidia-cuda-nvrtc") == version
 
 
 WORKER = """
 import json, os, sys, time
 from dataclasses import replace
 from pathlib import Path
-from deepep_rt.jit import build as jit, compiler as toolchain
+from deepep_rt.jit import build, compiler
 from deepep_rt.kernels.table import Kernel
 folder, go, params, constants = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 kernel = Kernel("tiny", params, threads="kTinyThreads", shared="kTinyShared")
-toolchain.known_archs()
-compile_unit = toolchain.compile_unit
+compiler.known_archs()
+compile_unit = compiler.compile_unit
 def slow(*args):
     time.sleep(0.3)  # everybody else arrives meanwhile
     return compile_unit(*args)
-toolchain.compile_unit = slow
+compiler.compile_unit = slow
 Path(f"{go}.{os.getpid()}").touch()
 while not go.exists():
     time.sleep(0.001)
-print(json.dumps([jit.build(kernel, constants, "sm_90", folder=folder).compiled, jit.stats.misses]))
+print(json.dumps([build.build(kernel, constants, "sm_90", folder=folder).compiled, build.stats.misses]))
 """
 
 
@@ -382,22 +381,22 @@ info    : used 32 registers, used 0 barriers, 560 stack, 416 bytes smem, 400 byt
 
 
 def test_usage_is_that_of_the_entry_point() -> None:
-    assert toolchain.usage(LOG, "ring") == toolchain.Usage(24, 400, 64, 4, 12)
+    assert compiler.usage(LOG, "ring") == compiler.Usage(24, 400, 64, 4, 12)
 
 
 def test_linking_may_raise_the_registers() -> None:
-    assert toolchain.usage(LOG, "ring", LINK_LOG) == toolchain.Usage(32, 416, 64, 4, 12)
+    assert compiler.usage(LOG, "ring", LINK_LOG) == compiler.Usage(32, 416, 64, 4, 12)
 
 
 def test_no_figures_are_not_zero() -> None:
-    assert toolchain.usage("", "ring") == toolchain.Usage(None, None, None, None, None)
+    assert compiler.usage("", "ring") == compiler.Usage(None, None, None, None, None)
 
 
 def test_a_stack_frame_is_seen(sources: Path, cache: Path) -> None:
     (sources / "inner.cuh").write_text(
         "__device__ int twice(int x) { int b[64]; for (int i = 0; i < 64; ++i) b[(i * x) & 63] = i * kFactor; return b[x & 63]; }\n"
     )
-    assert jit.build(TINY, CONSTANTS, "sm_90", folder=sources).info["stack_bytes"] >= 256
+    assert build.build(TINY, CONSTANTS, "sm_90", folder=sources).info["stack_bytes"] >= 256
 
 
 # --- load --------------------------------------------------------------------------------------------------------------------------
@@ -406,22 +405,22 @@ def test_a_stack_frame_is_seen(sources: Path, cache: Path) -> None:
 def test_load_is_a_look_up_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def load(kernel: Kernel, constants: dict[str, int], arch: str) -> jit.LoadedKernel:
+    def load(kernel: Kernel, constants: dict[str, int], arch: str) -> loader.LoadedKernel:
         calls.append((kernel.name, arch))
-        return jit.LoadedKernel(1, 64, 0)
+        return loader.LoadedKernel(1, 64, 0)
 
-    monkeypatch.setattr(jit, "_load", load)
-    monkeypatch.setattr(jit, "current_context", lambda: 1)
-    monkeypatch.setattr(jit, "_loaded", {})
-    first = jit.load(TINY, CONSTANTS, "sm_90")
-    monkeypatch.setattr(jit, "build", lambda *_: pytest.fail("not on the hot path"))
-    monkeypatch.setattr(jit, "_key", lambda *_: pytest.fail("not on the hot path"))
-    assert jit.load(TINY, dict(CONSTANTS), "sm_90") is first
-    jit.load(TINY, {**CONSTANTS, "kFactor": 8}, "sm_90")
-    monkeypatch.setattr(jit, "current_context", lambda: 2)  # another GPU of the same process
-    jit.load(TINY, CONSTANTS, "sm_90")
+    monkeypatch.setattr(loader, "_load", load)
+    monkeypatch.setattr(current_gpu, "context", lambda: 1)
+    monkeypatch.setattr(loader, "LOADED", {})
+    first = loader.load(TINY, CONSTANTS, "sm_90")
+    monkeypatch.setattr(loader, "build", lambda *_: pytest.fail("not on the hot path"))
+    monkeypatch.setattr(build, "_key", lambda *_: pytest.fail("not on the hot path"))
+    assert loader.load(TINY, dict(CONSTANTS), "sm_90") is first
+    loader.load(TINY, {**CONSTANTS, "kFactor": 8}, "sm_90")
+    monkeypatch.setattr(current_gpu, "context", lambda: 2)  # another GPU of the same process
+    loader.load(TINY, CONSTANTS, "sm_90")
     monkeypatch.setenv("DEEPEP_RT_ARCH", "compute_80")
-    jit.load(TINY, CONSTANTS, jit.current_arch())
+    loader.load(TINY, CONSTANTS, current_gpu.target_arch())
     assert calls == [("tiny", "sm_90")] * 3 + [("tiny", "compute_80")]
 
 
@@ -437,8 +436,8 @@ def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuKernelGetFunction", lambda kernel: (success, 7))
     monkeypatch.setattr(driver, "cuFuncSetAttribute", lambda function, name, value: asked.append(value) or (success,))
     for code in (b"\x7fELF cubin", b".version 8.0"):
-        monkeypatch.setattr(jit, "build", lambda *_, code=code: SimpleNamespace(code=code))
-        assert jit._load(TINY, CONSTANTS, "sm_90") == jit.LoadedKernel(7, 64, 1024)
+        monkeypatch.setattr(loader, "build", lambda *_, code=code: SimpleNamespace(code=code))
+        assert loader._load(TINY, CONSTANTS, "sm_90") == loader.LoadedKernel(7, 64, 1024)
     assert given == [b"\x7fELF cubin", b".version 8.0\0"]
     assert asked == [1024, 1024]
 
@@ -460,7 +459,7 @@ SHAPES = {
 
 def _archs() -> list[str]:
     try:
-        return [arch for arch in ("sm_80", "sm_90", "sm_100") if arch in toolchain.known_archs()]
+        return [arch for arch in ("sm_80", "sm_90", "sm_100") if arch in compiler.known_archs()]
     except EPUnavailableError:
         return []
 
@@ -481,8 +480,8 @@ def test_every_kernel_compiles_without_spills(
     constants = kernel_constants(Layout(config), arch, kernel, dtype)
     if arch == "sm_100":
         # NVSHMEM's library for CUDA 12 has no sm_100 code: nvJitLink compiles all of it, for two minutes. Spills are known before.
-        monkeypatch.setattr(toolchain, "link_nvshmem", lambda code, *_: (code, ""))
-    built = jit.build(kernel, constants, arch)
+        monkeypatch.setattr(compiler, "link_nvshmem", lambda code, *_: (code, ""))
+    built = build.build(kernel, constants, arch)
     assert built.code.startswith(b"\x7fELF")
     assert built.info["registers"] > 0
     assert (built.info["spill_stores"], built.info["spill_loads"]) == (0, 0)
@@ -498,13 +497,13 @@ def test_undefined_symbols_are_named_by_the_linker(sources: Path, cache: Path) -
     kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", low_latency=True)
     (sources / "inner.cuh").write_text("__device__ int twice(int x);\n")
     with pytest.raises(EPCompileError, match=r"tiny did not link for sm_90 with .*libnvshmem_device\.a") as caught:
-        jit.build(kernel, {**CONSTANTS, "kRanksPerNode": 1}, "sm_90", folder=sources)
+        build.build(kernel, {**CONSTANTS, "kRanksPerNode": 1}, "sm_90", folder=sources)
     assert "twice" in str(caught.value)
 
 
 def test_nvshmem_is_found_beside_its_host_library_also_where_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
-    loaded = toolchain.nvshmem()
+    loaded = libraries.nvshmem()
     assert list(loaded.device_library.parent.glob("libnvshmem_host.so*"))
     assert re.fullmatch(r"3\.\d+\.\d+", loaded.version)
     pytest.importorskip("nvidia.nvshmem", reason="only the wheel is looked for without loading")
@@ -513,4 +512,4 @@ def test_nvshmem_is_found_beside_its_host_library_also_where_that_cannot_be_load
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", refuse)
-    assert toolchain.nvshmem.__wrapped__() == loaded
+    assert libraries.nvshmem.__wrapped__() == loaded

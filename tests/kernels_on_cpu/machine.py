@@ -41,8 +41,7 @@ from deepep_rt.cuda import driver, stream_memory
 from deepep_rt.cuda import nvshmem as symmetric
 from deepep_rt.cuda import topology as placement
 from deepep_rt.cuda.stream_memory import StreamMemory
-from deepep_rt.jit import build as jit
-from deepep_rt.jit import launch
+from deepep_rt.jit import current_gpu, launch, loader
 
 from . import compiler
 
@@ -375,11 +374,11 @@ class Machine(AbstractContextManager):
         stream = self._stream(number)
         self._wait(lambda: not stream.queue)
 
-    def _load(self, kernel: Any, constants: Any, arch: str) -> jit.LoadedKernel:
+    def _load(self, kernel: Any, constants: Any, arch: str) -> loader.LoadedKernel:
         shared_bytes = constants[kernel.shared] if kernel.shared else 0
         address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src, every_access=self._weak_memory))
         self._functions.append((kernel, kernel.struct.dtype(constants).itemsize, address))
-        return jit.LoadedKernel(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
+        return loader.LoadedKernel(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
 
     def _launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, num_bytes, address = self._functions[function]
@@ -462,8 +461,8 @@ class Machine(AbstractContextManager):
         patch(launch, "driver", launcher)
         patch(monitor, "os", SimpleNamespace(sched_yield=self.pause))
         patch(runtime, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
-        patch(jit, "load", self._load)
-        patch(jit, "current_arch", lambda: self.arch)
+        patch(loader, "load", self._load)
+        patch(current_gpu, "target_arch", lambda: self.arch)
         patch(cuda_backend, "choose_device", lambda comm, _: comm.Get_rank())
         patch(stream_memory, "StreamMemory", _Kept)
         patch(symmetric, "SymmetricMemory", Memory)

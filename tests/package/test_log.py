@@ -12,7 +12,7 @@ from launch import python_on
 
 import deepep_rt
 from deepep_rt.backends import agreement
-from deepep_rt.jit import build as jit
+from deepep_rt.jit import build
 
 PROGRAM = """
 import logging, sys
@@ -44,7 +44,7 @@ def test_one_line_for_each_buffer_from_rank_0() -> None:
 
 
 def test_the_line_tells_what_a_buffer_consists_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "stats", jit.Stats(hits=3, misses=2))
+    monkeypatch.setattr(build, "stats", build.Stats(hits=3, misses=2))
 
     class Rank:
         def __init__(self, rank: int) -> None:

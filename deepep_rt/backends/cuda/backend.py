@@ -14,7 +14,7 @@ from ...config import Config
 from ...cuda import driver, nvshmem
 from ...cuda.topology import choose_device
 from ...errors import EPOutOfMemoryError
-from ...jit import build as jit
+from ...jit import current_gpu
 from ...kernels.layout import Layout
 from ...network import NetworkOptions
 from ..agreement import announce
@@ -57,7 +57,7 @@ class CudaBackend:
         with self._consensus.step():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # other Buffers of this process may have left free memory there
-            free_bytes, arch = driver.free_bytes(), jit.current_arch()
+            free_bytes, arch = driver.free_bytes(), current_gpu.target_arch()
             nvshmem.load()
         self.call_lock = CallLock(self.context)
         self.tables = CudaHandleTables(self.info, layout)

@@ -14,7 +14,7 @@ from ...cuda.nvshmem import SymmetricMemory
 from ...cuda.pool import Slots
 from ...cuda.stream_memory import StreamPool
 from ...errors import EPDestroyedError
-from ...jit import build as jit
+from ...jit import loader
 from ...jit.launch import Launcher
 from ...kernels.layout import Layout
 from ...kernels.source import kernel_constants
@@ -97,7 +97,7 @@ class CudaRuntime:
         if launcher is None:
             kernel = KERNELS[name]
             constants = kernel_constants(self.layout, self._arch, kernel, dtype)
-            function = jit.load(kernel, constants, self._arch)
+            function = loader.load(kernel, constants, self._arch)
             fixed = {
                 "peers": self.memory.peers,
                 "state": self.state,

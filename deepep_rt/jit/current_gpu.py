@@ -8,22 +8,22 @@ from .. import _env
 from ..errors import EPUnavailableError
 
 
-def current_arch() -> str:
+def target_arch() -> str:
     """Return the target to compile for: `DEEPEP_RT_ARCH`, or the current GPU's architecture.
 
     Raises:
         EPUnavailableError: if there is no GPU, or none is current.
     """
-    return _env.arch() or device_arch()
+    return _env.arch() or arch()
 
 
-def device_arch() -> str:
+def arch() -> str:
     """Return the current GPU's architecture, such as "sm_90"."""
-    return _arch_of(current_context())
+    return _arch_of(context())
 
 
 @functools.cache
-def _arch_of(context: int) -> str:
+def _arch_of(current: int) -> str:
     from cuda.bindings import driver  # programs without a GPU may lack the bindings
 
     from ..cuda.driver import ok
@@ -35,17 +35,19 @@ def _arch_of(context: int) -> str:
     return "sm_" + "".join(map(str, parts))
 
 
-def current_context() -> int:
+def context() -> int:
     """Return the current CUDA context."""
     try:
         from cuda.bindings import driver
 
-        status, context = driver.cuCtxGetCurrent()
+        status, current = driver.cuCtxGetCurrent()
     except (ImportError, RuntimeError, OSError) as error:
-        raise EPUnavailableError(f"no CUDA driver ({error}). Without a driver, kernels can be compiled but not loaded.") from error
-    if status or not int(context):
+        raise EPUnavailableError(
+            f"no CUDA driver ({error}). Without a driver, kernels can be compiled but not loaded."
+        ) from error
+    if status or not int(current):
         reason = f" ({status.name})" if status else ""
         raise EPUnavailableError(
             f"no CUDA context is current in this thread{reason}. Choose a GPU first, for example with torch.cuda.set_device(0)."
         )
-    return int(context)
+    return int(current)
