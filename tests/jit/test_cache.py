@@ -16,7 +16,7 @@ import pytest
 from entries import entry
 
 from deepep_rt import EPCacheError, EPConfigError
-from deepep_rt.jit import cache
+from deepep_rt.jit import cache, cache_lock
 from deepep_rt.jit.cache import SUFFIX, CorruptEntry, KernelCache
 
 ENTRY = entry(code=bytes(range(256)) * 5)
@@ -197,7 +197,8 @@ def test_waiting_outlasts_the_slowest_kernel(tmp_path: Path, monkeypatch: pytest
         if now > 300:
             holder.close()
 
-    monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    for module in (cache, cache_lock):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     assert holder.enter_context(store.locked("sm_100", KEY))
     with store.locked("sm_100", KEY) as got:
         assert got

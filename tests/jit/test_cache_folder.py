@@ -156,9 +156,9 @@ def test_lengths_that_are_wrong(store: KernelCache) -> None:
 
 def test_a_huge_file_is_not_read(store: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     size = file_of(store).stat().st_size
-    monkeypatch.setattr(cache, "_MOST_BYTES", size)
+    monkeypatch.setattr(cache, "MAX_ENTRY_BYTES", size)
     assert store.get("sm_90", KEY) == entry()
-    monkeypatch.setattr(cache, "_MOST_BYTES", size - 1)
+    monkeypatch.setattr(cache, "MAX_ENTRY_BYTES", size - 1)
     assert reason(store) == f"it has more than {size - 1} bytes"
 
 
