@@ -1,4 +1,4 @@
-"""What only GPUs have: frameworks' arrays, streams, graphs, pools, time-outs; against the host backend, bit for bit."""
+"""The throughput calls on GPUs: frameworks, streams, graphs, pools and timeouts, against the host backend, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of every GPU, in every rank
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX allocates most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
 from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # noqa: E402
@@ -33,7 +33,7 @@ def same_dispatch(got, want, num_rows=None):
 def round_trip(
     comm, gpu, host, seed, num_tokens, num_topk, *, dtype=torch.bfloat16, idx_dtype=torch.int64, scales=False, one_rank=False
 ):
-    """Dispatch and combine on both backends; everything must agree to the last bit."""
+    """Dispatch and combine on both backends, and compare all results bit for bit."""
     experts, hidden = gpu.config.num_experts, gpu.config.hidden
     idx, weights = routing(comm, seed, num_tokens, num_topk, experts, dtype=idx_dtype, one_rank=one_rank)
     x = rows(comm, seed, num_tokens, hidden, dtype=dtype)
@@ -52,7 +52,7 @@ def round_trip(
     return got, want
 
 
-# Of the first and the last, rows are not whole lines of 128 bytes.
+# Rows of the first and the last size are no multiples of 128 bytes.
 @pytest.mark.parametrize("hidden", [520, 2880, 4096, 5120, 7168, 7184])
 @pytest.mark.parametrize(
     ("num_topk", "idx_dtype"), [(1, torch.int32), (4, torch.int64), (8, torch.int64), (9, torch.int32), (32, torch.int64)]
@@ -77,7 +77,7 @@ def test_payloads(comm, dtype, hidden):
 
 
 def test_200_rounds(comm):
-    """Back to back, all sizes, with delays on one rank now and then: memory that is reused too early would show."""
+    """Calls of all sizes without pauses, with a delay on one rank in every fifth round. They show early reuse of memory."""
     rng = np.random.default_rng(7)  # the same on all ranks
     with (
         make(comm, hidden=1024, num_max_tokens_per_rank=256) as gpu,
@@ -91,7 +91,7 @@ def test_200_rounds(comm):
             gpu.num_sms = (24, 3, 64)[i % 3]
             tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
             held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
-            if len(held) > i % 3:  # results live on while others come and go
+            if len(held) > i % 3:  # keep some results during later calls
                 same_dispatch(*held.pop(0))
 
 
@@ -115,7 +115,7 @@ def test_known_routing_and_fixed_size(comm):
 
 
 def test_counts_belong_to_the_caller(comm):
-    """Who writes to them does not write to the handle."""
+    """A write to them does not change the handle."""
     with make(comm) as gpu, make(comm, "host") as host:
         first, want = round_trip(comm, gpu, host, 15, 100, 8)
         for counts in (first.num_recv_tokens, first.num_recv_tokens_per_expert):
@@ -127,7 +127,7 @@ def test_counts_belong_to_the_caller(comm):
 
 
 def test_graph(comm):
-    """Captured once, replayed with changed inputs; also between ordinary calls."""
+    """Capture once, and replay with changed inputs, also between ordinary calls."""
     with make(comm) as gpu, make(comm, "host") as host:
         worst = 256 * comm.Get_size()
         x = rows(comm, 30, 256, 7168)
@@ -159,7 +159,7 @@ def test_graph(comm):
 
 
 def test_streams(comm):
-    """async_finish, previous_event and stream: results are right although the caller's stream is busy."""
+    """Results with async_finish, previous_event and stream are right while the caller's stream is busy."""
     with make(comm) as gpu, make(comm, "host") as host:
         idx, weights = routing(comm, 50, 200, 8, gpu.config.num_experts)
         for seed in range(51, 57):
@@ -184,14 +184,16 @@ def test_streams(comm):
 
 
 def test_two_micro_batches_overlap(comm):
-    """A dispatch waits for those who still read its own memory, and not for the experts of another micro-batch."""
+    """A dispatch waits for readers of its own memory, and not for the experts of another micro-batch."""
     with make(comm, num_slots=2) as gpu:
         idx, weights = routing(comm, 58, 200, 8, gpu.config.num_experts)
         x = rows(comm, 58, 200, 7168)
-        x.sum()  # a kernel's first launch loads it, for which the host may wait for all that the GPU holds
+        x.sum()  # the first launch of a kernel loads it, and may wait for all work on the GPU
         asked = torch.cuda.Event()
         asked.record()
-        send = dict(async_finish=True, previous_event=asked)  # x is there: it need not wait for the caller's stream
+        send = dict(
+            async_finish=True, previous_event=asked
+        )  # x is ready, so the call does not have to wait for the caller's stream
         first = gpu.dispatch(x, idx, weights, **send)
         first.event.wait()
         torch.cuda._sleep(int(1.5e9))  # about a second
@@ -201,16 +203,16 @@ def test_two_micro_batches_overlap(comm):
         del first
         second = gpu.dispatch(x, idx, weights, **send)
         second.event.synchronize()
-        assert not done.query(), "the second waited for the experts of the first"
-        third = gpu.dispatch(x, idx, weights, **send)  # needs as much room as the first had, and finds it there alone
+        assert not done.query(), "the second dispatch waited for the experts of the first"
+        third = gpu.dispatch(x, idx, weights, **send)  # only the memory of the first is large enough
         third.event.synchronize()
-        assert done.query(), "the third got the memory of the first before its rows were read"
+        assert done.query(), "the third dispatch got the memory of the first before the experts had read it"
         same(third.recv_x, second.recv_x)
 
 
 @pytest.mark.parametrize("call", ["dispatch", "low_latency_dispatch"])
-def test_rows_that_are_dropped_before_another_stream_has_read_them(comm, call):
-    """The next call has to wait for the stream that is current when the rows are dropped: it gets their memory."""
+def test_rows_dropped_before_another_stream_has_read_them(comm, call):
+    """The next call gets their memory. It has to wait for the stream that was current when the caller dropped the rows."""
     with make(comm, num_slots=1, low_latency=True, num_max_tokens_per_rank=64) as gpu:
         idx, weights = routing(comm, 59, 64, 8, gpu.config.num_experts)
         first, second = (rows(comm, seed, 64, 7168) for seed in (59, 60))
@@ -220,7 +222,9 @@ def test_rows_that_are_dropped_before_another_stream_has_read_them(comm, call):
                 return gpu.dispatch(x, idx, weights).recv_x
             return gpu.low_latency_dispatch(x, idx, use_fp8=False).recv_x
 
-        want = send(first).clone()  # with the rows that low latency leaves as they are: all calls get one piece of memory
+        want = send(
+            first
+        ).clone()  # low latency does not write some rows; these stay equal, because all calls get the same memory
         read, done = torch.empty_like(want), torch.cuda.Event()
         calls, compute = torch.cuda.Stream(), torch.cuda.current_stream()
         calls.wait_stream(compute)
@@ -232,16 +236,16 @@ def test_rows_that_are_dropped_before_another_stream_has_read_them(comm, call):
         done.record()
         place = arrived.data_ptr()
         del arrived
-        assert not done.query(), "the rows were read before they were dropped: nothing is tested"
+        assert not done.query(), "the read ended before the drop, so this run tests nothing"
         with torch.cuda.stream(calls):
             again = send(second)
-        assert again.data_ptr() == place, "it got other memory: nothing is tested"
+        assert again.data_ptr() == place, "the call got other memory, so this run tests nothing"
         torch.cuda.synchronize()
         same(read, want)
 
 
-def test_results_let_their_arguments_go(comm):
-    """Results are made when somebody looks at them, and must not keep what the caller has dropped until then."""
+def test_results_do_not_hold_arguments(comm):
+    """A result makes its arrays on the first access. Until then it must not hold arguments that the caller has dropped."""
     with make(comm, low_latency=True, num_max_tokens_per_rank=64) as buffer:
         idx, weights = routing(comm, 1, 20, 8, buffer.config.num_experts)
         x = rows(comm, 1, 20, 7168)
@@ -259,7 +263,7 @@ def test_results_let_their_arguments_go(comm):
 
 
 def test_pool_is_full(comm):
-    """Results outlive the pool: they are copied out, or refused."""
+    """The caller holds more results than the pool has room for. The Buffer copies them, or raises."""
     with make(comm, num_slots=1) as gpu, make(comm, "host") as host:
         held = [round_trip(comm, gpu, host, 60 + i, 400, 8) for i in range(6)]
         for got, want in held:
@@ -294,7 +298,7 @@ def test_other_frameworks(comm):
         device = next(d for d in jax.local_devices() if d.local_hardware_id == gpu._backend.info.device)
         arrays = [jax.device_put(t.cpu().numpy(), device) for t in (x, idx, weights)]
         with torch.cuda.stream(torch.cuda.ExternalStream(gpu._backend.runtime.order.own_stream)):
-            torch.cuda._sleep(int(50e6))  # JAX's stream has to wait for the rows
+            torch.cuda._sleep(int(50e6))  # so JAX's stream has to wait for the rows
         sent = gpu.dispatch(*arrays, num_worst_tokens=50 * comm.Get_size())
         np.testing.assert_array_equal(np.asarray(sent.recv_x)[: len(want.recv_x)], want.recv_x.numpy())
         sent = gpu.dispatch(*arrays)
@@ -323,7 +327,7 @@ def test_bad_input_leaves_the_buffer_usable(comm):
 
 
 def test_ranks_that_differ(comm):
-    """Ranks whose arguments would make them write over each other's results are told, and go on."""
+    """With such arguments, ranks would overwrite each other's results. All ranks raise, and the Buffer stays usable."""
     if comm.Get_size() == 1:
         return
     odd = comm.Get_rank() % 2
@@ -340,18 +344,18 @@ def test_ranks_that_differ(comm):
         )
         for what, call in wrong:
             torch.cuda.synchronize()
-            torch.cuda._sleep(50_000_000)  # a call that does not wait for counts has returned before the ranks meet
+            torch.cuda._sleep(50_000_000)  # so a call that does not wait for counts returns before its kernel runs
             result = None
             with pytest.raises(EPInputError, match=rf"the ranks disagree on the {what}.*rank \d: .*rank \d: .*No rows were sent"):  # noqa: PT012
-                result = call()  # raises where the host waits for counts
+                result = call()  # raises if the host waits for counts
                 gpu.synchronize()
             if what == "topk_idx":
-                assert (result.recv_topk_idx == -1).all()  # whoever goes on with it finds no token
+                assert (result.recv_topk_idx == -1).all()  # a caller that uses the result finds no token
             round_trip(comm, gpu, host, 93, 40, 8)
 
 
 def test_late_rank(comm):
-    """The last rank stays away: the others say who is missing, at which point, and within the limit."""
+    """The last rank makes no call. The others name it and the phase, within the limit."""
     if comm.Get_size() == 1:
         return
     late = comm.Get_size() - 1
@@ -378,8 +382,8 @@ def test_late_rank(comm):
         comm.Barrier()
 
 
-def test_a_rank_that_an_error_throws_out(comm):
-    """The others stop waiting for it, on the GPU too, and hear why; nobody waits in destroy; the next Buffer works."""
+def test_a_rank_that_leaves_after_an_exception(comm):
+    """The others stop waiting for it, also on the GPU, and quote its error. No rank waits in destroy, and the next Buffer works."""
 
     class Mistake(Exception): ...
 
@@ -417,7 +421,7 @@ def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):
 
 
 def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
-    """All ranks hear of it, and what they had taken is given back, so that it can be tried again and again."""
+    """All ranks learn of the failure and free their memory, so a program can try again."""
     real, last = loader.load, comm.Get_size() - 1
 
     def load(kernel, *given):
@@ -429,7 +433,7 @@ def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
     with make(comm, **sizes):
         pass
     before = driver.free_bytes()
-    for _ in range(12):  # more than NVSHMEM's heap would hold of what is not given back
+    for _ in range(12):  # NVSHMEM's heap has no room for so many, if they stay allocated
         with monkeypatch.context() as broken:
             if comm.Get_rank() == last:
                 broken.setattr(loader, "load", load)
@@ -443,17 +447,17 @@ def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
 
 
 def test_host_time(comm):
-    """What a call costs the host without the synchronisation for counts: at most 60 us, and 25 us in low latency.
+    """The host's time of a call that does not wait for counts: at most 60 us, or 25 us for low latency.
 
-    CPUs of one machine differ by up to 1.8, whatever the code does: the best row of ten calls counts, of the best rank. And machines differ
-    by more than 2, some in Python, some in the driver: where PyTorch's smallest operation, or to make twenty Views, takes longer than is
-    usual, limits are so much higher.
+    The times of one machine's CPUs differ by a factor of up to 1.8, so the test takes the best ten calls of the best rank. Machines differ
+    by more than 2, in Python or in the driver. The test measures PyTorch's smallest operation and the construction of twenty Views. If
+    one takes longer than usual, the limits grow by the same factor.
     """
     if SHARED_GPUS:
-        return  # ranks that take turns have no time to measure, and under MPS everything takes longer
+        return  # times of ranks that share a GPU mean nothing
 
     def host_us(call):
-        """Of a call in a row of ten, as decoding makes them."""
+        """Time of one call in ten successive calls, as in decoding."""
         times = []
         for _ in range(100):
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A rank that is lost in the middle of a call, on GPUs: tests/programs/gpu_faults.py, in processes that mpirun did not start."""
+"""A rank is lost in the middle of a call on GPUs. Runs tests/programs/gpu_faults.py in processes without mpirun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 LIMIT_S = 150
 CALLS = ("dispatch", "dispatch_no_wait", "combine", "low_latency_dispatch", "low_latency_combine", "hook")
-DELAYS_US = (0, 100, 2000)  # before the launch, about when the kernel runs, and while it waits for the next call
+DELAYS_US = (0, 100, 2000)  # before the launch, during the kernel, and between calls
 
 
 def lose(comm, kind, call, delay_us):
@@ -27,8 +27,8 @@ def lose(comm, kind, call, delay_us):
         try:
             output, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
-            pytest.fail(f"it did not end\n{process.communicate()[0]}", pytrace=False)
+            os.killpg(process.pid, signal.SIGKILL)  # also the ranks that it started
+            pytest.fail(f"the program did not end\n{process.communicate()[0]}", pytrace=False)
         assert process.returncode == 0, output
         assert output.count(" passed") == comm.size - kind.startswith("killed"), output
     comm.Barrier()
@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed(comm, call, delay_us):
 
 @pytest.mark.parametrize("delay_us", DELAYS_US)
 @pytest.mark.parametrize("call", ["low_latency_dispatch", "low_latency_combine", "hook"])
-def test_a_rank_that_is_killed_where_time_outs_mask(comm, call, delay_us):
+def test_a_rank_that_is_killed_while_timeouts_mask(comm, call, delay_us):
     lose(comm, "killed_masked", call, delay_us)
 
 

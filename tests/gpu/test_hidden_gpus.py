@@ -1,6 +1,6 @@
-"""Processes of which each sees one GPU, as Ray's workers do: rank 0 starts them, and the others wait.
+"""Processes that each see one GPU, as the workers of Ray. Rank 0 starts them, and the others wait.
 
-What comes of it is printed: `mpirun -n 2 python -m pytest -m gpu -s tests/gpu/test_hidden_gpus.py`.
+The test prints its result: `mpirun -n 2 python -m pytest -m gpu -s tests/gpu/test_hidden_gpus.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LIMIT_S = 200
 
 
 @pytest.mark.parametrize("memory", ["virtual", "CUDA IPC"])
-def test_buffers_work_or_say_what_is_hidden(comm, memory):
-    """NVSHMEM asks NVML about GPUs that CUDA does not show. Where that is not enough, the error names what to do."""
+def test_buffers_work_or_name_the_hidden_gpus(comm, memory):
+    """NVSHMEM finds hidden GPUs through NVML. If that is not enough, the error names the remedy."""
     import torch
 
     if comm.size > torch.cuda.device_count() or comm.size == 1:

@@ -1,4 +1,4 @@
-"""Low-latency calls on GPUs: every size against the host backend to the last bit, hooks, CUDA graphs, busy neighbours, time-outs."""
+"""Low-latency calls on GPUs: sizes against the host backend bit for bit, hooks, CUDA graphs, concurrent work, timeouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def formats():
 
 @pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
 def transport(request, monkeypatch):
-    """Every test runs over NVLink, through NVSHMEM, and with both."""
+    """Run every test over NVLink, over NVSHMEM, and with both."""
     monkeypatch.setattr(gpu_buffers, "more", request.param)
 
 
@@ -41,7 +41,7 @@ def make_both(comm, **sizes):
 
 
 def filled(array, counts):
-    """The rows of each expert that are defined, as bytes."""
+    """Return the defined rows of each expert, as bytes."""
     array = array.cpu()
     return torch.cat([array[e, :n].contiguous().view(torch.uint8).flatten() for e, n in enumerate(counts.tolist())])
 
@@ -58,7 +58,7 @@ def same_sent(got, want):
 
 
 def outputs(comm, buffer, seed):
-    """What the experts are taken to have computed."""
+    """Make the rows that stand for the experts' outputs."""
     c = buffer.config
     return rows(comm, seed, c.num_local_experts, c.num_max_recv_tokens, c.hidden)
 
@@ -84,7 +84,7 @@ def test_sizes(comm, hidden, num_topk, on_timeout):
     each = max(4, -(-num_topk // comm.Get_size()))
     sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=each * comm.Get_size(), on_timeout=on_timeout)
     gpu, host = make_both(comm, **sizes)
-    reduce = on_timeout == "mask"  # where time-outs mask, GPUs have no other way
+    reduce = on_timeout == "mask"  # required on GPUs if timeouts mask
     with gpu, host:
         for seed, options in enumerate(formats() if hidden % 128 == 0 else FORMATS[:1]):
             options = {"use_fp8": True, **options}
@@ -98,9 +98,7 @@ def test_sizes(comm, hidden, num_topk, on_timeout):
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 @pytest.mark.parametrize(("num_sms", "hidden"), [(1, 1024), (3, 1024), (37, 1024), (100, 1024), (16, 7168), (5, 5120)])
 def test_numbers_of_sms(comm, num_sms, hidden, on_timeout):
-    """However warps share tokens: a block has many of them, or several blocks one, and some blocks are left over. Warps of few SMs take
-    stretches of rows.
-    """
+    """All ways to share tokens among warps: many tokens for a block, several blocks for a token, idle blocks, and tiles of rows."""
     gpu, host = make_both(comm, hidden=hidden, low_latency_sms=num_sms, on_timeout=on_timeout)
     with gpu, host:
         for seed, tokens in enumerate((1, 2, 3 * comm.Get_rank(), 17, 128)):
@@ -109,7 +107,7 @@ def test_numbers_of_sms(comm, num_sms, hidden, on_timeout):
 
 @pytest.mark.parametrize(("num_slots", "num_rounds"), [(2, 100), (1, 30), (5, 30)])
 def test_100_rounds(comm, num_slots, num_rounds):
-    """Back to back, with delays on one rank now and then and throughput calls between: an inbox that is reused too early would show."""
+    """Calls without pauses, with delays on one rank, and throughput calls in between. They show early reuse of an inbox."""
     gpu, host = make_both(comm, hidden=512, num_slots=num_slots)
     with gpu, host:
         rng = np.random.default_rng(5)  # the same on all ranks
@@ -128,7 +126,7 @@ def test_100_rounds(comm, num_slots, num_rounds):
 
 
 def test_epochs_wrap_around(comm):
-    """As they do after 2**32 calls, within a day of decoding."""
+    """Epochs wrap after 2**32 calls, within a day of decoding."""
     gpu, host = make_both(comm, hidden=512)
     ranks, config = comm.Get_size(), gpu.config
     layout, progress, calls = Layout(config), structs.LlProgress.dtype({}), 2**32 - 9
@@ -141,7 +139,7 @@ def test_epochs_wrap_around(comm):
             write(gpu._backend.runtime.state + layout.local.offsets[f"ll_{name}"], made)
             write(inboxes + layout.low_latency.offsets[f"{name}_acks"], np.full(ranks, calls, np.uint64))
         comm.Barrier()
-        # Memory that was never used holds 0 and -1, which are epochs too; after so many calls there is none. Every token goes everywhere.
+        # Unused memory holds 0 and -1, which are epochs too. After 2**32 calls no memory is unused, so send every token to every rank.
         choice = torch.arange(8, device="cuda")
         everywhere = (choice % ranks * config.num_local_experts + choice // ranks).expand(128, 8).contiguous()
         weights = torch.rand(128, 8, device="cuda")
@@ -156,8 +154,8 @@ def test_epochs_wrap_around(comm):
         assert after["sent"] == after["received"] == calls + 2 * config.low_latency_ring_depth + 20 - 2**32
 
 
-def test_words_that_look_as_if_nothing_had_come(comm):
-    """NaNs of all ones: they arrive, as NaNs."""
+def test_rows_that_look_like_the_empty_sentinel(comm):
+    """NaNs with all bits set arrive as NaNs."""
     gpu, host = make_both(comm, hidden=512)
     with gpu, host:
         x, y = rows(comm, 1, 40, 512), outputs(comm, gpu, 2)
@@ -177,14 +175,14 @@ def test_words_that_look_as_if_nothing_had_come(comm):
 
 
 def same_numbers(a, b):
-    """To the last bit, but for those of NaNs."""
+    """Compare bit for bit, but accept any NaN for a NaN."""
     a, b = a.cpu().float(), b.float()
     same(a.isnan(), b.isnan())
     same(a.nan_to_num(), b.nan_to_num())
 
 
 def test_replay_while_a_hook_is_open(comm):
-    """What the hook receives would be the replay's; all are told, and a new Buffer works."""
+    """The hook would receive rows of the replay. All ranks raise, and a new Buffer works."""
     gpu, host = make_both(comm, hidden=512)
     idx, _ = routing(comm, 70, 20, 8, gpu.config.num_experts)
     x = rows(comm, 70, 20, 512)
@@ -206,7 +204,7 @@ def test_replay_while_a_hook_is_open(comm):
 
 
 def test_two_micro_batches(comm):
-    """Both are sent before one is received; ranks are late by turns."""
+    """Send both before one is received. Another rank is late in each round."""
     gpu, host = make_both(comm, hidden=1024)
     with gpu, host:
         for i in range(20):
@@ -231,7 +229,7 @@ def test_two_micro_batches(comm):
 
 
 def test_graph(comm):
-    """Dispatch, experts and combine captured once and replayed with changing inputs, 10,000 times where ranks have GPUs of their own."""
+    """Capture dispatch, experts and combine once. Replay with changing inputs, 10,000 times if no ranks share a GPU."""
     gpu, host = make_both(comm, hidden=1024)
     replays, every = (200, 50) if TAKE_TURNS else (10_000, 500)
     with gpu, host:
@@ -269,8 +267,8 @@ def test_graph(comm):
                 same(back.x, host.low_latency_combine(want.recv_x.to(torch.bfloat16), ci, cw, want.handle).x)
 
 
-def test_beside_other_work(comm):
-    """A long matrix product on another stream takes every SM; nothing dead-locks."""
+def test_concurrent_matrix_products(comm):
+    """A long matrix product on another stream occupies every SM, without a deadlock."""
     gpu, host = make_both(comm, hidden=1024)
     with gpu, host:
         a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -283,10 +281,10 @@ def test_beside_other_work(comm):
         side.synchronize()
 
 
-def test_beside_nccl(comm):
-    """NCCL's kernels wait for each other on some SMs, the Buffer's on the others; neither keeps the other from being launched."""
+def test_concurrent_nccl(comm):
+    """Kernels of NCCL and of the Buffer wait for their peers on different SMs. Neither blocks the launch of the other."""
     if SHARED_GPUS or comm.Get_size() == 1:
-        return  # NCCL wants a GPU for each rank
+        return  # NCCL needs a GPU for each rank
     gpu, host = make_both(comm, hidden=1024)
     side = torch.cuda.Stream()
     with gpu, host, in_reverse(comm, "nccl"):
@@ -301,8 +299,8 @@ def test_beside_nccl(comm):
             assert bool((numbers == comm.Get_size() - 1).all())
 
 
-def test_memory_comes_back_in_stream_order(comm):
-    """A result dies while its reader is still queued on one stream; the next call, on another stream, must not write over it."""
+def test_memory_is_reused_in_stream_order(comm):
+    """The caller drops a result while its reader is queued. The next call, on another stream, must not overwrite it."""
     gpu, host = make_both(comm, hidden=1024)
     with gpu, host:
         idx, weights = routing(comm, 40, 60, 8, gpu.config.num_experts)
@@ -317,7 +315,7 @@ def test_memory_comes_back_in_stream_order(comm):
             with torch.cuda.stream(streams[i % 2]):
                 sent = gpu.low_latency_dispatch(x * (i + 1), idx, topk_weights=weights, use_fp8=False)
                 out = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x
-                torch.cuda._sleep(int(20e6))  # the reader comes late
+                torch.cuda._sleep(int(20e6))  # the reader runs late
                 kept.append(out.clone())
                 del sent, out
         torch.cuda.synchronize()
@@ -339,7 +337,7 @@ def test_streams(comm):
             sent.event.wait()
             back = gpu.low_latency_combine(sent.recv_x * 2, idx, weights, sent.handle, async_finish=True)
             back.event.wait()
-            if seed % 2:  # in two halves: the event stands for both
+            if seed % 2:  # the event covers both halves
                 again = gpu.low_latency_combine(
                     sent.recv_x * 2, idx, weights, sent.handle, async_finish=True, return_recv_hook=True
                 )
@@ -352,8 +350,8 @@ def test_streams(comm):
 
 
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
-def test_waiting_is_counted_in_every_call(comm, on_timeout):
-    """Also where calls that count are mixed with calls that do not."""
+def test_wait_times_are_per_call(comm, on_timeout):
+    """Also if only some calls ask for them."""
     if comm.Get_size() == 1:
         return
     late = comm.Get_size() - 1
@@ -365,16 +363,16 @@ def test_waiting_is_counted_in_every_call(comm, on_timeout):
             torch.cuda.synchronize()
             comm.Barrier()
             if comm.Get_rank() == late:
-                torch.cuda._sleep(int(400e6))  # 0.2 s or so: ranks that share a GPU may start late themselves
+                torch.cuda._sleep(int(400e6))  # about 0.2 s; ranks that share a GPU may start late too
             gpu.low_latency_dispatch(x, idx, use_fp8=False, wait_recv_cost_stats=stats)
         torch.cuda.synchronize()
         if comm.Get_rank() != late:
             assert waited[late] > 250e6
-            assert TAKE_TURNS or waited[:late].max() < 50e6, "the others, and this one, were in time"
+            assert TAKE_TURNS or waited[:late].max() < 50e6, "the other ranks were in time"
         comm.Barrier()
 
 
-def test_gpus_without_fp8_say_so(comm, caplog):
+def test_gpus_without_fp8_log_it(comm, caplog):
     if len(formats()) > 1:
         return
     gpu, host = make_both(comm, hidden=512)
@@ -389,7 +387,7 @@ def test_gpus_without_fp8_say_so(comm, caplog):
 
 
 def test_a_rank_stops(comm):
-    """The last rank stops in the middle of a run; the others mask it, and finish 1,000 more steps."""
+    """The last rank stops in the middle of a run. The others mask it, and finish 1,000 more steps."""
     if comm.Get_size() == 1:
         return
     last, steps, every = comm.Get_size() - 1, 100 if TAKE_TURNS else 1000, 20
@@ -419,15 +417,16 @@ def test_a_rank_stops(comm):
 
 
 def routing_to_every_rank(comm, num_tokens):
-    """Expert numbers and weights of tokens that go to all ranks, up to eight."""
+    """Make expert numbers and weights of tokens that go to all ranks, up to eight."""
     token, choice, n = torch.arange(num_tokens)[:, None], torch.arange(8), comm.Get_size()
     return (choice % n * 8 + (choice // n + token) % 8).cuda(), torch.rand(num_tokens, 8, device="cuda")
 
 
 @pytest.mark.parametrize("early_weights", [True, False])
 def test_ranks_that_stop_together(comm, early_weights):
-    """Two ranks, of different groups, send their rows and stop. That takes the others the time of one, also where a token waits for both:
-    who waits for the others meanwhile, but for neither of the two, would take them for dead as well.
+    """Two ranks of different groups send their rows and stop. The others mask both within the time limit of one.
+
+    A token may wait for both ranks. Its rank then waits longer than the limit, and must not be masked by ranks that wait for it.
     """
     last = comm.Get_size() - 1
     quiet = [last // 2, last]
@@ -451,9 +450,11 @@ def test_ranks_that_stop_together(comm, early_weights):
     gpu.destroy()
 
 
-def test_last_words_that_not_all_have_heard(comm):
-    """The last rank's last dispatch does not reach rank 0, which then waits for it. The others wait for rank 0 in combine meanwhile, and
-    longer than the time limit, and do not take it for dead as well: it sends heartbeats.
+def test_a_last_dispatch_that_one_rank_misses(comm):
+    """The last rank stops after a dispatch that does not reach rank 0.
+
+    Rank 0 waits for it. Meanwhile the others wait for rank 0 in combine, longer than the limit. They must not mask rank 0, which sends
+    heartbeats.
     """
     last = comm.Get_size() - 1
     if last < 2 or TAKE_TURNS:
@@ -487,7 +488,7 @@ def test_last_words_that_not_all_have_heard(comm):
 
 
 def test_ranks_that_differ(comm):
-    """Rows that ranks would take for something else: all are told, nobody hangs, and the next Buffer works."""
+    """Ranks would misread each other's rows. All ranks raise, no rank hangs, and the next Buffer works."""
     if comm.Get_size() == 1:
         return
     odd = comm.Get_rank() % 2
@@ -513,7 +514,7 @@ def test_ranks_that_differ(comm):
 
 
 def test_late_rank(comm):
-    """The last rank stays away: the others say who is missing."""
+    """The last rank makes no call. The others name it."""
     if comm.Get_size() == 1:
         return
     late = comm.Get_size() - 1

@@ -1,8 +1,8 @@
-"""Calls of all kinds on several streams at once, in random order, with hooks, delays and replays of a graph between them.
+"""Calls of all kinds on several streams, in random order, with hooks, delays and replays of a graph in between.
 
-A chain is what a layer does: dispatch, experts, combine, on one stream. Chains are advanced by turns, which all ranks take alike. The host
-waits only where a dispatch has to tell it counts, so work piles up on the GPUs, and results come and go while others are under way. All
-that was read is compared with the host backend at the end, bit for bit.
+A chain is the work of a layer on one stream: dispatch, experts, combine. All ranks advance the same chain in each turn. The host waits only
+for counts of a dispatch, so GPUs have much queued work, and results are made and dropped during other calls. At the end the test compares
+all results with the host backend, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 SIZES = dict(num_max_tokens_per_rank=48, hidden=1024, num_topk=4, low_latency=True, num_slots=3)
 TURNS = 150 if TAKE_TURNS else 600
-MOST_CHAINS = 5
+MAX_CHAINS = 5
 
 
 class Mix:
-    """The chains under way, and what they have read so far.
+    """The open chains, and the results that they have read so far.
 
-    `turns` draws the same numbers on all ranks, `mine` this rank's own.
+    `turns` draws the same numbers on all ranks. `mine` draws other numbers on each rank.
     """
 
     def __init__(self, comm, seed, gpu, host):
@@ -36,15 +36,15 @@ class Mix:
         self.turns, self.mine = np.random.default_rng(seed), np.random.default_rng([seed, comm.Get_rank()])
         self.streams = [torch.cuda.Stream() for _ in range(3)]
         self.chains = []
-        self.open = {"dispatch": deque(), "combine": deque()}  # chains whose hook has to be called, oldest first
-        self.seen = []  # what results were when they were read, and what they should be
-        self.last_event = None  # of the last call; each call runs after the one before
+        self.open = {"dispatch": deque(), "combine": deque()}  # chains with an open hook, oldest first
+        self.seen = []  # copies of results, and the expected values
+        self.last_event = None  # of the last call
         self.replayed = Replayed(self)
         self.closing = False
         self.formats = [False, True] if has_fp8(current_gpu.target_arch()) else [False]
 
     def tokens(self, n=None):
-        """Random tokens and routing, on the CPU and on the current stream of the GPU."""
+        """Make random tokens and a routing, on the CPU and on the current stream of the GPU."""
         config = self.gpu.config
         n = int(self.mine.integers(0, config.num_max_tokens_per_rank + 1)) if n is None else n
         x = torch.from_numpy(self.mine.standard_normal((n, config.hidden), np.float32)).bfloat16()
@@ -58,7 +58,7 @@ class Mix:
         return result
 
     def expect(self, what, got, want):
-        """Compare at the end. What is read now is read in the order of the stream, whatever becomes of the result afterwards."""
+        """Copy a result in the order of the stream, for the comparison at the end."""
         self.seen.append((what, got.clone(), want))
 
     def chance(self, share):
@@ -69,7 +69,7 @@ class Mix:
             with torch.cuda.stream(self.streams[self.mine.integers(3)]):
                 torch.cuda._sleep(int(self.mine.integers(1, 8)) * 10**6)
         able = [chain for chain in self.chains if chain.can_go_on()]
-        if able and (self.closing or len(self.chains) >= MOST_CHAINS or self.chance(0.6)):
+        if able and (self.closing or len(self.chains) >= MAX_CHAINS or self.chance(0.6)):
             chain = able[self.turns.integers(len(able))]
         else:
             chain = self.turns.choice([Throughput, LowLatency, Replay], p=[0.4, 0.5, 0.1])(self)
@@ -119,7 +119,7 @@ class Throughput:
             mix.expect("combine", back.x, reference.x)
             mix.expect("weights", back.topk_weights, reference.topk_weights)
             yield
-            # The same routing once more.
+            # Dispatch again with the same routing.
             sent = mix.made(gpu.dispatch(gx, gidx, gweights, handle=sent.handle, async_finish=later))
 
 
@@ -129,7 +129,7 @@ class LowLatency:
         self.steps, self.next_call = self.run(), "dispatch"
 
     def can_go_on(self):
-        """Hooks are called in the order of their calls, and only so many may be open."""
+        """Whether the order of hooks, and their maximum number, allow the next step."""
         for call, waiting in self.mix.open.items():
             if self in waiting:
                 return waiting[0] is self
@@ -138,7 +138,7 @@ class LowLatency:
         return True
 
     def received(self, call, result):
-        """Whatever comes between sending and receiving, if the call has a hook."""
+        """Let other chains run before the hook, if the call has one; then receive."""
         waiting = self.mix.open[call]
         if result.hook is not None:
             waiting.append(self)
@@ -174,7 +174,7 @@ class LowLatency:
 
 
 class Replayed:
-    """Both modes in one graph, and the tensors it reads."""
+    """A graph with both modes, and its input tensors."""
 
     TOKENS = 32
 
@@ -182,7 +182,7 @@ class Replayed:
         gpu = mix.gpu
         self.most = self.TOKENS * gpu.config.num_ranks
         _, self.given = mix.tokens(self.TOKENS)
-        held = self.step(gpu)  # memory of results is allocated now
+        held = self.step(gpu)  # allocates the memory of results before the capture
         gpu.synchronize()
         mix.comm.Barrier()
         del held
@@ -199,7 +199,7 @@ class Replayed:
 
 
 class Replay:
-    """The library knows nothing of replays: who replays orders them among the calls, none of which may be half made."""
+    """A replay of the graph. The program orders it after other calls, and no call may have an open hook."""
 
     def __init__(self, mix):
         self.mix, self.stream = mix, mix.streams[mix.turns.integers(3)]
@@ -232,7 +232,7 @@ class Replay:
 
 @pytest.mark.parametrize(("seed", "settings"), [(1, {}), (2, {}), (3, {"ranks_per_node": 1})])
 def test_mixed(comm, seed, settings):
-    """Straight over NVLink, and with low-latency calls that go through NVSHMEM."""
+    """Over NVLink, and with low-latency calls over NVSHMEM."""
     sizes = {**SIZES, "num_experts": 8 * comm.Get_size(), **settings}
     with make(comm, **sizes) as gpu, make(comm, "host", **sizes) as host:
         mix = Mix(comm, seed, gpu, host)

@@ -1,4 +1,4 @@
-"""What GPUs do when a call goes wrong where no host looks: they report it, and serve no stale results."""
+"""Failures in replays, which make no call on the host: GPUs report them, and return no stale results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_decoder(comm, backend="cuda", **settings):
 
 
 def captured(step):
-    """The graph of a step, and what it returns."""
+    """Capture a step; return the graph and the results."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -41,7 +41,7 @@ def captured(step):
 
 @pytest.mark.parametrize("early_weights", [True, False])
 def test_other_choices_are_reported(comm, early_weights):
-    """A static input of a graph that is overwritten between dispatch and combine: the sum is that of the dispatch, and check() says so."""
+    """A graph's input changes between dispatch and combine. The sum follows the dispatch, and check() reports the change."""
     with make_decoder(comm) as gpu, make_decoder(comm, "host") as host:
         x, (idx, weights) = rows(comm, 1, TOKENS, HIDDEN), routing(comm, 1, TOKENS, 8, gpu.config.num_experts, skip=0)
         for i in range(20):
@@ -51,7 +51,7 @@ def test_other_choices_are_reported(comm, early_weights):
                 other[i, 3] = (idx[i, 3] + 1) % gpu.config.num_experts
             out = torch.empty_like(x)
             if i % 2:
-                # The call itself raises, or a later one: as soon as the host sees the report.
+                # This call or a later one raises, as soon as the host sees the report.
                 with pytest.raises(EPInputError, match=rf"topk_idx\[{i}, 3\]={int(other[i, 3])}; expected {int(idx[i, 3])}"):  # noqa: PT012
                     gpu.low_latency_combine(sent.recv_x, other, weights, sent.handle, out=out)
                     gpu.synchronize()
@@ -66,7 +66,7 @@ def test_other_choices_are_reported(comm, early_weights):
 
 @pytest.mark.parametrize("what", ["kind", "handle"])
 def test_combines_that_differ(comm, what):
-    """Sums would be wrong, or time out: the ranks are named, on all ranks."""
+    """Sums would be wrong, or time out. All ranks name the ranks that differ."""
     if comm.Get_size() == 1:
         return
     odd = bool(comm.Get_rank() % 2)
@@ -90,8 +90,8 @@ def test_combines_that_differ(comm, what):
     comm.Barrier()
 
 
-def test_replays_after_a_time_out(comm):
-    """The last rank stops replaying: from then on the others get NaN, never the rows of a replay before, and check() raises."""
+def test_replays_after_a_timeout(comm):
+    """The last rank stops replaying. From then on the others get NaN, no rows of an earlier replay, and check() raises."""
     if comm.Get_size() == 1:
         return
     late = comm.Get_size() - 1
@@ -126,8 +126,8 @@ def test_replays_after_a_time_out(comm):
     gpu.destroy()
 
 
-def test_throughput_replays_after_a_time_out(comm):
-    """The same for dispatch and combine."""
+def test_throughput_replays_after_a_timeout(comm):
+    """The same for the throughput calls."""
     if comm.Get_size() == 1 or gpu_buffers.more:
         return
     late = comm.Get_size() - 1
@@ -159,7 +159,7 @@ def test_throughput_replays_after_a_time_out(comm):
 
 
 def test_two_buffers_on_two_streams(comm):
-    """Ranks launch the calls of two Buffers in opposite orders; neither keeps the other from the GPU."""
+    """Ranks launch the calls of two Buffers in opposite orders. Neither Buffer keeps the other off the GPU."""
     rounds = 200 if TAKE_TURNS or SHARED_GPUS else 10_000
     settings = dict(low_latency_sms=16 if SHARED_GPUS else 64, timeout_s=10.0)
     with make_decoder(comm, **settings) as first, make_decoder(comm, **settings) as second:
@@ -172,7 +172,7 @@ def test_two_buffers_on_two_streams(comm):
                 with torch.cuda.stream(stream):
                     sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
                     outs.append(buffer.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x.clone())
-                    # On another stream, the drop would tie the Buffers together, and ranks would wait for each other in a ring.
+                    # A drop on another stream would order the Buffers after each other, and ranks would wait for each other in a cycle.
                     del sent
         torch.cuda.synchronize()
         first.check(), second.check()
