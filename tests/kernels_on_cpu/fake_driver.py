@@ -1,0 +1,196 @@
+"""Replaces the CUDA driver, NVSHMEM and the compiler of `deepep_rt` by simulated GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as cuda
+
+from deepep_rt.arrays import frameworks
+from deepep_rt.backends import agreement, factory
+from deepep_rt.backends.cuda import backend as cuda_backend
+from deepep_rt.backends.cuda import monitor, runtime
+from deepep_rt.comm import convert
+from deepep_rt.cuda import driver, nvshmem, stream_memory, topology
+from deepep_rt.cuda.stream_memory import StreamMemory
+from deepep_rt.jit import current_gpu, launch, loader
+
+from . import compiler
+from .device_arrays import DeviceArray, DeviceArrays, callers_stream
+from .gpus import Gpus, KernelLaunch, Stream
+
+
+class _LastingMemory(StreamMemory):
+    """Memory that lives as long as the machine. A result may live longer, and must not call a driver that is gone."""
+
+    def __del__(self) -> None: ...
+
+
+class FakeDriver:
+    """A driver for the GPUs of all ranks.
+
+    Args:
+        gpus: One for each rank.
+        num_ranks: Their number.
+        arch: The architecture that kernels are compiled for.
+        cuda_src: The folder of the kernels; None: that of the package.
+        weak_memory: Whether the scheduler delays stores.
+        pause: Lets other work go on while the host waits.
+    """
+
+    def __init__(
+        self, gpus: Gpus, num_ranks: int, arch: str, cuda_src: Path | None, weak_memory: bool, pause: Callable[[], None]
+    ) -> None:
+        self.gpus, self.num_ranks, self.pause = gpus, num_ranks, pause
+        self.current_rank = 0  # the rank whose Buffer is made or called
+        self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
+        self.numbers = itertools.count(1000)  # of streams and events
+        self.events: dict[int, tuple[Stream, int]] = {}
+        self._arch, self._cuda_src, self._weak_memory = arch, cuda_src, weak_memory
+        self._functions: list[Any] = [None]
+        for rank in range(num_ranks):
+            gpus.streams[callers_stream(rank)] = Stream(rank)
+
+    def stream(self, number: int) -> Stream:
+        return self.gpus.streams[number or callers_stream(self.current_rank)]
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self.pause()
+
+    def install(self, patches: pytest.MonkeyPatch) -> None:
+        """Replace everything that needs a GPU."""
+        patch = patches.setattr
+        for name, function in self._driver_functions().items():
+            patch(driver, name, function)
+        names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+        launcher = SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=self._launch, CUfunction=int)
+        patch(launch, "driver", launcher)
+        patch(monitor, "os", SimpleNamespace(sched_yield=self.pause))
+        patch(runtime, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
+        patch(loader, "load", self._load)
+        patch(current_gpu, "target_arch", lambda: self._arch)
+        patch(cuda_backend, "choose_device", lambda comm, _: comm.Get_rank())
+        patch(stream_memory, "StreamMemory", _LastingMemory)
+        patch(nvshmem, "SymmetricMemory", functools.partial(_SymmetricMemory, self))
+        patch(nvshmem, "load", lambda: None)
+        patch(convert, "communicator_of", lambda comm: comm)
+        patch(factory, "agree", lambda *_: "cuda")
+        patch(agreement, "announce", lambda *_: None)
+        patch(topology, "placed", lambda comm, config: config)
+        patches.setitem(frameworks.FRAMEWORK_OF_CLASS, DeviceArray, DeviceArrays())
+
+    def _driver_functions(self) -> dict[str, Any]:
+        """The functions and classes of `cuda.driver`, for these GPUs."""
+        gpus = self.gpus
+        return {
+            "acquire_stream": self._acquire_stream,
+            "release_stream": lambda stream: None,
+            "free_bytes": lambda: 1 << 50,
+            "num_sms": lambda ordinal: 132,
+            "is_capturing": lambda stream: False,
+            "capture_id": lambda stream: None,
+            "wait_event": self._wait_event,
+            "wait_stream": self._wait_stream,
+            "synchronize": self._synchronize,
+            "fill": lambda ptr, byte, num_bytes: ctypes.memset(ptr, byte, num_bytes),
+            "copy_async": self._copy,
+            "allocate": gpus.allocate,
+            "allocate_async": lambda num_bytes, stream: gpus.allocate(num_bytes),
+            "trim_memory_pool": lambda: None,
+            "allocate_pinned": gpus.allocate,
+            "free": gpus.free,
+            "free_async": lambda ptr, stream: self.stream(stream).append(lambda: gpus.free(ptr) or True),
+            "free_pinned": gpus.free,
+            "CudaEvent": functools.partial(_Event, self),
+            "CurrentContext": functools.partial(_Context, self),
+        }
+
+    def _acquire_stream(self) -> int:
+        number = next(self.numbers)
+        self.gpus.streams[number] = Stream(self.current_rank)
+        return number
+
+    def _wait_event(self, stream: int, event: int) -> None:
+        other, position = self.events[event]
+        self.stream(stream).append(lambda: other.num_done >= position)
+
+    def _wait_stream(self, stream: int, other: int) -> None:
+        source, position = self.stream(other), self.stream(other).num_queued
+        self.stream(stream).append(lambda: source.num_done >= position)
+
+    def _copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        self.stream(stream).append(lambda: bool(ctypes.memmove(to, source, num_bytes)))
+
+    def _synchronize(self, number: int) -> None:
+        stream = self.stream(number)
+        self.wait(lambda: not stream.queue)
+
+    def _load(self, kernel: Any, constants: Mapping[str, int], arch: str) -> loader.LoadedKernel:
+        shared_bytes = constants[kernel.shared] if kernel.shared else 0
+        address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src, every_access=self._weak_memory))
+        self._functions.append((kernel, kernel.struct.dtype(constants).itemsize, address))
+        return loader.LoadedKernel(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
+
+    def _launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
+        kernel, num_bytes, address = self._functions[function]
+        params = ctypes.string_at(ctypes.c_void_p.from_address(arguments).value or 0, num_bytes)
+        work = KernelLaunch(kernel.name, address(), params, config.gridDimX, config.blockDimX, config.sharedMemBytes)
+        self.stream(int(config.hStream)).append(work)
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+
+class _Event:
+    def __init__(self, fake: FakeDriver, stream: int, timing: bool = False) -> None:
+        self._fake, self.handle = fake, next(fake.numbers)
+        self.record(stream)
+
+    def record(self, stream: int) -> None:
+        queue = self._fake.stream(stream)
+        self._fake.events[self.handle] = queue, queue.num_queued
+
+    def done(self) -> bool:
+        stream, position = self._fake.events[self.handle]
+        return stream.num_done >= position
+
+    def synchronize(self) -> None:
+        self._fake.wait(self.done)
+
+
+class _Context:
+    """Makes the GPU of a rank current."""
+
+    def __init__(self, fake: FakeDriver) -> None:
+        self._fake, self._rank = fake, fake.current_rank
+
+    def __enter__(self) -> None:
+        self._fake.current_rank = self._rank
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _SymmetricMemory:
+    """Symmetric memory of the Buffers of all ranks, which the first rank allocates."""
+
+    is_of_several_buffers, consensus = False, None
+
+    def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, *_: object) -> None:
+        if not fake.symmetric:
+            fake.symmetric = [fake.gpus.allocate(num_bytes) for _ in range(fake.num_ranks)]
+            for rank, ptr in enumerate(fake.symmetric):
+                fake.gpus.share(rank, ptr, num_bytes)
+        self.peers = self.addresses = tuple(fake.symmetric)
+        self.ptr, self.pes = self.peers[comm.Get_rank()], range(fake.num_ranks)
+
+    def all_free(self, sound: bool, timeout_s: float | None) -> bool:
+        return sound
+
+    def free(self) -> None: ...  # peers may still write there, so it lives as long as the machine

@@ -1,0 +1,143 @@
+"""The simulated GPUs: their memory and streams, and the scheduler of `runtime.cpp`, which runs kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import compiler
+
+_MAX_WAITS = 200  # steps of the clock without the end of a kernel
+
+
+class Deadlock(AssertionError):
+    """Kernels, or the host, wait for ever."""
+
+
+class InvalidKernel(AssertionError):
+    """A kernel broke a rule of CUDA."""
+
+
+@dataclass(eq=False)
+class KernelLaunch:
+    """A launch of a kernel."""
+
+    name: str
+    function: int  # the address of the code of one thread
+    params: bytes
+    num_blocks: int
+    num_threads: int
+    shared_bytes: int
+    grid: int = 0  # its number once it runs
+
+
+class Stream:
+    """Work of a GPU that runs in order: launches, and functions that return whether they are done."""
+
+    def __init__(self, gpu: int) -> None:
+        self.gpu, self.queue, self.num_done, self.num_queued = gpu, deque[Any](), 0, 0
+
+    def append(self, work: KernelLaunch | Callable[[], bool]) -> None:
+        self.queue.append(work)
+        self.num_queued += 1
+
+    def pop(self) -> None:
+        self.queue.popleft()
+        self.num_done += 1
+
+
+class Gpus:
+    """The GPUs of all ranks.
+
+    Args:
+        num_gpus: Their number.
+        seed: Decides the order in which threads run.
+        num_sms: Blocks that run on a GPU at a time; None: no limit.
+        weak_memory: Delay stores in the memory of other GPUs, in any order that releases and fences allow.
+    """
+
+    def __init__(self, num_gpus: int, seed: int, num_sms: int | None, weak_memory: bool) -> None:
+        self._lib = compiler.runtime()
+        self._lib.gpu_error.restype = self._lib.gpu_describe.restype = ctypes.c_char_p
+        self._lib.gpu_allocate.restype = ctypes.c_void_p
+        self._lib.gpu_reset(ctypes.c_uint64(seed), num_gpus, weak_memory)
+        for gpu in range(num_gpus) if num_sms is not None else ():
+            self._lib.gpu_set_sms(gpu, num_sms)
+        self.streams: dict[int, Stream] = {}
+        self.launched: list[str] = []  # names of kernels that have started
+        self.clock_step_ns = 1e9  # advances the clock when all threads wait
+        self._num_waits = 0  # since a kernel has ended
+        self._memory: set[int] = set()
+
+    def close(self) -> None:
+        """Stop all kernels, and free all memory."""
+        self._lib.gpu_reset(ctypes.c_uint64(0), 0, 0)
+        for ptr in list(self._memory):
+            self.free(ptr)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Allocate memory, aligned to 256 bytes and full of garbage. Accesses around it fail."""
+        ptr = self._lib.gpu_allocate(ctypes.c_size_t(max(num_bytes, 1)))
+        self._memory.add(ptr)
+        return ptr
+
+    def free(self, ptr: int) -> None:
+        if ptr in self._memory:
+            self._memory.remove(ptr)
+            self._lib.gpu_free(ctypes.c_void_p(ptr))
+
+    def share(self, gpu: int, ptr: int, num_bytes: int) -> None:
+        """Tell the scheduler that memory of a GPU is symmetric memory, to which other GPUs store."""
+        self._lib.gpu_share(gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
+
+    def advance(self, num_steps: int) -> bool:
+        """Run for some steps of the scheduler. Return False if no work is queued.
+
+        Raises:
+            Deadlock: if kernels wait for ever.
+            InvalidKernel: if a kernel broke a rule of CUDA.
+        """
+        self._start_ready_work()
+        if not any(stream.queue for stream in self.streams.values()):
+            return False
+        state = self._lib.gpu_advance(ctypes.c_long(num_steps))
+        if state == 1:
+            self._end_kernel(self._lib.gpu_finished())
+            self._num_waits = 0
+        elif state == 2:
+            self._num_waits += 1
+            if self._num_waits > _MAX_WAITS:
+                raise Deadlock(f"kernels wait for ever\n{self._lib.gpu_describe().decode()}")
+            self._lib.gpu_pass_time(ctypes.c_uint64(int(self.clock_step_ns)))
+        elif state == 3:
+            raise InvalidKernel(self._lib.gpu_error().decode())
+        return True
+
+    def _start_ready_work(self) -> None:
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for stream in self.streams.values():
+                while stream.queue and self._start(stream, stream.queue[0]):
+                    stream.pop()
+                    has_changed = True
+
+    def _start(self, stream: Stream, work: Any) -> bool:
+        """Start the first work of a stream. Return whether it is done already."""
+        if not isinstance(work, KernelLaunch):
+            return work()
+        if not work.grid:
+            self.launched.append(work.name)
+            work.grid = self._lib.gpu_start(
+                stream.gpu, work.name.encode(), ctypes.c_void_p(work.function), work.params, ctypes.c_size_t(len(work.params)),
+                work.num_blocks, work.num_threads, ctypes.c_size_t(work.shared_bytes),
+            )  # fmt: skip
+        return False
+
+    def _end_kernel(self, grid: int) -> None:
+        for stream in self.streams.values():
+            if stream.queue and isinstance(stream.queue[0], KernelLaunch) and stream.queue[0].grid == grid:
+                stream.pop()
