@@ -1,7 +1,7 @@
-"""The CUDA kernels, compiled for the CPU, against the oracles: every rank of a Buffer in this process, threads in random order.
+"""The CUDA kernels, compiled for the CPU, compared with the oracles. All ranks run in this process, and threads in random order.
 
-Each test tries a few orders. More of them: `KERNELS_ON_CPU_SEEDS=500 python -m pytest tests/kernels/test_kernels_on_cpu.py`.
-A failure's name ends with its seed; `KERNELS_ON_CPU_SEEDS=17:18` tries that one alone.
+Each test tries a few orders. `KERNELS_ON_CPU_SEEDS=500 python -m pytest tests/kernels/test_kernels_on_cpu.py` tries more. The name of a
+failed test ends with its seed, and `KERNELS_ON_CPU_SEEDS=17:18` runs this seed alone.
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=T
 
 
 def seeds(count):
-    """The seeds of a test: `count` of them, unless the environment asks for others."""
+    """Return the seeds of a test: `count` of them, unless the environment sets others."""
     first, _, last = os.environ.get("KERNELS_ON_CPU_SEEDS", str(count)).rpartition(":")
     return range(int(first or 0), int(last))
 
 
 def inputs_of(config, seed):
-    """What each rank gives: a random number of tokens, of whose choices some are none."""
+    """Make the inputs of each rank: a random number of tokens, with some choices of -1."""
     made = []
     for rank in range(config.num_ranks):
         rng = np.random.default_rng([seed, rank])
         sizes = int(rng.integers(0, config.num_max_tokens_per_rank + 1)), config.hidden, config.num_topk, config.num_experts
-        kinds = dict(dtype="bfloat16", idx_dtype=("int32", "int64")[seed % 2])
-        made.append(oracle.make_inputs(seed, rank, *sizes, skip_probability=0.1, **kinds))
+        dtypes = dict(dtype="bfloat16", idx_dtype=("int32", "int64")[seed % 2])
+        made.append(oracle.make_inputs(seed, rank, *sizes, skip_probability=0.1, **dtypes))
     return made
 
 
-def same(got, want):
+def assert_same(got, want):
+    """Compare two arrays bit for bit."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     assert (got.view(np.uint8) == want.view(np.uint8)).all(), np.argwhere(got != want)[:4]
 
 
 class LowLatencyRound:
-    """A dispatch and a combine of all ranks. `dispatch`, `receive`, `combine` and `finish` queue them, `check` compares what came of them.
+    """A dispatch and a combine of all ranks. `dispatch`, `receive`, `combine` and `finish` queue work, and `check` compares the results.
 
     Args:
         seed: Decides inputs and options.
         calling: The ranks that make the calls; None: all.
-        options: Options that the seed shall not decide: `format`, `early` (weights travel with the dispatch), `reduce`, `hooks`.
+        options: Options to set instead of random ones: `format`, `early` (the dispatch sends the weights), `reduce`, `hooks`.
     """
 
     def __init__(self, machine, buffers, seed, calling=None, **options):
         self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
         rng = np.random.default_rng([seed, 3])
-        drawn = dict(
+        random_options = dict(
             format=FORMATS[rng.integers(4)], early=rng.random() < 0.5, reduce=rng.random() < 0.7, hooks=rng.random() < 0.3
         )
-        self.options = {**drawn, **options}
+        self.options = {**random_options, **options}
         self.calling = range(self.config.num_ranks) if calling is None else calling
         self.inputs = inputs_of(self.config, seed)
         shape = self.config.num_local_experts, self.config.num_max_recv_tokens, self.config.hidden
@@ -76,8 +77,8 @@ class LowLatencyRound:
         self.sent = {}
         for r in self.calling:
             early = self.weights[r] if self.options["early"] else None
-            how = dict(topk_weights=early, return_recv_hook=self.options["hooks"], **self.options["format"])
-            self.sent[r] = self.buffers[r].low_latency_dispatch(self.machine.put(r, self.inputs[r].x), self.idx[r], **how)
+            arguments = dict(topk_weights=early, return_recv_hook=self.options["hooks"], **self.options["format"])
+            self.sent[r] = self.buffers[r].low_latency_dispatch(self.machine.put(r, self.inputs[r].x), self.idx[r], **arguments)
 
     def receive(self):
         self._call_hooks(self.sent)
@@ -85,9 +86,9 @@ class LowLatencyRound:
     def combine(self):
         self.back = {}
         for r in self.calling:
-            how = dict(allow_multiple_reduction=self.options["reduce"], return_recv_hook=self.options["hooks"])
+            arguments = dict(allow_multiple_reduction=self.options["reduce"], return_recv_hook=self.options["hooks"])
             y = self.machine.put(r, self.y[r])
-            self.back[r] = self.buffers[r].low_latency_combine(y, self.idx[r], self.weights[r], self.sent[r].handle, **how)
+            self.back[r] = self.buffers[r].low_latency_combine(y, self.idx[r], self.weights[r], self.sent[r].handle, **arguments)
 
     def finish(self):
         self._call_hooks(self.back)
@@ -102,18 +103,18 @@ class LowLatencyRound:
             result.hook()
 
     def check(self, live=None, answering=None):
-        """`live` and `answering` as in the oracle."""
+        """Compare the results; `live` and `answering` as in the oracle."""
         options, experts = self.options, self.config.num_experts
         kind = dict(options["format"])
         fp8 = dict(fp8=kind.pop("use_fp8", True), round_scale=kind.get("round_scale", False), ue8m0=kind.get("use_ue8m0", False))
         for r in self.calling:
             check_dispatch(self.sent[r], expected_dispatch(r, self.inputs, experts, live=live, **fp8))
             shares = dict(reduce_early=options["reduce"], live=live, answering=answering)
-            same(self.back[r].x, expected_combine(r, self.inputs, self.y, experts, **shares))
+            assert_same(self.back[r].x, expected_combine(r, self.inputs, self.y, experts, **shares))
 
 
 def low_latency_rounds(machine, buffers, seed, count, **options):
-    """Rounds that are queued one after the other before any of them runs."""
+    """Queue some rounds, and then run them."""
     rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, **options).all() for i in range(count)]
     machine.run()
     for made in rounds:
@@ -121,11 +122,11 @@ def low_latency_rounds(machine, buffers, seed, count, **options):
 
 
 def overlapped_rounds(machine, buffers, seed, count):
-    """Rounds whose halves lie apart, with as many hooks open as there may be."""
+    """Queue rounds with other rounds between a call and its hook, and with as many open hooks as allowed."""
     rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, hooks=True) for i in range(count)]
-    apart = buffers[0].config.num_slots - 1
-    for i in range(count + 2 * apart):
-        for step, made in ((0, "dispatch"), (apart, "receive"), (apart, "combine"), (2 * apart, "finish")):
+    distance = buffers[0].config.num_slots - 1
+    for i in range(count + 2 * distance):
+        for step, made in ((0, "dispatch"), (distance, "receive"), (distance, "combine"), (2 * distance, "finish")):
             if 0 <= i - step < count:
                 getattr(rounds[i - step], made)()
     machine.run()
@@ -147,7 +148,7 @@ def test_open_hooks(seed):
 
 @pytest.mark.parametrize("seed", seeds(2))
 def test_many_tokens(seed):
-    """Which another kernel combines."""
+    """Another kernel combines many tokens."""
     with Machine(4, seed) as machine:
         sizes = dict(num_max_tokens_per_rank=12, num_topk=4, num_experts=8, low_latency_sms=1)
         low_latency_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 3, reduce=True)
@@ -161,8 +162,8 @@ def test_mask_mode(seed):
 
 
 @pytest.mark.parametrize("seed", seeds(2))
-def test_a_silent_rank_is_masked(seed):
-    """The others go on without it, in this call and in the next ones."""
+def test_silent_rank_is_masked(seed):
+    """The other ranks go on without it, in this call and in the next ones."""
     with Machine(3, seed) as machine:
         buffers = machine.buffers(**{**LOW_LATENCY, "num_experts": 6}, on_timeout="mask")
         LowLatencyRound(machine, buffers, seed, reduce=True).all()
@@ -174,7 +175,7 @@ def test_a_silent_rank_is_masked(seed):
         assert [buffers[r].query_masked_ranks() for r in (0, 2)] == [[1], [1]]
 
 
-def test_a_silent_rank_is_named():
+def test_silent_rank_is_named():
     with Machine(2, 0) as machine:
         buffers = machine.buffers(**LOW_LATENCY)
         LowLatencyRound(machine, buffers, 1, calling=[0], hooks=False).all()
@@ -189,9 +190,9 @@ THROUGHPUT = dict(num_max_tokens_per_rank=40, hidden=64, num_topk=2, num_experts
 
 
 def throughput_rounds(machine, buffers, seed, count):
-    """Rounds of all ranks, one after the other; the host waits for the counts of some, and makes some again with the same routing."""
+    """Run rounds of all ranks in turn. In some, the host waits for the counts; some repeat the dispatch with its handle."""
     rounds = [ThroughputRound(machine, buffers, 100 * seed + i) for i in range(count)]
-    machine.each_rank(lambda rank: [made.play(rank) for made in rounds])
+    machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
     for made in rounds:
         made.check()
 
@@ -207,18 +208,18 @@ class ThroughputRound:
         most = self.config.num_max_recv_tokens
         self.worst = [None, most, int(rng.integers(1, most))][rng.integers(3)]
         self.alignment = int(rng.integers(1, 5))
-        how = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
-        self.expected = [oracle.expected_dispatch(r, self.inputs, experts, **how) for r in ranks]
+        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
+        self.expected = [oracle.expected_dispatch(r, self.inputs, experts, **options) for r in ranks]
         draw = np.random.default_rng([seed, 5])
         self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
         self.weights = [draw.random((len(e.x), self.config.num_topk), np.float32) for e in self.expected]
         self.sent, self.again, self.back = {}, {}, {}
 
-    def play(self, rank):
+    def run(self, rank):
         put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
         x, idx, weights = put(rank, mine.x), put(rank, mine.topk_idx), put(rank, mine.topk_weights)
-        how = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
-        sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **how)
+        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
+        sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **options)
         if self.alignment == 1:
             self.again[rank] = buffer.dispatch(x, handle=sent.handle)
         self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, topk_weights=put(rank, self.weights[rank]))
@@ -227,9 +228,9 @@ class ThroughputRound:
         for rank, expected in enumerate(self.expected):
             oracle.check_dispatch(self.sent[rank], expected, has_counts=self.worst is None)
             if rank in self.again:
-                same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
-            how = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights)
-            total, size, weights = oracle.expected_combine(rank, self.inputs, self.y, self.config.num_experts, **how)
+                assert_same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
+            arguments = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights)
+            total, size, weights = oracle.expected_combine(rank, self.inputs, self.y, self.config.num_experts, **arguments)
             allowed = oracle.combine_tolerance("bfloat16", size, self.config.num_ranks)
             assert (np.abs(self.back[rank].x.astype(np.float64) - total) <= allowed).all()
             assert np.allclose(self.back[rank].topk_weights, weights, rtol=1e-6)
@@ -242,24 +243,24 @@ def test_throughput(arch, seed):
         throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
 
 
-# --- the tests notice -----------------------------------------------------------------------------------------------------------------
+# --- broken kernels -------------------------------------------------------------------------------------------------------------------
 
 
 def broken(tmp_path, file, pattern, replacement):
-    """A copy of the kernels in which a piece of one is replaced."""
+    """Copy the kernels, with a piece of one replaced."""
     folder = shutil.copytree(sources.source_dir(), tmp_path / "cuda_src")
     text = (folder / file).read_text()
-    assert len(re.findall(pattern, text)) == 1, f"{file} has changed; find the piece that {pattern!r} was"
+    assert len(re.findall(pattern, text)) == 1, f"{file} has changed; find the piece that matched {pattern!r}"
     (folder / file).write_text(re.sub(pattern, replacement, text))
     return folder
 
 
-def notices(folder, play, **options):
-    """Whether one of some seeds shows that the kernels in `folder` are wrong."""
+def fails(folder, run, **options):
+    """Return whether one of 20 seeds shows that the kernels in `folder` are broken."""
     for seed in range(20):
         try:
             with Machine(2, seed, cuda_src=folder, **options) as machine:
-                play(machine, seed)
+                run(machine, seed)
         except (AssertionError, EPTimeoutError):
             return True
     return False
@@ -285,7 +286,7 @@ BROKEN = [
         "low_latency/ll_dispatch_send.cuh",
         r"next;\n    __syncthreads\(\);",
         "next;",
-        id="a-block-does-not-meet",
+        id="no-barrier-of-a-block",
     ),
     pytest.param(
         throughput_rounds,
@@ -298,19 +299,17 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("play", "file", "pattern", "replacement"), BROKEN)
-def test_a_broken_kernel_is_noticed(tmp_path, play, file, pattern, replacement):
-    folder, sizes = broken(tmp_path, file, pattern, replacement), THROUGHPUT if play is throughput_rounds else LOW_LATENCY
-    assert notices(folder, lambda machine, seed: play(machine, machine.buffers(**sizes), seed, 8))
+@pytest.mark.parametrize(("run_rounds", "file", "pattern", "replacement"), BROKEN)
+def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
+    folder, sizes = broken(tmp_path, file, pattern, replacement), THROUGHPUT if run_rounds is throughput_rounds else LOW_LATENCY
+    assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8))
 
 
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement"),
     [
         pytest.param("throughput/combine.cu", r"fence_release_sys\(\);\n      raise_flag", "raise_flag", id="no-fence"),
-        pytest.param(
-            "throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="other-lanes-are-not-waited-for"
-        ),
+        pytest.param("throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="no-wait-for-other-lanes"),
         pytest.param(
             "throughput/recv_window.cuh",
             r"st_release_sys\(&theirs->flag, epoch\)",
@@ -319,7 +318,7 @@ def test_a_broken_kernel_is_noticed(tmp_path, play, file, pattern, replacement):
         ),
     ],
 )
-def test_a_missing_order_of_memory_is_noticed(tmp_path, file, pattern, replacement):
+def test_missing_memory_order_fails(tmp_path, file, pattern, replacement):
     folder = broken(tmp_path, file, pattern, replacement)
     options = dict(arch="sm_80", weak_memory=True)
-    assert notices(folder, lambda machine, seed: throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 8), **options)
+    assert fails(folder, lambda machine, seed: throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 8), **options)

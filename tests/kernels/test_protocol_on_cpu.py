@@ -1,4 +1,4 @@
-"""Calls that go wrong where no host looks, on kernels that run on the CPU: no row turns up in another call, and each is reported."""
+"""Wrong calls that only kernels see, on the CPU. Their rows appear in no other call, and each is reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = (4, 2)
 
 
 class Round:
-    """One round of both low-latency calls on all ranks; `call` only queues."""
+    """A round of both low-latency calls on all ranks. Its methods queue work and do not run it."""
 
     def __init__(self, machine: Machine, buffers: list[Buffer], seed: int) -> None:
         config = buffers[0].config
@@ -78,26 +78,26 @@ def run_round(machine: Machine, buffers: list[Buffer], seed: int, named: list[np
 
 @pytest.mark.parametrize("reduce_early", [True, False])
 @pytest.mark.parametrize("early_weights", [True, False])
-def test_choices_that_combine_names_no_more(reduce_early: bool, early_weights: bool) -> None:
-    """Their rows come all the same; one that was left in its slot would be taken for a row of a later call."""
+def test_excluded_choices(reduce_early: bool, early_weights: bool) -> None:
+    """Their rows still arrive. A row that stays in its slot would be taken for a row of a later call."""
     with Machine(2, seed=1) as machine:
         buffers = machine.buffers(**SMALL)
         how = dict(reduce_early=reduce_early, early_weights=early_weights)
         for seed in range(3):
             rng = np.random.default_rng(seed)
             inputs = Round(machine, buffers, seed).inputs
-            keeps = [rng.random((len(mine.topk_idx), 2)) < 0.5 for mine in inputs]
+            kept = [rng.random((len(mine.topk_idx), 2)) < 0.5 for mine in inputs]
             named = [
                 (mine.topk_idx >= 0) & np.take_along_axis(keep, np.maximum(mine.topk_idx // 4, 0), 1)
-                for mine, keep in zip(inputs, keeps, strict=True)
+                for mine, keep in zip(inputs, kept, strict=True)
             ]
             run_round(machine, buffers, seed, named, **how)
-            for later in range(3):  # each slot is used again
+            for later in range(3):  # these rounds use each slot again
                 run_round(machine, buffers, 100 + 10 * seed + later, **how)
 
 
 def test_other_choices_are_reported() -> None:
-    """The sum is that of the dispatch, and the call is named."""
+    """The sum follows the dispatch, and the error names the choice."""
     with Machine(2, seed=2) as machine:
         buffers = machine.buffers(**SMALL)
         made = Round(machine, buffers, 3)
@@ -119,7 +119,7 @@ def test_other_choices_are_reported() -> None:
 
 
 @pytest.mark.parametrize("what", ["kind", "handle"])
-def test_combines_that_differ(what: str) -> None:
+def test_different_combines(what: str) -> None:
     with Machine(2, seed=3) as machine:
         buffers = machine.buffers(**SMALL)
         made = Round(machine, buffers, 4)
@@ -141,7 +141,7 @@ def test_combines_that_differ(what: str) -> None:
 
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_results_after_a_time_out_are_nan(call: str) -> None:
-    """Both of the call that ran out of time and of those that a graph had queued behind it."""
+    """Results of the call that timed out, and of calls that were queued after it."""
     with Machine(2, seed=4) as machine:
         buffers = machine.buffers(**SMALL)
         made = run_round(machine, buffers, 5)
@@ -157,8 +157,8 @@ def test_results_after_a_time_out_are_nan(call: str) -> None:
             buffers[0].check()
 
 
-def test_experts_that_tokens_name_too_often(caplog: pytest.LogCaptureFixture) -> None:
-    """An expert has room for 8 rows here; the others are dropped, as on the host backend, and warned of once."""
+def test_experts_named_too_often(caplog: pytest.LogCaptureFixture) -> None:
+    """An expert has room for 8 rows. Further rows are dropped, as on the host backend, with one warning."""
     with Machine(2, seed=5) as machine:
         buffers = machine.buffers(**SMALL)
         for seed in range(2):
@@ -171,13 +171,13 @@ def test_experts_that_tokens_name_too_often(caplog: pytest.LogCaptureFixture) ->
                 machine.run()
                 made.check(backs, reduce_early=reduce_early)
             buffers[1].check()
-    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith("rank 1: low_latency_dispatch received 24 rows for local expert 1; room for 8")
+    warnings = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("rank 1: low_latency_dispatch received 24 rows for local expert 1; room for 8")
 
 
 def throughput(machine: Machine, buffers: list[Buffer], rank: int, rows: int) -> tuple[Any, Any]:
-    """Queues a dispatch and a combine of one rank, of which each token goes to both ranks."""
+    """Queue a dispatch and a combine of one rank. Each token goes to both ranks."""
     put, tokens = machine.put, TOKENS[rank]
     x = put(rank, np.ones((tokens, 256), "bfloat16"))
     idx = put(rank, np.tile([0, 4, 1, -1], (tokens, 1)))
@@ -189,9 +189,9 @@ def throughput(machine: Machine, buffers: list[Buffer], rank: int, rows: int) ->
 def test_throughput_results_after_a_time_out_are_nan(arch: str) -> None:
     with Machine(2, seed=6, arch=arch) as machine:
         buffers = machine.buffers(**{**SMALL, "num_slots": 4}, num_sms=2)
-        both = [throughput(machine, buffers, rank, 8) for rank in range(2)]
+        calls = [throughput(machine, buffers, rank, 8) for rank in range(2)]
         machine.run()
-        for rank, (_, back) in enumerate(both):
+        for rank, (_, back) in enumerate(calls):
             assert (back.x.astype(np.float32) == 2).all(), rank
         for _ in range(2):
             sent, back = throughput(machine, buffers, 0, 8)
@@ -206,11 +206,11 @@ def test_rows_past_num_worst_tokens_are_logged(caplog: pytest.LogCaptureFixture)
     with Machine(2, seed=7) as machine:
         buffers = machine.buffers(**{**SMALL, "num_slots": 4}, num_sms=2)
         for _ in range(2):
-            both = [throughput(machine, buffers, rank, (8, 5)[rank]) for rank in range(2)]
+            calls = [throughput(machine, buffers, rank, (8, 5)[rank]) for rank in range(2)]
             machine.run()
-            assert [sent.num_recv_tokens.tolist() for sent, _ in both] == [[6], [6]]
+            assert [sent.num_recv_tokens.tolist() for sent, _ in calls] == [[6], [6]]
             for buffer in buffers:
                 buffer.check()
-    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith("rank 1: dispatch received 6 rows; num_worst_tokens=5. The last 1 were dropped")
+    warnings = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("rank 1: dispatch received 6 rows; num_worst_tokens=5. The last 1 were dropped")

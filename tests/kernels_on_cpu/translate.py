@@ -1,4 +1,4 @@
-"""Makes C++ of a kernel: its text stays, line by line, but for shared memory and PTX, which become calls of the headers in this folder."""
+"""Translate a kernel to C++. Shared memory and PTX become calls of the headers in this folder; all other lines stay."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from pathlib import Path
 from deepep_rt.kernels import source as sources
 from deepep_rt.kernels.table import Kernel
 
-_SETUP = ("setp", "selp", "mov.b32", ".reg")  # around the instruction that a piece of PTX is about
+_SETUP = ("setp", "selp", "mov.b32", ".reg")  # helpers around the main instruction of a piece of PTX
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 _STATIC = re.compile(r"__shared__ (\w+) (\w+)((?:\[[^\]]+\])*);")
 _ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 
 
 def write_sources(kernel: Kernel, constants: Mapping[str, int], folder: Path, cuda_src: Path | None = None) -> Path:
-    """Write a kernel and its headers to `folder` as C++; the file that has to be compiled."""
+    """Write a kernel and its headers to `folder` as C++. Return the file to compile."""
     numbers = itertools.count()
     for name, text in sources.sources_of(kernel, cuda_src).items():
         if not name.endswith(".cu"):
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(translated(text, numbers))
+            (folder / name).write_text(translate(text, numbers))
     own = sources.sources_of(kernel, cuda_src)[kernel.source]
     prelude = sources.prelude(kernel, constants, cuda_src)
     prelude = prelude.replace(sources._NVSHMEM_PRELUDE, '#include "nvshmem.h"\n')
     start = f'\nextern "C" void start(const void* params) {{ {kernel.name}(*static_cast<const Params*>(params)); }}\n'
-    made = folder / f"{kernel.name}.cpp"
-    made.write_text(f'#include "ptx.h"\n{prelude}#line 1 "{kernel.source}"\n{translated(own, numbers)}{start}')
-    return made
+    target = folder / f"{kernel.name}.cpp"
+    target.write_text(f'#include "ptx.h"\n{prelude}#line 1 "{kernel.source}"\n{translate(own, numbers)}{start}')
+    return target
 
 
-def translated(text: str, numbers: itertools.count) -> str:
-    """`numbers` names the variables in shared memory."""
+def translate(text: str, numbers: itertools.count) -> str:
+    """Translate a source. `numbers` yields a number for each variable in shared memory."""
     text = _DYNAMIC.sub(r"\1* \2 = reinterpret_cast<\1*>(cpu_gpu::dynamic_shared_memory());", text)
     text = _STATIC.sub(lambda m: f"auto& {m[2]} = cpu_gpu::shared_variable<{m[1]}{m[3]}>({next(numbers)});", text)
-    made, at = [], 0
+    parts, at = [], 0
     while match := _ASM.search(text, at):
         end = _closing(text, match.end() - 1)
         call = _call(text[match.end() : end])
-        made += [text[at : match.start()], call, "\n" * text.count("\n", match.start(), end)]
+        parts += [text[at : match.start()], call, "\n" * text.count("\n", match.start(), end)]
         at = end + 1
-    return "".join([*made, text[at:]])
+    return "".join([*parts, text[at:]])
 
 
 def _closing(text: str, opening: int) -> int:
-    """The parenthesis that closes the one at `opening`."""
+    """Find the parenthesis that closes the one at `opening`."""
     depth, quoted = 0, False
     for at in range(opening, len(text)):
         if text[at] == '"' and text[at - 1] != "\\":
@@ -59,7 +59,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _call(asm: str) -> str:
-    """The call that stands for the inside of an asm statement: its template, outputs and inputs."""
+    """Translate the inside of an asm statement (template, outputs, inputs) to a call."""
     parts = re.match(r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', asm)
     assert parts is not None, asm
     template = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts[1])).replace("\\n", "\n")
@@ -71,7 +71,7 @@ def _call(asm: str) -> str:
 
 
 def _operands(text: str) -> list[str]:
-    """The expressions of `: "=r"(a) : "r"(b), "n"(c) : "memory"`, in their order."""
+    """List the expressions of `: "=r"(a) : "r"(b), "n"(c) : "memory"`, in order."""
     found, at = [], 0
     while match := re.compile(r'"[=+]?\w"\s*\(').search(text, at):
         end = _closing(text, match.end() - 1)
