@@ -1,0 +1,219 @@
+"""Construction and destruction of Buffers of the CUDA backend, on a fake GPU that records requests."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import BASE, Array, FakeCommunicator, FakeGpu, arguments, fake, make, region
+
+from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt.backends.cuda.low_latency import LowLatency
+from deepep_rt.comm.consensus import Consensus
+from deepep_rt.cuda import driver
+from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.jit import loader
+from deepep_rt.kernels.layout import Layout
+
+__all__ = ["fake", "make"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_buffer_that_does_not_fit_allocates_nothing(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """All ranks learn which rank has too little memory, and what to lower. No rank waits in a collective allocation."""
+    few, plenty = 1 << 20, 1 << 50
+    monkeypatch.setattr(driver, "free_bytes", lambda: plenty if rank else few)
+    monkeypatch.setattr(
+        FakeCommunicator,
+        "allgather",
+        lambda _, mine: [(few if r == rank else plenty, *mine[1:]) for r in range(4)],
+    )
+    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda *_: pytest.fail("symmetric memory was allocated"))
+    need = Buffer.size_hint(num_ranks=4, num_max_tokens_per_rank=4096, hidden=7168, num_topk=4, num_experts=32)["total"]
+    with pytest.raises(EPOutOfMemoryError) as caught:
+        make(num_max_tokens_per_rank=4096, hidden=7168)
+    message = str(caught.value)
+    for words in (f"takes {need / 1e9:.2f} GB", f"rank {rank} has 0.00 GB free", "Lower num_max_tokens_per_rank or num_slots"):
+        assert words in message
+    assert not [name for name in fake.requests if name.startswith(("allocate", "fill", "acquire_stream"))]
+
+
+def test_new_memory_that_is_not_zero(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend does not take old bytes for a report, a count or a mask."""
+    pinned = driver.allocate_pinned
+
+    def allocate_pinned(num_bytes: int) -> int:
+        return ctypes.memset(pinned(num_bytes), 0xFF, num_bytes)
+
+    monkeypatch.setattr(driver, "allocate_pinned", allocate_pinned)
+    with make(low_latency=True) as buffer:
+        assert buffer.query_masked_ranks() == []
+        buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+        fills = {at: (byte, num_bytes) for at, byte, num_bytes in fake.fills}
+        backend, layout = buffer._backend, Layout(buffer.config)
+        inboxes = layout.low_latency
+        for name in ("control", "low_latency"):
+            assert fills[region(buffer, name).start] == (0, len(region(buffer, name)))
+        rows = inboxes.offsets["messages"]
+        assert fills[region(buffer, "low_latency").start + rows] == (0xFF, inboxes.num_bytes - rows)
+        assert fills[backend.runtime.state] == (0, layout.local.num_bytes)
+
+
+def test_memory_is_cleared_before_peers_write_to_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(Consensus, "all_ok", lambda *_: asked.append([*fake.requests]) or True)
+    with make():
+        _, made = asked
+    assert "synchronize" in made[len(made) - made[::-1].index("fill") :]
+
+
+@pytest.mark.parametrize(("on_timeout", "limit_s"), [("raise", 30.0), ("mask", 1.0)])
+def test_how_long_destroy_waits(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str, limit_s: float
+) -> None:
+    buffer, limits = make(on_timeout=on_timeout), []
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, what, timeout_s=None: limits.append(timeout_s) or sound)
+    x, idx, _ = arguments(fake)
+    seen = weakref.ref(x)
+    with monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
+        buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True)
+        busy.setattr(buffer._backend.runtime.order, "end", lambda: SimpleNamespace(done=lambda: True, synchronize=lambda: None))
+        order = buffer._backend.runtime.order
+        buffer.destroy()
+    del x
+    gc.collect()
+    assert limits == [limit_s]
+    assert seen() is None, "no call reads the arguments any more"
+    del order
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_a_rank_that_does_not_destroy_its_buffer(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str
+) -> None:
+    """The error names it. The memory stays allocated: a rank cannot free it alone."""
+    buffer, start = make(on_timeout=on_timeout, timeout_s=0.2), time.monotonic()
+    monkeypatch.setattr(FakeCommunicator, "Irecv", lambda self, word, peer, tag: SimpleNamespace(Test=lambda: peer != 2))
+    monkeypatch.setattr("deepep_rt.backends.cuda.backend._MIN_DESTROY_TIMEOUT_S", 0.0)
+    if on_timeout == "raise":
+        with pytest.raises(
+            EPTimeoutError, match=r"expected all ranks to destroy their Buffer.*for rank 2, which did not arrive"
+        ) as caught:
+            buffer.destroy()
+        assert caught.value.peer == 2
+    else:
+        with pytest.warns(UserWarning, match=r"for rank 2, which did not arrive.*The memory of this Buffer stays allocated"):
+            buffer.destroy()
+    assert time.monotonic() - start < 3
+    assert BASE not in fake.freed
+    buffer.destroy()
+
+
+def test_events_outlive_the_buffer(fake: FakeGpu, make: Any) -> None:
+    """They do not read freed memory."""
+    buffer = make()
+    event = buffer.dispatch(*arguments(fake), num_worst_tokens=40).event
+    page = buffer._backend.runtime.page
+    buffer.destroy()
+    ctypes.memset(page.ptr, 0xFF, Layout(buffer.config).status_page.num_bytes)  # another owner's data
+    event.synchronize()
+
+
+def test_when_memory_is_freed(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is freed only if nothing failed. In any case, the other ranks learn whether this rank can free."""
+    answers: list[bool] = []
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, what, timeout_s=None: answers.append(sound) or sound)
+
+    def fail(*_: Any) -> None:
+        raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    buffer = make()
+    monkeypatch.setattr(buffer._backend.runtime.order, "synchronize", fail)
+    with pytest.raises(EPUnavailableError):
+        buffer.destroy()
+    make().destroy(in_touch=False)
+    with pytest.raises(KeyError), make():
+        raise KeyError
+    buffer = make(low_latency=True)
+    buffer.mask_rank(2)
+    buffer.destroy()
+    assert (answers, fake.freed.count(BASE)) == ([True, True, False] * 4, 0)  # twice in construction, and once in destroy
+    answers.clear()
+    make().destroy()
+    assert (answers, fake.freed.count(BASE)) == ([True, True, True], 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "steps_before"),
+    [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (loader, "load", 1), (LowLatency, "clear_inboxes", 1)],
+)
+def test_a_rank_that_fails_in_construction(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps_before: int
+) -> None:
+    """The others learn of it, and all ranks free what they have acquired."""
+    answers: list[bool] = []
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: answers.append(mine) or mine)
+    taken, given = (("allocate", "allocate_pinned"), ("free", "free_pinned"))
+
+    def fail(*_: Any) -> None:
+        raise EPCacheError("the folder is full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module, name, fail)
+        with pytest.raises(EPCacheError):
+            make(low_latency=True)
+    assert answers == [True] * steps_before + [False] + [True] * steps_before, "the last time to free memory together"
+    assert (BASE in fake.freed) == bool(steps_before)
+    assert sum(map(fake.requests.count, taken)) == sum(map(fake.requests.count, given))
+    for last in (1, 2):
+        answers.clear()
+        monkeypatch.setattr(
+            Consensus, "all_ok", lambda self, mine, what, limit=None, last=last: answers.append(mine) or len(answers) != last
+        )
+        with pytest.raises(EPUnavailableError, match="another rank"):
+            make(low_latency=True)
+        assert answers == [True] * (2 * last - 1)
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: answers.append(mine) or mine)
+    monkeypatch.setattr(symmetric.SymmetricMemory, "is_of_several_buffers", True)
+    answers.clear()
+    fake.freed.clear()
+    with monkeypatch.context() as broken:
+        broken.setattr(loader, "load", fail)
+        with pytest.raises(EPCacheError):
+            make(low_latency=True)
+    assert (answers, BASE in fake.freed) == ([True, False, False], False), "Buffers of other groups live in the same allocation"
+    make(low_latency=True)
+
+
+def test_calls_after_destroy(fake: FakeGpu, make: Any) -> None:
+    buffer = make(low_latency=True)
+    x, idx, weights = arguments(fake)
+    sent = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
+    buffer.destroy()
+    assert BASE in fake.freed
+    assert buffer.destroy() is None
+    for call in (sent.hook, lambda: buffer.dispatch(x, idx, weights), buffer.synchronize):
+        with pytest.raises(EPDestroyedError):
+            call()
+
+
+def test_first_access_to_results_after_destroy(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=8)
+        back = buffer.combine(Array(fake, "bfloat16", 8, 256), sent.handle)
+        soon = buffer.low_latency_dispatch(x, idx)
+    for access in (lambda: sent.recv_x, lambda: back.x, lambda: soon.num_recv_tokens_per_expert):
+        with pytest.raises(EPDestroyedError, match=r"Access result arrays before destroy\(\)"):
+            access()

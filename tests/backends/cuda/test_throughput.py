@@ -1,0 +1,261 @@
+"""The throughput calls of the CUDA backend, on a fake GPU that records requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, arguments, fake, like, make, region, routed
+
+from deepep_rt import EPConfigError, EPInputError, EPUnavailableError
+from deepep_rt.cuda import driver
+from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.kernels.layout import Layout
+
+__all__ = ["fake", "make"]
+
+
+def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights)
+        route, dispatch = fake.pop_launches()
+        assert (route.kernel, route.num_tokens, route.topk_idx, route.idx_bytes, route.to_host) == ("route", 10, idx.ptr, 8, 1)
+        assert (dispatch.kernel, dispatch.x, dispatch.topk_idx, dispatch.topk_weights) == (
+            "dispatch",
+            x.ptr,
+            idx.ptr,
+            weights.ptr,
+        )
+        assert (dispatch.row_bytes, dispatch.scales, dispatch.scale_bytes, dispatch.blocks) == (512, 0, 0, 24)
+        assert dispatch.peers[0] == BASE
+        assert dispatch.handle == route.handle
+        assert route.stream == dispatch.stream == CALLERS_STREAM
+        assert dispatch.capacity == 4 * 64, "the host does not know the counts yet"
+        assert sent.num_recv_tokens_per_expert_list == [3, 4, 5, 6, 0, 0, 6, 6]
+        assert like(sent.recv_x) == ("bfloat16", (30, 256))
+        assert like(sent.recv_topk_idx) == ("int64", (30, 4))
+        assert like(sent.recv_topk_weights) == ("float32", (30, 4))
+        assert like(sent.recv_src_idx) == ("int32", (30, 2))
+        assert like(sent.num_recv_tokens) == ("int32", (1,))
+        assert like(sent.num_recv_tokens_per_expert) == ("int32", (8,))
+        assert sent.recv_x_scales is None
+        arrived = {"x": sent.recv_x, "topk_idx": sent.recv_topk_idx, "topk_weights": sent.recv_topk_weights}
+        for name, array in {**arrived, "src_idx": sent.recv_src_idx}.items():
+            assert array.ptr == BASE + getattr(dispatch, f"recv_{name}_offset"), name
+
+        y = Array(fake, "bfloat16", 30, 256)
+        back = buffer.combine(y, sent.handle, topk_weights=Array(fake, "float32", 30, 4), bias=Array(fake, "bfloat16", 10, 256))
+        (combine,) = fake.pop_launches()
+        assert (combine.y, combine.num_tokens, combine.capacity, combine.handle) == (y.ptr, 10, 30, dispatch.handle)
+        assert combine.bias_0
+        assert not combine.bias_1
+        rows, landing = buffer.config.num_max_sent_rows, region(buffer, "landing")
+        assert landing.start <= BASE + combine.recv_topk_weights_offset <= BASE + combine.recv_x_offset - rows * 4 * 4
+        assert BASE + combine.recv_x_offset + rows * 512 <= landing.stop
+        assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
+        assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
+
+
+def test_number_of_sms(fake: FakeGpu, make: Any) -> None:
+    with make(num_sms=16) as buffer:
+        x, idx, weights = arguments(fake, 64)
+        known = buffer.dispatch(x, idx, weights, num_worst_tokens=100).handle
+        assert (buffer.num_sms, fake.pop_launches()[1].blocks) == (16, 16)
+        buffer.num_sms = 8
+        buffer.dispatch(x, handle=known)
+        buffer.combine(Array(fake, "bfloat16", 100, 256), known)
+        assert [call.blocks for call in fake.pop_launches()] == [8, 8]
+        for bad in (0, 1025, 2.5, True):
+            with pytest.raises(EPConfigError, match="num_sms="):
+                buffer.num_sms = bad
+        assert buffer.num_sms == 8
+    with make(num_max_tokens_per_rank=2048, num_sms=24) as buffer:
+        for num_sms, blocks in ((24, 8), (3, 3)):
+            buffer.num_sms = num_sms
+            buffer.dispatch(*arguments(fake, 2048), num_worst_tokens=100)
+            assert fake.pop_launches()[0].blocks == blocks, "256 tokens for each block, or more if there are few SMs"
+
+
+def test_known_routing_and_scales(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        fake.on_launch = routed(buffer, 7, [1] * 7 + [0])
+        x, idx, _ = arguments(fake)
+        first = buffer.dispatch(x, idx)
+        assert first.recv_topk_weights is None
+        fake.pop_launches()
+        rows, scales = Array(fake, "float8_e4m3fn", 10, 256), Array(fake, "float32", 10, 2)
+        again = buffer.dispatch(rows, handle=first.handle, x_scales=scales)
+        (dispatch,) = fake.pop_launches()
+        assert (dispatch.row_bytes, dispatch.scale_bytes, dispatch.topk_idx, dispatch.idx_bytes, dispatch.capacity) == (
+            256,
+            8,
+            0,
+            0,
+            7,
+        )
+        assert (like(again.recv_x), like(again.recv_x_scales)) == (("float8_e4m3fn", (7, 256)), ("float32", (7, 2)))
+        assert (dispatch.scales, again.recv_x_scales.ptr) == (scales.ptr, BASE + dispatch.recv_scales_offset)
+        assert again.recv_topk_idx is None
+        assert again.handle is first.handle
+
+
+def test_options_reach_the_kernels(fake: FakeGpu, make: Any) -> None:
+    with make(check_inputs=True, low_latency=True, timeout_s=2.5) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=0, expert_alignment=128)
+        given = [Array(fake, "float32", 0, 4), Array(fake, "bfloat16", 10, 256), Array(fake, "bfloat16", 10, 256)]
+        buffer.combine(Array(fake, "bfloat16", 0, 256), sent.handle, topk_weights=given[0], bias=given[1:])
+        counts, waits = Array(fake, "int32", 8), Array(fake, "int64", 4)
+        buffer.low_latency_dispatch(x, idx, cumulative_local_expert_recv_stats=counts, wait_recv_cost_stats=waits)
+        route, dispatch, combine, quick = fake.pop_launches()
+        assert (route.expert_alignment, route.check, quick.check) == (128, 1, 1)
+        assert (dispatch.capacity, sent.recv_x.shape) == (0, (0, 256)), "0 is a number of rows, not its absence"
+        assert [combine.topk_weights, combine.bias_0, combine.bias_1] == [array.ptr for array in given]
+        assert (quick.recv_stats, quick.wait_stats) == (counts.ptr, waits.ptr)
+        backend = buffer._backend
+        for kernel in (route, dispatch, combine, quick):
+            assert (kernel.timeout_ns, kernel.rank, kernel.pes) == (2_500_000_000, 0, [0, 1, 2, 3])
+            assert (kernel.state, kernel.status_page) == (backend.runtime.state, backend.runtime.page.ptr)
+
+
+def test_no_tokens(fake: FakeGpu, make: Any) -> None:
+    """Some libraries give 0 as the address of an empty array. Kernels still have to know that the array was given."""
+    with make() as buffer:
+        empty = arguments(fake, 0)
+        for array in empty:
+            array.ptr = 0
+        sent = buffer.dispatch(*empty, num_worst_tokens=0)
+        weights = Array(fake, "float32", 0, 4)
+        weights.ptr = 0
+        buffer.combine(empty[0], sent.handle, topk_weights=weights)
+        route, dispatch, combine = fake.pop_launches()
+        assert route.blocks == 1
+        assert dispatch.topk_idx
+        assert dispatch.topk_weights
+        assert combine.topk_weights
+
+
+def test_fixed_number_of_rows(fake: FakeGpu, make: Any) -> None:
+    """The kernel reports no counts, and the host does not wait. The pool has room for two results of the worst case."""
+    with make(on_exhausted="error") as buffer:
+        x, idx, weights = arguments(fake)
+        held = [buffer.dispatch(x, idx, weights, num_worst_tokens=100) for _ in range(2)]
+        route, dispatch, *_ = fake.pop_launches()
+        assert (route.to_host, dispatch.capacity) == (0, 100)
+        assert held[0].num_recv_tokens_per_expert_list is None
+        assert like(held[0].recv_x) == ("bfloat16", (100, 256))
+        first, second = (result.recv_x.ptr for result in held)
+        del held
+        assert buffer.dispatch(x, idx, weights, num_worst_tokens=100).recv_x.ptr == min(first, second), (
+            "the pool reuses the memory"
+        )
+
+
+def test_ranks_without_peer_access(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as buffer:
+        handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
+    fake.pop_launches()
+    monkeypatch.setattr(symmetric.SymmetricMemory, "peers", (BASE, BASE + (1 << 36), 0, 0))
+    with make(ranks_per_node=2, low_latency=True) as buffer:
+        handle.buffer_serial = buffer._info.serial
+        for call in (
+            lambda: buffer.dispatch(*arguments(fake), num_worst_tokens=40),
+            lambda: buffer.combine(Array(fake, "bfloat16", 40, 256), handle),
+            buffer.copy_ceiling,
+        ):
+            with pytest.raises(EPUnavailableError, match=r"no direct access.*Use the low-latency calls"):
+                call()
+        assert fake.pop_launches() == []
+        buffer.low_latency_dispatch(*arguments(fake)[:2])
+        assert [call.kernel for call in fake.pop_launches()] == ["ll_dispatch"]
+
+
+def test_counts_belong_to_the_caller(fake: FakeGpu, make: Any) -> None:
+    """The counts are not the handle's tables, and they do not keep the rows alive."""
+    with make() as buffer:
+        x, idx, _ = arguments(fake)
+        pool = buffer._backend.throughput.results.pool
+        free = pool.free_bytes
+        sent = buffer.dispatch(x, idx, num_worst_tokens=40)
+        again = buffer.dispatch(x, handle=sent.handle)
+        launches = [launch for launch in fake.pop_launches() if launch.kernel == "dispatch"]
+        kept = Layout(buffer.config).handle.offsets
+        addresses = {sent.handle.routing.ptr + kept[name] for name in ("num_recv", "num_recv_per_expert")}
+        for result, launch in zip((sent, again), launches, strict=True):
+            counts = result.num_recv_tokens, result.num_recv_tokens_per_expert
+            assert [array.ptr for array in counts] == [launch.num_recv, launch.num_recv_per_expert]
+            addresses |= {array.ptr for array in counts}
+        assert len(addresses) == 6
+        counts = sent.num_recv_tokens, again.num_recv_tokens_per_expert
+        del sent, again, result
+        assert pool.free_bytes == free
+        assert counts
+
+
+def test_copy_ceiling(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows for all peers fit their region. The result counts the bytes that leave the rank."""
+    monkeypatch.setattr(driver, "elapsed_ms", lambda begin, end: 10.0)
+    with make() as buffer:
+        assert buffer.copy_ceiling(row_bytes=256, num_rows=7, iterations=5) == pytest.approx(3 * 7 * 256 / 2e-3)
+        assert {(call.num_rows, call.row_bytes) for call in fake.pop_launches()} == {(7, 256)}
+        buffer.copy_ceiling(num_rows=10**9)
+        (num_rows,) = {call.num_rows for call in fake.pop_launches()}
+        room = min(len(region(buffer, "landing")), len(region(buffer, "pool")))
+        assert room - 4 * 512 < 4 * num_rows * 512 <= room
+
+
+def test_streams(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=100, async_finish=True)
+        assert {call.stream for call in fake.pop_launches()} == {OWN_STREAM}
+        assert (OWN_STREAM, ("all of", CALLERS_STREAM)) in fake.waits
+        fake.waits.clear()
+        sent.event.wait()
+        assert fake.waits == [(CALLERS_STREAM, 5)]
+        buffer.combine(Array(fake, "bfloat16", 100, 256), sent.handle, stream=77)
+        assert fake.pop_launches()[0].stream == 77
+
+
+def test_results_on_other_streams(fake: FakeGpu, make: Any) -> None:
+    """Another library reads them at any time, with another context current. Its stream waits for the call."""
+    with make() as buffer:
+        sent = buffer.dispatch(*arguments(fake), num_worst_tokens=40, stream=7)
+        fake.waits.clear()
+        sent.recv_x.__dlpack__(stream=21)
+        sent.event.wait(22)
+        assert fake.waits == [(21, ("all of", 7)), (22, ("all of", 7))]
+
+
+def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as buffer:
+        monkeypatch.setattr("deepep_rt.cuda.driver.capture_id", lambda stream: 1)
+        with pytest.raises(EPInputError, match="num_worst_tokens"):
+            buffer.dispatch(*arguments(fake))
+        assert fake.pop_launches() == []
+
+
+def test_driver_requests_of_a_call(fake: FakeGpu, make: Any) -> None:
+    """Each request costs the host a microsecond or more. A call allocates nothing, and queues no wait."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        y, z = Array(fake, "bfloat16", 100, 256), Array(fake, "bfloat16", 8, 256, 256)
+        known, quick = buffer.dispatch(x, idx, weights, num_worst_tokens=100).handle, buffer.low_latency_dispatch(x, idx).handle
+        calls = {
+            "dispatch, fixed": lambda: buffer.dispatch(x, idx, weights, num_worst_tokens=100),
+            "dispatch, known": lambda: buffer.dispatch(x, handle=known),
+            "combine": lambda: buffer.combine(y, known),
+            "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, topk_weights=weights),
+            "low_latency_combine": lambda: buffer.low_latency_combine(z, idx, weights, quick),
+        }
+        for name, call in calls.items():
+            call()  # the first call may allocate
+            fake.requests.clear()
+            call()
+            num_launches = 2 if name == "dispatch, fixed" else 1
+            assert fake.requests == ["context", "capture_id", *["launch"] * num_launches], name
