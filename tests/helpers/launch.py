@@ -1,4 +1,4 @@
-"""Starts programs under mpirun."""
+"""Start programs of the tests, under mpirun and without it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from pathlib import Path
 import pytest
 from paths import PROGRAMS, ROOT, pythonpath
 
-# JAX programs take two thirds of the time if LLVM does not optimise; which calls they make, in which order, is settled before LLVM.
+# JAX programs take two thirds of the time if LLVM does not optimise. LLVM does not change the calls and their order.
 QUICK_XLA = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"}
-LIMIT_S = 200  # of a program that takes 90 where 8 ranks share 2 cores
+LIMIT_S = 200  # a program with 8 ranks on 2 cores takes 90 s
 
 
 @functools.cache
 def mpirun() -> tuple[str, ...]:
-    """The launcher that belongs to this Python, else the first on the PATH; MPICH and Open MPI want different options."""
+    """Return the mpirun of this Python, or the first on PATH, with the options of MPICH or Open MPI."""
     found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if found is None:
-        pytest.fail("no mpirun beside this Python or on PATH; pip install 'deepep_rt[mpich]', or install an MPI")
+        pytest.fail(
+            "mpirun=None; expected one next to this Python or on PATH. Run pip install 'deepep_rt[mpich]', or install an MPI."
+        )
     version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
     return found, *(("--oversubscribe", "--allow-run-as-root") if "Open MPI" in version or "OpenRTE" in version else ())
 
 
 def python_on(num_ranks: int, *words: object) -> list[str]:
-    """The command that runs this Python with `words` on so many ranks."""
+    """Return the command that runs this Python with `words` on `num_ranks` ranks."""
     return [*mpirun(), "-n", str(num_ranks), sys.executable, *map(str, words)]
 
 
 def run_checks(num_ranks: int, program: str, *arguments: str) -> str:
-    """Run a program of tests/programs, whose checks all have to pass; returns what it printed."""
+    """Run a program of tests/programs, all of whose checks must pass, and return its output."""
     output = launch(num_ranks, program, *arguments)
     assert ": passed" in output, f"no check ran: {output}"
     assert ": failed" not in output
@@ -42,7 +44,7 @@ def run_checks(num_ranks: int, program: str, *arguments: str) -> str:
 
 
 def launch(num_ranks: int, program: str, *arguments: str) -> str:
-    """Run a program of tests/programs to its end; returns what it printed."""
+    """Run a program of tests/programs to its end, and return its output."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     try:
         done = subprocess.run(
@@ -63,7 +65,7 @@ def launch(num_ranks: int, program: str, *arguments: str) -> str:
 
 
 def run_example(num_ranks: int, example: str, *options: str, **environment: str) -> list[str]:
-    """What the example prints on the host backend, by lines."""
+    """Return the lines that an example prints on the host backend."""
     words = python_on(num_ranks, f"examples/{example}", "--backend", "host", *options)
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=180, cwd=ROOT, env={**os.environ, **environment}, check=False
@@ -73,14 +75,14 @@ def run_example(num_ranks: int, example: str, *options: str, **environment: str)
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a process that knows of no mpirun."""
+    """Return the environment without the variables of MPI launchers."""
     launchers = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "SLURM_", "PRTE_", "OPAL_")
     rest = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     return {**rest, "PYTHONPATH": pythonpath(), "OMP_NUM_THREADS": "1", **more}
 
 
 def run_without_mpirun(*arguments: str, launcher: tuple[str, ...] = (), **more: str) -> str:
-    """What tests/programs/spawned.py prints, in processes that know of no mpirun."""
+    """Run tests/programs/spawned.py in processes without variables of MPI launchers, and return its output."""
     process = subprocess.Popen(
         [sys.executable, *launcher, str(PROGRAMS / "spawned.py"), *arguments],
         env=environment(**more),
@@ -92,7 +94,7 @@ def run_without_mpirun(*arguments: str, launcher: tuple[str, ...] = (), **more: 
     try:
         output, _ = process.communicate(timeout=200)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the processes that it has started, too
+        os.killpg(process.pid, signal.SIGKILL)  # also the processes that it started
         pytest.fail(f"it did not end\n{process.communicate()[0]}", pytrace=False)
     assert process.returncode == 0, output
     return output

@@ -1,4 +1,4 @@
-"""Folders of the repository, and how programs find the tests' modules."""
+"""Folders of the repository, and the PYTHONPATH of programs that tests start."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ PROGRAMS = ROOT / "tests/programs"
 
 
 def pythonpath() -> str:
-    """Return the PYTHONPATH for programs that tests start. (Tests themselves get theirs from `pythonpath` in pyproject.toml.)"""
+    """Return the PYTHONPATH of programs that tests start. Tests themselves use `pythonpath` in pyproject.toml."""
     return os.pathsep.join([str(ROOT), str(HELPERS), str(PROGRAMS), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -7,7 +7,7 @@ import socket
 
 
 def free_port() -> int:
-    """One that nobody listens on, below those that Linux gives to connections: one of these would soon be taken by another program."""
+    """Return an unused port below the range that Linux assigns to connections. Another program could soon get a port of that range."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What all GPU tests share: every rank of an mpirun runs the same tests, and they stay together."""
+"""Fixtures of all GPU tests. All ranks of an mpirun run the same tests at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def comm():
 
 @pytest.fixture(autouse=True)
 def together(request):
-    """Ranks start and end each test together, so that a failure on one does not shift the others."""
+    """Start and end each test on all ranks at the same time, so that a failure on one rank does not shift the others."""
     if "comm" in request.fixturenames:
         comm = request.getfixturevalue("comm")
         comm.Barrier()
@@ -25,7 +25,7 @@ def together(request):
 
 
 def pytest_runtest_logreport(report):
-    """A failure is shown at once and ends the job: the other ranks would wait for this one in MPI, without a limit."""
+    """Print a failure and end the job. Otherwise the other ranks would wait in MPI for this rank without a limit."""
     if report.failed:
         from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""How low-latency calls can reach other ranks. NVSHMEM stands in for a network between GPUs of one host."""
+"""Transports of low-latency calls. Between GPUs of one host, NVSHMEM replaces a network."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from deepep_rt.config import MAX_RANKS_PER_NODE
 
 
 def transports():
-    """(name, settings of a Buffer) for each way."""
+    """Return a name and the settings of a Buffer for each transport."""
     try:
         from mpi4py.MPI import COMM_WORLD
-    except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
+    except ImportError:  # without MPI, pytest only collects these tests
         return []
     size = COMM_WORLD.Get_size()
     found = [("nvlink", {})] if size <= MAX_RANKS_PER_NODE else []

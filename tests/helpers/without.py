@@ -1,4 +1,4 @@
-"""Processes that do not find some modules."""
+"""Hide modules from processes that tests start."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 
 
 def without(folder: Path, *modules: str) -> dict[str, str]:
-    """Variables of the environment with which no Python process finds some modules; `folder` is empty, and theirs from then on.
+    """Return environment variables with which Python does not find some modules. They use `folder`, which must be empty.
 
-    Not `sys.modules[module] = None`: an import of `module.part` would then fail in words of its own.
+    With `sys.modules[module] = None`, an import of `module.part` would fail with another message.
     """
     (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(modules=modules))
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -1,4 +1,4 @@
-"""`config`: what is accepted, what is refused and with which words, and the numbers that are derived from it."""
+"""`config`: accepted and refused values, the texts of errors, and the derived numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GOOD = dict(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, 
         ({"check_inputs": "no"}, ["check_inputs='no'", "True or False"]),
     ],
 )
-def test_bad_values_are_named(change: dict, words: list[str]) -> None:
+def test_errors_name_bad_values(change: dict, words: list[str]) -> None:
     with pytest.raises(EPConfigError) as caught:
         Config(**{**GOOD, **change})
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -124,9 +124,9 @@ def test_blocks_fit_the_hardware(config: Config, arch: str) -> None:
         shared = chosen[f"k{kind}SharedBytes"]
         assert shared <= 227 * 1024
         if chosen["kHasTma"]:
-            assert chosen["kStageBytes"] >= config.row_bytes + 128, "bytes begin anywhere in a line"
+            assert chosen["kStageBytes"] >= config.row_bytes + 128, "a row may begin anywhere in a line"
             assert chosen["kStageBytes"] % 128 == 0
-            assert chosen[f"k{kind}Stages"] >= 2, "copies in and out of shared memory have to overlap"
+            assert chosen[f"k{kind}Stages"] >= 2, "copies into and out of shared memory overlap"
             assert shared == chosen["kStageBytes"] * chosen[f"k{kind}CopyWarps"] * chosen[f"k{kind}Stages"]
 
 
@@ -143,7 +143,7 @@ def test_rows_per_copy(row_bytes: int) -> None:
     assert 1 <= rows <= 32
     assert rows & (rows - 1) == 0
     assert rows == 1 or rows * row_bytes <= 16 * 1024
-    assert rows == 32 or 2 * rows * row_bytes > 16 * 1024, "more rows would have fitted"
+    assert rows == 32 or 2 * rows * row_bytes > 16 * 1024, "twice as many rows would fit"
 
 
 def test_arch_names() -> None:
@@ -160,11 +160,13 @@ def test_combine_constants() -> None:
 
 @given(configs(), st.integers(1, 256))
 def test_most_tokens_of_low_latency_calls(config: Config, num_ranks: int) -> None:
-    """What a block of a dispatch has to hold fits with so many tokens, and with no more."""
+    """The tables of a block of a dispatch fit its shared memory with this number of tokens, but not with one more."""
     config = dataclasses.replace(config, num_ranks=num_ranks, num_experts=32 * num_ranks, hidden=1024)
 
     def shared_bytes(tokens: int) -> int:
-        table = max(2 * tokens * config.num_topk, num_ranks * -(-tokens // 32) * 4)  # experts of tokens, then which of them come
+        table = max(
+            2 * tokens * config.num_topk, num_ranks * -(-tokens // 32) * 4
+        )  # the experts of tokens, then the bitmaps of arrivals
         assert 0 <= dataclasses.replace(config, num_max_tokens_per_rank=tokens).low_latency_table_bytes - table < 4
         return table + 4 * config.num_experts + 9 * num_ranks
 
@@ -185,6 +187,6 @@ def test_dtypes_of_array_libraries(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, 3, "float", [1], np.complex64])
-def test_what_is_no_dtype(dtype: object) -> None:
+def test_other_objects_are_no_dtypes(dtype: object) -> None:
     with pytest.raises(EPConfigError, match=r"dtype=.*; expected one of bfloat16"):
         Config(**GOOD, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Exceptions reach another process, or a copy, as they are."""
+"""`errors`: exceptions keep all attributes when they are pickled or copied."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def _timed_out() -> EPTimeoutError:
     return EPTimeoutError("rank 0 waited", rank=0, peer=3, phase="rows of a dispatch", expected=7, seen=6, call_idx=9)
 
 
-@pytest.mark.parametrize("travel", [_pickled, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("transfer", [_pickled, copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trip(kind: type[Exception], travel: Callable[[Exception], Any]) -> None:
-    error = _timed_out() if kind is EPTimeoutError else kind("what went wrong")
+def test_round_trip(kind: type[Exception], transfer: Callable[[Exception], Any]) -> None:
+    error = _timed_out() if kind is EPTimeoutError else kind("a text")
     error.note = "set later"  # type: ignore[attr-defined]
-    came = travel(error)
-    assert type(came) is kind
-    assert (str(came), came.args, vars(came)) == (str(error), error.args, vars(error))
+    copied = transfer(error)
+    assert type(copied) is kind
+    assert (str(copied), copied.args, vars(copied)) == (str(error), error.args, vars(error))
 
 
-def test_calls_that_were_made_all_the_same() -> None:
+def test_pickling_keeps_call_made() -> None:
     error = EPInputError("expert 8")
     assert not _pickled(error).call_made
     error.call_made = True
@@ -45,7 +45,7 @@ def _time_out() -> None:
     raise _timed_out()
 
 
-def test_a_pool_hands_out_what_its_process_raised() -> None:
+def test_a_process_pool_raises_the_same_error() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool, pytest.raises(EPTimeoutError, match="rank 0 waited") as caught:
         pool.submit(_time_out).result(timeout=60)
     assert (caught.value.peer, caught.value.phase, caught.value.call_idx) == (3, "rows of a dispatch", 9)

@@ -1,4 +1,4 @@
-"""The logger "deepep_rt": nothing is said unasked, and one line for each Buffer when asked for."""
+"""The logger "deepep_rt": silent by default, and one line per Buffer at level INFO."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deepep_rt import Buffer
 for _ in range(2):
     with Buffer(MPI.COMM_WORLD, num_max_tokens_per_rank=8, hidden=64, num_topk=2, num_experts=4, backend="host"):
         pass
-if MPI.COMM_WORLD.rank == 0:  # lines of two ranks may run together
+if MPI.COMM_WORLD.rank == 0:  # the lines of two ranks could mix
     logging.getLogger("deepep_rt").warning("a warning")
 """
 
@@ -33,8 +33,8 @@ def run(setup: str) -> list[str]:
     return (done.stdout + done.stderr).splitlines()
 
 
-def test_nothing_is_said_unasked() -> None:
-    assert run("") == [], "not even warnings: they are the program's to show"
+def test_the_logger_is_silent_by_default() -> None:
+    assert run("") == [], "the program decides whether to show warnings, too"
 
 
 def test_one_line_for_each_buffer_from_rank_0() -> None:
@@ -43,7 +43,7 @@ def test_one_line_for_each_buffer_from_rank_0() -> None:
     assert [line for line in lines if "WARNING" not in line] == [made, made]
 
 
-def test_the_line_tells_what_a_buffer_consists_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_describes_the_buffer(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "stats", build.Stats(hits=3, misses=2))
 
     class Rank:
@@ -58,7 +58,7 @@ def test_the_line_tells_what_a_buffer_consists_of(caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_every_module_uses_the_one_logger() -> None:
+def test_all_modules_use_one_logger() -> None:
     package = Path(deepep_rt.__file__).parent
     named = {name for path in package.rglob("*.py") for name in re.findall(r"getLogger\((.*?)\)", path.read_text())}
     assert named == {'"deepep_rt"', "__name__"}
