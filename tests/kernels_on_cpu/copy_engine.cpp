@@ -11,13 +11,13 @@ namespace cpu_gpu {
 
 namespace {
 
-// Stores of a thread that it waits for together.
+// Stores that a thread waits for together.
 struct BulkGroup {
   int unread = 0, unwritten = 0;
 };
-std::map<const Thread*, std::vector<std::shared_ptr<BulkGroup>>> groups_of;  // the last one is not yet committed
+std::map<const Thread*, std::vector<std::shared_ptr<BulkGroup>>> groups_of;  // the last group is not yet committed
 
-// As it lies in its 8 bytes. A phase is over when all have arrived and all expected bytes have come.
+// The layout of its 8 bytes. A phase ends when all threads and all expected bytes have arrived.
 struct Mbarrier {
   int32_t missing_bytes;
   uint8_t missing_arrivals, num_arrivals, phase, unused;

@@ -1,4 +1,4 @@
-// CUDA C++ for a host compiler: qualifiers, built-in variables, intrinsics. What kernels write in PTX is in ptx.h.
+// CUDA C++ for a host compiler: qualifiers, built-in variables and intrinsics. PTX is in ptx.h.
 #pragma once
 #include "runtime.h"
 
@@ -10,7 +10,7 @@
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
-// Of a function that other threads must not interrupt, where the runtime hears of each access (memory.cpp).
+// Marks a function that other threads must not interrupt, also if the runtime counts each access (memory.cpp).
 #define AT_ONCE __attribute__((noinline, no_sanitize("thread")))
 
 #define threadIdx (cpu_gpu::running->thread_idx)
@@ -57,8 +57,8 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 
 namespace cpu_gpu {
 
-inline void want_all(unsigned mask) {
-  if (mask != ~0u) fail("a warp's lanes meet with a mask that leaves some out, which this CPU version does not know");
+inline void require_full_mask(unsigned mask) {
+  if (mask != ~0u) fail("this operation of a warp excludes lanes; only full masks work on the CPU");
 }
 
 template <class T>
@@ -78,8 +78,8 @@ T unpacked(uint64_t word) {
 
 template <class T, class Combine>
 T reduce(const char* kind, unsigned mask, T v, Combine combine) {
-  want_all(mask);
-  const Exchange& all = meet_warp(kind, packed(v));
+  require_full_mask(mask);
+  const Exchange& all = sync_warp(kind, packed(v));
   T result = unpacked<T>(all.values[0]);
   for (int i = 1; i < 32; ++i) result = combine(result, unpacked<T>(all.values[i]));
   return result;
@@ -87,15 +87,15 @@ T reduce(const char* kind, unsigned mask, T v, Combine combine) {
 
 template <class T>
 T shuffle(const char* kind, unsigned mask, T v, int from) {
-  want_all(mask);
-  return unpacked<T>(meet_warp(kind, packed(v)).values[from]);
+  require_full_mask(mask);
+  return unpacked<T>(sync_warp(kind, packed(v)).values[from]);
 }
 
 }  // namespace cpu_gpu
 
 inline void __syncwarp(unsigned mask = ~0u) {
-  cpu_gpu::want_all(mask);
-  cpu_gpu::meet_warp("__syncwarp", 0);
+  cpu_gpu::require_full_mask(mask);
+  cpu_gpu::sync_warp("__syncwarp", 0);
 }
 
 template <class T>
@@ -115,22 +115,22 @@ T __shfl_xor_sync(unsigned mask, T v, int bits) {
 }
 
 inline unsigned __ballot_sync(unsigned mask, bool yes) {
-  cpu_gpu::want_all(mask);
-  return cpu_gpu::meet_warp("__ballot_sync", yes).votes;
+  cpu_gpu::require_full_mask(mask);
+  return cpu_gpu::sync_warp("__ballot_sync", yes).votes;
 }
 inline int __any_sync(unsigned mask, bool yes) {
-  cpu_gpu::want_all(mask);
-  return cpu_gpu::meet_warp("__any_sync", yes).votes != 0;
+  cpu_gpu::require_full_mask(mask);
+  return cpu_gpu::sync_warp("__any_sync", yes).votes != 0;
 }
 inline int __all_sync(unsigned mask, bool yes) {
-  cpu_gpu::want_all(mask);
-  return cpu_gpu::meet_warp("__all_sync", yes).votes == ~0u;
+  cpu_gpu::require_full_mask(mask);
+  return cpu_gpu::sync_warp("__all_sync", yes).votes == ~0u;
 }
 
 template <class T>
 unsigned __match_any_sync(unsigned mask, T v) {
-  cpu_gpu::want_all(mask);
-  const cpu_gpu::Exchange& all = cpu_gpu::meet_warp("__match_any_sync", cpu_gpu::packed(v));
+  cpu_gpu::require_full_mask(mask);
+  const cpu_gpu::Exchange& all = cpu_gpu::sync_warp("__match_any_sync", cpu_gpu::packed(v));
   unsigned same = 0;
   for (int i = 0; i < 32; ++i) same |= static_cast<unsigned>(all.values[i] == cpu_gpu::packed(v)) << i;
   return same;
@@ -151,8 +151,8 @@ T __reduce_or_sync(unsigned mask, T v) {
 
 // --- a block ------------------------------------------------------------------------------------------------------------------------
 
-inline void __syncthreads() { cpu_gpu::meet_block(0, 0, true); }
-inline int __syncthreads_and(int yes) { return cpu_gpu::meet_block(0, 0, yes != 0); }
+inline void __syncthreads() { cpu_gpu::sync_block(0, 0, true); }
+inline int __syncthreads_and(int yes) { return cpu_gpu::sync_block(0, 0, yes != 0); }
 
 template <class T>
 AT_ONCE T atomicAdd(T* p, T v) {
@@ -162,5 +162,5 @@ AT_ONCE T atomicAdd(T* p, T v) {
   return old;
 }
 
-// As the hardware has it, an address of shared memory is a number of 32 bits.
+// Addresses of shared memory have 32 bits, as on GPUs.
 inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const char*>(p) - cpu_gpu::dynamic_shared_memory(); }

@@ -1,4 +1,4 @@
-// Work of something that is no thread, such as a copy engine: it is done at a random time, in random order.
+// Work of a copy engine: the scheduler does it at a random time, in random order.
 #pragma once
 #include <functional>
 

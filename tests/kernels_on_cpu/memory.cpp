@@ -1,6 +1,6 @@
-// Weak memory: what a thread stores in the symmetric memory of another GPU gets there some time later, in random order, word by word. Only
-// a release (or fence) of a thread waits for all stores that come before it: its own, those of its warp that __syncwarp ordered, and those
-// of its block that a barrier ordered. Loads are in order, and stores in a GPU's own memory are seen at once.
+// Weak memory: stores to the symmetric memory of another GPU arrive late, word by word and in random order. Only a release (or fence) of a
+// thread waits for earlier stores: its own, those of its warp that __syncwarp ordered, and those of its block that a barrier ordered. Loads
+// are in order, and stores to a GPU's own memory are visible at once.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -13,7 +13,7 @@
 namespace cpu_gpu {
 namespace {
 
-constexpr size_t kPage = 4096, kAlignment = 256, kMostUnderWay = 1024;
+constexpr size_t kPage = 4096, kAlignment = 256, kMaxInFlight = 1024;
 
 struct Region {
   char *begin, *end;
@@ -26,15 +26,15 @@ struct Store {
   unsigned num_bytes;
   const Thread* thread;
   const void *warp, *block, *grid;
-  bool for_warp, for_block;  // who may release it, besides the thread
+  bool for_warp, for_block;  // whether the whole warp, or block, may release it
 };
 
 bool is_weak = false;
 std::vector<Region> regions;
-std::vector<Store> under_way;                           // in the order in which they were made
-std::map<void*, std::pair<void*, size_t>> allocations;  // what mmap gave, and how much of it
+std::vector<Store> in_flight;                           // in the order of the program
+std::map<void*, std::pair<void*, size_t>> allocations;  // the mapping of each allocation, and its size
 
-bool is_elsewhere(const void* p) {
+bool is_remote(const void* p) {
   if (!is_weak || !running) return false;
   for (const Region& r : regions) {
     if (p >= r.begin && p < r.end) return r.gpu != running->gpu;
@@ -42,29 +42,29 @@ bool is_elsewhere(const void* p) {
   return false;
 }
 
-void arrive(size_t i) {
-  for (size_t earlier = 0; earlier < i; ++earlier) {  // of those to one place, the first one comes first
-    if (under_way[earlier].to < under_way[i].to + under_way[i].num_bytes &&
-        under_way[i].to < under_way[earlier].to + under_way[earlier].num_bytes) {
+void deliver(size_t i) {
+  for (size_t earlier = 0; earlier < i; ++earlier) {  // stores to one address arrive in order
+    if (in_flight[earlier].to < in_flight[i].to + in_flight[i].num_bytes &&
+        in_flight[i].to < in_flight[earlier].to + in_flight[earlier].num_bytes) {
       i = earlier;
       break;
     }
   }
-  memcpy(under_way[i].to, under_way[i].value, under_way[i].num_bytes);
-  under_way.erase(under_way.begin() + i);
+  memcpy(in_flight[i].to, in_flight[i].value, in_flight[i].num_bytes);
+  in_flight.erase(in_flight.begin() + i);
 }
 
 template <class Which>
-void arrive_all(Which which) {
+void deliver_all(Which which) {
   size_t kept = 0;
-  for (const Store& s : under_way) {
+  for (const Store& s : in_flight) {
     if (which(s)) {
       memcpy(s.to, s.value, s.num_bytes);
     } else {
-      under_way[kept++] = s;
+      in_flight[kept++] = s;
     }
   }
-  under_way.resize(kept);
+  in_flight.resize(kept);
 }
 
 void send(void* to, const void* from, unsigned num_bytes) {
@@ -73,12 +73,12 @@ void send(void* to, const void* from, unsigned num_bytes) {
     Store s = {
         static_cast<char*>(to) + at, {}, num_bytes - at < 8 ? num_bytes - at : 8, &t, t.warp_key, t.block_key, t.grid_key, false, false};
     memcpy(s.value, static_cast<const char*>(from) + at, s.num_bytes);
-    under_way.push_back(s);
+    in_flight.push_back(s);
   }
-  while (under_way.size() > kMostUnderWay) arrive(random_below(under_way.size()));
+  while (in_flight.size() > kMaxInFlight) deliver(random_below(in_flight.size()));
 }
 
-// A store that the compiler made is known before it is done. Nothing else runs until it is: then it is taken back, and sent.
+// The runtime learns of a plain store before it happens. Nothing else runs until it has happened. Then the runtime undoes and sends it.
 struct PlainStore {
   char* to = nullptr;
   char before[16];
@@ -87,7 +87,7 @@ struct PlainStore {
 
 void before_plain_store(void* to, unsigned num_bytes) {
   step(true);
-  if (!is_elsewhere(to)) return;
+  if (!is_remote(to)) return;
   plain.to = static_cast<char*>(to), plain.num_bytes = num_bytes;
   memcpy(plain.before, to, num_bytes);
 }
@@ -96,31 +96,31 @@ void before_plain_store(void* to, unsigned num_bytes) {
 
 void complete_plain_store() {
   if (!plain.to) return;
-  char made[16];
-  memcpy(made, plain.to, plain.num_bytes);
+  char value[16];
+  memcpy(value, plain.to, plain.num_bytes);
   memcpy(plain.to, plain.before, plain.num_bytes);
   char* to = std::exchange(plain.to, nullptr);
-  send(to, made, plain.num_bytes);
+  send(to, value, plain.num_bytes);
 }
 
-void reset_memory(bool weak) { is_weak = weak, under_way.clear(), regions.clear(), plain.to = nullptr; }
+void reset_memory(bool weak) { is_weak = weak, in_flight.clear(), regions.clear(), plain.to = nullptr; }
 
 void order_within_warp(const void* warp) {
-  for (Store& s : under_way) s.for_warp |= s.warp == warp;
+  for (Store& s : in_flight) s.for_warp |= s.warp == warp;
 }
 
 void order_within_block(const void* warp) {
-  for (Store& s : under_way) s.for_block |= s.warp == warp;
+  for (Store& s : in_flight) s.for_block |= s.warp == warp;
 }
 
 bool deliver_stores() {
-  if (under_way.empty()) return false;
-  for (uint64_t count = 1 + random_below(8); count && !under_way.empty(); --count) arrive(random_below(under_way.size()));
+  if (in_flight.empty()) return false;
+  for (uint64_t count = 1 + random_below(8); count && !in_flight.empty(); --count) deliver(random_below(in_flight.size()));
   return true;
 }
 
 void deliver_stores_of(const void* grid) {
-  arrive_all([&](const Store& s) { return s.grid == grid; });
+  deliver_all([&](const Store& s) { return s.grid == grid; });
 }
 
 void read(const void* from, void* to, size_t num_bytes) {
@@ -131,7 +131,7 @@ void read(const void* from, void* to, size_t num_bytes) {
 void write(void* to, const void* from, size_t num_bytes, Order order) {
   if (order == Order::kRelease) fence();
   step(true);
-  if (is_elsewhere(to)) {
+  if (is_remote(to)) {
     send(to, from, num_bytes);
   } else {
     memcpy(to, from, num_bytes);
@@ -141,7 +141,7 @@ void write(void* to, const void* from, size_t num_bytes, Order order) {
 void fence() {
   step(false);
   const Thread& t = *running;
-  arrive_all(
+  deliver_all(
       [&](const Store& s) { return s.thread == &t || (s.for_warp && s.warp == t.warp_key) || (s.for_block && s.block == t.block_key); });
 }
 
@@ -151,7 +151,7 @@ using namespace cpu_gpu;
 
 extern "C" {
 
-// Memory full of garbage; its end is the end of a page, and nothing lies before and after it.
+// Allocates memory full of garbage. It ends at the end of a page, and the pages around it are protected.
 void* gpu_allocate(size_t num_bytes) {
   const size_t aligned = (num_bytes + kAlignment - 1) / kAlignment * kAlignment, inner = (aligned + kPage - 1) / kPage * kPage;
   char* memory = static_cast<char*>(mmap(nullptr, inner + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -168,10 +168,10 @@ void gpu_free(void* memory) {
   allocations.erase(found);
 }
 
-// Stores of other GPUs take their time to get there, if memory is weak.
+// Marks symmetric memory. If memory is weak, stores of other GPUs arrive there late.
 void gpu_share(int gpu, char* memory, size_t num_bytes) { regions.push_back({memory, memory + num_bytes, gpu}); }
 
-// What a compiler calls before each load and store, with -fsanitize=thread.
+// With -fsanitize=thread, the compiler calls these before each load and store.
 void __tsan_init() {}
 #define ACCESS(n)                                             \
   void __tsan_read##n(void*) { step(false); }                 \

@@ -1,23 +1,23 @@
-// Memory of the GPUs: pieces that nothing can leave unnoticed, and stores that take their time to other GPUs.
+// Memory of the GPUs: accesses outside of an allocation fail, and stores to other GPUs arrive late.
 #pragma once
 #include "runtime.h"
 
 namespace cpu_gpu {
 
-// Forgets all stores that are under way, and whether there are any (is_weak).
+// Drops all stores in flight. `is_weak`: whether stores to other GPUs arrive late.
 void reset_memory(bool is_weak);
 
-// What a barrier or __syncwarp orders: stores of a warp come before a release by any thread of the warp, or of the block.
+// Orders of __syncwarp and of barriers: stores of a warp precede a later release by any thread of the warp, or of the block.
 void order_within_warp(const void* warp);
 void order_within_block(const void* warp);
 
-// A store of the running thread that the compiler made is complete; to be called before anything else is done for that thread.
+// Completes a plain store of the running thread. Call this before anything else happens to that thread.
 void complete_plain_store();
 
-// Lets some stores get to their GPUs. False: none was under way.
+// Delivers some stores to their GPUs. Returns false if none was in flight.
 bool deliver_stores();
 
-// All stores of a kernel are there when it ends.
+// Delivers all stores of a kernel, which has ended.
 void deliver_stores_of(const void* grid);
 
 }  // namespace cpu_gpu

@@ -1,4 +1,4 @@
-// Small floats.
+// Conversions of small floats.
 #include <algorithm>
 #include <cmath>
 
@@ -7,7 +7,7 @@
 namespace cpu_gpu {
 namespace {
 
-// A small float of so many bits of exponent and mantissa: the nearest one, ties to even. `largest` stands for all that is larger.
+// Rounds to a float with few bits of exponent and mantissa, ties to even. Larger numbers become `largest`.
 uint32_t to_small(float value, int exponent_bits, int mantissa_bits, uint32_t largest) {
   const int least = 2 - (1 << (exponent_bits - 1));
   const uint32_t sign = static_cast<uint32_t>(std::signbit(value)) << (exponent_bits + mantissa_bits);
@@ -15,12 +15,12 @@ uint32_t to_small(float value, int exponent_bits, int mantissa_bits, uint32_t la
   if (size == 0) return sign;
   if (std::isinf(size)) return sign | largest;
   const int exponent = std::max(std::ilogb(size), least);
-  // In units of the last place. With the exponent above them, a carry out of the mantissa does what it should.
+  // In units of the last place. The exponent follows them, so that a carry out of the mantissa raises it.
   const uint32_t units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, mantissa_bits - exponent)));
   return sign | std::min(units + (static_cast<uint32_t>(exponent - least) << mantissa_bits), largest);
 }
 
-// For codes that are numbers.
+// Converts a code that is a number.
 float from_small(uint32_t bits, int exponent_bits, int mantissa_bits) {
   const int least = 2 - (1 << (exponent_bits - 1));
   const uint32_t mantissa = bits & ((1u << mantissa_bits) - 1), exponent = bits >> mantissa_bits & ((1u << exponent_bits) - 1);

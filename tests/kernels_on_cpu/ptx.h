@@ -1,4 +1,4 @@
-// The PTX instructions that the kernels use, under the names that translate.py makes of them; operands come in the order of their numbers.
+// The PTX instructions of the kernels, with the names that translate.py gives them. Operands come in the order of their numbers.
 #pragma once
 #include "cuda.h"
 
@@ -24,7 +24,7 @@ void store(void* p, T v, Order order = Order::kRelaxed) {
   cpu_gpu::write(p, &v, sizeof v, order);
 }
 
-// Four words, each of which is whole.
+// Four words. Each word is loaded as a whole.
 inline void load4(u32& a, u32& b, u32& c, u32& d, const void* p) {
   const u32* words = static_cast<const u32*>(p);
   a = load<u32>(words), b = load<u32>(words + 1), c = load<u32>(words + 2), d = load<u32>(words + 3);
@@ -89,8 +89,8 @@ inline void mov_u32_laneid(u32& v) { v = cpu_gpu::running->lane; }
 inline void mov_u64_globaltimer(u64& v) { v = cpu_gpu::clock_ns(); }
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
-inline void bar_sync(u32 barrier, u32 num_threads) { cpu_gpu::meet_block(barrier, num_threads, true); }
-inline void bar_red_and_pred(u32& all, u32 barrier, u32 num_threads, u32 yes) { all = cpu_gpu::meet_block(barrier, num_threads, yes); }
+inline void bar_sync(u32 barrier, u32 num_threads) { cpu_gpu::sync_block(barrier, num_threads, true); }
+inline void bar_red_and_pred(u32& all, u32 barrier, u32 num_threads, u32 yes) { all = cpu_gpu::sync_block(barrier, num_threads, yes); }
 
 // --- bulk copies --------------------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ inline void cp_async_bulk_wait_group(int num_groups) { cpu_gpu::bulk_wait(num_gr
 
 // --- conversions --------------------------------------------------------------------------------------------------------------------
 
-// Of two operands the first one becomes the upper half.
+// The first operand becomes the upper half.
 inline void cvt_rn_bf16x2_f32(u32& both, float high, float low) { both = cpu_gpu::to_bfloat16(high) << 16 | cpu_gpu::to_bfloat16(low); }
 inline void cvt_rn_f16x2_f32(u32& both, float high, float low) { both = cpu_gpu::to_half(high) << 16 | cpu_gpu::to_half(low); }
 inline void cvt_rn_satfinite_e4m3x2_f32(u16& both, float high, float low) { both = cpu_gpu::to_e4m3(high) << 8 | cpu_gpu::to_e4m3(low); }

@@ -1,8 +1,8 @@
-// Runs grids of CUDA threads on one CPU thread, in an order that a seed decides. The order changes at each access that other threads may
-// notice, so many seeds show many interleavings; the same seed shows the same one.
+// Runs grids of CUDA threads on one CPU thread, in an order that a seed decides. The order may change at each access that other threads may
+// notice. So many seeds show many interleavings, and the same seed always shows the same one.
 //
-// A turn belongs to a warp. Its lanes run one after the other until each waits (for its warp, or at a barrier) or its steps are used up.
-// At random times a warp, a block or a whole GPU gets no turns for a while. Blocks start in their order, when their GPU has an SM for them.
+// The scheduler gives turns to warps. In a turn, lanes run in sequence until each waits (for its warp, or at a barrier) or has used up its
+// steps. At random times, a warp, a block or a GPU gets no turns for a while. Blocks start in order, when their GPU has an SM for them.
 #include "runtime.h"
 
 #include "later.h"
@@ -24,9 +24,9 @@
 namespace cpu_gpu {
 namespace {
 
-constexpr size_t kStackBytes = 64 * 1024 + 320;  // neighbours' stacks begin in different cache lines
+constexpr size_t kStackBytes = 64 * 1024 + 320;  // adjacent stacks begin in different cache lines
 constexpr size_t kStaticSharedBytes = 256 * 1024;
-constexpr int kPatience = 256;  // steps without effect that each lane gets before all are taken to wait for time
+constexpr int kIdleSteps = 256;  // if each lane makes so many steps without effect, all lanes wait for time
 
 struct Grid;
 struct Block;
@@ -44,14 +44,14 @@ struct Warp {
   Block* block;
   Fiber lanes[32];
   uint32_t ready = ~0u, exited = 0;
-  int cursor = 0;  // the lane that comes next, if it is ready
+  int cursor = 0;  // the next lane, if it is ready
   Exchange exchange[2];
-  unsigned meetings = 0;
+  unsigned num_syncs = 0;
   int num_arrived = 0;
   const char* kind = nullptr;
   uint32_t at_barrier[16] = {};
   uint64_t frozen_until = 0;  // a turn
-  int place = -1;             // in `runnable`
+  int index = -1;             // in `runnable`
 };
 
 struct Barrier {
@@ -113,16 +113,16 @@ std::string error;
 void note_progress() { idle_steps = 0; }
 
 void add_runnable(Warp& w) {
-  if (w.place >= 0) return;
-  w.place = runnable.size();
+  if (w.index >= 0) return;
+  w.index = runnable.size();
   runnable.push_back(&w);
 }
 
 void remove_runnable(Warp& w) {
-  runnable.back()->place = w.place;
-  runnable[w.place] = runnable.back();
+  runnable.back()->index = w.index;
+  runnable[w.index] = runnable.back();
   runnable.pop_back();
-  w.place = -1;
+  w.index = -1;
 }
 
 void run_fiber() {
@@ -157,8 +157,8 @@ Fiber& next_lane(Warp& w) {
   return w.lanes[lane];
 }
 
-// Another lane of the warp goes on, or the scheduler.
-__attribute__((noinline)) void leave(bool turn_ends) {
+// Continues with another lane of the warp, or with the scheduler.
+__attribute__((noinline)) void yield(bool turn_ends) {
   Fiber& f = *current;
   if (_setjmp(f.registers)) return;
   if (turn_ends || !f.warp->ready) longjmp(scheduler, 1);
@@ -234,7 +234,7 @@ void give_turn(Warp& w) {
 
 bool is_frozen(const Warp& w) { return std::max({w.frozen_until, w.block->frozen_until, gpus[w.block->grid->gpu].frozen_until}) > turn; }
 
-// For some turns, or until nothing else goes on: the longer, the further others may get meanwhile.
+// Stops something for some turns, or until nothing else can go on. Long stops let other threads advance far.
 void freeze_something() {
   Warp& w = *runnable[rng.below(runnable.size())];
   const uint64_t until = rng.below(4) ? turn + rng.below(1u << (4 + rng.below(10))) : ~uint64_t(0);
@@ -250,7 +250,7 @@ void freeze_something() {
   }
 }
 
-// False: nothing was frozen.
+// Returns whether something was frozen.
 bool thaw() {
   bool was_frozen = false;
   for (Warp* w : runnable) {
@@ -270,25 +270,25 @@ Warp& choose() {
   return *runnable[rng.below(runnable.size())];
 }
 
-// Gives each lane that can run many steps. True: none of them had an effect, so all wait for time.
+// Gives many steps to each lane that can run. If no step has an effect, all lanes wait for time, and this returns true.
 bool all_wait() {
   const std::vector<Warp*> warps = runnable;
   const int steps = most_steps, yields = most_yields;
-  most_steps = kPatience, most_yields = 1 << 20;
+  most_steps = kIdleSteps, most_yields = 1 << 20;
   idle_steps = 0;
   bool waits = true;
   for (Warp* w : warps) {
     for (uint32_t left = w->ready; left && waits; left &= left - 1) {
       Fiber& f = w->lanes[__builtin_ctz(left)];
-      f.steps_left = kPatience;
+      f.steps_left = kIdleSteps;
       const uint64_t before = idle_steps;
       yields_left = 0;
       if (!_setjmp(scheduler)) resume(f);
       current = nullptr, running = nullptr;
-      waits = error.empty() && idle_steps >= before + kPatience;
+      waits = error.empty() && idle_steps >= before + kIdleSteps;
     }
     if (!waits) {
-      if (!w->ready && w->place >= 0) {
+      if (!w->ready && w->index >= 0) {
         remove_runnable(*w);
         if (w->exited == ~0u && w->block->threads_left == 0) end_block(*w->block);
       }
@@ -326,7 +326,7 @@ std::string describe() {
       }
       snprintf(line, sizeof line, "; block %u: %d threads run, %d have ended", block->warps[0].lanes[0].block_idx.x, ready, exited);
       text += line;
-      for (auto& [what, count] : waiting) text += ", " + std::to_string(count) + " wait at " + what;
+      for (auto& [place, count] : waiting) text += ", " + std::to_string(count) + " wait at " + place;
     }
     text += "\n";
   }
@@ -339,12 +339,12 @@ void stop(const std::string& text) {
 
 void on_bad_address(int, siginfo_t* info, void*) {
   char text[80];
-  snprintf(text, sizeof text, "a thread used address %p, where no memory of a GPU is", info->si_addr);
+  snprintf(text, sizeof text, "a thread used address %p, which is in no memory of a GPU", info->si_addr);
   if (current) fail(text);
   signal(SIGSEGV, SIG_DFL);
 }
 
-// While it lives, a bad address ends the run instead of the process.
+// While this object lives, a bad address ends the run and not the process.
 struct CatchBadAddresses {
   struct sigaction mine = {}, before;
   CatchBadAddresses() {
@@ -378,33 +378,33 @@ void step(bool wrote) {
   Fiber& f = *current;
   if (--f.steps_left > 0) return;
   f.steps_left = 1 + rng.below(most_steps);
-  leave(--yields_left < 0);
+  yield(--yields_left < 0);
 }
 
 void later(std::function<void()> work) { pending.push_back(std::move(work)); }
 
-const Exchange& meet_warp(const char* kind, uint64_t value) {
+const Exchange& sync_warp(const char* kind, uint64_t value) {
   complete_plain_store();
   Fiber& f = *current;
   Warp& w = *f.warp;
-  Exchange& exchange = w.exchange[w.meetings % 2];
+  Exchange& exchange = w.exchange[w.num_syncs % 2];
   if (w.num_arrived == 0) w.kind = kind, exchange.votes = 0;
-  if (strcmp(w.kind, kind) != 0) fail((std::string("lanes of a warp meet in ") + w.kind + " and in " + kind).c_str());
+  if (strcmp(w.kind, kind) != 0) fail((std::string("lanes of a warp are in ") + w.kind + " and in " + kind).c_str());
   exchange.values[f.lane] = value;
   exchange.votes |= static_cast<uint32_t>(value != 0) << f.lane;
   if (++w.num_arrived == 32) {
-    w.num_arrived = 0, ++w.meetings;
+    w.num_arrived = 0, ++w.num_syncs;
     if (strcmp(kind, "__syncwarp") == 0) order_within_warp(&w);
     w.ready = ~0u;
     note_progress();
   } else {
     w.ready &= ~(1u << f.lane);
-    leave(false);
+    yield(false);
   }
   return exchange;
 }
 
-bool meet_block(int number, unsigned num_threads, bool yes) {
+bool sync_block(int number, unsigned num_threads, bool yes) {
   complete_plain_store();
   Fiber& f = *current;
   Warp& w = *f.warp;
@@ -413,7 +413,7 @@ bool meet_block(int number, unsigned num_threads, bool yes) {
   Barrier& barrier = block.barriers[number];
   const unsigned expected = num_threads ? num_threads : block.grid->num_threads;
   if (barrier.arrived == 0) barrier.expected = expected, barrier.all_yes[barrier.generation % 2] = true;
-  if (barrier.expected != expected) fail("threads meet at one barrier in different numbers");
+  if (barrier.expected != expected) fail("threads expect different numbers of threads at one barrier");
   bool& all_yes = barrier.all_yes[barrier.generation % 2];
   all_yes &= yes;
   if (++barrier.arrived == expected) {
@@ -428,7 +428,7 @@ bool meet_block(int number, unsigned num_threads, bool yes) {
     note_progress();
   } else {
     w.ready &= ~(1u << f.lane), w.at_barrier[number] |= 1u << f.lane;
-    leave(false);
+    yield(false);
   }
   return all_yes;
 }
@@ -454,13 +454,14 @@ uint64_t clock_ns() {
 
 }  // namespace cpu_gpu
 
-// --- what Python calls --------------------------------------------------------------------------------------------------------------
+// --- the interface for Python
+// --------------------------------------------------------------------------------------------------------------
 
 using namespace cpu_gpu;
 
 extern "C" {
 
-// Forgets all grids. `seed` decides the order of everything from here on, and how often it changes. `is_weak`: see memory.cpp.
+// Drops all grids. `seed` decides the order from here on, and how often it changes. `is_weak`: see memory.cpp.
 void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
   reset_memory(is_weak);
   rng.state = seed;
@@ -487,8 +488,8 @@ int gpu_start(int gpu, const char* name, void (*kernel)(const void*), const void
   return grids.back()->id;
 }
 
-// Runs for some turns. 0: they are used up; 1: a grid has ended (gpu_finished); 2: all that runs waits for time; 3: gpu_error says what is
-// wrong; 4: there is no grid.
+// Runs for some turns. Returns 0: they are used up; 1: a grid has ended (gpu_finished); 2: all threads wait for time; 3: an error
+// (gpu_error); 4: there is no grid.
 int gpu_advance(long num_turns) {
   const CatchBadAddresses guard;
   for (; num_turns > 0; --num_turns, ++turn) {
