@@ -165,7 +165,7 @@ def test_a_warning_names_options_for_a_foreign_runtime(install, caplog):
     with caplog.at_level(logging.WARNING, "deepep_rt"):
         nvshmem.runtime(FakeRanks(gather=_pes), NetworkOptions(service_level=3).environment())
     assert fake.variables_at_start is None
-    assert "somebody else" in caplog.text
+    assert "the program started it" in caplog.text
     assert "NVSHMEM_IB_SL=3" in caplog.text
 
 
@@ -181,14 +181,14 @@ def test_ranks_of_different_runtimes_are_refused(install, members):
     """A PE is a number within one runtime. With another runtime, rows would go to the wrong ranks."""
     my_pe, num_pes = members[0]
     install(running=True, my_pe=my_pe, num_pes=num_pes)
-    with pytest.raises(EPConfigError, match=r"different NVSHMEM runtimes; make the first Buffer over all of them"):
+    with pytest.raises(EPConfigError, match=r"different NVSHMEM runtimes; .*Make the first Buffer over all ranks"):
         nvshmem.runtime(FakeRanks(gather=lambda mine: members))
 
 
 def test_a_foreign_runtime_must_have_the_same_ranks(install):
     """Its other processes would have to allocate too, but take no part in the Buffer."""
     install(running=True, num_pes=8)
-    with pytest.raises(EPConfigError, match=r"started by somebody else, over 8 processes.*this one has 4 ranks"):
+    with pytest.raises(EPConfigError, match=r"the program started NVSHMEM over 8 processes.*this one has 4 ranks"):
         nvshmem.runtime(FakeRanks(gather=lambda mine: [(pe, 8) for pe in range(4)]))
 
 
@@ -222,9 +222,9 @@ def arrived(monkeypatch):
 def test_scale_out_ranks_need_no_direct_path(install, arrived):
     install(my_pe=1, addresses={2: 0, 3: 0})
     ranks = FakeRanks(rank=1, hosts=[[0, 1], [2, 3]], gather=_pes)
-    memory = nvshmem.SymmetricMemory(ranks, 64, 1.0, ranks_per_node=2, network=NetworkOptions(service_level=1))
+    memory = nvshmem.allocate(ranks, 64, 1.0, ranks_per_node=2, network=NetworkOptions(service_level=1))
     assert memory.peers == [4096, 4096, 0, 0]
-    assert memory.pes == [0, 1, 2, 3]
+    assert memory.network_ids == [0, 1, 2, 3]
     assert sys.modules["nvshmem.bindings"].variables_at_start == {"NVSHMEM_IB_SL": "1"}
 
 
@@ -232,9 +232,9 @@ def test_scale_up_ranks_need_a_direct_path(install, arrived, monkeypatch):
     monkeypatch.setattr(nvshmem, "_num_gpus", lambda: 4)
     install(my_pe=1, addresses={0: 0, 2: 0})
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0\]; .* in each group of ranks_per_node=2"):
-        nvshmem.SymmetricMemory(FakeRanks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
+        nvshmem.allocate(FakeRanks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0, 2\]; .* between all GPUs of a Buffer"):
-        nvshmem.SymmetricMemory(FakeRanks(rank=1, gather=_pes), 64, 1.0)
+        nvshmem.allocate(FakeRanks(rank=1, gather=_pes), 64, 1.0)
 
 
 @pytest.mark.parametrize(("num_gpus", "is_told"), [(1, True), (3, True), (4, False)])
@@ -244,13 +244,13 @@ def test_the_error_tells_of_hidden_gpus(install, arrived, monkeypatch, num_gpus,
     monkeypatch.setattr(nvshmem, "_num_gpus", lambda: num_gpus)
     fake = install(my_pe=1, addresses={0: 0, 2: 0})
     with pytest.raises(EPUnavailableError, match=r"no direct path from the GPU of rank 1 to those of ranks \[0, 2\]") as caught:
-        nvshmem.SymmetricMemory(
+        nvshmem.allocate(
             FakeRanks(rank=1, gather=lambda mine: [[], mine, [], []] if isinstance(mine, list) else _pes(mine)), 64, 1.0
         )
     assert (hint in str(caught.value)) == is_told
 
     def refuse(flags, attributes):
-        raise EPUnavailableError("NVSHMEM did not start (Status code 7)")  # as from the thread of the start
+        raise EPUnavailableError("NVSHMEM did not start (Status code 7).")  # as from the thread of the start
 
     fake = install()
     fake.hostlib_init_attr = refuse
@@ -264,10 +264,10 @@ def test_symmetric_memory_has_one_size(install, monkeypatch):
     install()
     monkeypatch.setattr(nvshmem, "timed_allgather", lambda *arguments: [[size] for size in [64, 64, 128, 64]])
     with pytest.raises(EPConfigError, match=r"one size on all ranks.*\[64, 128\] bytes"):
-        nvshmem.SymmetricMemory(FakeRanks(gather=_pes), 64, 1.0)
+        nvshmem.allocate(FakeRanks(gather=_pes), 64, 1.0)
 
 
 def test_a_rank_without_memory_fails_all_ranks(install, arrived):
     install()
     with pytest.raises(EPOutOfMemoryError, match=r"could not allocate .* on every rank"):
-        nvshmem.SymmetricMemory(FakeRanks(gather=lambda mine: [True, True, False, True] if mine is True else _pes(mine)), 64, 1.0)
+        nvshmem.allocate(FakeRanks(gather=lambda mine: [True, True, False, True] if mine is True else _pes(mine)), 64, 1.0)

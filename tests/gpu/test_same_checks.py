@@ -63,7 +63,7 @@ def test_check(check, settings, comm, monkeypatch):
     import spmd
 
     if check.__name__ == "check_subcommunicators" and comm.Get_size() % 2:
-        return  # groups of different sizes over one NVSHMEM runtime are refused; symmetric.SymmetricMemory says why
+        return  # groups of different sizes over one NVSHMEM runtime are refused; see cuda.nvshmem.NvshmemMemory
     source = inspect.getsource(check)
     if ("use_fp8=True" in source or "FORMATS" in source) and not has_fp8(current_gpu.target_arch()):
         return  # these GPUs have no FP8; test_low_latency runs all sizes without it

@@ -20,8 +20,7 @@ from deepep_rt.backends import agreement, factory
 from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
-from deepep_rt.cuda import driver
-from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.cuda import driver, nvshmem
 from deepep_rt.cuda import topology as placement
 from deepep_rt.jit import current_gpu, launch, loader
 
@@ -226,10 +225,10 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes a Buffer of rank 0 of 4."""
 
     class Memory:
-        ptr, pes = BASE, range(4)
+        ptr, network_ids = BASE, range(4)
         peers = tuple(BASE + (rank << 36) for rank in range(4))
 
-        is_of_several_buffers, consensus = False, None
+        consensus = None
 
         def __init__(self, *_: object) -> None: ...
         def all_free(self, sound: bool, timeout_s: float) -> bool:
@@ -238,8 +237,8 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         def free(self) -> None:
             fake.freed.append(self.ptr)
 
-    monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
-    monkeypatch.setattr(symmetric, "load", lambda: None)
+    monkeypatch.setattr(nvshmem, "allocate", Memory)
+    monkeypatch.setattr(nvshmem, "check_available", lambda: None)
     monkeypatch.setattr(convert, "communicator_of", lambda comm: comm)
     monkeypatch.setattr(factory, "agree", lambda *_: "cuda")
     monkeypatch.setattr(placement, "placed", lambda communicator, config: config)

@@ -78,10 +78,10 @@ class FakeDriver:
         patch(runtime, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
         patch(loader, "load", self._load)
         patch(current_gpu, "target_arch", lambda: self._arch)
-        patch(cuda_backend, "choose_device", lambda comm, _: comm.Get_rank())
+        patch(cuda_backend, "choose_device", lambda comm, *_: comm.Get_rank())
         patch(stream_memory, "StreamMemory", _LastingMemory)
-        patch(nvshmem, "SymmetricMemory", functools.partial(_SymmetricMemory, self))
-        patch(nvshmem, "load", lambda: None)
+        patch(nvshmem, "allocate", functools.partial(_SymmetricMemory, self))
+        patch(nvshmem, "check_available", lambda: None)
         patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
         patch(agreement, "announce", lambda *_: None)
@@ -180,7 +180,7 @@ class _Context:
 class _SymmetricMemory:
     """Symmetric memory of the Buffers of all ranks, which the first rank allocates."""
 
-    is_of_several_buffers, consensus = False, None
+    consensus = None
 
     def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, *_: object) -> None:
         if not fake.symmetric:
@@ -188,7 +188,7 @@ class _SymmetricMemory:
             for rank, ptr in enumerate(fake.symmetric):
                 fake.gpus.share(rank, ptr, num_bytes)
         self.peers = self.addresses = tuple(fake.symmetric)
-        self.ptr, self.pes = self.peers[comm.Get_rank()], range(fake.num_ranks)
+        self.ptr, self.network_ids = self.peers[comm.Get_rank()], range(fake.num_ranks)
 
     def all_free(self, sound: bool, timeout_s: float | None) -> bool:
         return sound

@@ -79,8 +79,8 @@ def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
     runtime = symmetric.Runtime(communicator_of(comm), rank, size)
     with unittest.mock.patch.multiple(symmetric, load=lambda: nvshmem, _runtime=runtime):
         for odd in (None, 0, size - 1):
-            memory = symmetric.SymmetricMemory(communicator_of(MPI.COMM_SELF), 64, 5.0)
-            assert memory.is_of_several_buffers
+            memory = symmetric.allocate(communicator_of(MPI.COMM_SELF), 64, 5.0)
+            assert memory.consensus is not None
             if memory.all_free(rank != odd, 5.0):
                 memory.free()
             assert len(freed) == (odd is None)

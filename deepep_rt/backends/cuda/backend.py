@@ -12,6 +12,7 @@ from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
 from ...config import Config
 from ...cuda import driver, nvshmem
+from ...cuda.symmetric_memory import SymmetricAllocator
 from ...cuda.topology import choose_device
 from ...errors import EPOutOfMemoryError
 from ...jit import current_gpu
@@ -25,6 +26,7 @@ from .low_latency import LowLatency
 from .runtime import CudaRuntime
 from .throughput import Throughput
 
+_ALLOCATOR: SymmetricAllocator = nvshmem
 _MIN_DESTROY_TIMEOUT_S = 30.0  # ranks may end their work at different times
 
 
@@ -52,18 +54,18 @@ class CudaBackend:
     ) -> None:
         self.comm = comm = communicator.Dup()
         self._config, self._consensus = config, Consensus(comm)
-        self.info = BufferInfo(serial, config, choose_device(comm, self._consensus))
+        self.info = BufferInfo(serial, config, choose_device(comm, self._consensus, _ALLOCATOR))
         layout = Layout(config)
         with self._consensus.step():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # other Buffers of this process may have left free memory there
             free_bytes, arch = driver.free_bytes(), current_gpu.target_arch()
-            nvshmem.load()
+            _ALLOCATOR.check_available()
         self.call_lock = CallLock(self.context)
         self.tables = CudaHandleTables(self.info, layout)
         all_free_bytes, archs = zip(*comm.allgather((free_bytes, arch)), strict=True)
         _check_free_memory(layout, all_free_bytes)
-        self._memory = nvshmem.SymmetricMemory(comm, layout.symmetric.num_bytes, config.timeout_s, config.node_size, network)
+        self._memory = _ALLOCATOR.allocate(comm, layout.symmetric.num_bytes, config.timeout_s, config.node_size, network)
         self._resources = ExitStack()
         self._resources.callback(self._memory.free)
         try:
@@ -75,7 +77,7 @@ class CudaBackend:
                 self.low_latency = LowLatency(self.runtime, archs)
                 driver.synchronize(0)
         except Exception:
-            if self._all_ranks_free(not self._memory.is_of_several_buffers, config.timeout_s):
+            if self._all_ranks_free(self._memory.consensus is None, config.timeout_s):
                 self._release()
             raise
         # A method that only passes a call on would add to the host's time of each call.

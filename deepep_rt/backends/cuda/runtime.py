@@ -10,9 +10,9 @@ from typing import Any
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
 from ...cuda import driver
-from ...cuda.nvshmem import SymmetricMemory
 from ...cuda.pool import Slots
 from ...cuda.stream_memory import StreamPool
+from ...cuda.symmetric_memory import SymmetricMemory
 from ...errors import EPDestroyedError
 from ...jit import loader
 from ...jit.launch import Launcher
@@ -104,7 +104,7 @@ class CudaRuntime:
                 "status_page": self.page.ptr,
                 "timeout_ns": int(self.config.timeout_s * 1e9),
                 "rank": self.rank,
-                "pes": self.memory.pes,
+                "pes": self.memory.network_ids,
             }
             launcher = self.launchers[name, dtype] = Launcher(kernel, function, constants, fixed)
         return launcher

@@ -18,8 +18,7 @@ from fake_gpu import BASE, Array, FakeCommunicator, FakeGpu, arguments, fake, ma
 from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.backends.cuda.low_latency import LowLatency
 from deepep_rt.comm.consensus import Consensus
-from deepep_rt.cuda import driver
-from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.cuda import driver, nvshmem
 from deepep_rt.jit import loader
 from deepep_rt.kernels.layout import Layout
 
@@ -38,7 +37,7 @@ def test_a_buffer_that_does_not_fit_allocates_nothing(
         "allgather",
         lambda _, mine: [(few if r == rank else plenty, *mine[1:]) for r in range(4)],
     )
-    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda *_: pytest.fail("symmetric memory was allocated"))
+    monkeypatch.setattr(nvshmem, "allocate", lambda *_: pytest.fail("symmetric memory was allocated"))
     need = Buffer.size_hint(num_ranks=4, num_max_tokens_per_rank=4096, hidden=7168, num_topk=4, num_experts=32)["total"]
     with pytest.raises(EPOutOfMemoryError) as caught:
         make(num_max_tokens_per_rank=4096, hidden=7168)
@@ -156,7 +155,7 @@ def test_when_memory_is_freed(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("module", "name", "steps_before"),
-    [(symmetric, "load", 0), (driver, "allocate_pinned", 1), (loader, "load", 1), (LowLatency, "clear_inboxes", 1)],
+    [(nvshmem, "check_available", 0), (driver, "allocate_pinned", 1), (loader, "load", 1), (LowLatency, "clear_inboxes", 1)],
 )
 def test_a_rank_that_fails_in_construction(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps_before: int
@@ -185,7 +184,7 @@ def test_a_rank_that_fails_in_construction(
             make(low_latency=True)
         assert answers == [True] * (2 * last - 1)
     monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: answers.append(mine) or mine)
-    monkeypatch.setattr(symmetric.SymmetricMemory, "is_of_several_buffers", True)
+    monkeypatch.setattr(nvshmem.allocate, "consensus", SimpleNamespace(silent_ranks=[]))
     answers.clear()
     fake.freed.clear()
     with monkeypatch.context() as broken:

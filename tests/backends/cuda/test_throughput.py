@@ -11,8 +11,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, arguments, fake, like, make, region, routed
 
 from deepep_rt import EPConfigError, EPInputError, EPUnavailableError
-from deepep_rt.cuda import driver
-from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.cuda import driver, nvshmem
 from deepep_rt.kernels.layout import Layout
 
 __all__ = ["fake", "make"]
@@ -160,7 +159,7 @@ def test_ranks_without_peer_access(fake: FakeGpu, make: Any, monkeypatch: pytest
     with make() as buffer:
         handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
     fake.pop_launches()
-    monkeypatch.setattr(symmetric.SymmetricMemory, "peers", (BASE, BASE + (1 << 36), 0, 0))
+    monkeypatch.setattr(nvshmem.allocate, "peers", (BASE, BASE + (1 << 36), 0, 0))
     with make(ranks_per_node=2, low_latency=True) as buffer:
         handle.buffer_serial = buffer._info.serial
         for call in (
