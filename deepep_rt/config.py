@@ -53,7 +53,7 @@ def rows_per_copy(row_bytes: int) -> int:
     return rows
 
 
-def _name_of(dtype: Any) -> Any:
+def _dtype_name(dtype: Any) -> Any:
     """Return the name of an element type of any library, such as `torch.bfloat16` or `np.float32`. Return other objects unchanged."""
     if dtype is None or isinstance(dtype, str):
         return dtype
@@ -118,7 +118,7 @@ class Config:
 
     def _check_types_and_ranges(self) -> None:
         """Check each setting alone, and store it as a Python type."""
-        self._set("dtype", _name_of(self.dtype))
+        self._set("dtype", _dtype_name(self.dtype))
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise argument_error(
                 self.dtype, "dtype", f"one of {', '.join(DTYPES)}", "Pass a name, or a library's dtype.", EPConfigError

@@ -40,7 +40,7 @@ class TimedCollectives:
 
     timeout_s = math.inf
 
-    # A communicator has these. They are no methods here, because MPI's come later in the order of base classes.
+    # Each communicator has these methods. Defining them here would hide those of MPI.Intracomm.
     Get_rank: Callable[[], int]
     retain: Callable[..., None]
 

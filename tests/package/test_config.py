@@ -132,7 +132,7 @@ def test_blocks_fit_the_hardware(config: Config, arch: str) -> None:
 
 @pytest.mark.parametrize(("num_slots", "depth"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
 def test_the_ring_depth_divides_the_epochs(num_slots: int, depth: int) -> None:
-    """Epochs have 32 bits: after the last one comes 0, which has to take its turn."""
+    """Epochs have 32 bits, and wrap around to 0. The order of the slots must stay the same then."""
     config = Config(2, 8, 256, 2, 4, low_latency=True, num_slots=num_slots)
     assert config.low_latency_ring_depth == config.constants()["kRingDepth"] == depth
 
