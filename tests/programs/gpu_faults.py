@@ -1,8 +1,8 @@
 """A rank that is lost in the middle of a call: python gpu_faults.py cuda|host KIND CALL DELAY_US N starts N processes without mpirun.
 
 The last rank is the victim. After good rounds it launches CALL, waits DELAY_US, and is killed (KIND "killed", and "killed_masked" with
-on_timeout="mask"), sleeps, or raises. The other ranks may finish the call, or say in time that the victim is lost. Where time-outs mask,
-they go on, and what comes from the ranks that are left stays right.
+on_timeout="mask"), sleeps, or raises. The other ranks either finish the call, or raise in time and name the victim. If time-outs mask, they
+go on, and the rows of the remaining ranks stay right.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from deepep_rt import Buffer, EPError, EPTimeoutError
 from deepep_rt.torch import communicator
 
 TOKENS, HIDDEN, LOCAL_EXPERTS, TOPK = 32, 512, 2, 2
-TIMEOUT_S, QUICK_S, TOLD_TIMEOUT_S, STEPS_AFTER, LIMIT_S = 3.0, 15.0, 60.0, 50, 110
+TIMEOUT_S, QUICK_S, NOTICE_TIMEOUT_S, STEPS_AFTER, LIMIT_S = 3.0, 15.0, 60.0, 50, 110
 CALLS = ("dispatch", "dispatch_no_wait", "combine", "low_latency_dispatch", "low_latency_combine", "hook")
 
 
 class Rank:
-    """The calls of one rank. `check` says whether results are right where some ranks may be missing."""
+    """The calls of one rank. `check` accepts results without the rows of lost ranks."""
 
     def __init__(self, buffer: Buffer, rank: int, size: int, device: str) -> None:
         self.buffer, self.rank, self.size = buffer, rank, size
         generator = torch.Generator().manual_seed(rank)
         idx = torch.rand(TOKENS, size * LOCAL_EXPERTS, generator=generator).argsort(1)[:, :TOPK]
-        self.home, self.idx = idx // LOCAL_EXPERTS, idx.contiguous().to(device)
+        self.owner, self.idx = idx // LOCAL_EXPERTS, idx.contiguous().to(device)
         self.x = (torch.arange(TOKENS) % 8 + 8 * rank + 1.0)[:, None].repeat(1, HIDDEN).bfloat16().to(device)
         self.weights = torch.full((TOKENS, TOPK), 0.5, device=device)
 
@@ -45,14 +45,15 @@ class Rank:
         self.check(self.low_latency_combine(), self.share())
 
     def copies(self) -> torch.Tensor:
-        """To how many ranks each token goes."""
-        return torch.stack([(self.home == rank).any(1) for rank in range(self.size)]).sum(0).float()
+        """Count the ranks that each token goes to."""
+        return torch.stack([(self.owner == rank).any(1) for rank in range(self.size)]).sum(0).float()
 
     def share(self, lost: int = -1) -> torch.Tensor:
-        """The sum of each token's weights, without those of experts that are lost."""
-        return 0.5 * (self.home != lost).sum(1).float()
+        """Add up the weights of each token, without those of the experts of a lost rank."""
+        return 0.5 * (self.owner != lost).sum(1).float()
 
     def check(self, out: torch.Tensor, least: torch.Tensor, most: torch.Tensor | None = None) -> None:
+        """Check that each row of `out` is its token times a factor from `least` to `most`."""
         found, x = out.float().cpu(), self.x.float().cpu()
         most = least if most is None else most
         assert ((found >= x * least[:, None]) & (found <= x * most[:, None])).all()
@@ -79,8 +80,8 @@ class Rank:
         return sent
 
 
-def be_lost(kind: str, mine: Rank, call: str, delay_s: float) -> None:
-    """What the victim does. A call that makes the host wait does not return: a timer ends it."""
+def run_victim(kind: str, mine: Rank, call: str, delay_s: float) -> None:
+    """Make the call with the fault. A timer raises the fault, because a call may wait on the host."""
     signal.signal(signal.SIGALRM, lambda *_: _fault(kind))
     signal.setitimer(signal.ITIMER_REAL, max(delay_s, 1e-6))
     if call == "hook":
@@ -99,8 +100,8 @@ def _fault(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def go_on(mine: Rank, call: str, victim: int) -> None:
-    """Where time-outs mask: steps after the loss are right, and only the first one takes long."""
+def run_on_without_victim(mine: Rank, call: str, victim: int) -> None:
+    """With time-outs that mask: check that later steps are right, and that only the first one takes long."""
     start = time.monotonic()
     getattr(mine, call)()
     mine.buffer.synchronize()
@@ -114,20 +115,20 @@ def go_on(mine: Rank, call: str, victim: int) -> None:
     mine.buffer.destroy()
 
 
-def hear(mine: Rank, call: str, victim: int, kind: str) -> None:
-    """Where time-outs raise: a call, or the wait for it, tells that the victim is lost."""
-    told, start = None, time.monotonic()
+def run_until_error(mine: Rank, call: str, victim: int, kind: str) -> None:
+    """With time-outs that raise: check that a call, or the wait for it, names the victim."""
+    caught, start = None, time.monotonic()
     try:
         with mine.buffer:
             for _ in range(3):
                 getattr(mine, call)()
                 mine.buffer.synchronize()
     except EPTimeoutError as error:
-        told = error
-    assert told is not None, "the loss of the victim was not told"
-    assert f"rank {victim}" in str(told), told
+        caught = error
+    assert caught is not None, "the loss of the victim was not reported"
+    assert f"rank {victim}" in str(caught), caught
     if kind == "raises":
-        assert "mine" in str(told), told
+        assert "mine" in str(caught), caught
     assert time.monotonic() - start < (QUICK_S if kind == "raises" else TIMEOUT_S + QUICK_S)
     mine.buffer.destroy()
 
@@ -145,7 +146,7 @@ def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank
         hidden=HIDDEN,
         num_topk=TOPK,
         num_experts=size * LOCAL_EXPERTS,
-        timeout_s=TOLD_TIMEOUT_S if kind == "raises" else TIMEOUT_S,
+        timeout_s=NOTICE_TIMEOUT_S if kind == "raises" else TIMEOUT_S,
         low_latency=True,
         on_timeout="mask" if kind == "killed_masked" else "raise",
         backend=backend,
@@ -157,16 +158,16 @@ def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank
     buffer.synchronize()
     dist.barrier()
     if rank != victim:
-        go_on(mine, call, victim) if kind == "killed_masked" else hear(mine, call, victim, kind)
+        run_on_without_victim(mine, call, victim) if kind == "killed_masked" else run_until_error(mine, call, victim, kind)
     else:
         try:
             with buffer:
-                be_lost(kind, mine, call, delay_s)
+                run_victim(kind, mine, call, delay_s)
         except (KeyError, EPError):
             assert kind in ("raises", "asleep")
     print(f"rank {rank} passed", flush=True)
     time.sleep(1 if rank else 3 * TIMEOUT_S)  # rank 0 holds the store
-    os._exit(0)  # the process group has lost a rank: it cannot be destroyed
+    os._exit(0)  # the process group has lost a rank and cannot be destroyed
 
 
 def main() -> None:
@@ -174,8 +175,8 @@ def main() -> None:
     if len(sys.argv) > 6:
         return run_rank(backend, kind, call, float(delay_us) / 1e6, int(size), *map(int, sys.argv[6:]))
     port = free_port()
-    words = [sys.executable, *sys.argv[:6]]
-    ranks = [subprocess.Popen([*words, str(rank), str(port)]) for rank in range(int(size))]
+    command = [sys.executable, *sys.argv[:6]]
+    ranks = [subprocess.Popen([*command, str(rank), str(port)]) for rank in range(int(size))]
     codes = [process.wait(LIMIT_S + 10) for process in ranks]
     assert codes[:-1] == [0] * (len(codes) - 1), codes
     assert codes[-1] == (-signal.SIGKILL if kind.startswith("killed") else 0), codes

@@ -1,6 +1,6 @@
-"""A program that mpirun does not start: python spawned.py cuda|host N spawns its processes; without N, torchrun has started them.
+"""A program without mpirun: python spawned.py cuda|host N starts N processes. Without N, torchrun has started them.
 
-With `one-gpu` behind N, each process sees one GPU.
+With `one-gpu` after N, each process sees one GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HIDDEN, TOPK = 256, 2
 
 
 def check_round_trips(backend: str, group: dist.ProcessGroup) -> None:
-    """Both kinds of calls, with experts that change nothing."""
+    """Make both kinds of calls, with experts that return their rows."""
     ranks = communicator(group)
     assert isinstance(ranks, StoreCommunicator)
     assert communicator(group) is ranks
@@ -35,16 +35,16 @@ def check_round_trips(backend: str, group: dist.ProcessGroup) -> None:
     with Buffer(ranks, backend=backend, **sizes) as buffer:
         assert sum(ranks.allgather(x.shape[0])) == sum(20 + rank for rank in range(ranks.Get_size()))
         sent = buffer.dispatch(x, idx)
-        goes = deepep_v1.goes_to(idx, ranks.Get_size(), experts).sum(1, keepdim=True)
-        assert deepep_v1.difference(buffer.combine(sent.recv_x, sent.handle).x, x.float() * goes) < 1e-5
+        num_copies = deepep_v1.goes_to(idx, ranks.Get_size(), experts).sum(1, keepdim=True)
+        assert deepep_v1.difference(buffer.combine(sent.recv_x, sent.handle).x, x.float() * num_copies) < 1e-5
         weights = torch.full(idx.shape, 1 / TOPK, device=device)
         quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
         back = buffer.low_latency_combine(quick.recv_x, idx, weights, quick.handle).x
         assert deepep_v1.difference(back, x) < 1e-5
 
 
-def check_an_error_is_told(backend: str, ranks: StoreCommunicator) -> None:
-    """A rank that an error throws out of its Buffer keeps nobody waiting."""
+def check_failure_notice(backend: str, ranks: StoreCommunicator) -> None:
+    """A rank leaves its Buffer after an exception. The other ranks raise at once."""
     experts, device = ranks.Get_size(), "cuda" if backend == "cuda" else "cpu"
     x, idx = torch.ones(4, HIDDEN, device=device).bfloat16(), torch.zeros(4, 1, dtype=torch.int64, device=device)
     sizes = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=1, num_experts=experts, timeout_s=30)
@@ -63,8 +63,8 @@ def check_an_error_is_told(backend: str, ranks: StoreCommunicator) -> None:
     ranks.Barrier()
 
 
-def check_a_late_maker(ranks: StoreCommunicator) -> None:
-    """Ranks that gave up waiting and one that comes too late find each other again."""
+def check_rank_that_makes_its_buffer_late(ranks: StoreCommunicator) -> None:
+    """A rank makes its Buffer after the other ranks have timed out. All ranks retry, and then make it together."""
     late = ranks.Get_rank() == ranks.Get_size() - 1
     for pause in (1.2, 0.1, 0, 0) if late else (0, 0, 0, 0):
         time.sleep(pause)
@@ -84,8 +84,8 @@ def check_a_late_maker(ranks: StoreCommunicator) -> None:
     buffer.destroy()
 
 
-def made_by_hand(store: dist.Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
-    """A group that torch.distributed does not list, over a store of its own: vLLM's data-parallel engines have such groups."""
+def make_group_by_hand(store: dist.Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    """Make a group that torch.distributed does not list, over a separate store. vLLM's data-parallel engines have such groups."""
     prefix = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefix, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -99,10 +99,10 @@ def check_all(backend: str) -> None:
     if backend == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     check_round_trips(backend, dist.group.WORLD)
-    check_an_error_is_told(backend, communicator())
+    check_failure_notice(backend, communicator())
     if dist.get_world_size() > 1:
-        check_a_late_maker(communicator())
-    if backend == "host":  # NVSHMEM wants groups to be made before a Buffer of all
+        check_rank_that_makes_its_buffer_late(communicator())
+    if backend == "host":  # NVSHMEM needs groups before the first Buffer of all ranks
         for odd in (0, 1):
             members = list(range(odd, dist.get_world_size(), 2))
             group = dist.new_group(members) if members else None
@@ -123,16 +123,16 @@ def _spawned(rank: int, size: int, backend: str, ports: tuple[int, int], one_gpu
     if one_gpu:  # CUDA has not started yet
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(size)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
-    place = dict(init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=size)
+    address = dict(init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=size)
     store = dist.TCPStore("127.0.0.1", ports[1], is_master=rank == 0, wait_for_workers=False)
     if backend == "host":
-        check_round_trips(backend, made_by_hand(store, "before there is a default group", rank, size))
-    dist.init_process_group("gloo", **place)
+        check_round_trips(backend, make_group_by_hand(store, "before the default group", rank, size))
+    dist.init_process_group("gloo", **address)
     if backend == "host":
-        check_round_trips(backend, made_by_hand(store, "in another order", size - 1 - rank, size))
+        check_round_trips(backend, make_group_by_hand(store, "in another order", size - 1 - rank, size))
     check_all(backend)
     time.sleep(2 * bool(rank))  # until rank 0 has closed its store
-    dist.init_process_group("gloo", **place)  # nobody keeps the old store, which would answer here
+    dist.init_process_group("gloo", **address)  # deepep_rt must not keep the old store, which would answer here
     check_round_trips(backend, dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()
@@ -142,7 +142,7 @@ def main() -> None:
     backend = sys.argv[1]
     if len(sys.argv) > 2:
         size = int(sys.argv[2])
-        method = "fork" if backend == "host" else "spawn"  # processes that are spawned import everything again, as CUDA wants it
+        method = "fork" if backend == "host" else "spawn"  # CUDA needs spawn, which imports everything again
         given = size, backend, (free_port(), free_port()), "one-gpu" in sys.argv
         torch.multiprocessing.start_processes(_spawned, given, nprocs=size, start_method=method)
     else:
