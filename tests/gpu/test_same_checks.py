@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 HOST_ONLY = {
     "check_backend_choice",
     "check_host_events_and_streams",
-    "check_bad_expert_number",  # on GPUs: test_device.test_bad_input_leaves_the_buffer_usable
+    "check_bad_expert_number",  # on GPUs: test_throughput_failures.test_bad_input_leaves_the_buffer_usable
     "check_ranks_that_make_different_calls",  # on GPUs, they run out of time
     "check_huge_messages_are_refused",
     "check_out_of_host_memory",  # of the host backend

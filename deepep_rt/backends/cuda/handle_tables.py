@@ -1,4 +1,4 @@
-"""Handles of the CUDA backend as arrays: kernels keep their tables in one piece of GPU memory, which is copied as it is."""
+"""Handles of the CUDA backend as arrays. Kernels keep the tables of a handle in one piece of GPU memory, so an export is one copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..calls import BufferInfo
 
 @dataclass(frozen=True)
 class _Tables:
-    """Tables in memory of the caller; calls use them as they use a slot of the Buffer."""
+    """Tables in memory of the caller. Calls use them like a slot of the Buffer."""
 
     ptr: int
 
