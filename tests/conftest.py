@@ -14,7 +14,16 @@ except importlib.metadata.PackageNotFoundError:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Two workers take whole files in this order. A long file at the end would leave one of them idle.
-SLOWEST_FIRST = ("test_host_backend", "test_jit", "test_store", "test_compat", "test_torch", "test_doctor", "test_jax")
+SLOWEST_FIRST = (
+    "test_host_backend",
+    "test_kernels_compile",
+    "test_build",
+    "test_store",
+    "test_compat",
+    "test_torch",
+    "test_doctor",
+    "test_jax",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

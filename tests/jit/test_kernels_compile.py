@@ -1,0 +1,67 @@
+"""Every kernel of the table compiles without spills, for several sizes and architectures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
+
+
+from deepep_rt import EPUnavailableError
+from deepep_rt.config import COMBINE_DTYPES, Config
+from deepep_rt.jit import build, compiler
+from deepep_rt.kernels.layout import Layout
+from deepep_rt.kernels.source import kernel_constants
+from deepep_rt.kernels.table import KERNELS
+
+CONFIG = Config(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
+VARIANTS = [(kernel, dtype) for kernel in KERNELS for dtype in (COMBINE_DTYPES if KERNELS[kernel].per_dtype else [None])]
+SHAPES = {
+    "8 ranks": CONFIG,
+    "1 rank, small rows": Config(num_ranks=1, num_max_tokens_per_rank=1, hidden=8, num_topk=1, num_experts=1),
+    "3 ranks, top-32": Config(
+        num_ranks=3, num_max_tokens_per_rank=1000, hidden=5120, num_topk=32, num_experts=96, dtype="float32"
+    ),
+    "8 ranks, masking": replace(CONFIG, on_timeout="mask"),
+    "8 ranks, 4 a node, masking": replace(CONFIG, ranks_per_node=4, on_timeout="mask"),
+    "16 ranks, 8 a node": replace(CONFIG, num_ranks=16, ranks_per_node=8),
+}
+
+
+def _archs() -> list[str]:
+    try:
+        return [arch for arch in ("sm_80", "sm_90", "sm_100") if arch in compiler.known_archs()]
+    except EPUnavailableError:
+        return []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), VARIANTS)
+@pytest.mark.parametrize("arch", _archs())
+def test_every_kernel_compiles_without_spills(
+    arch: str, name: str, dtype: str | None, shape: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, config = KERNELS[name], SHAPES[shape]
+    if (config.has_network or config.on_timeout == "mask") and not kernel.low_latency:
+        return  # the same kernel as without
+    if config.has_network and kernel.scale_up_only:
+        return
+    if kernel.is_local and shape != "8 ranks":
+        return  # one configuration is enough
+    constants = kernel_constants(Layout(config), arch, kernel, dtype)
+    if arch == "sm_100":
+        # NVSHMEM's library for CUDA 12 has no sm_100 code, so nvJitLink compiles all of it for two minutes. ptxas reports spills before.
+        monkeypatch.setattr(compiler, "link_nvshmem", lambda code, *_: (code, ""))
+    built = build.build(kernel, constants, arch)
+    assert built.code.startswith(b"\x7fELF")
+    assert built.info["registers"] > 0
+    assert (built.info["spill_stores"], built.info["spill_loads"]) == (0, 0)
+    assert built.info["stack_bytes"] <= kernel.max_stack_bytes
+    assert built.info["static_shared_bytes"] + built.info["dynamic_shared_bytes"] <= 227 * 1024
+    assert built.info["nvshmem"] == (config.has_network and kernel.low_latency)
+    if built.info["nvshmem"]:
+        assert {"nvshmem", "nvshmem_device_sha256", "nvjitlink"} <= set(built.info["versions"])
+        assert arch == "sm_100" or built.info["bytes"] > 100_000, "the device library is missing"
