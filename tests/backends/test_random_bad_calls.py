@@ -135,67 +135,96 @@ def _wrong_tensor(r: random.Random, good: Any) -> Any:
     return wrong_array(r, np.zeros(shape, np.float32))
 
 
+def _wrong_jax_array(r: random.Random, good: Any) -> Any:
+    import jax.numpy as jnp
+
+    wrong = wrong_array(r, np.zeros(good.shape, np.float32))
+    if isinstance(wrong, (list, tuple, np.ndarray, float, np.generic)) and not isinstance(wrong, np.ma.MaskedArray):
+        return jnp.zeros((*good.shape, 1), good.dtype)  # JAX makes arrays of these, which may be valid
+    return wrong
+
+
+def _torch_calls(buffer: Buffer, tensors: dict[str, Any]) -> list[Call]:
+    from deepep_rt import torch as ep_torch
+
+    sent = ep_torch.dispatch(buffer, tensors["x"], tensors["topk_idx"])
+    wrong = dict.fromkeys(tensors, _wrong_tensor)
+    numbers = {"num_worst_tokens": "number", "expert_alignment": "number"}
+    return [
+        Call("torch.dispatch", ep_torch.dispatch, {"buffer": buffer, **tensors},
+             {"buffer": "any", **wrong, **numbers, "fp8": "flag", "handle": "handle"}),
+        Call("torch.combine", ep_torch.combine, {"buffer": buffer, "x": sent.recv_x, "handle": sent.handle},
+             {"buffer": "any", "x": _wrong_tensor, "handle": "handle", "fp8_grad": "flag"}),
+    ]  # fmt: skip
+
+
+def _jax_calls(buffer: Buffer, arrays: dict[str, Any]) -> list[Call]:
+    from deepep_rt import jax as ep_jax
+
+    rows = {"x": arrays["x"], "topk_idx": arrays["topk_idx"]}
+    flags = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), "flag")
+    return [
+        Call("jax.dispatch", ep_jax.dispatch, {"buffer": buffer, **arrays},
+             {"buffer": "any", "x": _wrong_jax_array, "num_worst_tokens": "number", "after": "any"}),
+        Call("jax.low_latency_dispatch", ep_jax.low_latency_dispatch, {"buffer": buffer, **rows},
+             {"buffer": "any", "x": _wrong_jax_array, **flags, "after": "any"}),
+    ]  # fmt: skip
+
+
+def _v1_calls(comm: Any, v1: Any, x: Any, layout: dict[str, Any]) -> list[Call]:
+    """Calls of DeepEP's interface."""
+    from deepep_rt import compat
+
+    recv, *_, handle, _ = v1.dispatch(x, **layout)
+    options = {"previous_event": "any", "async_finish": "flag", "config": "any"}
+    low: dict[str, Any] = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook"), "flag")
+    low |= dict.fromkeys(("num_max_dispatch_tokens_per_rank", "num_experts"), "number")
+    sizes_error = EPInputError, EPConfigError  # compat makes a Buffer for the sizes of a call
+    return [
+        Call("compat.dispatch", v1.dispatch, {"x": x, **layout},
+             {"x": _wrong_tensor, "num_tokens_per_expert": "any", "is_token_in_rank": "any", "expert_alignment": "number",
+              **options}, sizes_error),
+        Call("compat.combine", v1.combine, {"x": recv, "handle": handle}, {"x": _wrong_tensor, "handle": "handle", **options}),
+        Call("compat.low_latency_dispatch", v1.low_latency_dispatch,
+             {"x": x, "topk_idx": layout["topk_idx"], "num_max_dispatch_tokens_per_rank": 8, "num_experts": 8},
+             {"topk_idx": "any", **low}, sizes_error),
+        Call("compat.Buffer", lambda **settings: compat.Buffer(comm, **settings).destroy(), {"num_nvl_bytes": 0},
+             {"num_nvl_bytes": "bytes", "num_rdma_bytes": "bytes", "low_latency_mode": "flag"}, (EPConfigError,)),
+        Call("compat.Config", compat.Config, {}, {"num_sms": "number", "num_max_nvl_chunked_recv_tokens": "bytes"}, (EPConfigError,)),
+    ]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore")  # JAX and PyTorch warn about some arguments
 def test_wrappers() -> None:
     torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
-    mpi = pytest.importorskip("mpi4py.MPI")
+    comm = pytest.importorskip("mpi4py.MPI").COMM_SELF
     from deepep_rt import compat
     from deepep_rt import jax as ep_jax
     from deepep_rt import torch as ep_torch
 
     sizes = dict(num_max_tokens_per_rank=8, hidden=256, num_topk=2, num_experts=8)
     x, idx, weights = torch.ones(5, 256).bfloat16(), torch.arange(10).reshape(5, 2) % 8, torch.ones(5, 2)
-    given = {"x": x, "topk_idx": idx, "topk_weights": weights}
-    arrays = jnp.ones((5, 256), jnp.bfloat16), jnp.asarray(idx.numpy()), jnp.ones((5, 2))
-    tensors = dict.fromkeys(given, _wrong_tensor)
-    v1 = compat.Buffer(mpi.COMM_SELF, num_nvl_bytes=1 << 20, low_latency_mode=True)
-    per_rank, _, per_expert, goes, _ = v1.get_dispatch_layout(idx, 8)
-    layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=goes, num_tokens_per_expert=per_expert, topk_idx=idx)
-    recv, *_, handle, _ = v1.dispatch(x, **layout)
-    gone = Buffer(mpi.COMM_SELF, backend="host", **sizes)
-    gone.destroy()
-
-    def wrong_jax(r: random.Random, good: Any) -> Any:
-        wrong = wrong_array(r, np.zeros(good.shape, np.float32))
-        if isinstance(wrong, (list, tuple, np.ndarray, float, np.generic)) and not isinstance(wrong, np.ma.MaskedArray):
-            return jnp.zeros((*good.shape, 1), good.dtype)  # JAX makes arrays of these, which may be valid
-        return wrong
-
-    with Buffer(mpi.COMM_SELF, backend="host", low_latency=True, **sizes) as buffer:
-        sent = ep_torch.dispatch(buffer, x, idx)
-        how_v1 = {"previous_event": "any", "async_finish": "flag", "config": "any"}
-        low_v1 = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook"), "flag")
-        low_v1 |= dict.fromkeys(("num_max_dispatch_tokens_per_rank", "num_experts"), "number")
-        sizes_error = EPInputError, EPConfigError  # a Buffer is made for the sizes of a call
-        numbers = {"num_worst_tokens": "number", "expert_alignment": "number"}
-        jax_flags = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), "flag")
-        calls = [
-            Call("torch.dispatch", ep_torch.dispatch, {"buffer": buffer, **given},
-                 {"buffer": "any", **tensors, **numbers, "fp8": "flag", "handle": "handle"}),
-            Call("torch.combine", ep_torch.combine, {"buffer": buffer, "x": sent.recv_x, "handle": sent.handle},
-                 {"buffer": "any", "x": _wrong_tensor, "handle": "handle", "fp8_grad": "flag"}),
-            Call("jax.dispatch", ep_jax.dispatch, {"buffer": buffer, **dict(zip(given, arrays, strict=True))},
-                 {"buffer": "any", "x": wrong_jax, "num_worst_tokens": "number", "after": "any"}),
-            Call("jax.low_latency_dispatch", ep_jax.low_latency_dispatch, {"buffer": buffer, "x": arrays[0], "topk_idx": arrays[1]},
-                 {"buffer": "any", "x": wrong_jax, **jax_flags, "after": "any"}),
-            Call("compat.dispatch", v1.dispatch, {"x": x, **layout},
-                 {"x": _wrong_tensor, "num_tokens_per_expert": "any", "is_token_in_rank": "any", "expert_alignment": "number",
-                  **how_v1}, sizes_error),
-            Call("compat.combine", v1.combine, {"x": recv, "handle": handle}, {"x": _wrong_tensor, "handle": "handle", **how_v1}),
-            Call("compat.low_latency_dispatch", v1.low_latency_dispatch,
-                 {"x": x, "topk_idx": idx, "num_max_dispatch_tokens_per_rank": 8, "num_experts": 8},
-                 {"topk_idx": "any", **low_v1}, sizes_error),
-            Call("compat.Buffer", lambda **settings: compat.Buffer(mpi.COMM_SELF, **settings).destroy(), {"num_nvl_bytes": 0},
-                 {"num_nvl_bytes": "bytes", "num_rdma_bytes": "bytes", "low_latency_mode": "flag"}, (EPConfigError,)),
-            Call("compat.Config", compat.Config, {}, {"num_sms": "number", "num_max_nvl_chunked_recv_tokens": "bytes"}, (EPConfigError,)),
-            Call("destroyed", gone.dispatch, {"x": x, "topk_idx": idx}, {"x": _wrong_tensor}, (EPDestroyedError, EPInputError)),
-        ]  # fmt: skip
+    tensors = {"x": x, "topk_idx": idx, "topk_weights": weights}
+    arrays = {"x": jnp.ones((5, 256), jnp.bfloat16), "topk_idx": jnp.asarray(idx.numpy()), "topk_weights": jnp.ones((5, 2))}
+    v1 = compat.Buffer(comm, num_nvl_bytes=1 << 20, low_latency_mode=True)
+    per_rank, _, per_expert, is_in_rank, _ = v1.get_dispatch_layout(idx, 8)
+    layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=is_in_rank, num_tokens_per_expert=per_expert, topk_idx=idx)
+    destroyed = Buffer(comm, backend="host", **sizes)
+    destroyed.destroy()
+    with Buffer(comm, backend="host", low_latency=True, **sizes) as buffer:
+        calls = [*_torch_calls(buffer, tensors), *_jax_calls(buffer, arrays), *_v1_calls(comm, v1, x, layout)]
+        calls.append(
+            Call(
+                "destroyed", destroyed.dispatch, {"x": x, "topk_idx": idx}, {"x": _wrong_tensor}, (EPDestroyedError, EPInputError)
+            )
+        )
         caller = Caller((SEED, "wrappers"), lambda: calls, (EPUnavailableError,))
         while caller.report.done < NUMBER * 0.1:
             caller.make(20)
-            assert torch.equal(ep_torch.dispatch(buffer, **given).recv_x, x)
-            assert torch.equal(v1.combine(v1.dispatch(x, **layout)[0], handle)[0], x)
-        assert (ep_jax.dispatch(buffer, *arrays).recv_x[:5] == arrays[0]).all()
+            assert torch.equal(ep_torch.dispatch(buffer, **tensors).recv_x, x)
+            sent = v1.dispatch(x, **layout)
+            assert torch.equal(v1.combine(sent[0], sent[-2])[0], x)
+        assert (ep_jax.dispatch(buffer, **arrays).recv_x[:5] == arrays["x"]).all()
     v1.destroy()
 
 
