@@ -1,4 +1,4 @@
-"""Memory for the results of the throughput calls: where a dispatch writes, what its result keeps, and room for the sums of combine."""
+"""Memory for results of the throughput calls: for the rows of a dispatch, while they arrive and later, and for the sums of combine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _log = logging.getLogger("deepep_rt")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where peers write the rows of a dispatch: an offset in symmetric memory, and the block there. The shared region has no block."""
+class Reservation:
+    """Memory that peers write the rows of a dispatch to: an offset in symmetric memory, and the block there. The shared region has none."""
 
     offset: int
     block: Block | None
@@ -47,15 +47,15 @@ class ResultMemory:
             for name in ("pool", "sums")
         )
 
-    def place(self, num_bytes: int, call: Call) -> Place:
-        """Choose where peers write the rows of a dispatch, at most `num_bytes`.
+    def reserve(self, num_bytes: int, call: Call) -> Reservation:
+        """Reserve memory that peers write the rows of a dispatch to, at most `num_bytes`.
 
         Raises:
             EPOutOfMemoryError: if the pool is full, and results may not or cannot be copied.
         """
         block = self.pool.allocate(num_bytes, call.stream, call.caller_stream)
         if block is not None:
-            return Place(self._offsets["pool"] + block.offset, block)
+            return Reservation(self._offsets["pool"] + block.offset, block)
         if not self._copy_when_full:
             raise EPOutOfMemoryError(
                 f"no room for a result of {num_bytes / 1e6:.0f} MB ({self.pool.free_bytes / 1e6:.0f} MB of the pool are free). Drop "
@@ -67,27 +67,27 @@ class ResultMemory:
             _log.info(
                 "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
             )
-        return Place(self._offsets["landing"], None)
+        return Reservation(self._offsets["landing"], None)
 
-    def keep(self, place: Place, num_bytes: int, call: Call) -> tuple[Any, int]:
+    def keep(self, reserved: Reservation, num_bytes: int, call: Call) -> tuple[Any, int]:
         """Keep the result of a launched dispatch: trim its block to what arrived, or copy it out of the shared region.
 
         Returns:
             The owner of the memory, and its address.
         """
-        if place.block is not None:
-            place.block.trim(num_bytes)
-            return place.block, place.block.ptr
+        if reserved.block is not None:
+            reserved.block.trim(num_bytes)
+            return reserved.block, reserved.block.ptr
         try:
             copy = self._stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
         except EPOutOfMemoryError as error:
             error.call_made = True  # the rows have arrived, and the other ranks do not know of this error
             raise
-        driver.copy_async(copy.ptr, self._base + place.offset, num_bytes, call.stream)
+        driver.copy_async(copy.ptr, self._base + reserved.offset, num_bytes, call.stream)
         self._order.move_end(call)  # the next call writes to the shared region, and has to wait for the copy
         return copy, copy.ptr
 
-    def for_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
+    def allocate_sums(self, num_bytes: int, call: Call) -> Block | StreamMemory:
         """Allocate memory for the sums of a combine.
 
         Sums need no symmetric memory, so they do not use the pool of dispatch. A capture cannot allocate: only there they use it too.

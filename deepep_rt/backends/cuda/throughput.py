@@ -70,16 +70,18 @@ class Throughput:
             counts_owner = self._counts.acquire(stream, call.caller_stream)
             counts = counts_owner.ptr
         parts = self._layout.result(capacity, row_bytes, scale_bytes, idx.itemsize if idx else 0, idx is not None)
-        place = self.results.place(parts.num_bytes, call)
+        reserved = self.results.reserve(parts.num_bytes, call)
         if known is None:
             self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
-        self._launch_dispatch(arrays, row_bytes, scale_bytes, tables.ptr, place.offset, parts.offsets, capacity, counts, stream)
+        self._launch_dispatch(
+            arrays, row_bytes, scale_bytes, tables.ptr, reserved.offset, parts.offsets, capacity, counts, stream
+        )
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None
         if needs_counts:
             num_rows, counts_list = self._monitor.await_counts()
-        owner, base = self.results.keep(place, parts.offsets["x"] + num_rows * row_bytes, call)
+        owner, base = self.results.keep(reserved, parts.offsets["x"] + num_rows * row_bytes, call)
         make_views = self._dispatch_views(
             arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
@@ -208,7 +210,7 @@ class Throughput:
         staging_offset = self._regions.offsets["landing"]
         num_tokens = handle.num_tokens
         parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
-        owner = self.results.for_sums(parts.num_bytes, call)
+        owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
         self._runtime.launcher("combine", x.dtype)(
             stream,

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from deepep_rt import EPOutOfMemoryError
 from deepep_rt.backends.calls import Call
-from deepep_rt.backends.cuda.result_memory import Place, ResultMemory
+from deepep_rt.backends.cuda.result_memory import Reservation, ResultMemory
 from deepep_rt.cuda import driver
 from deepep_rt.cuda.pool import Block
 from deepep_rt.kernels.layout import arrange
@@ -78,30 +78,30 @@ def place_and_streams(block: Any) -> tuple[int, tuple[int, ...]]:
 
 def test_results_go_to_cells_of_the_pool(gpu: Gpu) -> None:
     memory = gpu.memory()
-    places = [memory.place(2000, call()) for _ in range(2)]
-    assert [place.offset for place in places] == [POOL, POOL + 2048]
-    assert [place_and_streams(place.block) for place in places] == [(POOL, (STREAM, CALLERS)), (POOL + 2048, (STREAM, CALLERS))]
-    owner, ptr = memory.keep(places[1], 300, call())
-    assert (owner, ptr, owner.num_bytes) == (places[1].block, BASE + POOL + 2048, 512)
+    reserved = [memory.reserve(2000, call()) for _ in range(2)]
+    assert [each.offset for each in reserved] == [POOL, POOL + 2048]
+    assert [place_and_streams(each.block) for each in reserved] == [(POOL, (STREAM, CALLERS)), (POOL + 2048, (STREAM, CALLERS))]
+    owner, ptr = memory.keep(reserved[1], 300, call())
+    assert (owner, ptr, owner.num_bytes) == (reserved[1].block, BASE + POOL + 2048, 512)
     assert (gpu.copies, gpu.ended_calls, gpu.outside.asked) == ([], [], [])
 
 
 def test_a_full_pool_raises_or_copies(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     refusing = gpu.memory(copy_when_full=False)
-    held = refusing.place(4096, call())
+    held = refusing.reserve(4096, call())
     with pytest.raises(
         EPOutOfMemoryError, match=r"no room for a result of 2 MB \(0 MB of the pool are free\)\. Drop earlier results"
     ):
-        refusing.place(2_000_000, call())
+        refusing.reserve(2_000_000, call())
     memory, caplog.handler.level = gpu.memory(), 0
-    held = memory.place(4096, call())
+    held = memory.reserve(4096, call())
     with caplog.at_level("INFO", "deepep_rt"):
         for _ in range(2):
-            assert memory.place(2000, made := call()) == Place(LANDING, None)
+            assert memory.reserve(2000, made := call()) == Reservation(LANDING, None)
     assert [record.message for record in caplog.records] == [
         "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
     ], "once"
-    assert memory.keep(Place(LANDING, None), 300, made)[1] == 77
+    assert memory.keep(Reservation(LANDING, None), 300, made)[1] == 77
     assert gpu.outside.asked == [(300, STREAM, CALLERS)]
     assert gpu.copies == [(77, BASE + LANDING, 300, STREAM)]
     assert gpu.ended_calls == [made], "the next call writes to the same region, and waits for the copy"
@@ -112,26 +112,26 @@ def test_too_little_memory_for_a_copy(gpu: Gpu) -> None:
     """The rows have arrived. The other ranks do not know of this error."""
     gpu.outside.is_empty = True
     with pytest.raises(EPOutOfMemoryError) as caught:
-        gpu.memory().keep(Place(LANDING, None), 300, call())
+        gpu.memory().keep(Reservation(LANDING, None), 300, call())
     assert caught.value.call_made is True
     assert (gpu.copies, gpu.ended_calls) == ([], [])
 
 
 def test_sums_use_their_own_pool_and_then_other_memory(gpu: Gpu) -> None:
     memory = gpu.memory()
-    held = [memory.for_sums(1024, call()) for _ in range(2)]
+    held = [memory.allocate_sums(1024, call()) for _ in range(2)]
     assert [place_and_streams(block) for block in held] == [(SUMS, (STREAM, CALLERS)), (SUMS + 1024, (STREAM, CALLERS))]
-    held.append(memory.for_sums(1000, call()))
+    held.append(memory.allocate_sums(1000, call()))
     assert (held[2].ptr, gpu.outside.asked) == (77, [(1000, STREAM, CALLERS)])
 
 
 def test_sums_of_a_capture_also_use_the_pool_of_results(gpu: Gpu) -> None:
     """A capture cannot allocate."""
     memory, gpu.capturing = gpu.memory(), STREAM
-    held: list[Any] = [memory.for_sums(2048, call(5)) for _ in range(3)]
+    held: list[Any] = [memory.allocate_sums(2048, call(5)) for _ in range(3)]
     assert [place_and_streams(block) for block in held] == [(place, (STREAM, CALLERS)) for place in (SUMS, POOL, POOL + 2048)]
     full = r"the pool is full \(0 MB free\), and a captured CUDA graph cannot allocate; expected room in the pool\. Drop earlier results"
-    for ask in (lambda: memory.for_sums(1024, call(5)), lambda: memory.place(1024, call(5))):
+    for ask in (lambda: memory.allocate_sums(1024, call(5)), lambda: memory.reserve(1024, call(5))):
         with pytest.raises(EPOutOfMemoryError, match=full):
             ask()
     assert all(isinstance(block, Block) for block in held)
