@@ -55,7 +55,7 @@ def check_excluded_ranks(comm: MPI.Intracomm) -> None:
 
 
 def check_excluded_choices(comm: MPI.Intracomm) -> None:
-    """If each row goes home separately, combine may exclude single choices."""
+    """If experts' ranks do not add rows up, combine may exclude single choices."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
     experts = 4 * ranks
     with _buffer(comm) as buffer:

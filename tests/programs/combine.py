@@ -157,10 +157,10 @@ def check_adjoints(comm: MPI.Intracomm) -> None:
                 (sent.recv_x, y, mine.x, back.x),
                 (sent.recv_topk_weights, v, mine.topk_weights, back.topk_weights),
             )
-            for there, at_experts, here, at_home in pairs:
-                left = comm.allreduce(float(np.vdot(there.astype(np.float64), at_experts.astype(np.float64))))
-                right = comm.allreduce(float(np.vdot(here.astype(np.float64), at_home.astype(np.float64))))
-                scale = comm.allreduce(float(np.abs(here * at_home).sum())) + 1e-30
+            for arrived, at_experts, given, returned in pairs:
+                left = comm.allreduce(float(np.vdot(arrived.astype(np.float64), at_experts.astype(np.float64))))
+                right = comm.allreduce(float(np.vdot(given.astype(np.float64), returned.astype(np.float64))))
+                scale = comm.allreduce(float(np.abs(given * returned).sum())) + 1e-30
                 assert abs(left - right) <= 1e-5 * scale, (left, right)
 
 

@@ -28,7 +28,7 @@ from deepep_rt.comm.store import StoreCommunicator
 
 RANKS, VICTIM, TOKENS, TOPK, EXPERTS, HIDDEN = 3, 1, 6, 2, 6, 64
 KINDS = ("raises", "no_memory", "killed_masked", "asleep", "killed")
-LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine", "low_latency_combine_at_home")
+LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine", "low_latency_combine_of_single_rows")
 CALLS = ("dispatch", "cached_dispatch", "combine", *LOW_LATENCY)
 TIMEOUT_S, AT_ONCE = 1.5, 12
 NOTICE_TIMEOUT_S, QUICK_S = 60.0, 10.0  # a failure notice ends waits long before this time-out
@@ -151,7 +151,7 @@ class Rank:
         if not self.lost:
             assert (back == most).all()
 
-    def low_latency_combine_at_home(self) -> None:
+    def low_latency_combine_of_single_rows(self) -> None:
         self.low_latency_combine(allow_multiple_reduction=False)
 
 

@@ -74,7 +74,7 @@ class HostBackend:
         return DispatchResult(handle=handle, event=Event(), make_views=lambda: views)
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
-        """Add up rows at their home; see `Buffer.combine`."""
+        """Add up rows at the ranks of their tokens; see `Buffer.combine`."""
         with self._report_out_of_memory():
             views = self._throughput.combine(inputs)
         return CombineResult(event=Event(), make_views=lambda: views)
@@ -85,7 +85,7 @@ class HostBackend:
             return self._low_latency.dispatch(inputs, with_hook)
 
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
-        """Bring the experts' rows home; see `Buffer.low_latency_combine`."""
+        """Send the experts' rows back to the ranks of their tokens; see `Buffer.low_latency_combine`."""
         with self._report_out_of_memory():
             return self._low_latency.combine(inputs, with_hook)
 

@@ -1,7 +1,7 @@
 """The low-latency calls of the host backend, made of its dispatch and combine.
 
 Rows travel as in dispatch, once to each rank, and are then sorted by expert. On the way back, an expert's rank adds up its rows of a
-token, and combine does the rest; or every row goes home separately. All rows travel in the call itself. A hook only writes the results.
+token, and combine does the rest; or it sends every row separately. All rows travel in the call itself. A hook only writes the results.
 
 No rows come from masked ranks: the message channel excludes these ranks, and so they are neither sent nor added up.
 """
@@ -104,7 +104,7 @@ class LowLatency:
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, make_views=lambda: views)
 
     def combine(self, inputs: LowLatencyCombineInputs, with_hook: bool) -> LowLatencyCombineResult:
-        """Bring the experts' rows home and add them up; with a hook, the result is written when it is called."""
+        """Add up the experts' rows at the ranks of their tokens; with a hook, the result is written when it is called."""
         routing: ExpertRouting = inputs.handle.routing
         check_hook_called(routing.hook_state)
         excluded = self._find_excluded(inputs, routing)
@@ -119,7 +119,7 @@ class LowLatency:
         if inputs.reduce_early:
             total = self._reduce_at_experts(inputs, routing, excluded)
         else:
-            total = self._reduce_at_home(inputs, routing, excluded)
+            total = self._reduce_at_source(inputs, routing, excluded)
         out = inputs.out
         if out is None:
             out = Result((inputs.handle.num_tokens, self._config.hidden), "bfloat16", fill=0).view(inputs.y.framework)
@@ -179,7 +179,7 @@ class LowLatency:
         return excluded
 
     def _reduce_at_experts(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, excluded: np.ndarray) -> np.ndarray:
-        """Add up the local rows of each token, send the sum as bfloat16, and add up the sums at home."""
+        """Add up the local rows of each token, and send the sum as bfloat16. The rank of the token adds up the sums."""
         with self._agreement.low_latency_call("low_latency_combine"):
             weights = routing.weights
             if weights is None:
@@ -200,8 +200,8 @@ class LowLatency:
             assert total is not None
             return rows_of(total)
 
-    def _reduce_at_home(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, excluded: np.ndarray) -> np.ndarray:
-        """Send the row of each choice, and add the rows up at home."""
+    def _reduce_at_source(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, excluded: np.ndarray) -> np.ndarray:
+        """Send the row of each choice. The rank of the token adds them up."""
         token, choice = np.nonzero(routing.topk_idx >= 0)
         owner = routing.topk_idx[token, choice] // self._config.num_local_experts
         by_owner = [np.flatnonzero(owner == rank) for rank in range(self._config.num_ranks)]
@@ -222,7 +222,7 @@ class LowLatency:
     def _exchange_choices(
         self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, num_expected: list[int]
     ) -> tuple[list[np.ndarray], set[int]]:
-        """Send the row of each choice home.
+        """Send the row of each choice to the rank of its token.
 
         Returns:
             The rows from each rank, none where the two ranks disagree on them, and the ranks whose rows did not arrive.

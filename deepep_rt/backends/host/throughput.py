@@ -36,7 +36,7 @@ class Throughput:
             return inputs.handle, self._send_rows(inputs.handle, self._agree_on_handle(inputs, inputs.handle), inputs)
 
     def combine(self, inputs: CombineInputs, excluded: np.ndarray | None = None) -> Views:
-        """Send rows home and add them up there, in rank order.
+        """Send rows to the ranks of their tokens, which add them up in rank order.
 
         Args:
             inputs: The arguments of the call.
@@ -49,7 +49,7 @@ class Throughput:
             headers.report_size(routing.num_received, x.row_bytes)
             sizes = [len(tokens) for tokens in routing.sent_tokens]
             send_mask, recv_mask = self.agreement.exchange_row_counts(headers, "kPhaseCombineWindow", routing.num_received, sizes)
-            routing = routing.restricted(recv_mask, send_mask)  # combine goes the way of the dispatch back
+            routing = routing.restricted(recv_mask, send_mask)  # rows go back to the sources of the dispatch
             parts, lost = self._exchange_sums(inputs, routing)
             return self._add_up(inputs, routing, parts, lost, excluded)
 
@@ -85,7 +85,7 @@ class Throughput:
         return DispatchHandle(inputs.x.shape[0], num_recv_rows, counts, self._serial, routing, views)
 
     def _agree_on_handle(self, inputs: DispatchInputs, handle: DispatchHandle) -> Routing:
-        """Agree on a dispatch along the routing of a handle; returns the part of the routing that both sides of each rank know."""
+        """Agree on a dispatch along the routing of a handle; returns its part that both ranks of each pair know."""
         routing: Routing = handle.routing
         sizes = [len(tokens) for tokens in routing.sent_tokens]
         headers = self.agreement.new_headers("dispatch with a handle", inputs.x, inputs, routing.serial)
@@ -160,7 +160,7 @@ class Throughput:
             results["topk_weights"].values[is_other] = 0
 
     def _exchange_sums(self, inputs: CombineInputs, routing: Routing) -> tuple[list[list[np.ndarray]], set[int]]:
-        """Send the rows of a combine home; returns the rows, and weights if given, of each rank, and the ranks that are lost."""
+        """Exchange the rows of a combine; returns the rows, and weights if given, of each rank, and the lost ranks."""
         given = [rows_of(view) for view in (inputs.x, inputs.topk_weights) if view is not None]
         outgoing = [[part[first : first + count] for part in given] for first, count in routing.row_ranges]
         incoming = [[np.empty((len(tokens), part.shape[1]), np.uint8) for part in given] for tokens in routing.sent_tokens]
