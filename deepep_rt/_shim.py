@@ -1,4 +1,4 @@
-"""Where the modules lie that have DeepEP's names."""
+"""The folder of the modules with DeepEP's names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _FOLDER = Path(__file__).with_name("shim")
 
 
 def shim_path() -> str:
-    """The folder of `deep_ep` and `deep_ep_cpp`. On no path by itself: a DeepEP that is installed stays what it is.
+    """Return the folder of `deep_ep` and `deep_ep_cpp`. No path includes it by default, so an installed DeepEP keeps working.
 
-    In front of PYTHONPATH it gives this library to every process that a program starts.
+    If PYTHONPATH begins with it, every process that a program starts imports this library as `deep_ep`.
 
     Example:
         >>> subprocess.run(["vllm", "serve", ...], env={**os.environ, "PYTHONPATH": shim_path()})

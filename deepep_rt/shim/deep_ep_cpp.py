@@ -1,4 +1,4 @@
-"""DeepEP V1's compiled module, given by deepep_rt.compat."""
+"""DeepEP V1's compiled module. Its names come from deepep_rt.compat."""
 
 from deepep_rt.compat import (
     Buffer,

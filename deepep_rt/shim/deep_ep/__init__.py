@@ -1,4 +1,4 @@
-"""DeepEP's module, given by deepep_rt.compat: for programs that import it by themselves."""
+"""DeepEP's module, for programs that import it by themselves. Its names come from deepep_rt.compat."""
 
 from deepep_rt.compat import (
     Buffer,

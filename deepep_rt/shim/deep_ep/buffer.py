@@ -1,4 +1,4 @@
-"""`Buffer`, where DeepEP V1 has it."""
+"""`Buffer`, at the import path of DeepEP V1."""
 
 from deepep_rt.compat import Buffer, Config, EventHandle, EventOverlap, __getattr__
 

@@ -1,1 +1,1 @@
-"""Where later versions of DeepEP have their Buffers."""
+"""The Buffers of later versions of DeepEP, at their import path."""

@@ -1,4 +1,4 @@
-"""`Buffer`, where later versions of DeepEP have V1's."""
+"""`Buffer` of DeepEP V1, at the import path of later versions."""
 
 from deepep_rt.compat import Buffer, Config, EventHandle, EventOverlap, __getattr__
 

@@ -1,4 +1,4 @@
-"""Events, where DeepEP V1 has them."""
+"""Events, at the import path of DeepEP V1."""
 
 from deepep_rt.compat import EventHandle, EventOverlap, __getattr__, check_nvlink_connections
 

@@ -1,4 +1,4 @@
-"""What later versions of DeepEP say of the machine."""
+"""The checks of the machine, at the import path of later versions of DeepEP."""
 
 from deepep_rt.compat import __getattr__, check_nvlink_connections
 

@@ -1,4 +1,4 @@
-"""Events, where later versions of DeepEP have them."""
+"""Events, at the import path of later versions of DeepEP."""
 
 from deepep_rt.compat import EventHandle, EventOverlap, __getattr__
 
