@@ -20,7 +20,7 @@ PROGRAMS = [
     "run_handles_taken_apart",
     "run_copied_results",
     "run_gradients",
-    "run_refusals",
+    "run_errors",
 ]
 
 

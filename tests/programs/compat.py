@@ -1,4 +1,4 @@
-"""The program in DeepEP V1's style on the host backend: with a communicator, and with a process group of torch.distributed."""
+"""Run the program for DeepEP V1 on the host backend: with a communicator, and with a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_two_in_flight(comm: MPI.Intracomm) -> None:
 
 def check_masks(comm: MPI.Intracomm) -> None:
     if comm.Get_size() == 1:
-        print("a rank alone has nobody to mask: left out")
+        print("skipped: one rank has no other rank to mask")
         return
     os.environ["DEEPEP_RT_TIMEOUT_S"] = "4"
     try:
@@ -73,7 +73,7 @@ def check_gradients(comm: MPI.Intracomm) -> None:
 
 
 def check_runtime(comm: MPI.Intracomm) -> None:
-    """What programs read of DeepEP's C++ object, on one host."""
+    """Call the methods of DeepEP's C++ object that programs call, on one host."""
     with World(comm, "cpu").buffer() as buffer:
         runtime = buffer.runtime
         assert (runtime.is_available(), runtime.is_internode_available()) == (True, False)
@@ -85,18 +85,17 @@ def check_runtime(comm: MPI.Intracomm) -> None:
                 runtime.get_comm_stream()
 
 
-def check_refusals(comm: MPI.Intracomm) -> None:
-    deepep_v1.run_refusals(World(comm, "cpu"))
+def check_errors(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_errors(World(comm, "cpu"))
 
 
 def check_number_of_sms(comm: MPI.Intracomm) -> None:
-    """Each call has that of its `config`, or else the one set for all."""
+    """A call uses the number of its `config`, or else the one of `set_num_sms`."""
     here, deep_ep = World(comm, "cpu"), deepep_v1.deep_ep
     with here.buffer(int(1e7), 0) as buffer:
         x = torch.ones((3, 256), dtype=torch.bfloat16)
         topk_idx = deepep_v1.routing(here, 1, 3, 2, 4 * comm.Get_size())
-        per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4 * comm.Get_size())
-        layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
+        layout = deepep_v1.layout_of(buffer, topk_idx, 4 * comm.Get_size())
         recv_x, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=topk_idx, **layout)
         seen = [handle.buffer.num_sms]
         for call in (
@@ -112,20 +111,15 @@ def check_number_of_sms(comm: MPI.Intracomm) -> None:
 
 
 def check_room_for_results_that_are_held(comm: MPI.Intracomm) -> None:
-    """As much as asked for; and expert numbers that are kept do not keep the rows."""
+    """A Buffer has the slots that the program sets, and expert numbers do not keep the memory of rows."""
     here, deep_ep = World(comm, "cpu"), deepep_v1.deep_ep
     try:
         deep_ep.Buffer.num_slots = 5
         with here.buffer(int(1e7), 0) as buffer:
             topk_idx = deepep_v1.routing(here, 1, 3, 2, 4 * comm.Get_size())
-            per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4 * comm.Get_size())
+            layout = deepep_v1.layout_of(buffer, topk_idx, 4 * comm.Get_size())
             _, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
-                torch.ones((3, 256), dtype=torch.bfloat16),
-                topk_idx=topk_idx,
-                topk_weights=torch.ones((3, 2)),
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=is_token_in_rank,
-                num_tokens_per_expert=per_expert,
+                torch.ones((3, 256), dtype=torch.bfloat16), topk_idx=topk_idx, topk_weights=torch.ones((3, 2)), **layout
             )
             assert handle.buffer.config.num_slots == 5
             for kept in (recv_idx, recv_weights, handle[3]):
@@ -134,19 +128,16 @@ def check_room_for_results_that_are_held(comm: MPI.Intracomm) -> None:
         deep_ep.Buffer.num_slots = 2
 
 
-def check_memory_that_was_outgrown(comm: MPI.Intracomm) -> None:
-    """It is not outgrown by what just fits, and given back in the end."""
+def check_outgrown_buffers(comm: MPI.Intracomm) -> None:
+    """A Buffer serves calls that just fit, and `destroy` frees outgrown Buffers too."""
     here, handles = World(comm, "cpu"), []
     with here.buffer(1) as buffer:
         for tokens in (3, 128, 300):
             topk_idx = deepep_v1.routing(here, 1, tokens, 2, 4 * comm.Get_size())
-            per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, 4 * comm.Get_size())
             *_, handle, _ = buffer.dispatch(
                 torch.ones((tokens, 256), dtype=torch.bfloat16),
                 topk_idx=topk_idx,
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=goes,
-                num_tokens_per_expert=per_expert,
+                **deepep_v1.layout_of(buffer, topk_idx, 4 * comm.Get_size()),
                 num_worst_tokens=max(128, tokens) * comm.Get_size(),
             )
             handles.append(handle)
@@ -166,8 +157,8 @@ def check_copies_of_a_model(comm: MPI.Intracomm) -> None:
     buffer.destroy()
 
 
-def check_choices_of_another_width(comm: MPI.Intracomm) -> None:
-    """What serves more experts a token takes no weights, and no experts, for some of them only."""
+def check_a_smaller_topk(comm: MPI.Intracomm) -> None:
+    """A Buffer of a larger top-k serves a smaller one. It refuses tensors of neither width."""
     here, ranks = World(comm, "cpu"), comm.Get_size()
     x = torch.ones((4, 256), dtype=torch.bfloat16)
     eight, six = (deepep_v1.routing(here, 1, 4, topk, 8 * ranks) for topk in (8, 6))
@@ -175,7 +166,7 @@ def check_choices_of_another_width(comm: MPI.Intracomm) -> None:
         for topk_idx in (eight, six):
             weights = torch.ones(topk_idx.shape)
             y, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, 8 * ranks, use_fp8=False)
-            assert handle.buffer.config.num_topk == 8, "the one that there is"
+            assert handle.buffer.config.num_topk == 8, "the existing Buffer serves the call"
             for bad in ((topk_idx, weights[:, :4].clone()), (topk_idx[:, :4].clone(), weights)):
                 with raises(EPInputError, ".shape=[4, 4]"):
                     buffer.low_latency_combine(y, *bad, handle)
@@ -183,16 +174,15 @@ def check_choices_of_another_width(comm: MPI.Intracomm) -> None:
 
 
 def check_several_hosts(comm: MPI.Intracomm) -> None:
-    """A Buffer with memory for both modes serves the low-latency one, and names the normal one when that is asked for."""
+    """On several hosts, a Buffer of both modes makes low-latency calls, and normal calls raise an error."""
     if comm.Get_size() == 1:
-        print("one rank is on one host: left out")
+        print("skipped: one rank is on one host")
         return
     here, ranks = World(comm, "cpu"), comm.Get_size()
     x, topk_idx = torch.ones((4, 256), dtype=torch.bfloat16), deepep_v1.routing(here, 1, 4, 2, 2 * ranks, skip=0)
     one_each = unittest.mock.patch.object(MpiCommunicator, "ranks_on_host", lambda self: [self.Get_rank()])
     with one_each, here.buffer(int(1e7), 1, low_latency_mode=True) as buffer:
-        per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, 2 * ranks)
-        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
+        layout = deepep_v1.layout_of(buffer, topk_idx, 2 * ranks)
         with raises(EPUnavailableError, f"{ranks} ranks are on {ranks} hosts", "low_latency_dispatch"):
             buffer.dispatch(x, topk_idx=topk_idx, **layout)
         with raises(EPUnavailableError, f"{ranks} ranks are on {ranks} hosts"):
@@ -212,12 +202,12 @@ def check_no_streams_without_a_gpu(comm: MPI.Intracomm) -> None:
     buffer = deepep_v1.deep_ep.Buffer(None, comm=comm)
     with raises(EPUnavailableError, "get_comm_stream"):
         buffer.get_comm_stream()
-    with buffer.capture() as event:  # nothing to wait for
+    with buffer.capture() as event:  # the work has finished
         event.current_stream_wait()
 
 
-def check_groups_of_their_own(comm: MPI.Intracomm) -> None:
-    """Even and odd ranks do different things at the same time."""
+def check_two_groups(comm: MPI.Intracomm) -> None:
+    """Even and odd ranks form groups that run different calls at the same time."""
     half = comm.Split(comm.Get_rank() % 2, -comm.Get_rank())
     if comm.Get_rank() % 2:
         deepep_v1.run_growth(World(half, "cpu"))
@@ -227,7 +217,7 @@ def check_groups_of_their_own(comm: MPI.Intracomm) -> None:
 
 
 def check_a_size_hint_for_other_ranks(comm: MPI.Intracomm) -> None:
-    """A program may have asked about the machine that it is written for: memory made ahead is of what was hinted for these ranks."""
+    """The constructor takes memory for a size hint only if the hint is for this number of ranks."""
     ranks = comm.Get_size()
     deepep_v1.deep_ep.Buffer.get_low_latency_rdma_size_hint(16, deepep_v1.HIDDEN, ranks + 1, ranks + 1)
     with World(comm, "cpu").buffer(low_latency_mode=True, enable_shrink=True):
@@ -258,7 +248,7 @@ def check_shared_counts_without_a_folder(comm: MPI.Intracomm) -> None:
 
 
 def check_a_first_dispatch_that_others_do_not_make(comm: MPI.Intracomm) -> None:
-    """What is left of it does not meet the caller's own collectives."""
+    """An abandoned collective of the library does not mix with the program's collectives."""
     here, size = World(comm, "cpu"), comm.Get_size()
     os.environ["DEEPEP_RT_TIMEOUT_S"] = "1"
     try:
@@ -268,17 +258,17 @@ def check_a_first_dispatch_that_others_do_not_make(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() == 0 and size > 1:
         with raises(EPTimeoutError, "the first dispatch of its kind"):
             _dispatch(here, buffer)
-    heard = np.zeros(size, np.int64)
-    comm.Iallgather(np.array([100 + comm.Get_rank()]), heard).Wait()
-    assert heard.tolist() == [100 + rank for rank in range(size)]
+    received = np.zeros(size, np.int64)
+    comm.Iallgather(np.array([100 + comm.Get_rank()]), received).Wait()
+    assert received.tolist() == [100 + rank for rank in range(size)]
     buffer.destroy()
 
 
-def check_memory_that_ends_behind_a_call(comm: MPI.Intracomm) -> None:
-    """The other ranks have made the call: this one must count it too."""
+def check_an_error_after_a_call_was_made(comm: MPI.Intracomm) -> None:
+    """The other ranks have made the call, so the rank with the error has to count it too."""
     here = World(comm, "cpu")
     with here.buffer(int(1e7), 0) as buffer:
-        wanted = _dispatch(here, buffer)[0]
+        expected = _dispatch(here, buffer)[0]
         real = Buffer.dispatch
 
         def dispatch(self: Buffer, *args: Any, **kwargs: Any) -> Any:
@@ -293,13 +283,13 @@ def check_memory_that_ends_behind_a_call(comm: MPI.Intracomm) -> None:
                     _dispatch(here, buffer)
             else:
                 _dispatch(here, buffer)
-        assert torch.equal(_dispatch(here, buffer)[0], wanted), "a rank that counts calls differently waits for ever here"
+        # If the ranks counted calls differently, this call would wait until it times out.
+        assert torch.equal(_dispatch(here, buffer)[0], expected)
 
 
 def _dispatch(here: Any, buffer: Any) -> Any:
     topk_idx = deepep_v1.routing(here, 1, 3, 2, 4 * here.comm.Get_size())
-    per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4 * here.comm.Get_size())
-    layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert)
+    layout = deepep_v1.layout_of(buffer, topk_idx, 4 * here.comm.Get_size())
     return buffer.dispatch(torch.ones((3, 256), dtype=torch.bfloat16), topk_idx=topk_idx, **layout)
 
 

@@ -35,7 +35,7 @@ def check_round_trips(backend: str, group: dist.ProcessGroup) -> None:
     with Buffer(ranks, backend=backend, **sizes) as buffer:
         assert sum(ranks.allgather(x.shape[0])) == sum(20 + rank for rank in range(ranks.Get_size()))
         sent = buffer.dispatch(x, idx)
-        num_copies = deepep_v1.goes_to(idx, ranks.Get_size(), experts).sum(1, keepdim=True)
+        num_copies = deepep_v1.tokens_in_ranks(idx, ranks.Get_size(), experts).sum(1, keepdim=True)
         assert deepep_v1.difference(buffer.combine(sent.recv_x, sent.handle).x, x.float() * num_copies) < 1e-5
         weights = torch.full(idx.shape, 1 / TOPK, device=device)
         quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
