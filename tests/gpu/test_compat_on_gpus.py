@@ -1,4 +1,4 @@
-"""deepep_rt.compat on GPUs: the program in DeepEP V1's style, and what only GPUs have: streams, events and graphs."""
+"""Test deepep_rt.compat on GPUs: the program for DeepEP V1, and streams, events and graphs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PROGRAMS = [
 @pytest.fixture
 def program():
     if not has_fp8(current_gpu.target_arch()):
-        pytest.skip("the program converts to FP8, which these GPUs cannot; the calls themselves are those of the other tests")
+        pytest.skip("the program needs GPUs that convert to FP8; other tests make the same calls without FP8")
     import deepep_v1
 
     return deepep_v1
 
 
-def test_gpus_without_fp8_say_so(comm):
-    """DeepEP's callers unpack a pair where they ask for FP8: bfloat16 rows alone would not do."""
+def test_gpus_without_fp8_raise_an_error(comm):
+    """Callers that ask for FP8 unpack a pair, so bfloat16 rows without scales would break them."""
     if has_fp8(current_gpu.target_arch()):
         return
     import deepep_v1
@@ -57,7 +57,7 @@ def test_program(name, program, comm):
 
 @pytest.mark.parametrize("name", ["run_normal", "run_low_latency"])
 def test_program_with_a_group_and_deepeps_settings(name, program, comm):
-    """gloo, so that ranks may share a GPU; DeepEP's own tests make the GPU and bfloat16 the default of new tensors."""
+    """Use gloo, because ranks may share a GPU. DeepEP's tests make the GPU and bfloat16 the default of new tensors."""
     with program.settings_of_deepep_tests("cuda"), program.world_of_a_group(comm, "cuda") as world:
         getattr(program, name)(world)
 
@@ -72,18 +72,14 @@ def test_program_on_a_side_stream(program, comm):
 
 
 def _normal(program, world, buffer, seed=1, tokens=64):
-    """Arguments of a dispatch with top-k."""
-    num_experts = 4 * world.num_ranks
-    x = torch.randn((tokens, program.HIDDEN), device="cuda", generator=world.generator(seed)).to(torch.bfloat16)
-    topk_idx = program.routing(world, seed, tokens, 4, num_experts)
-    per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
-    weights = torch.rand((tokens, 4), device="cuda", generator=world.generator(seed))
-    layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=goes)
-    return x, dict(layout, topk_idx=topk_idx, topk_weights=weights)
+    """Return the arguments of a dispatch with top-k."""
+    topk_idx = program.routing(world, seed, tokens, 4, 4 * world.num_ranks)
+    layout = program.layout_of(buffer, topk_idx, 4 * world.num_ranks)
+    return world.random_rows(tokens, seed), dict(layout, topk_idx=topk_idx, topk_weights=world.random_weights(tokens, 4, seed))
 
 
-def test_nothing_waits_on_the_host_but_the_counts(program, comm):
-    """PyTorch raises if one of its operations synchronises. (What dispatch itself waits for is no operation of PyTorch's.)"""
+def test_the_host_waits_for_counts_only(program, comm):
+    """PyTorch raises an error if one of its operations synchronises. The wait for counts is no operation of PyTorch."""
     world = program.World(comm, "cuda")
     with world.buffer(int(1e8), low_latency_mode=True) as buffer:
         x, given = _normal(program, world, buffer)
@@ -121,13 +117,13 @@ def test_nothing_waits_on_the_host_but_the_counts(program, comm):
 
 
 def test_async_calls_do_not_wait_for_the_current_stream(program, comm):
-    """With a previous event, a call waits for that event alone: its counts come back while the current stream is still busy."""
+    """With a previous event, a call waits for that event only. Its counts arrive while the current stream is busy."""
     if torch.cuda.device_count() < comm.Get_size():
-        return  # ranks that share a GPU take turns, and what is busy in one stops the others
+        return  # ranks that share a GPU run one after another, so a busy rank stops the others
     world = program.World(comm, "cuda")
     with world.buffer(int(1e8)) as buffer:
         x, given = _normal(program, world, buffer)
-        for _ in range(2):  # all memory is there afterwards
+        for _ in range(2):  # these calls allocate all memory
             event = buffer.dispatch(x, **given, previous_event=buffer.capture(), async_finish=True)[-1]
             event.current_stream_wait()
         del event
@@ -138,17 +134,17 @@ def test_async_calls_do_not_wait_for_the_current_stream(program, comm):
         busy_until = torch.cuda.Event()
         busy_until.record()
         recv_x, _, _, counts, handle, event = buffer.dispatch(x, **given, previous_event=ready, async_finish=True)
-        assert not busy_until.query(), "dispatch came back only when the current stream had nothing to do any more"
+        assert not busy_until.query(), "dispatch waited for the current stream"
         assert len(counts) == 4
         combined, _, event = buffer.combine(recv_x, handle, previous_event=event, async_finish=True)
         event.event.event.synchronize()
-        assert not busy_until.query(), "combine ran only when the current stream had nothing to do any more"
+        assert not busy_until.query(), "combine waited for the current stream"
         event.current_stream_wait()
         assert program.difference(combined, x.float() * given["is_token_in_rank"].sum(1, keepdim=True)) < 1e-5
 
 
-def test_arguments_may_go_while_an_async_call_runs(program, comm):
-    """Their memory is given to nobody else before the call has read it, also when nobody holds the event's tensors."""
+def test_a_program_may_drop_arguments_while_an_async_call_runs(program, comm):
+    """PyTorch does not reuse the memory of arguments before the call has read it, even if the program drops the event too."""
     world = program.World(comm, "cuda")
     with world.buffer(int(1e8), low_latency_mode=True) as buffer:
         for seed in range(5):
@@ -157,7 +153,7 @@ def test_arguments_may_go_while_an_async_call_runs(program, comm):
             known = known.clone()
             shape = x.shape
             torch.cuda.synchronize()
-            torch.cuda._sleep(100_000_000)  # the call starts after this, and so after all below was asked for
+            torch.cuda._sleep(100_000_000)  # the call starts after this, when the host has made the calls below
             recv_x, _, _, _, handle, event = buffer.dispatch(x, **given, num_worst_tokens=64 * world.num_ranks, async_finish=True)
             done = event.event
             del x, given, event
@@ -169,12 +165,12 @@ def test_arguments_may_go_while_an_async_call_runs(program, comm):
 
 @pytest.mark.parametrize("tokens", [64, 300], ids=["fits", "grows"])
 def test_bad_expert(program, comm, monkeypatch, tokens):
-    """One rank's number that is no expert, found behind the call: it raises there, and the ranks stay in step."""
+    """The kernels find an expert number out of range on one rank. That rank raises an error, and all ranks can make further calls."""
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")
     world = program.World(comm, "cuda")
     with world.buffer(int(1e6)) as buffer:
         x, given = _normal(program, world, buffer)
-        want, *_ = buffer.dispatch(x, **given)
+        expected, *_ = buffer.dispatch(x, **given)
         large, more = _normal(program, world, buffer, tokens=tokens)
         if comm.Get_rank() == 0:
             bad = more["topk_idx"].clone()
@@ -185,7 +181,7 @@ def test_bad_expert(program, comm, monkeypatch, tokens):
             buffer.dispatch(large, **more)
         for _ in range(3):
             got, *_ = buffer.dispatch(x, **given)
-            assert torch.equal(got, want)
+            assert torch.equal(got, expected)
 
 
 def test_normal_calls_in_a_graph(program, comm):
@@ -212,9 +208,9 @@ def test_normal_calls_in_a_graph(program, comm):
             graph.replay()
             eager = step()
             num_recv = int(eager[2][-1, world.rank])
-            for name, mine, wanted in zip(("rows", "experts", "matrix", "sources", "sums"), captured, eager, strict=True):
+            for name, replayed, expected in zip(("rows", "experts", "matrix", "sources", "sums"), captured, eager, strict=True):
                 n = num_recv if name in ("rows", "experts", "sources") else None
-                assert torch.equal(mine[:n], wanted[:n]), name
+                assert torch.equal(replayed[:n], expected[:n]), name
         torch.cuda.synchronize()
         comm.Barrier()
         del graph, captured
@@ -256,8 +252,10 @@ def test_low_latency_calls_in_a_graph(program, comm):
                 graph.replay()
                 scales, count, info, ranges, combined = captured
                 eager = step(hooked)
-                for name, mine, wanted in zip(("counts", "sources", "ranges", "sums"), captured[1:], eager[1:], strict=True):
-                    assert torch.equal(mine, wanted), name
+                for name, replayed, expected in zip(
+                    ("counts", "sources", "ranges", "sums"), captured[1:], eager[1:], strict=True
+                ):
+                    assert torch.equal(replayed, expected), name
                 for e in range(2):
                     assert torch.equal(scales[e, : int(count[e])], eager[0][e, : int(count[e])])
             torch.cuda.synchronize()
@@ -278,9 +276,9 @@ def test_a_capture_does_not_make_memory(program, comm):
 
 
 def test_masks(program, comm, monkeypatch):
-    """Last: symmetric memory of Buffers with masked ranks is not given back."""
+    """Run last, because Buffers with masked ranks do not free their symmetric memory."""
     if comm.Get_size() == 1:
-        return  # a rank alone has nobody to mask
+        return  # one rank has no other rank to mask
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "10")
     program.run_masks(program.World(comm, "cuda"))
     program.run_lost_ranks(program.World(comm, "cuda"))

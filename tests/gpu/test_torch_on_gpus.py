@@ -1,4 +1,4 @@
-"""deepep_rt.torch on GPUs: the checks of the host backend, and what only GPUs have: streams, graphs, a host that runs ahead."""
+"""Test deepep_rt.torch on GPUs: the checks of the host backend, and streams, graphs and a host that does not wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepep_rt.torch import combine, dispatch  # noqa: E402
 def _checks(name):
     try:
         module = __import__(name)
-    except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
+    except ImportError:  # without MPI, pytest only collects these tests
         return []
     checks = [f for found, f in inspect.getmembers(module, inspect.isfunction) if found.startswith("check_")]
     return [pytest.param(f, id=f.__name__) for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)]
@@ -28,7 +28,7 @@ def _checks(name):
 
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch):
-    """What the tests of the host backend share puts its tensors on GPUs here."""
+    """Make the checks of the host backend use GPUs."""
     monkeypatch.setattr("spmd.backend", "cuda")
 
 
@@ -45,12 +45,12 @@ def test_communicator(check, comm, monkeypatch):
     import torch_groups
 
     own_gpu = torch.cuda.device_count() >= comm.Get_size()
-    monkeypatch.setattr(torch_groups, "backend", "nccl" if own_gpu else "gloo")  # NCCL wants a GPU for each rank
+    monkeypatch.setattr(torch_groups, "backend", "nccl" if own_gpu else "gloo")  # NCCL needs a GPU for each rank
     assert spmd.run_check(check, comm)
 
 
 class Step:
-    """A layer with inputs that stay where they are, without a host that has to know how many rows arrive."""
+    """A layer with inputs at fixed addresses. The host does not wait for the number of rows."""
 
     def __init__(self, comm, seed, buffer, **how):
         import torch_autograd as t
@@ -67,7 +67,7 @@ class Step:
         self.mine = self.tokens[self.comm.Get_rank()]
 
     def fill(self, seed):
-        """Other numbers, in the same memory."""
+        """Write other numbers to the same memory."""
         self.set(seed)
         with torch.no_grad():
             for ours, new in zip(
@@ -101,7 +101,7 @@ def sizes(comm, **more):
 
 
 def test_real_size(comm):
-    """Hidden 7168, bfloat16, whole numbers, so that every sum is exact: the experts double, the router's weights stay outside."""
+    """Use hidden 7168 and whole numbers in bfloat16, so every sum is exact. The experts double the rows and ignore the weights."""
     with make(comm, num_max_tokens_per_rank=512) as buffer:
         generator = torch.Generator("cuda").manual_seed(comm.Get_rank())
         for seed, worst in enumerate((None, 512 * comm.Get_size(), None)):
@@ -121,7 +121,7 @@ def test_real_size(comm):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_fp8_real_size(comm, fp8):
-    """A number is off by at most 1/16 of itself, forward and backward; sums over ranks by as much of the sum of sizes."""
+    """The error of a number is at most 1/16 of it, forward and backward. The error of a sum is at most that part of all summands."""
     with make(comm, num_max_tokens_per_rank=512) as buffer:
         idx, _ = routing(comm, 3, 400, 8, buffer.config.num_experts, skip=0)
         generator = torch.Generator("cuda").manual_seed(comm.Get_rank())
@@ -133,14 +133,14 @@ def test_fp8_real_size(comm, fp8):
         each = buffer.config.num_experts // comm.Get_size()
         copies = sum(((idx >= each * r) & (idx < each * (r + 1))).any(1) for r in range(comm.Get_size()))[:, None]
         relative = 1 / 16 + 2**-7 if fp8 else 2**-8
-        for name, got, want in (("forward", out, x.detach()), ("backward", x.grad, grad)):
-            allowed = copies * (relative * want.float().abs() + (1e-4 if fp8 else 0))
-            error = (got.float() - copies * want.float()).abs()
-            assert (error <= allowed).all(), f"{name}: {(error - allowed).max().item()} too far"
+        for name, got, expected in (("forward", out, x.detach()), ("backward", x.grad, grad)):
+            allowed = copies * (relative * expected.float().abs() + (1e-4 if fp8 else 0))
+            error = (got.float() - copies * expected.float()).abs()
+            assert (error <= allowed).all(), f"{name}: {(error - allowed).max().item()} above the bound"
 
 
 def test_side_streams(comm):
-    """Dispatch and combine on one stream, experts on another, forward and backward, while what they wait for comes late."""
+    """Run dispatch and combine on one stream and experts on another, forward and backward. Each stream waits for late work."""
     import torch_autograd as t
 
     with make(comm, **sizes(comm)) as buffer:
@@ -181,19 +181,19 @@ def test_side_streams(comm):
             calls.wait_stream(torch.cuda.current_stream())
             step.check(out, gradients)
         assert len(ran_on) == 6 * 4
-        assert set(ran_on) == {calls.cuda_stream}, "autograd ran a call on another stream than that of the forward pass"
+        assert set(ran_on) == {calls.cuda_stream}, "autograd did not use the stream of the forward pass"
 
 
 def make_busy():
-    """Give the GPU 0.2 s or so of work; the event tells when it is done."""
+    """Give the GPU about 0.2 s of work, and return an event after it."""
     torch.cuda._sleep(int(4e8))
     busy = torch.cuda.Event()
     busy.record()
     return busy
 
 
-def test_nothing_waits_for_the_gpu(comm, monkeypatch):
-    """The GPU is busy when a step is queued, and still busy with that when forward and backward have returned."""
+def test_the_host_does_not_wait_for_the_gpu(comm, monkeypatch):
+    """The GPU is busy before a step, and still busy with earlier work when forward and backward have returned."""
     from cuda.bindings import driver as cuda
 
     waits = []
@@ -214,7 +214,7 @@ def test_nothing_waits_for_the_gpu(comm, monkeypatch):
             "num_worst_tokens, FP8": lambda: step.gradients(step.forward()),
             "a known routing": cached,
         }
-        for what, run in runs.items():
+        for name, run in runs.items():
             for _ in range(3):
                 run()
             torch.cuda.synchronize()
@@ -224,13 +224,13 @@ def test_nothing_waits_for_the_gpu(comm, monkeypatch):
             try:
                 busy = make_busy()
                 run()
-                assert not busy.query(), f"{what}: the host waited for the GPU, or took longer than 0.2 s"
+                assert not busy.query(), f"{name}: the host waited for the GPU, or took longer than 0.2 s"
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            assert not waits, f"{what}: {waits}"
+            assert not waits, f"{name}: {waits}"
             torch.cuda.synchronize()
             comm.Barrier()
-        # That these tests would tell: a dispatch that has to know its counts waits, and so does this.
+        # A counterexample: a dispatch without num_worst_tokens waits for its counts.
         busy = make_busy()
         dispatch(buffer, plain.x, plain.idx)
         assert busy.query()
@@ -239,7 +239,7 @@ def test_nothing_waits_for_the_gpu(comm, monkeypatch):
 
 
 def test_profile_shows_no_synchronisation(comm):
-    """Events in a trace of PyTorch's profiler, over forward and backward; it does see those that are made on purpose."""
+    """A trace of PyTorch's profiler has no synchronisation in a step. It does record a deliberate one."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with make(comm, **sizes(comm)) as buffer:
@@ -251,7 +251,7 @@ def test_profile_shows_no_synchronisation(comm):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             with record_function("a step"):
                 step.gradients(step.forward())
-            with record_function("on purpose"):
+            with record_function("deliberate"):
                 torch.cuda.current_stream().synchronize()
         comm.Barrier()
     events = trace.events()
@@ -260,12 +260,12 @@ def test_profile_shows_no_synchronisation(comm):
         span = next(e.time_range for e in events if e.name == name and "CPU" in str(e.device_type))
         return [e.name for e in events if "Synchronize" in e.name and span.start <= e.time_range.start <= span.end]
 
-    assert waits("on purpose"), "the profiler does not record calls of the CUDA runtime here: this test cannot tell anything"
+    assert waits("deliberate"), "the profiler does not record calls of the CUDA runtime, so this test proves nothing"
     assert not waits("a step")
 
 
 def capture(work):
-    """A CUDA graph of `work`, and what it returned. Warmed up on a side stream, as PyTorch asks."""
+    """Return a CUDA graph of `work`, and its results. PyTorch requires warm-up on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -286,14 +286,14 @@ def test_graph_of_the_forward_pass(comm):
         for seed in range(2, 7):
             step.fill(seed)
             graph.replay()
-            want, _ = step.t.dense(step.tokens, step.all_mats)
-            step.t.close(out, want[comm.Get_rank()][0], step.t.BOUND, "the output of a replay")
+            expected, _ = step.t.dense(step.tokens, step.all_mats)
+            step.t.close(out, expected[comm.Get_rank()][0], step.t.BOUND, "the output of a replay")
         comm.Barrier()
 
 
 def test_graph_of_a_step(comm):
-    """Forward and backward in one graph, on a Buffer that serves nothing else meanwhile."""
-    with make(comm, **sizes(comm, num_slots=4)) as buffer:  # a capture cannot allocate: all results of a step fit at once
+    """Capture forward and backward in one graph."""
+    with make(comm, **sizes(comm, num_slots=4)) as buffer:  # all results of a step fit at once, because a capture cannot allocate
         step = Step(comm, 1, buffer)
 
         def work():
@@ -309,7 +309,7 @@ def test_graph_of_a_step(comm):
 
 
 def test_memory_is_not_reused_too_early(comm):
-    """Many steps of several layers, some ranks late now and then, and more kept by autograd than the Buffer has room for."""
+    """Run many steps of several layers with late ranks. Autograd keeps more results than fit the Buffer."""
     import torch_autograd as t
 
     rng = np.random.default_rng(5)  # the same on all ranks
@@ -331,12 +331,12 @@ def test_memory_is_not_reused_too_early(comm):
 
 @pytest.mark.parametrize("options", [[], ["--distributed", "gloo"], ["--distributed", "nccl"]], ids=["mpi", "gloo", "nccl"])
 def test_example(comm, options, monkeypatch, capsys):
-    """In this process: the ranks are there already."""
+    """Run the example in this process, which mpirun has started."""
     import runpy
     import socket
 
     if "nccl" in options and torch.cuda.device_count() < comm.Get_size():
-        return  # NCCL wants a GPU for each rank
+        return  # NCCL needs a GPU for each rank
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = comm.bcast(free.getsockname()[1])
