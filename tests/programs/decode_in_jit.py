@@ -1,4 +1,4 @@
-"""deepep_rt.jax: the low-latency calls inside compiled functions, bit for bit."""
+"""Compare low-latency calls of deepep_rt.jax inside compiled functions with the oracle, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from deepep_rt import jax as ep
 
 
 def _tokens(rank: int) -> int:
-    """A rank without tokens is refused while it traces: `check_wrong_calls`."""
+    """Return the tokens of a rank: at least one, because tracing refuses none (`check_wrong_calls`)."""
     return (5, 1, MAX_TOKENS, 3)[rank % 4]
 
 
 def _step(buffer: Buffer, late_weights: bool, reduce_early: bool, options: dict[str, bool]) -> Any:
-    """Dispatch, and combine what the experts are taken to have computed."""
+    """Return a compiled step that dispatches, and combines given outputs of experts."""
 
     @jax.jit
     def step(x: jax.Array, idx: jax.Array, weights: jax.Array, y: jax.Array) -> Any:
@@ -44,19 +44,19 @@ def _step(buffer: Buffer, late_weights: bool, reduce_early: bool, options: dict[
 def _check_steps(
     comm: MPI.Intracomm, buffer: Buffer, step: Any, reduce_early: bool, options: dict[str, bool], seeds: range
 ) -> None:
-    """A compiled step with inputs that change."""
+    """Run a compiled step with several inputs."""
     rank = comm.Get_rank()
     for seed in seeds:
         inputs, y = (
             make_low_latency_inputs(comm, seed, _tokens, idx_dtype="int32"),
             expert_outputs(buffer, seed, special=bool(seed % 2)),
         )
-        wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
+        expected = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
         mine = inputs[rank]
         sent, back = jax.block_until_ready(step(mine.x, mine.topk_idx, mine.topk_weights, y[rank]))
         got = jax.tree.map(np.asarray, sent)
         low_latency_oracle.check_dispatch(got, expected_arrivals(buffer, rank, inputs, options))
-        assert_same(f"combine, reduce_early={reduce_early}", np.asarray(back.x), wanted)
+        assert_same(f"combine, reduce_early={reduce_early}", np.asarray(back.x), expected)
 
 
 def check_every_format(comm: MPI.Intracomm) -> None:
@@ -68,22 +68,22 @@ def check_every_format(comm: MPI.Intracomm) -> None:
 
 
 def check_a_scan(comm: MPI.Intracomm) -> None:
-    """Steps of decoding in one program, each fed with what the last one gave; throughput calls in between."""
+    """Run steps of decoding in one program, with throughput calls in between. Each step takes the output of the last one."""
     rank = comm.Get_rank()
     inputs = [make_low_latency_inputs(comm, seed, lambda rank: 8, idx_dtype="int32")[rank] for seed in range(6)]
     x = inputs[0].x
     idx, weights = (np.stack([getattr(one, name) for one in inputs]) for name in ("topk_idx", "topk_weights"))
-    factor = np.float32(rank + 1)  # what the experts of this rank do
+    factor = np.float32(rank + 1)  # of the experts of this rank
 
     with make_low_latency_buffer(comm) as buffer:
-        place = jnp.arange(buffer.config.num_max_recv_tokens)
+        row = jnp.arange(buffer.config.num_max_recv_tokens)
 
         def step(carry: Any, routing: Any) -> Any:
             x, after = carry
             idx, weights = routing
             sent = ep.low_latency_dispatch(buffer, x, idx, weights, use_fp8=False, after=after)
-            there = place[None, :] < sent.num_recv_tokens_per_expert[:, None]
-            y = jnp.where(there[..., None], sent.recv_x * factor.astype(x.dtype), 0).astype(x.dtype)
+            is_row = row[None, :] < sent.num_recv_tokens_per_expert[:, None]
+            y = jnp.where(is_row[..., None], sent.recv_x * factor.astype(x.dtype), 0).astype(x.dtype)
             low = ep.low_latency_combine(buffer, y, idx, weights, sent.handle)
             slow = ep.dispatch(buffer, low.x, idx, weights, after=low.token)
             back = ep.combine(buffer, slow.recv_x, slow.handle)
@@ -105,7 +105,7 @@ def check_a_scan(comm: MPI.Intracomm) -> None:
 
 
 def check_wrong_calls(comm: MPI.Intracomm) -> None:
-    """Refused while the function is traced: no call was made, and the Buffer stays good."""
+    """JAX raises errors while it traces. No rank makes a call, and the Buffer stays usable."""
     mine: oracle.RankInputs = make_low_latency_inputs(comm, 1, _tokens, idx_dtype="int32")[comm.Get_rank()]
     given = mine.x, mine.topk_idx, mine.topk_weights
     with make_low_latency_buffer(comm) as buffer:

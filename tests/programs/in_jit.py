@@ -1,4 +1,4 @@
-"""deepep_rt.jax: calls inside compiled functions, against the same layer computed densely. `platform` is where JAX computes."""
+"""Compare calls of deepep_rt.jax inside compiled functions with the same layer computed without communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("deepep_rt.dispatch", "deepep_rt.combine")
 
 
 def _layers(comm: MPI.Intracomm, num: int = 2, tokens: int = TOKENS, skip: float = 0.2) -> SimpleNamespace:
-    """Random layers of 4 experts a rank, this rank's tokens, and the routing of each layer (with skipped experts)."""
+    """Make random layers of 4 experts a rank, this rank's tokens, and the routing of each layer with skipped experts."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
     experts, common, own = 4 * ranks, np.random.default_rng(1), np.random.default_rng([2, rank])
     idx = own.random((num, tokens, experts)).argsort(axis=2)[:, :, :TOPK]
@@ -46,20 +46,20 @@ def _buffer(comm: MPI.Intracomm, **settings: Any) -> Any:
 
 
 def _apply(x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Sum over a token's experts of weight * tanh(token @ matrix), with every expert computed for every token."""
-    gate = (jax.nn.one_hot(idx, len(matrices)) * weights[..., None]).sum(1)  # -1 has no place
+    """Return the sum over a token's experts of weight * tanh(token @ matrix). Every expert computes every token."""
+    gate = (jax.nn.one_hot(idx, len(matrices)) * weights[..., None]).sum(1)  # zeros for -1
     return jnp.einsum("ned,ne->nd", jnp.tanh(jnp.einsum("nh,ehd->ned", x, matrices)), gate)
 
 
 def _dense(
     x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array, mixing: jax.Array, after: Any = None
 ) -> jax.Array:
-    """The layer without communication. What is mixed in is linear: its gradient needs what combine returned, but gives none of it."""
+    """Compute the layer without communication. Mixing is linear, so its gradient needs the output of combine."""
     return x + _apply(x, idx, weights, matrices) @ mixing
 
 
 def _parallel(buffer: Any) -> Callable[..., jax.Array]:
-    """The layer over all ranks; `matrices` are those of this rank's experts."""
+    """Return the layer over all ranks. Its `matrices` are those of this rank's experts."""
 
     def layer(
         x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array, mixing: jax.Array, after: Any = None
@@ -91,41 +91,41 @@ def _gradients(run: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def _compare(comm: MPI.Intracomm, model: SimpleNamespace, run: Callable[..., jax.Array]) -> None:
-    """Values and gradients of `run(x, idx, weights, this rank's matrices, mixing)` against those of the dense layers."""
+    """Compare values and gradients of `run(x, idx, weights, this rank's matrices, mixing)` with those of the dense layers."""
     mine = slice(model.first, model.first + 4)
     given = model.idx, model.x, model.weights
-    if not hasattr(model, "wanted"):
+    if not hasattr(model, "expected"):
         loss, (x, weights, matrices, mixing) = _gradients(partial(_unrolled, _dense))(*given, model.matrices, model.mixing)
-        total = np.zeros_like(matrices)  # every rank's tokens count in the gradient of an expert
+        total = np.zeros_like(matrices)  # the tokens of all ranks contribute to the gradient of an expert
         comm.Allreduce(np.array(matrices), total)
-        model.wanted = loss, (x, weights, total[:, mine], mixing)
+        model.expected = loss, (x, weights, total[:, mine], mixing)
     loss, gradients = jax.block_until_ready(_gradients(run)(*given, model.matrices[:, mine], model.mixing))
-    np.testing.assert_allclose(loss, model.wanted[0], rtol=1e-5)
-    for name, a, b in zip(("x", "topk_weights", "matrices", "mixing"), gradients, model.wanted[1], strict=True):
+    np.testing.assert_allclose(loss, model.expected[0], rtol=1e-5)
+    for name, a, b in zip(("x", "topk_weights", "matrices", "mixing"), gradients, model.expected[1], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"gradient of {name}")
 
 
 @contextlib.contextmanager
 def _calls(*buffers: Any) -> Any:
-    """The calls that reach the Buffers, in order: d(ispatch), k(nown routing), c(ombine); capital letters for a second Buffer."""
+    """Record the calls of Buffers in order: d(ispatch), k(nown routing), c(ombine). A second Buffer has capital letters."""
     made: list[str] = []
 
-    def noting(call: Callable[..., Any], letter: Callable[[str], str], name: str) -> Callable[..., Any]:
-        def noted(*args: Any, **options: Any) -> Any:
+    def recording(call: Callable[..., Any], letter: Callable[[str], str], name: str) -> Callable[..., Any]:
+        def recorded(*args: Any, **options: Any) -> Any:
             made.append(letter("k" if options.get("handle") else name))
             return call(*args, **options)
 
-        return noted
+        return recorded
 
     for buffer, letter in zip(buffers, (str.lower, str.upper), strict=False):
-        buffer.dispatch, buffer.combine = noting(buffer.dispatch, letter, "d"), noting(buffer.combine, letter, "c")
+        buffer.dispatch, buffer.combine = recording(buffer.dispatch, letter, "d"), recording(buffer.combine, letter, "c")
     yield made
     for buffer in buffers:
         del buffer.dispatch, buffer.combine
 
 
-def check_what_arrives(comm: MPI.Intracomm) -> None:
-    """Bit for bit, with room for everything and without; padding is zero, so that it can be summed over."""
+def check_rows_that_arrive(comm: MPI.Intracomm) -> None:
+    """Rows arrive bit for bit, with room for all rows or fewer. Padding is zero, so sums may include it."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
     experts = 4 * ranks
     inputs = inputs_of_all(
@@ -160,7 +160,7 @@ def check_what_arrives(comm: MPI.Intracomm) -> None:
 
 
 def check_wide_expert_numbers(comm: MPI.Intracomm) -> None:
-    """With 64-bit types switched on, expert numbers are int64 unless somebody says otherwise."""
+    """With 64-bit types enabled, expert numbers are int64 by default."""
     model = _layers(comm, 1)
     with _buffer(comm) as buffer:
         want = ep.dispatch(buffer, model.x, model.idx[0])
@@ -180,13 +180,13 @@ def check_wide_expert_numbers(comm: MPI.Intracomm) -> None:
 def check_gradients(comm: MPI.Intracomm) -> None:
     model = _layers(comm, 1)
     with _buffer(comm) as buffer, _calls(buffer) as calls:
-        with jax.checking_leaks():  # what stays behind in callbacks must be no arrays
+        with jax.checking_leaks():  # callbacks must keep no arrays
             _compare(comm, model, partial(_unrolled, _parallel(buffer)))
         assert "".join(calls) == "dckc"
 
 
 def check_gradient_of_weights_alone(comm: MPI.Intracomm) -> None:
-    """A weight's gradient comes from the rank of its expert only, not from the zeros that stand for it on the other ranks."""
+    """Only the rank of the expert gives the gradient of a weight. The zeros of the other ranks give none."""
     model = _layers(comm, 1)
     idx, weights = model.idx[0], model.weights[0]
     with _buffer(comm) as buffer:
@@ -205,25 +205,25 @@ def check_gradients_outside_of_jit(comm: MPI.Intracomm) -> None:
         assert sent.recv_topk_weights is None
         _, pull = jax.vjp(lambda x: ep.combine(buffer, ep.dispatch(buffer, x, model.idx[0]).recv_x, sent.handle).x, model.x)
         owner = np.where(model.idx[0] >= 0, model.idx[0] // 4, comm.Get_size())
-        copies = [len(set(row) - {comm.Get_size()}) for row in owner.tolist()]  # a token comes back once from each rank
+        copies = [len(set(row) - {comm.Get_size()}) for row in owner.tolist()]  # each rank returns a token once
         np.testing.assert_allclose(pull(jnp.ones_like(model.x))[0], np.tile(np.array(copies)[:, None], HIDDEN), rtol=1e-6)
         known = len(callbacks_of(buffer))
         for _ in range(3):
             ep.combine(buffer, sent.recv_x, sent.handle)
-        assert len(callbacks_of(buffer)) == known, "each call would be compiled again"
+        assert len(callbacks_of(buffer)) == known, "JAX compiles each call again"
 
 
 def check_gradients_of_dropped_rows(comm: MPI.Intracomm) -> None:
-    """Rows for which there was no room come back neither way: there and back is a factor for each token, and so is its gradient."""
+    """Dropped rows contribute neither to sums nor to gradients. A round trip multiplies a token by a factor, which is also its gradient."""
     model = _layers(comm, 1)
     with _buffer(comm) as buffer:
 
         @jax.jit
-        def there_and_back(x: jax.Array) -> jax.Array:
+        def round_trip(x: jax.Array) -> jax.Array:
             sent = ep.dispatch(buffer, x, model.idx[0], num_worst_tokens=7)
             return ep.combine(buffer, sent.recv_x, sent.handle).x
 
-        out, pull = jax.vjp(there_and_back, model.x)
+        out, pull = jax.vjp(round_trip, model.x)
         factors = np.asarray(out / model.x)
         np.testing.assert_allclose(factors, np.round(factors), atol=1e-4)
         np.testing.assert_allclose(pull(jnp.ones_like(out))[0], factors, atol=1e-4)
@@ -249,13 +249,13 @@ def check_scan(comm: MPI.Intracomm) -> None:
 
 
 def check_recomputation(comm: MPI.Intracomm) -> None:
-    """In order, every way: dispatch and combine again, then their gradients, layer by layer from the last."""
+    """Each way of recomputation makes its calls in order: dispatch, combine and their gradients, layer by layer from the last."""
     keep = jax.checkpoint_policies.save_only_these_names(*NAMES)
     model = _layers(comm)
     mine = model.matrices[:, model.first : model.first + 4]
     with _buffer(comm) as buffer:
         layer = _parallel(buffer)
-        for run, wanted in (
+        for run, expected in (
             (partial(_unrolled, ep.checkpoint(layer)), "dcdc" + "dckc" * 2),
             (partial(_scanned, ep.checkpoint(layer)), "dcdc" + "dckc" * 2),
             (partial(_scanned, jax.checkpoint(layer)), "dcdc" + "dckc" * 2),
@@ -263,16 +263,16 @@ def check_recomputation(comm: MPI.Intracomm) -> None:
         ):
             with _calls(buffer) as calls:
                 _compare(comm, model, run)
-                assert "".join(calls) == wanted, "".join(calls)
-            # The gradient is constant here, and so says nothing about when it may be worked on; part of it is padding.
+                assert "".join(calls) == expected, "".join(calls)
+            # This gradient is constant, so it does not order the calls. Part of it is padding.
             with _calls(buffer) as calls:
                 alone = jax.jit(jax.grad(lambda x: run(x, model.idx, model.weights, mine, model.mixing)[1:].sum()))  # noqa: B023
                 jax.block_until_ready(alone(model.x))
-                assert "".join(calls) == wanted, "".join(calls)
+                assert "".join(calls) == expected, "".join(calls)
 
 
 def check_the_token_of_a_checkpoint_has_a_name(comm: MPI.Intracomm) -> None:
-    """It is given to nothing else, such as an option of the layer."""
+    """`checkpoint` passes the token as `after` and not as another option of the layer."""
     with raises(TypeError, "after"):
         ep.checkpoint(lambda x, twice=False: x * (1 + bool(twice)))(jnp.ones(3))
     named = ep.checkpoint(lambda x, twice=False, after=None: x * (1 + (twice is not False)))
@@ -280,14 +280,14 @@ def check_the_token_of_a_checkpoint_has_a_name(comm: MPI.Intracomm) -> None:
 
 
 def check_independent_calls_keep_their_order(comm: MPI.Intracomm) -> None:
-    """Micro-batches that do not depend on each other: `after` orders them, and their gradients the other way round."""
+    """`after` orders micro-batches that do not depend on each other. Their gradients have the reverse order."""
     models = [_layers(comm, 1), _layers(comm, 1, skip=0.7)]
     with _buffer(comm) as one, _buffer(comm) as two:
 
         @jax.jit
         @jax.value_and_grad
         def step(xs: list[jax.Array], slow: jax.Array) -> jax.Array:
-            late = xs[0] + jnp.sin(slow @ slow).sum() * 0  # without `after`, the second would be dispatched first
+            late = xs[0] + jnp.sin(slow @ slow).sum() * 0  # without `after`, XLA dispatches the second one first
             first = ep.dispatch(one, late, models[0].idx[0])
             second = ep.dispatch(two, xs[1], models[1].idx[0], after=first.handle.token)
             done = ep.combine(one, first.recv_x, first.handle, after=second.handle.token)
@@ -296,7 +296,7 @@ def check_independent_calls_keep_their_order(comm: MPI.Intracomm) -> None:
 
         slow = jnp.ones((300 * (1 + comm.Get_rank()),) * 2)
         sets = [[len({e // 4 for e in row if e >= 0}) for row in model.idx[0].tolist()] for model in models]
-        copies = [np.array(counts, np.float32)[:, None] for counts in sets]  # a token comes back once from each rank
+        copies = [np.array(counts, np.float32)[:, None] for counts in sets]  # each rank returns a token once
         for _ in range(10):
             with _calls(one, two) as calls:
                 _, gradients = jax.block_until_ready(step([model.x for model in models], slow))
@@ -306,7 +306,7 @@ def check_independent_calls_keep_their_order(comm: MPI.Intracomm) -> None:
 
 
 def check_ranks_without_tokens(comm: MPI.Intracomm) -> None:
-    """All choices are -1: of one rank (which has but one row, too), then of every rank."""
+    """All expert numbers are -1: first on one rank, which has one row, then on every rank."""
     first = comm.Get_rank() == 0
     for tokens, skip in ((1 if first else TOKENS, 1.0 if first else 0.2), (TOKENS, 1.0)):
         with _buffer(comm) as buffer:
@@ -314,7 +314,7 @@ def check_ranks_without_tokens(comm: MPI.Intracomm) -> None:
 
 
 def check_many_steps(comm: MPI.Intracomm) -> None:
-    """One compiled function, another routing each time; results stay right when nobody waits in between."""
+    """One compiled function runs with many routings. Results are right although the host does not wait in between."""
     model = _layers(comm, 20)
     with _buffer(comm) as buffer:
         step, dense = jax.jit(_parallel(buffer)), jax.jit(_dense)
@@ -326,7 +326,7 @@ def check_many_steps(comm: MPI.Intracomm) -> None:
 
 
 def check_wrong_arguments(comm: MPI.Intracomm) -> None:
-    """Found while tracing: nothing runs, on no rank."""
+    """JAX raises errors while it traces, and no rank makes a call."""
     model = _layers(comm, 1)
     x, idx, weights = model.x, model.idx[0], model.weights[0]
     with _buffer(comm) as buffer, _calls(buffer) as calls:
@@ -359,7 +359,7 @@ def check_wrong_arguments(comm: MPI.Intracomm) -> None:
 
 
 def check_errors_of_a_call(comm: MPI.Intracomm) -> None:
-    """What a callback raises: wrapped by JAX as text, or itself inside of `errors`; the Buffer stays usable."""
+    """JAX shows the exception of a callback as text, and `errors` raises the exception itself. The Buffer stays usable."""
     model = _layers(comm, 1)
     x, idx = model.x, model.idx[0]
     bad = idx.at[3, 1].set(model.experts + 5)
@@ -369,17 +369,17 @@ def check_errors_of_a_call(comm: MPI.Intracomm) -> None:
             jax.block_until_ready(call(x, bad))
         with raises(Exception, "EPInputError", f"expert {model.experts + 5}"):
             jax.block_until_ready(call(x, bad))
-        with raises(EPInputError, "token 3"), ep.errors():  # the first of several; later ones may follow from it
+        with raises(EPInputError, "token 3"), ep.errors():  # the first error, because later ones may follow from it
             with contextlib.suppress(Exception):
                 jax.block_until_ready(call(x, bad))
             jax.block_until_ready(call(x, idx.at[5, 0].set(-7)))
         with raises(RuntimeError, "mine"), ep.errors():
-            raise RuntimeError("mine")  # others pass through
+            raise RuntimeError("mine")  # an exception of the program
         assert np.isfinite(jax.block_until_ready(call(x, idx))).all()
 
 
 def check_a_destroyed_buffer(comm: MPI.Intracomm) -> None:
-    """A compiled function may outlive its Buffer; it says so, as any exception in it reaches the caller."""
+    """A compiled function may outlive its Buffer. A call of it then raises EPDestroyedError."""
     model = _layers(comm, 1)
     with _buffer(comm) as buffer:
         call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x)
@@ -396,7 +396,7 @@ def check_a_silent_rank(comm: MPI.Intracomm) -> None:
         return
     with raises(EPTimeoutError, "rank 0"), _buffer(comm, timeout_s=1.0) as buffer:
         call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x).lower(model.x, model.idx[0]).compile()
-        comm.Barrier()  # or the first to have compiled would take the others for silent
+        comm.Barrier()  # without it, the first rank to compile might time out
         if comm.Get_rank() == 0:
             time.sleep(3.0)
             raise EPTimeoutError("rank 0 is the silent one", rank=0, peer=0, phase="")

@@ -1,6 +1,6 @@
-"""Gradients through deepep_rt.torch, against the same computed without the library, in float64, on every rank for all of them.
+"""Compare gradients of deepep_rt.torch with gradients computed without the library.
 
-`tests/gpu/test_torch_on_gpus.py` runs these checks on GPUs.
+Every rank computes the expected values of all ranks in float64. `tests/gpu/test_torch_on_gpus.py` runs these checks on GPUs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from deepep_rt import Buffer, DispatchResult, EPDestroyedError, EPInputError
 from deepep_rt.torch import Handle, combine, dispatch
 
-BOUND = 5e-6  # of float32, in units of the largest value
-HIDDEN, TOPK, EACH = 128, 4, 4  # of experts, so many on each rank
+BOUND = 5e-6  # of errors in float32, relative to the largest value
+HIDDEN, TOPK, EACH = 128, 4, 4  # EACH: experts of each rank
 
 
 @dataclasses.dataclass
 class Tokens:
-    """What one rank puts in."""
+    """The inputs of one rank."""
 
     x: torch.Tensor
     idx: torch.Tensor
@@ -53,7 +53,7 @@ def tokens_of_all(comm: MPI.Intracomm, seed: int, counts: Callable[[int], int] =
 def _tokens(
     seed: int, rank: int, count: int, num_experts: int, *, skip: float = 0.2, whole: bool = False, first: int = 0
 ) -> Tokens:
-    """Experts from `first` on, or none (-1); `whole` numbers make sums exact."""
+    """Draw tokens of one rank. Experts begin at `first`, and some are -1. With `whole` numbers, sums are exact."""
     rng = np.random.default_rng([seed, rank])
     idx = first + rng.random((count, num_experts - first)).argsort(axis=1)[:, :TOPK]
     idx = np.pad(idx, ((0, 0), (0, TOPK - idx.shape[1])), constant_values=-1)
@@ -67,13 +67,13 @@ def _tokens(
 
 
 def matrices(comm: MPI.Intracomm, seed: int) -> torch.Tensor:
-    """Those of all experts, `[num_experts, hidden, hidden]` float32."""
+    """Return the matrices of all experts, `[num_experts, hidden, hidden]` float32."""
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.standard_normal((EACH * comm.Get_size(), HIDDEN, HIDDEN), np.float32) / HIDDEN**0.5)
 
 
 def experts(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, mats: torch.Tensor) -> torch.Tensor:
-    """For each row, the sum over its experts of weight * tanh(x @ matrix)."""
+    """Return, for each row, the sum over its experts of weight * tanh(x @ matrix)."""
     gains = [(weights * (idx == e)).sum(1, keepdim=True).to(x.dtype) for e in range(len(mats))]
     return sum(gain * torch.tanh(x @ mat) for gain, mat in zip(gains, mats, strict=True))
 
@@ -89,7 +89,7 @@ def layer(buffer, x, idx, weights, mats, *, run=experts, fp8: bool = False, fp8_
 
 
 def dense(tokens: list[Tokens], mats: torch.Tensor, num_layers: int = 1):
-    """The output, and the gradients of x and of the weights, of each rank, and those of the matrices, in float64."""
+    """Return output, gradient of x and gradient of the weights for each rank, and the gradient of the matrices, in float64."""
     leaves = [[t.double().requires_grad_() for t in (of.x, of.weights)] for of in tokens]
     mats = mats.double().requires_grad_()
     outs = []
@@ -101,30 +101,30 @@ def dense(tokens: list[Tokens], mats: torch.Tensor, num_layers: int = 1):
     return [(out.detach(), x.grad, w.grad) for out, (x, w) in zip(outs, leaves, strict=True)], mats.grad
 
 
-def close(got: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
-    """Off by at most `bound`, in units of the largest number that is expected."""
-    assert got is not None, f"{what}: there is none"
-    assert got.shape == want.shape, f"{what}: {got.shape}, expected {want.shape}"
-    got, want = got.detach().double().cpu(), want.double()
-    error = ((got - want).abs().max() / want.abs().max().clamp_min(1e-30)).item() if want.numel() else 0.0
-    assert error <= bound, f"{what}: off by {error:.2e} of the largest value, {bound:.0e} allowed"
+def close(got: torch.Tensor, expected: torch.Tensor, bound: float, name: str) -> None:
+    """Check that the largest error, relative to the largest expected number, is at most `bound`."""
+    assert got is not None, f"{name} is None"
+    assert got.shape == expected.shape, f"{name} has shape {got.shape}; expected {expected.shape}"
+    got, expected = got.detach().double().cpu(), expected.double()
+    error = ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item() if expected.numel() else 0.0
+    assert error <= bound, f"{name} has an error of {error:.2e} of the largest value; expected at most {bound:.0e}"
 
 
 def compare(comm: MPI.Intracomm, tokens: list[Tokens], mats: torch.Tensor, got: tuple, bound: float, num_layers: int = 1) -> None:
-    """`got`: the output, the leaves x and weights (None: not looked at) and the matrices of this rank, after the backward pass."""
-    wanted, mats_grad = dense(tokens, mats, num_layers)
+    """Check `got` after the backward pass: the output, and the leaves x, weights (None: unchecked) and matrices of this rank."""
+    of_ranks, mats_grad = dense(tokens, mats, num_layers)
     out, x, weights, mine = got
-    want_out, want_x, want_weights = wanted[comm.Get_rank()]
-    close(out, want_out, bound, "the output")
-    close(x.grad, want_x, bound, "the gradient of x")
+    expected_out, expected_x, expected_weights = of_ranks[comm.Get_rank()]
+    close(out, expected_out, bound, "the output")
+    close(x.grad, expected_x, bound, "the gradient of x")
     if weights is not None:
-        close(weights.grad, want_weights, bound, "the gradient of the weights")
+        close(weights.grad, expected_weights, bound, "the gradient of the weights")
     close(mine.grad, mats_grad[EACH * comm.Get_rank() :][:EACH], bound, "the gradient of the matrices")
 
 
 @contextmanager
 def buffer_for(comm: MPI.Intracomm, **settings: Any) -> Iterator[Buffer]:
-    """A Buffer whose padding is the worst that undefined rows can be."""
+    """Make a Buffer whose padding is NaN."""
     sizes = dict(hidden=HIDDEN, num_topk=TOPK, num_experts=EACH * comm.Get_size(), num_max_tokens_per_rank=64)
     with make_buffer(comm, **{**sizes, **settings}) as buffer:
         plain = buffer.dispatch
@@ -183,7 +183,7 @@ def check_bfloat16(comm: MPI.Intracomm) -> None:
 
 
 def check_each_backward_is_the_adjoint(comm: MPI.Intracomm) -> None:
-    """<A u, v> = <u, A* v> over all ranks, exactly: dispatch and combine alone, with v that is anything where it must not count."""
+    """Check <A u, v> = <u, A* v> over all ranks, exactly, for dispatch and combine. Parts of v that must not count are NaN."""
     tokens = tokens_of_all(comm, 2, whole=True)
     mine = tokens[comm.Get_rank()]
     for worst in (None, 64 * comm.Get_size()):
@@ -195,7 +195,7 @@ def check_each_backward_is_the_adjoint(comm: MPI.Intracomm) -> None:
             whole = lambda *shape: torch.from_numpy(rng.integers(-4, 5, shape).astype(np.float32)).to(device())  # noqa: B023, E731
             v, w = whole(*sent.recv_x.shape), whole(*sent.recv_topk_weights.shape)
             v[count:] = torch.nan  # padding
-            w[sent.recv_topk_idx < 0] = torch.nan  # weights of experts that live elsewhere
+            w[sent.recv_topk_idx < 0] = torch.nan  # weights of other ranks' experts
             torch.autograd.backward([sent.recv_x, sent.recv_topk_weights], [v, w], retain_graph=True)
             there = (sent.recv_x[:count] * v[:count]).sum() + (sent.recv_topk_weights * w)[sent.recv_topk_idx >= 0].sum()
             here = (x * x.grad).sum() + (weights * weights.grad).sum()
@@ -238,8 +238,8 @@ def check_biases(comm: MPI.Intracomm) -> None:
         assert torch.equal(shared.grad, mine.seed_grad.to(device()))
 
 
-def check_outputs_that_are_not_used(comm: MPI.Intracomm) -> None:
-    """Ranks may even use different ones: the gradients of all travel all the same."""
+def check_unused_outputs(comm: MPI.Intracomm) -> None:
+    """Ranks may use different outputs. Gradients of all outputs travel in any case."""
     tokens = tokens_of_all(comm, 6, whole=True)
     mine, rank = tokens[comm.Get_rank()], comm.Get_rank()
     of_rank = [(of.idx // EACH).masked_fill(of.idx < 0, -1) for of in tokens]
@@ -264,7 +264,7 @@ def check_outputs_that_are_not_used(comm: MPI.Intracomm) -> None:
 def check_inputs_without_gradients(comm: MPI.Intracomm) -> None:
     tokens, mats = tokens_of_all(comm, 7), matrices(comm, 7)
     mine = tokens[comm.Get_rank()]
-    wanted, mats_grad = dense(tokens, mats)
+    expected, mats_grad = dense(tokens, mats)
     with buffer_for(comm) as buffer:
         x, idx, weights = mine.leaves()
         sent = dispatch(buffer, x.detach(), idx, weights.detach())
@@ -274,41 +274,41 @@ def check_inputs_without_gradients(comm: MPI.Intracomm) -> None:
         with torch.no_grad():
             assert layer(buffer, x, idx, weights, local(comm, mats)).grad_fn is None
 
-        weights_of = local(comm, mats)  # the experts learn, and what comes before them does not
+        weights_of = local(comm, mats)  # only the experts learn
         out = layer(buffer, x.detach(), idx, weights.detach(), weights_of)
         backward(out, mine)
         close(weights_of.grad, mats_grad[EACH * comm.Get_rank() :][:EACH], BOUND, "the gradient of the matrices")
 
         out = layer(buffer, x.detach(), idx, weights, local(comm, mats))  # only the router learns
         backward(out, mine)
-        close(weights.grad, wanted[comm.Get_rank()][2], BOUND, "the gradient of the weights")
+        close(weights.grad, expected[comm.Get_rank()][2], BOUND, "the gradient of the weights")
         out = layer(buffer, x, idx, weights.detach(), local(comm, mats))
         backward(out, mine)
-        close(x.grad, wanted[comm.Get_rank()][1], BOUND, "the gradient of x")
+        close(x.grad, expected[comm.Get_rank()][1], BOUND, "the gradient of x")
 
 
 def check_ranks_that_ignore_their_rows(comm: MPI.Intracomm) -> None:
-    """Odd ranks answer with zeros that depend on nothing. The backward pass is still the same calls on all ranks."""
+    """Odd ranks return zeros without a gradient. All ranks still make the same calls in the backward pass."""
     tokens, mats = tokens_of_all(comm, 8), matrices(comm, 8)
     mine, rank = tokens[comm.Get_rank()], comm.Get_rank()
 
     def lazy(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, mats: torch.Tensor) -> torch.Tensor:
         return torch.zeros(x.shape, device=x.device) if rank % 2 else experts(x, idx, weights, mats)
 
-    for of in tokens:  # what is left to do for those who know it
+    for of in tokens:  # the experts of odd ranks contribute nothing
         of.idx = of.idx.masked_fill(of.idx // EACH % 2 == 1, -1)
-    wanted, _ = dense(tokens, mats)
+    expected, _ = dense(tokens, mats)
     full = tokens_of_all(comm, 8)[rank].idx.to(device())
     with buffer_for(comm) as buffer:
         x, _, weights = mine.leaves()
-        two = [layer(buffer, x, full, weights, local(comm, mats), run=lazy) for _ in range(2)]  # side by side
+        two = [layer(buffer, x, full, weights, local(comm, mats), run=lazy) for _ in range(2)]  # two layers on the same inputs
         backward(sum(two) / 2, mine)
-        close(x.grad, wanted[rank][1], BOUND, "the gradient of x")
-        close(weights.grad, wanted[rank][2], BOUND, "the gradient of the weights")
+        close(x.grad, expected[rank][1], BOUND, "the gradient of x")
+        close(weights.grad, expected[rank][2], BOUND, "the gradient of the weights")
 
 
 def check_known_routing(comm: MPI.Intracomm) -> None:
-    """One handle over several steps, also after the graph in which it was made is gone."""
+    """Use one handle in several steps, even after autograd has freed the graph of its dispatch."""
     tokens, mats = tokens_of_all(comm, 9), matrices(comm, 9)
     mine = tokens[comm.Get_rank()]
     with buffer_for(comm) as buffer:
@@ -334,7 +334,7 @@ def check_known_routing(comm: MPI.Intracomm) -> None:
 
 
 def check_layers_that_share_a_buffer(comm: MPI.Intracomm) -> None:
-    """What autograd keeps are views of the Buffer's memory, more than fit in it; they hold for a second backward pass too."""
+    """Autograd keeps more views than fit the Buffer's memory. They stay valid for a second backward pass."""
     tokens, mats = tokens_of_all(comm, 10), matrices(comm, 10)
     mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
     with buffer_for(comm, num_slots=1) as buffer:
@@ -346,7 +346,7 @@ def check_layers_that_share_a_buffer(comm: MPI.Intracomm) -> None:
         loss.backward(retain_graph=True)
         compare(comm, tokens, mats, (out, x, weights, weights_of), 2 * BOUND, 5)
         before = [t.grad.clone() for t in (x, weights, weights_of)]
-        layer(buffer, x.detach() + 1, idx, weights.detach(), weights_of.detach())  # others come and go
+        layer(buffer, x.detach() + 1, idx, weights.detach(), weights_of.detach())  # results that nothing keeps
         for t in (x, weights, weights_of):
             t.grad = None
         loss.backward()
@@ -354,7 +354,7 @@ def check_layers_that_share_a_buffer(comm: MPI.Intracomm) -> None:
 
 
 def check_checkpoints(comm: MPI.Intracomm) -> None:
-    """Activation checkpointing repeats the calls, on all ranks at the same point, also where the experts keep nothing."""
+    """Activation checkpointing repeats the calls on all ranks in the same order, even if the experts of a rank save nothing."""
     tokens, mats = tokens_of_all(comm, 11), matrices(comm, 11)
     mine = tokens[comm.Get_rank()]
 
@@ -362,7 +362,7 @@ def check_checkpoints(comm: MPI.Intracomm) -> None:
         return experts(x, *rest) if len(x) else torch.zeros(x.shape, device=x.device)
 
     for of in tokens:
-        of.idx = of.idx.masked_fill(of.idx < EACH, -1)  # rank 0 gets nothing
+        of.idx = of.idx.masked_fill(of.idx < EACH, -1)  # rank 0 gets no rows
     with buffer_for(comm) as buffer:
         for reentrant in (False, True):
             x, idx, weights = mine.leaves()
@@ -383,7 +383,7 @@ def check_checkpoints(comm: MPI.Intracomm) -> None:
 
 
 def check_a_backward_pass_in_pieces(comm: MPI.Intracomm) -> None:
-    """A dispatch outside of what is computed again, or a gradient that is handed over by hand: each call is made once in each pass."""
+    """Each pass makes each call once: with a dispatch outside of a checkpoint, and with a gradient that the program passes on."""
     tokens, mats = tokens_of_all(comm, 14), matrices(comm, 14)
     mine = tokens[comm.Get_rank()]
     with buffer_for(comm) as buffer:
@@ -409,16 +409,16 @@ def check_a_backward_pass_in_pieces(comm: MPI.Intracomm) -> None:
 
 
 def check_fp8(comm: MPI.Intracomm) -> None:
-    """Each number is off by at most 1/16 of itself, or 2**-18 of the largest of its 128; the gradient does not know."""
+    """The error of a number is at most 1/16 of it, or 2**-18 of the largest of its 128. The gradient ignores the rounding."""
     tokens, mats = tokens_of_all(comm, 12), matrices(comm, 12)
     mine = tokens[comm.Get_rank()]
     scale = torch.from_numpy(np.random.default_rng(13).uniform(-12, 12, (64, 1)).astype(np.float32)).exp()
 
     def check_bounds(got: torch.Tensor, want: torch.Tensor) -> None:
-        once_more = {torch.float32: 0, torch.bfloat16: 2**-8}[want.dtype]  # it is rounded to the dtype of x in the end
+        last_rounding = {torch.float32: 0, torch.bfloat16: 2**-8}[want.dtype]  # to the dtype of x
         groups, error = (t.double().unflatten(1, (-1, 128)) for t in (want, got - want))
         least = groups.abs().amax(2, keepdim=True).clamp_min(1e-4) * 2.0**-18
-        assert (error.abs() <= (groups.abs() * (1 / 16 + once_more + 1e-6)).maximum(least)).all()
+        assert (error.abs() <= (groups.abs() * (1 / 16 + last_rounding + 1e-6)).maximum(least)).all()
         assert not torch.equal(got, want) or not len(want)
 
     with buffer_for(comm, hidden=256) as buffer:
@@ -462,7 +462,7 @@ def check_no_second_derivative(comm: MPI.Intracomm) -> None:
 
 
 def check_compiled_functions(comm: MPI.Intracomm) -> None:
-    """torch.compile breaks its graph at the calls, and the result is that of the plain function."""
+    """torch.compile breaks its graph at the calls. The result is that of the plain function."""
     tokens, mats = tokens_of_all(comm, 15), matrices(comm, 15)
     mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
     compiled, whole = (torch.compile(layer, backend="aot_eager", fullgraph=full) for full in (False, True))
@@ -506,4 +506,4 @@ def check_errors(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    main(__name__, *sys.argv[1:])  # torch_groups, say
+    main(__name__, *sys.argv[1:])  # more programs, such as torch_groups

@@ -1,4 +1,4 @@
-"""The MPI communicator of process groups of torch.distributed."""
+"""Make MPI communicators of process groups of torch.distributed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd import main, make_buffer, raises
 from deepep_rt import EPConfigError
 from deepep_rt.torch import communicator
 
-backend = "gloo"  # the GPU tests choose NCCL where each rank has a GPU
+backend = "gloo"  # the GPU tests choose NCCL if each rank has a GPU
 
 
 def check_without_torch_distributed(comm: MPI.Intracomm) -> None:
@@ -37,7 +37,7 @@ def check_default_group(comm: MPI.Intracomm) -> None:
 
 
 def check_groups_after_groups(comm: MPI.Intracomm) -> None:
-    """A group that was made after another one was destroyed gets a communicator of its own."""
+    """A new group gets a new communicator, after another group was destroyed."""
     with in_reverse(comm, backend):
         before = communicator()
     with in_reverse(comm, backend):
@@ -45,7 +45,7 @@ def check_groups_after_groups(comm: MPI.Intracomm) -> None:
 
 
 def check_subgroups(comm: MPI.Intracomm) -> None:
-    """Even and odd ranks."""
+    """Make communicators of the groups of even and of odd ranks."""
     with in_reverse(comm, backend):
         size, rank = dist.get_world_size(), dist.get_rank()
         for members in ([r for r in range(size) if r % 2 == 0], [r for r in range(size) if r % 2]):
@@ -62,7 +62,7 @@ def check_subgroups(comm: MPI.Intracomm) -> None:
 
 
 def check_the_example_takes_ranks_from_the_group(comm: MPI.Intracomm) -> None:
-    """It compares its losses with those of one rank itself."""
+    """The example itself compares its losses with those of one rank."""
     examples = ROOT / "examples"
     arguments = {"path": [str(examples), *sys.path], "argv": ["moe_torch.py", "--steps", "30"]}
     with in_reverse(comm, backend), mock.patch.multiple(sys, **arguments):
