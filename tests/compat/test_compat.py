@@ -1,4 +1,4 @@
-"""deepep_rt.compat: DeepEP V1's interface, name by name, and a program in its style on the host backend."""
+"""Test deepep_rt.compat: DeepEP V1's interface, name by name, and a program for DeepEP V1 on the host backend."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ except ImportError:
 """
 
 
-def test_programs_that_import_deepep_by_themselves() -> None:
+def test_install_serves_programs_that_import_deepep() -> None:
     code = """
 from deepep_rt import compat
 compat.install()
@@ -211,7 +211,7 @@ except EPUnavailableError as error:
 
 
 def test_processes_that_programs_start(tmp_path: Path) -> None:
-    """Those of multiprocessing look where their parent does; others, such as `vllm serve` or Ray's workers, at PYTHONPATH."""
+    """Processes of multiprocessing use their parent's path. Others, such as `vllm serve` or Ray's workers, use PYTHONPATH."""
     pytest.importorskip("typer", reason="comes with deepep_rt[cli]")
     (tmp_path / "imports.py").write_text(IMPORTS)
     (tmp_path / "parent.py").write_text("""
@@ -238,16 +238,16 @@ if __name__ == "__main__":
         assert (done.stdout, done.returncode) == ("1.2.1 1.2.1\n", 0), done.stderr
 
 
-def test_deepep_itself_stays_what_it_is(tmp_path: Path) -> None:
-    """Unless somebody asks for this library."""
+def test_an_installed_deepep_keeps_working(tmp_path: Path) -> None:
+    """Only `install` replaces it."""
     (tmp_path / "deep_ep.py").write_text("__version__ = 'theirs'")
     code = "import sys; sys.path.insert(0, sys.argv[1]); import deepep_rt.compat; {}import deep_ep; print(deep_ep.__version__)"
-    for asked, version in (("", "theirs"), ("deepep_rt.compat.install(); ", "1.2.1")):
-        assert _python(code.format(asked), str(tmp_path)) == version
+    for call, version in (("", "theirs"), ("deepep_rt.compat.install(); ", "1.2.1")):
+        assert _python(code.format(call), str(tmp_path)) == version
 
 
 @pytest.mark.parametrize("name", ["ElasticBuffer", "HybridEPBuffer", "utils"])
-def test_names_that_are_not_here_say_so(name: str) -> None:
+def test_missing_names_raise_an_error_with_the_name(name: str) -> None:
     from deepep_rt import EPUnavailableError, compat
 
     assert not hasattr(compat, name)
@@ -263,7 +263,7 @@ def _python(code: str, *arguments: str) -> str:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_every_name_is_in_the_page_for_people_from_deepep() -> None:
+def test_every_name_is_in_the_page_for_users_of_deepep() -> None:
     page = (ROOT / "docs/coming-from-deepep.md").read_text()
     names = {name.split(".")[1] for name in SIGNATURES if "__" not in name and "current_stream_wait" not in name}
     names |= set(SIGNATURES["Buffer.__init__"]) | {
@@ -278,7 +278,7 @@ def test_every_name_is_in_the_page_for_people_from_deepep() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
-    """A Buffer of that many bytes does not grow for as many tokens, give or take what rounding and a wider top-k take."""
+    """A Buffer with the hinted bytes holds that many tokens, within the bytes of rounding and of a wider top-k."""
     from deepep_rt import compat
     from deepep_rt.compat.config import nvl_bytes
 
@@ -291,7 +291,7 @@ def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [9, 16, 72])
 def test_size_hints_of_more_ranks_than_a_host_holds(num_ranks: int) -> None:
-    """Programs ask before they know which mode they will use. A host holds up to 8 ranks, and all hosts hold as many."""
+    """Programs ask before they choose a mode. A host holds up to 8 ranks, and all hosts hold equally many."""
     from deepep_rt import Buffer, compat
 
     config = compat.Config()
@@ -359,8 +359,8 @@ def test_an_mpi_communicator(how: str) -> None:
     try:
         assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, MPI.COMM_SELF)
         idx = torch.zeros((3, 2), dtype=torch.int64)
-        per_rank, _, per_expert, goes, _ = buffer.get_dispatch_layout(idx, 4)
-        x, layout = torch.ones((3, 256)), (per_rank, None, goes, per_expert)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
+        x, layout = torch.ones((3, 256)), (per_rank, None, in_rank, per_expert)
         assert torch.equal(buffer.dispatch(x, None, *layout, idx)[0], x)
     finally:
         buffer.destroy()
@@ -369,7 +369,7 @@ def test_an_mpi_communicator(how: str) -> None:
 
 
 def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read from entries as kernels leave them in memory: in any order, some lost, and old ones after the last."""
+    """The tables come from entries as kernels write them: in any order, some without rows, and old ones after the last."""
     pytest.importorskip("cuda.bindings")
     import numpy as np
 
@@ -384,13 +384,13 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     config = Config(num_ranks=3, num_max_tokens_per_rank=4, hidden=64, num_topk=2, num_experts=6, low_latency=True)
     rows = config.num_max_recv_tokens  # of an expert; there are two
     entries = np.zeros(rows, structs.LlEntry.dtype(config.constants()))
-    entries["row"], entries["source"], entries["token"] = 5, 2**31 - 1, 99  # what an earlier call left
+    entries["row"], entries["source"], entries["token"] = 5, 2**31 - 1, 99  # values of an earlier call
     places = [
         (2, 3, (2, structs.LL_ELSEWHERE)),
         (0, 1, (0, rows)),
         (0, 2, (structs.LL_NO_ROOM, structs.LL_UNKNOWN)),
         (2, 0, (1, rows + 1)),
-        (1, 3, (rows + 3, structs.LL_ELSEWHERE)),  # the row before it was lost
+        (1, 3, (rows + 3, structs.LL_ELSEWHERE)),  # the call dropped the row before it
     ]
     for i, (source, token, row) in enumerate(places):
         entries[i]["source"], entries[i]["token"], entries[i]["row"] = source, token, row
@@ -401,7 +401,7 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     first = places_of.offsets["entries"] // 4
     memory[first : first + entries.nbytes // 4] = entries.view(np.int32)
 
-    tables = CudaHandleTables(BufferInfo(1, config, HOST), layout)  # memory of the host stands for memory of a GPU
+    tables = CudaHandleTables(BufferInfo(1, config, HOST), layout)  # host memory replaces memory of a GPU
     monkeypatch.setattr(handle_tables, "backend_of", lambda buffer: SimpleNamespace(tables=tables))
     handle = SimpleNamespace(routing=(SimpleNamespace(ptr=memory.ctypes.data), None))
     tokens, ranges = handle_tables.expert_tables(SimpleNamespace(config=config), handle)
@@ -413,7 +413,7 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call waits for what it is told to, and beside the caller's stream for the caller's work, unless it is told."""
+    """A call waits for its previous event. On the communication stream, it waits for the caller's stream if there is no such event."""
     import torch
 
     from deepep_rt.compat.call_stream import CallStream
@@ -468,12 +468,14 @@ def test_the_normal_mode_does_not_wait_for_ranks_that_are_lost(monkeypatch: pyte
 
     from deepep_rt import compat
 
-    waits: list[bool] = []
+    in_touch_of: list[bool] = []
     buffer = compat.Buffer(None, int(1e7), low_latency_mode=True, enable_shrink=True, comm=MPI.COMM_SELF)
     monkeypatch.setattr("deepep_rt.compat.buffer_cache.LowLatencyBuffers.masked_ranks", lambda self: lost)
-    monkeypatch.setattr("deepep_rt.compat.buffer_cache.NormalBuffers.destroy", lambda self, in_touch: waits.append(in_touch))
+    monkeypatch.setattr(
+        "deepep_rt.compat.buffer_cache.NormalBuffers.destroy", lambda self, in_touch: in_touch_of.append(in_touch)
+    )
     buffer.destroy()
-    assert waits == [not lost]
+    assert in_touch_of == [not lost]
 
 
 def test_a_capture_makes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,7 +511,7 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_program(num_ranks: int) -> None:
-    """Three ranks make the same calls in test_processes_that_were_spawned."""
+    """Run the program. With three ranks, test_processes_that_were_spawned makes the same calls."""
     run_checks(num_ranks, "compat")
 
 

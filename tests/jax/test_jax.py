@@ -1,4 +1,4 @@
-"""deepep_rt.jax on the host backend, inside of compiled functions."""
+"""Test deepep_rt.jax inside of compiled functions, on the host backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU JAX computes on. The GPUs are made up; JAX's own device is the CPU here."""
+"""Test on which GPU JAX computes. The tests pretend that there are GPUs, and JAX computes on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_gpu_is_put_first(monkeypatch: pytest.MonkeyPatch, before: str | None,
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if before:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    _env.put_gpu_first(index, 2 if before and "-1" in before else 4)  # CUDA counts up to the first that does not exist
+    _env.put_gpu_first(index, 2 if before and "-1" in before else 4)  # CUDA counts up to the first GPU that does not exist
     assert os.environ["CUDA_VISIBLE_DEVICES"] == after
 
 
@@ -32,7 +32,7 @@ COMM = SimpleNamespace(Get_rank=lambda: 0, ranks_on_host=lambda: [0])
 
 @pytest.fixture(autouse=True)
 def _mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI does not start in the process of all tests."""
+    """Do not start MPI in the process of the tests."""
     monkeypatch.setattr(ep, "communicator_of", lambda comm: comm)
 
 
@@ -56,7 +56,7 @@ def test_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_after_cuda_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "has_started", lambda: True)
-    monkeypatch.setattr(driver, "use_device", lambda local_rank: 1)  # somebody chose it
+    monkeypatch.setattr(driver, "use_device", lambda local_rank: 1)  # another library chose it
     with pytest.raises(EPUnavailableError, match=r"as number 1.*before anything starts CUDA"):
         ep.use_gpu_of_rank(COMM)
 
