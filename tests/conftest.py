@@ -1,4 +1,4 @@
-"""Makes the processes that tests start run from a checkout that is not installed, and lets the slowest files run first."""
+"""Let processes that tests start use this checkout without an installation, and run the slowest files first."""
 
 from __future__ import annotations
 

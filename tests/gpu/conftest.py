@@ -1,4 +1,4 @@
-"""GPU tests run under mpirun, every rank the same tests: `mpirun -n N python -m pytest -m gpu tests/gpu`."""
+"""GPU tests run under mpirun, and every rank runs the same tests: `mpirun -n N python -m pytest -m gpu tests/gpu`."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def _device(request):
 def _process_groups():
     yield
     if (dist := sys.modules.get("torch.distributed")) and dist.is_available():
-        # The tests after it would take the ranks of that group for theirs.
+        # Later tests would use the ranks of that group.
         assert not dist.is_initialized(), "the test has left a process group behind"

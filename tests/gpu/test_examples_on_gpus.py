@@ -1,4 +1,4 @@
-"""The examples run on GPUs, as a user starts them, and check themselves. (JAX has ranks of its own: tests/gpu_jax.)"""
+"""Run the examples on GPUs as a user does; they check themselves. JAX needs processes of its own: see tests/gpu_jax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture
 def run(comm, monkeypatch, capsys):
-    """What rank 0 prints, by lines; nothing on the other ranks."""
+    """Return the lines that rank 0 prints. The other ranks print none."""
 
     def run(name, *options):
         monkeypatch.syspath_prepend(EXAMPLES)
@@ -41,7 +41,7 @@ def test_example(name, run, comm):
 
 
 def test_the_readme(comm):
-    """Run its example. The check stands in the `with` block, where the gradient's memory lives."""
+    """Run the example of the README. Check in the `with` block, because the gradient is memory of the Buffer."""
     torch = pytest.importorskip("torch")
     if comm.Get_size() > torch.cuda.device_count() or 64 % comm.Get_size():
         pytest.skip("the example needs a GPU for each rank, and as many experts on all ranks")
@@ -52,7 +52,7 @@ def test_the_readme(comm):
 
 
 def test_micro_batches_overlap(run, comm, tmp_path):
-    """The same bits in less time."""
+    """It gives the same bits in less time."""
     options = ["--picture", str(tmp_path / "timeline.png")] if importlib.util.find_spec("matplotlib") else []
     lines = run("overlap_micro_batches.py", *options)
     if comm.Get_rank():

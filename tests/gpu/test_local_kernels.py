@@ -1,4 +1,4 @@
-"""Kernels for tensors alone (`torch/tensor_ops.py`): against NumPy and PyTorch's operators, bit for bit."""
+"""Compare kernels without a Buffer (`torch/tensor_ops.py`) with NumPy and PyTorch, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def _of_this_rank(comm):
-    """Kernels run on the GPU that is current, and every rank has its own."""
+    """Kernels run on the current GPU, and every rank has another one."""
     torch.cuda.set_device(comm.Get_rank() % torch.cuda.device_count())
 
 
 @pytest.fixture
 def with_operators(monkeypatch):
-    """The same by PyTorch's operators, also on GPUs."""
+    """Do the same with PyTorch's operators, also on GPUs."""
 
     def call(function, *given):
         with monkeypatch.context() as patch:
@@ -37,7 +37,7 @@ def with_operators(monkeypatch):
 
 
 def all_numbers(dtype):
-    """All 16-bit numbers, in groups of like and of unlike sizes; or many random float32."""
+    """Return all 16-bit numbers, in groups of similar and of mixed sizes, or many random float32."""
     if dtype == torch.float32:
         bits = np.random.default_rng(1).integers(0, 1 << 32, 1 << 20, np.uint32).view(np.float32)
         return torch.from_numpy(np.concatenate([bits, np.random.default_rng(2).standard_normal(1 << 20).astype(np.float32)]))
@@ -46,7 +46,7 @@ def all_numbers(dtype):
 
 
 def poisoned(*shape, dtype):
-    """Memory whose every byte is 0xA5, given back to PyTorch's allocator: what is not written is seen."""
+    """Free memory full of 0xA5 bytes. PyTorch hands it out again, so tests see bytes that a kernel does not write."""
     torch.empty(shape, dtype=dtype, device="cuda").view(torch.uint8).fill_(0xA5)
 
 
@@ -58,7 +58,7 @@ def bits(tensor):
 @pytest.mark.parametrize("hidden", [128, 7168])
 def test_to_fp8(dtype, hidden):
     if not has_fp8(current_gpu.target_arch()):
-        return  # PyTorch's operators do it, and the next test says how well
+        return  # PyTorch's operators do this here; the next test checks them
     numbers = all_numbers(dtype)
     rows = numbers[: len(numbers) // hidden * hidden].view(-1, hidden)
     given = rows.cuda()
@@ -80,7 +80,7 @@ def test_from_fp8(dtype, num_kept, with_operators):
     got = torch_kernels.from_fp8(codes, scales, dtype, kept)
     want = with_operators(torch_kernels.from_fp8, codes, scales, dtype, kept)
     assert (got.dtype, got.shape) == (dtype, (300, 7168))
-    # NaN may have other bits
+    # the bits of NaN may differ
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(bits(got.nan_to_num(3)), bits(want.nan_to_num(3)))
     assert not got[num_kept if num_kept is not None else 300 :].any()
@@ -88,7 +88,7 @@ def test_from_fp8(dtype, num_kept, with_operators):
 
 
 def test_there_and_back_is_close():
-    """On GPUs without FP8 instructions too."""
+    """GPUs without FP8 instructions give the same."""
     x = torch.randn(1000, 7168, device="cuda")
     back = torch_kernels.from_fp8(*torch_kernels.to_fp8(x), torch.float32)
     assert ((back - x).abs() <= (x.abs() / 16).clamp_min(x.abs().max().item() * 2**-18)).all()
@@ -110,7 +110,7 @@ def test_zero_padding(dtype, num_rows, hidden):
 @pytest.mark.parametrize(("num_rows", "row_bytes"), [(1000, 2880), (3000, 16), (40, 40000), (0, 16)])
 @pytest.mark.parametrize("share", [0, 0.4, 1, 2])
 def test_rows_are_kept_elsewhere(num_rows, row_bytes, share):
-    """More rows may have come than there is room for."""
+    """More rows may arrive than fit."""
     x = torch.randint(1, 256, (num_rows, row_bytes), dtype=torch.uint8, device="cuda")
     out, num_kept = torch.full_like(x, 0xA5), torch.tensor([int(num_rows * share)], dtype=torch.int32, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
@@ -151,7 +151,7 @@ def test_counts(idx_dtype, num_tokens, num_topk, num_experts, num_ranks):
 
 
 def test_the_first_call_may_be_captured():
-    """Kernels are loaded then, which no graph can hold."""
+    """The first call loads kernels, which a capture does not allow."""
     x, kept = torch.ones(64, 1024, device="cuda"), torch.tensor([10], dtype=torch.int32, device="cuda")
     local_kernels._launcher.cache_clear()
     loader.LOADED.clear()
@@ -166,7 +166,7 @@ def test_the_first_call_may_be_captured():
 
 
 def test_several_threads_and_streams():
-    """A backward pass has a thread of its own; Params of one call must not become another's."""
+    """A backward pass has another thread. Calls of two threads must not share Params."""
     x = [torch.full((256, 1024), float(i + 1), device="cuda") for i in range(8)]
     streams = [torch.cuda.Stream() for _ in x]
     torch.cuda.synchronize()
@@ -184,7 +184,7 @@ def test_several_threads_and_streams():
 
 @pytest.mark.parametrize("function", [torch_kernels.to_fp8, lambda x: torch_kernels.zero_padding(x, x.view(torch.int32)[:1, 0])])
 def test_a_thread_that_has_used_no_gpu(function):
-    """As that of a backward pass, whose first work may be ours: no context is current there."""
+    """No context is current in a new thread, such as that of a backward pass."""
     x = torch.zeros(256, 1024, device="cuda")
     with ThreadPoolExecutor(1) as thread:
         thread.submit(function, x).result()

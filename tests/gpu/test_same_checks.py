@@ -1,4 +1,4 @@
-"""The checks of the host backend, on GPUs: the same programs, through NumPy arrays that the CUDA backend stages."""
+"""Run the programs of the host backend on GPUs, with NumPy arrays that the CUDA backend stages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HOST_ONLY = {
     "check_backend_choice",
     "check_host_events_and_streams",
     "check_bad_expert_number",  # on GPUs: test_throughput_failures.test_bad_input_leaves_the_buffer_usable
-    "check_ranks_that_make_different_calls",  # on GPUs, they run out of time
+    "check_ranks_that_make_different_calls",  # on GPUs, these calls time out
     "check_huge_messages_are_refused",
-    "check_out_of_host_memory",  # of the host backend
+    "check_out_of_host_memory",  # host backend only
     "check_low_latency_bad_expert_number",
-    "check_wrong_low_latency_arguments",  # GPUs cannot look at numbers
+    "check_wrong_low_latency_arguments",  # GPUs do not read these numbers
     "check_ranks_that_disagree_on_low_latency_calls",
     "check_other_choices_are_refused",  # on GPUs: test_low_latency.test_other_choices_are_reported
-    "check_late_messages_of_every_kind",  # ranks tell each other in combine which rows of a call with a lost rank there are
+    "check_late_messages_of_every_kind",  # needs the messages of the host backend's combine
 }
 
 
@@ -44,7 +44,7 @@ def _checks():
         import low_latency_hooks
         import masks
         import rounds
-    except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
+    except ImportError:  # without MPI, pytest only collects these tests
         return []
     found = []
     for_low_latency = (low_latency, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)

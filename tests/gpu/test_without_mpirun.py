@@ -1,4 +1,4 @@
-"""Processes that mpirun did not start, on GPUs: rank 0 starts them, and the others wait."""
+"""Processes without mpirun, on GPUs. Rank 0 starts them, and the others wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_buffers(comm, launcher):
 
 
 def test_a_process_ends_well(comm):
-    """Also where CUDA is taken down before NVSHMEM: its thread for the network, if there were one, would bring the process down."""
+    """CUDA may shut down before NVSHMEM. A network thread of NVSHMEM would then crash the process."""
     if not comm.rank:
         words = [sys.executable, "-c", DRIVER_BEFORE_RUNTIME, str(free_port())]
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)

@@ -18,7 +18,7 @@ from deepep_rt.kernels.layout import ALIGNMENT, Layout, Map, align_up, arrange
 from deepep_rt.kernels.source import source_dir
 
 WORDS = {word for path in source_dir().rglob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
-"""What the kernels' sources are made of."""
+"""All structures of the kernels' sources."""
 
 
 def _check(arranged: Map) -> None:
@@ -109,7 +109,7 @@ def test_size_hint_is_monotonic(config: Config, name: str) -> None:
     try:
         larger = dataclasses.replace(config, **{name: 2 * getattr(config, name)})
     except EPConfigError:
-        return  # larger than allowed
+        return  # above the limit
     small, large = Layout(config).size_hint, Layout(larger).size_hint
     assert all(small[region] <= large[region] for region in small)
     assert large["total"] - small["total"] >= large["pool"] - small["pool"] >= 0
@@ -131,7 +131,7 @@ def test_constants(config: Config) -> None:
 
 @given(configs())
 def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
-    """As the .cu files count: how many there are of each, and how many bytes one has. What lies past the end is somebody else's."""
+    """Count as the .cu files do: the number of elements times their bytes. Memory after the end belongs to another region."""
     layout = Layout(config)
     constants = config.constants()
     ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, config.row_bytes
@@ -316,7 +316,7 @@ def test_phases() -> None:
 
 
 def test_low_latency_memory() -> None:
-    """A decoding set-up: under 100 MB for communication; nothing where it is not asked for."""
+    """A decoding Buffer takes less than 100 MB for communication, and others take nothing for low latency."""
     sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=256)
     assert 50e6 < Buffer.size_hint(8, **sizes, low_latency=True)["low_latency"] < 60e6
     assert Buffer.size_hint(8, **sizes, low_latency=True, ranks_per_node=1)["low_latency"] < 100e6
