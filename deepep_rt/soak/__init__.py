@@ -1,4 +1,4 @@
-"""`python -m deepep_rt soak`: random rounds of both modes on all ranks, every byte checked."""
+"""Run random rounds of both modes on all ranks and check every byte (`python -m deepep_rt soak`)."""
 
 from .asked import Asked
 from .report import lines

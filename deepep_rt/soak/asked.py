@@ -1,4 +1,4 @@
-"""What the command line of a soak run says, and whether it goes together."""
+"""Hold and check the options of a soak run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from ..errors import EPConfigError
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says; None: the default.
-
-    Raises:
-        EPConfigError: if a value is out of range.
-    """
+    """The options of the command line. None: the default."""
 
     minutes: float | None = None
     rounds: int | None = None
@@ -30,7 +26,11 @@ class Asked:
     progress_s: float = 10.0
 
     def check(self) -> None:
-        """Raise unless the values go together."""
+        """Check the values and their combination.
+
+        Raises:
+            EPConfigError: if a value is out of range, or two values contradict each other.
+        """
         if self.minutes is not None and not 0 < self.minutes < MAX_TIMEOUT_S:
             raise EPConfigError(f"--minutes is {self.minutes:g}; expected a positive number. Pass one.")
         for name, least in (("rounds", 1), ("round", 0), ("since", 0)):

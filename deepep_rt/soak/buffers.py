@@ -1,4 +1,4 @@
-"""The Buffers of a soak run and their sizes, drawn from the seed alone."""
+"""Draw the Buffers of a soak run and their sizes from the seed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from .._checks import is_int_in_range
 from ..errors import EPConfigError
 
-BUFFERS, ROUNDS, POOLS, CHOICES, LEFT_OUT = range(5)
-"""What keeps the draws of one seed apart."""
+BUFFERS, ROUNDS, POOLS, CHOICES, EXCLUDED = range(5)
+"""Streams of random numbers of one seed."""
 
 
 class Shape(NamedTuple):
-    """What kernels are compiled for. The list is short, so that a long run compiles them once."""
+    """Sizes that kernels are compiled for. There are few, so that a long run compiles each kernel once."""
 
     hidden: int
     topk: int
@@ -32,7 +32,7 @@ _GPU_SHAPES = (
     Shape(7168, 8, 32, 128, "bfloat16", 3, True),
     Shape(7168, 8, 32, 4096, "bfloat16", 2, False),
     Shape(2048, 6, 8, 64, "float32", 4, True, "mask"),
-    Shape(4104, 4, 5, 200, "float32", 2, True),  # rows that are no multiple of 128 bytes; FP8 does not fit
+    Shape(4104, 4, 5, 200, "float32", 2, True),  # rows that are no multiple of 128 bytes, without FP8
     Shape(512, 1, 1, 32, "bfloat16", 1, True),
     Shape(5120, 9, 16, 1024, "float16", 3, False),
 )
@@ -47,19 +47,19 @@ _HOST_SHAPES = (
 
 @dataclass(frozen=True)
 class Options:
-    """All that a plan depends on.
+    """Everything that a plan depends on.
 
     Args:
-        seed: What is drawn depends on it.
+        seed: Seed of all random choices.
         num_ranks: Ranks of the run.
-        on_gpu: Draw the shapes for GPUs, which are larger, and rounds with CUDA graphs.
+        on_gpu: Draw the larger shapes for GPUs, and rounds with CUDA graphs.
         rounds_per_buffer: Rounds before the next Buffer is made.
         has_fp8: Draw FP8 conversion in low-latency dispatches.
-        tokens: Most tokens of a rank in Buffers of the throughput mode alone; None: those of the shape.
-        low_latency_tokens: Most tokens of a rank in Buffers of both modes; None: those of the shape.
-        hidden: Elements of a row; None: those of the shape.
-        topk: Experts of a token; None: those of the shape.
-        experts: Experts over all ranks; None: those of the shape.
+        tokens: Most tokens of a rank in Buffers of the throughput mode alone. None: the shape's.
+        low_latency_tokens: Most tokens of a rank in Buffers of both modes. None: the shape's.
+        hidden: Elements of a row. None: the shape's.
+        topk: Experts of a token. None: the shape's.
+        experts: Experts over all ranks. None: the shape's.
         ranks_per_node: As in `Buffer`.
     """
 
@@ -94,7 +94,7 @@ class BufferPlan:
     has_graph: bool
 
     def settings(self, options: Options) -> dict[str, Any]:
-        """Arguments of `Buffer`."""
+        """Return the arguments of `Buffer`."""
         shape = self.shape
         return dict(
             num_max_tokens_per_rank=shape.tokens,
@@ -129,7 +129,7 @@ class Draw:
 
 @functools.lru_cache(maxsize=4)
 def buffer_of(options: Options, number: int) -> BufferPlan:
-    """The Buffer of rounds `number * rounds_per_buffer` and on."""
+    """Draw the Buffer of rounds `number * rounds_per_buffer` and following."""
     draw = Draw(options.seed, BUFFERS, number)
     shapes = _GPU_SHAPES if options.on_gpu else _HOST_SHAPES
     shape = shapes[(number + options.seed) % len(shapes)]

@@ -1,4 +1,4 @@
-"""Comparisons of a soak run, and what a difference is reported as."""
+"""Compare arrays of a soak run, and describe differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_PENDING = 256
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One array that differs from what it must be."""
+    """An array that differs from the expected one."""
 
     rank: int
     round: int
@@ -30,7 +30,7 @@ class Mismatch:
     differing_bytes: int = 0
     first_byte: int = 0  # in the array
     shown_from: int = 0  # the byte with which `expected` and `found` begin
-    row: str = ""  # where the first differing byte lies
+    row: str = ""  # the row of the first differing byte
     seen_in_round: int = 0  # later than `round` for a result that was kept
 
     def described(self) -> dict[str, Any]:
@@ -39,10 +39,10 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A comparison that the GPU may still have to make."""
+    """A comparison that the GPU may not have finished."""
 
     place: tuple[int, str, str, int]  # round, call, array, round of the check
-    rows: np.ndarray  # of the array, that were compared
+    rows: np.ndarray  # compared rows of the array
     first: int  # number of the first of them among the rows that are defined
     num_bytes: int
     row_bytes: int
@@ -51,10 +51,10 @@ class _Pending:
 
 
 class Checker:
-    """Compares and collects differences; `settle` waits for what was compared.
+    """Compare arrays and collect differences. `settle` waits for the comparisons.
 
     Args:
-        arrays: Where to compare.
+        arrays: NumPy or CuPy.
         rank: This rank.
     """
 
@@ -62,16 +62,16 @@ class Checker:
         self.arrays, self.rank = arrays, rank
         self.mismatches: list[Mismatch] = []
         self.num_bytes = 0
-        self.now = 0  # the round that runs
+        self.now = 0  # the current round
         self._pending: list[_Pending] = []
 
     def value(self, made_in: int, call: str, name: str, got: Any, want: Any) -> None:
-        """Compare what the host knows: shapes, counts, None."""
+        """Compare values of the host, such as shapes, counts and None."""
         if got != want:
             self._report(Mismatch(self.rank, made_in, call, name, repr(want), repr(got), seen_in_round=self.now))
 
     def array(self, made_in: int, call: str, name: str, got: Any, want: np.ndarray) -> None:
-        """Compare a small array of all ranks' numbers with one of the host: shape, type and bytes."""
+        """Compare shape, type and bytes of a small array with one of the host."""
         if got is None:
             self.value(made_in, call, name, got, "an array")
             return
@@ -93,18 +93,18 @@ class Checker:
         make: Callable[[np.ndarray], Any],
         note: Callable[[int], str] | None = None,
     ) -> None:
-        """Compare the first rows of a large array with generated ones, piece by piece.
+        """Compare the first rows of a large array with generated ones, chunk by chunk.
 
         Args:
             made_in: Round that made the array.
-            call: That returned it.
-            name: Of the array.
-            got: The array, `shape` of `dtype`; rows from `len(keys)` on are undefined.
-            shape: Expected.
-            dtype: Expected.
-            keys: One for each row that is defined.
-            make: Gives the rows of some keys.
-            note: Says what a row is.
+            call: Call that returned the array.
+            name: Name of the array.
+            got: The array. Rows from `len(keys)` on are undefined.
+            shape: Expected shape.
+            dtype: Expected element type.
+            keys: A key for each defined row.
+            make: Generates the rows of keys.
+            note: Describes a row.
         """
         if got is None:
             self.value(made_in, call, name, got, "an array")
@@ -125,7 +125,7 @@ class Checker:
         note: Callable[[int], str] | None = None,
         at: np.ndarray | None = None,
     ) -> None:
-        """As `rows`, for `[rows, bytes]` uint8. `at`: the rows of `got` that are defined; None: the first ones."""
+        """Compare `[rows, bytes]` uint8 as in `rows`. `at`: the defined rows of `got`. None: the first ones."""
         row_bytes = got.shape[1]
         for part in self.arrays.chunks(len(keys), row_bytes):
             found = got[part] if at is None else self.arrays.gather(got, at[part])
@@ -133,11 +133,11 @@ class Checker:
             self._compare(made_in, call, name, found, make(keys[part]), (rows, part.start), row_bytes, note)
 
     def forget(self, number: int) -> None:
-        """Drop what was found in a round."""
+        """Drop the mismatches of a round."""
         self.mismatches = [found for found in self.mismatches if found.seen_in_round != number]
 
     def settle(self) -> None:
-        """Look at the outcome of all comparisons; a GPU is waited for."""
+        """Wait for the GPU, and report the differences of all comparisons."""
         pending, self._pending = self._pending, []
         for one in pending:
             numbers = one.outcome.get() if self.arrays.on_gpu else one.outcome

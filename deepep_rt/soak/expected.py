@@ -1,6 +1,6 @@
-"""What the calls of a soak round must return at one rank, from the choices of all ranks. Nothing here comes from a backend.
+"""Compute the expected results of a soak round at one rank from the choices of all ranks, without code of a backend.
 
-Positions are worked out by NumPy on the host, contents where the Buffer works.
+NumPy computes positions on the host. Contents are computed on the device of the Buffer.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from ..arrays.dtypes import FP8_GROUP
 from .arrays import Arrays
 
 _LARGEST = np.float32(448)  # of e4m3fn
-_LEAST = np.float32(1e-4)  # largest channel that a group is taken to have
+_LEAST = np.float32(1e-4)  # lower bound of a group's largest channel
 
 
 class Rows(NamedTuple):
-    """Rows that a rank receives: source rank and source token of each, `[n]` int64."""
+    """Received rows of a rank: source rank and source token of each, `[n]` int64."""
 
     source: np.ndarray
     token: np.ndarray
 
 
 class Routing:
-    """The routing of one dispatch, as one rank sees it.
+    """The routing of one dispatch for one rank.
 
     Args:
         choices: For each rank `[tokens, topk]`, experts or -1.
         rank: This one.
         num_experts: Experts over all ranks.
-        worst: `num_worst_tokens` of each rank; None: all rows fit.
+        worst: `num_worst_tokens` of each rank. None: all rows fit.
     """
 
     def __init__(self, choices: Sequence[np.ndarray], rank: int, num_experts: int, worst: Sequence[int] | None = None) -> None:
         self.choices, self.rank, self.num_ranks = choices, rank, len(choices)
         self.local = num_experts // len(choices)
         self._worst = worst
-        homes = [np.where(idx >= 0, idx // self.local, -1) for idx in choices]
-        self._goes = [
-            np.stack([(home == peer).any(axis=1) for peer in range(self.num_ranks)], axis=1) for home in homes
+        expert_ranks = [np.where(idx >= 0, idx // self.local, -1) for idx in choices]
+        self._send_masks = [
+            np.stack([(home == peer).any(axis=1) for peer in range(self.num_ranks)], axis=1) for home in expert_ranks
         ]  # for each source [tokens, ranks]
 
     @property
@@ -51,31 +51,31 @@ class Routing:
 
     @cached_property
     def num_sent_here(self) -> int:
-        """Rows that are sent to this rank, whether or not they fit."""
-        return int(sum(goes[:, self.rank].sum() for goes in self._goes))
+        """Count the rows that are sent to this rank, including rows that do not fit."""
+        return int(sum(goes[:, self.rank].sum() for goes in self._send_masks))
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows of the result."""
+        """Count the rows of the result."""
         return self.num_sent_here if self._worst is None else self._worst[self.rank]
 
     @cached_property
     def kept(self) -> Rows:
-        """The rows that fit, in the order of the result."""
-        tokens = [np.flatnonzero(goes[:, self.rank]) for goes in self._goes]
+        """List the rows that fit, in the order of the result."""
+        tokens = [np.flatnonzero(goes[:, self.rank]) for goes in self._send_masks]
         source = np.repeat(np.arange(self.num_ranks), [len(t) for t in tokens])
         return Rows(source[: self.num_rows], np.concatenate(tokens)[: self.num_rows])
 
     @cached_property
     def num_per_expert(self) -> np.ndarray:
-        """Choices of each local expert, rows that do not fit included."""
+        """Count the choices of each local expert, including rows that do not fit."""
         every = np.concatenate([idx.reshape(-1) for idx in self.choices])
         first = self.rank * self.local
         return np.bincount(every[(every >= first) & (every < first + self.local)] - first, minlength=self.local)
 
     @cached_property
     def local_choices(self) -> np.ndarray:
-        """Local experts of each row of the result, `[num_rows, topk]`, -1 elsewhere."""
+        """List the local experts of each row of the result, `[num_rows, topk]`. Other choices are -1."""
         made = np.full((self.num_rows, self.mine.shape[1]), -1, np.int64)
         for source in range(self.num_ranks):
             at = np.flatnonzero(self.kept.source == source)
@@ -84,17 +84,17 @@ class Routing:
             made[at] = np.where(is_here, idx - self.rank * self.local, -1)
         return made
 
-    def came_back_from(self, peer: int) -> np.ndarray:
-        """Tokens of this rank that have a row at `peer`, ascending."""
-        tokens = np.flatnonzero(self._goes[self.rank][:, peer])
+    def returned_by(self, peer: int) -> np.ndarray:
+        """List the tokens of this rank that have a row at `peer`, ascending."""
+        tokens = np.flatnonzero(self._send_masks[self.rank][:, peer])
         if self._worst is None:
             return tokens
-        before = sum(int(goes[:, peer].sum()) for goes in self._goes[: self.rank])
+        before = sum(int(goes[:, peer].sum()) for goes in self._send_masks[: self.rank])
         return tokens[: max(self._worst[peer] - before, 0)]
 
 
 class Entries(NamedTuple):
-    """Rows of a low-latency dispatch, expert by expert, `[n]` int64 each: where they lie and where they come from."""
+    """Rows of a low-latency dispatch by expert, `[n]` int64 each: position and source."""
 
     expert: np.ndarray  # local
     row: np.ndarray  # of the expert
@@ -104,13 +104,13 @@ class Entries(NamedTuple):
 
 
 class ExpertRouting:
-    """The routing of one low-latency dispatch, as one rank sees it. A token may name an expert more than once.
+    """The routing of one low-latency dispatch for one rank. A token may name an expert more than once.
 
     Args:
         choices: For each rank `[tokens, topk]`, experts or -1.
         rank: This one.
         num_experts: Experts over all ranks.
-        capacity: Rows that an expert has room for; later ones are dropped.
+        capacity: Rows of an expert that fit. Later ones are dropped.
     """
 
     def __init__(self, choices: Sequence[np.ndarray], rank: int, num_experts: int, capacity: int) -> None:
@@ -124,7 +124,7 @@ class ExpertRouting:
 
     @cached_property
     def entries(self) -> Entries:
-        """The rows that fit, in the order of the result."""
+        """List the rows that fit, in the order of the result."""
         first = self.rank * self.local
         at = [np.nonzero((idx >= first) & (idx < first + self.local)) for idx in self.choices]
         source = np.repeat(np.arange(self.num_ranks), [len(token) for token, _ in at])
@@ -138,12 +138,12 @@ class ExpertRouting:
 
     @cached_property
     def num_per_expert(self) -> np.ndarray:
-        """Rows of each local expert."""
+        """Count the rows of each local expert."""
         return np.bincount(self.entries.expert, minlength=self.local)
 
     @cached_property
     def fits(self) -> np.ndarray:
-        """Which choices of this rank's tokens have a row, `[tokens, topk]` bool."""
+        """Tell which choices of this rank's tokens have a row, `[tokens, topk]` bool."""
         before = sum(np.bincount(idx[idx >= 0], minlength=self._num_experts) for idx in self.choices[: self.rank])
         found = np.zeros(self.mine.shape, bool)
         for expert in np.unique(self.mine[self.mine >= 0]):
@@ -156,19 +156,19 @@ class ExpertRouting:
 def summed(
     arrays: Arrays, routing: Routing, width: int, dtype: str, row: Callable[[int, np.ndarray], Any], biases: Sequence[Any] = ()
 ) -> Any:
-    """The sums of a combine: float32 in rank order, then the biases, rounded once.
+    """Compute the sums of a combine: float32 in rank order, then the biases, rounded once.
 
     Args:
-        arrays: Where to compute.
-        routing: Of the dispatch.
+        arrays: NumPy or CuPy.
+        routing: Routing of the dispatch.
         width: Elements of a row.
-        dtype: Of the rows.
-        row: Gives what rank `peer` returns for some of this rank's tokens, as unsigned integers.
-        biases: Of all tokens, as unsigned integers.
+        dtype: Element type of the rows.
+        row: Returns rank `peer`'s rows for tokens of this rank, as unsigned integers.
+        biases: Biases of all tokens, as unsigned integers.
     """
     total = arrays.xp.zeros((len(routing.mine), width), np.float32)
     for peer in range(routing.num_ranks):
-        tokens = routing.came_back_from(peer)
+        tokens = routing.returned_by(peer)
         if len(tokens):
             total[arrays.put(tokens)] += arrays.to_float32(row(peer, tokens), dtype)
     for bias in biases:
@@ -178,7 +178,7 @@ def summed(
 
 def weighted(
     arrays: Arrays,
-    homes: np.ndarray,
+    expert_ranks: np.ndarray,
     width: int,
     weights: Any,
     row: Callable[[int], Any],
@@ -186,23 +186,23 @@ def weighted(
     num_ranks: int,
     reduce_early: bool,
 ) -> Any:
-    """The sums of a low-latency combine as bfloat16, in unsigned integers.
+    """Compute the sums of a low-latency combine as bfloat16 in unsigned integers.
 
     Args:
-        arrays: Where to compute.
-        homes: `[tokens, topk]`, the rank that returns a row for a choice, or -1 where none is added.
+        arrays: NumPy or CuPy.
+        expert_ranks: `[tokens, topk]`, the rank that returns a row for a choice, or -1 if no row is added.
         width: Elements of a row.
         weights: `[tokens, topk]` float32 of this rank.
-        row: Gives the rows that a choice brings, for all tokens, as unsigned integers.
-        num_ranks: Of the Buffer.
-        reduce_early: Expert ranks add up their rows of a token and round the sum.
+        row: Returns the rows of a choice for all tokens, as unsigned integers.
+        num_ranks: Ranks of the Buffer.
+        reduce_early: Whether expert ranks add up their rows of a token and round the sum.
     """
-    xp, shape = arrays.xp, (len(homes), width)
+    xp, shape = arrays.xp, (len(expert_ranks), width)
     sums: dict[int, Any] = {peer: xp.zeros(shape, np.float32) for peer in (range(num_ranks) if reduce_early else [0])}
-    for choice in range(homes.shape[1]):
+    for choice in range(expert_ranks.shape[1]):
         term = weights[:, choice, None] * arrays.to_float32(row(choice), "bfloat16")
         for peer, partial in sums.items():
-            chosen = homes[:, choice] == peer if reduce_early else homes[:, choice] >= 0
+            chosen = expert_ranks[:, choice] == peer if reduce_early else expert_ranks[:, choice] >= 0
             if chosen.any():
                 partial += xp.where(arrays.put(chosen)[:, None], term, xp.float32(0))
     if not reduce_early:
@@ -214,13 +214,13 @@ def weighted(
 
 
 def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tuple[Any, Any]:
-    """Rows of finite bfloat16 as e4m3fn with a scale for each 128 channels: the nearest of all 127 sizes, ties to even.
+    """Convert rows of finite bfloat16 to e4m3fn with a scale for each 128 channels, rounded to nearest, ties to even.
 
     Args:
-        arrays: Where to compute.
+        arrays: NumPy or CuPy.
         rows: `[n, hidden]` uint16.
-        round_scale: Scales are powers of two.
-        ue8m0: Scales as their exponents.
+        round_scale: Round scales to powers of two.
+        ue8m0: Return scales as exponents.
 
     Returns:
         `[n, hidden]` uint8, and `[n, hidden // 128]` float32 or uint8.
@@ -246,7 +246,7 @@ def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tupl
 
 
 def _middles() -> np.ndarray:
-    """The numbers between neighbouring sizes of e4m3fn, ascending."""
+    """List the midpoints between adjacent magnitudes of e4m3fn, ascending."""
     codes = np.arange(127)
     exponent, mantissa = codes >> 3, codes & 7
     sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))

@@ -1,4 +1,4 @@
-"""Rounds that replay a CUDA graph of both modes with new data."""
+"""Replay a CUDA graph of both modes with new data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .plan import RoundPlan, experts_of
 from .session import Session
 
 
-def play(session: Session, plan: RoundPlan) -> None:
-    """Replay the graph of this Buffer, which the first such round captures."""
+def run_round(session: Session, plan: RoundPlan) -> None:
+    """Replay the graph of this Buffer. The first round with a graph captures it."""
     if session.graph is None:
-        session.graph = _Graph(session)
-    session.graph.play(plan)
+        session.graph = Graph(session)
+    session.graph.replay(plan)
 
 
-class _Graph:
-    """Dispatch and combine of both modes in one graph, and the arrays that it reads."""
+class Graph:
+    """A graph with dispatch and combine of both modes, and its input arrays."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.arrays = session, session.arrays
@@ -31,12 +31,12 @@ class _Graph:
         self.x = self.arrays.typed(raw, "bfloat16", raw.shape)
         self.idx = xp.full((shape.tokens, shape.topk), -1, np.int64)
         self.weights = xp.zeros((shape.tokens, shape.topk), np.float32)
-        session.doing = "the capture of a graph"
-        session.check_held()  # nothing is allocated in a capture: the pool has to have room
+        session.activity = "the capture of a graph"
+        session.check_kept()  # a capture cannot allocate, so the pool needs free space
         session.settle()
-        held = self._calls()  # memory of results is allocated now, and not in the capture
+        held = self._calls()  # allocates the memory of results before the capture
         session.buffer.synchronize()
-        session.meet()
+        session.align()
         del held
         stream = xp.cuda.get_current_stream()
         stream.begin_capture()
@@ -50,7 +50,7 @@ class _Graph:
         routed = buffer.dispatch(self.x, self.idx, self.weights, num_worst_tokens=self.worst)
         return sent, decoded, routed, buffer.combine(routed.recv_x, routed.handle)
 
-    def play(self, plan: RoundPlan) -> None:
+    def replay(self, plan: RoundPlan) -> None:
         """Write new inputs, overwrite the outputs, replay and check."""
         session, arrays = self.session, self.arrays
         choices = [experts_of(session.options, plan, 0, rank) for rank in range(session.options.num_ranks)]
@@ -63,7 +63,7 @@ class _Graph:
         sent, decoded, routed, summed_up = self.results
         for output in (sent.recv_x, decoded.x, routed.recv_x, routed.recv_topk_idx, summed_up.x):
             arrays.poison(output)
-        session.doing = "the replay of a graph"
+        session.activity = "the replay of a graph"
         self.graph.launch()
         self._check(plan, routing, x_key)
 
@@ -89,10 +89,10 @@ class _Graph:
         session.check.raw_rows(plan.number, call, "recv_x", flat, keys, sent_rows, at=at)
         compare("dispatch", "recv_x", routed.recv_x, row_keys(x_key, *routing.kept), sent_rows)
         session.check.array(plan.number, "replayed dispatch", "recv_topk_idx", routed.recv_topk_idx, routing.local_choices)
-        # Experts return what they got, so a row of the sum is the sum of a token's own rows.
-        homes, ranks = np.where(experts.fits, routing.mine // routing.local, -1), routing.num_ranks
+        # Experts return their input, so a row of the sum is the sum of copies of the token's row.
+        expert_ranks, ranks = np.where(experts.fits, routing.mine // routing.local, -1), routing.num_ranks
         own = own_rows(tokens)
-        wanted = weighted(arrays, homes, hidden, self.weights, lambda choice: own, num_ranks=ranks, reduce_early=True)
+        wanted = weighted(arrays, expert_ranks, hidden, self.weights, lambda choice: own, num_ranks=ranks, reduce_early=True)
         compare("low_latency_combine", "x", decoded.x, tokens, lambda part: wanted[part[0] : part[-1] + 1])
         total = summed(arrays, routing, hidden, "bfloat16", lambda peer, at: own_rows(at))
         compare("combine", "x", summed_up.x, tokens, lambda part: total[part[0] : part[-1] + 1])

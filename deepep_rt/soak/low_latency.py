@@ -1,4 +1,4 @@
-"""A round of the low-latency mode: one or more micro-batches, whose halves overlap where they have hooks."""
+"""Run a round of the low-latency mode: one or more micro-batches. With hooks, their halves overlap."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..arrays.dtypes import FP8_GROUP
 from ..results import LowLatencyCombineResult, LowLatencyDispatchResult
 from .arrays import row_keys
 from .expected import ExpertRouting, to_fp8, weighted
-from .plan import RoundPlan, Step, experts_of, left_out_of
+from .plan import RoundPlan, Step, excluded_of, experts_of
 from .session import Session
 
 _STATS_START = 7
 
 
-def play(session: Session, plan: RoundPlan) -> None:
-    """Make the calls of a round and check all that they return."""
+def run_round(session: Session, plan: RoundPlan) -> None:
+    """Make the calls of a round and check all results."""
     batches = [_Batch(session, plan, step, number) for number, step in enumerate(plan.steps)]
     for batch in batches:
         batch.dispatch()
@@ -38,7 +38,7 @@ class _Batch:
         self.hidden, self.topk = session.plan.shape.hidden, session.plan.shape.topk
         self.capacity = session.options.num_ranks * session.plan.shape.tokens
         self.routing = ExpertRouting(choices, self.rank, session.plan.num_experts, self.capacity)
-        self.left_out = left_out_of(session.options, plan, number, self.rank, choices[self.rank])
+        self.excluded = excluded_of(session.options, plan, number, self.rank, choices[self.rank])
         self.tokens = np.arange(plan.tokens[self.rank])
         self.keys = {what: session.key(plan, number, what) for what in ("x", "weights", "y")}
         self.idx = self.arrays.put(self.routing.mine.astype(plan.idx_dtype))
@@ -57,12 +57,12 @@ class _Batch:
     # --- dispatch ----------------------------------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        """Send; without a hook, receive too."""
+        """Send rows. Without a hook, receive too."""
         step = self.step
         self.sent: LowLatencyDispatchResult = self.session.timed(
             "low_latency_dispatch",
-            step.way,
-            lambda way: self.session.buffer.low_latency_dispatch(
+            step.mode,
+            lambda where: self.session.buffer.low_latency_dispatch(
                 self.x,
                 self.idx,
                 topk_weights=self.weights if step.early_weights else None,
@@ -72,15 +72,15 @@ class _Batch:
                 return_recv_hook=step.hook,
                 cumulative_local_expert_recv_stats=self.recv_stats,
                 wait_recv_cost_stats=self.wait_stats,
-                **way,
+                **where,
             ),
             has_hook=step.hook,
         )
 
     def receive(self) -> None:
-        """Call the hook and check what arrived."""
+        """Call the hook and check the received rows."""
         if self.sent.hook is not None:
-            self.session.doing = "the hook of low_latency_dispatch"
+            self.session.activity = "the hook of low_latency_dispatch"
             self.sent.hook()
             self.sent.event.wait()
         self._check_arrived()
@@ -102,7 +102,7 @@ class _Batch:
             self._value("recv_x_scales", self.sent.recv_x_scales, None)
 
     def _check_rows(self, name: str, got: Any, shape: tuple[int, ...], dtype: str, part: int) -> None:
-        """Compare the rows of each expert; `part` 0: rows, 1: scales."""
+        """Compare the rows of each expert. `part` is 0 for rows, 1 for scales."""
         found = None if got is None else (tuple(got.shape), np.dtype(got.dtype).name)
         self._value(f"{name}.shape and dtype", found, (shape, dtype))
         if found != (shape, dtype):
@@ -118,11 +118,11 @@ class _Batch:
         self.check.raw_rows(self.plan.number, call, name, rows, keys, lambda k: self._sent_rows(k)[part], note, at)
 
     def _flat(self, array: Any) -> Any:
-        """`[local experts * capacity, row bytes]` of `[local experts, capacity, ...]`."""
+        """View `[local experts, capacity, ...]` as `[local experts * capacity, row bytes]`."""
         return self.arrays.rows(array, 2).reshape(self.routing.local * self.capacity, -1)
 
     def _sent_rows(self, keys: np.ndarray) -> tuple[Any, Any]:
-        """Rows as they arrive, and their scales."""
+        """Generate received rows and their scales."""
         rows = self.arrays.numbers(keys, self.hidden, "bfloat16")
         if not self.step.use_fp8:
             return rows, None
@@ -131,18 +131,18 @@ class _Batch:
     # --- combine -----------------------------------------------------------------------------------------------------------------
 
     def combine(self) -> None:
-        """Write the experts' outputs and send them; without a hook, receive too."""
+        """Write the experts' outputs and send them. Without a hook, receive too."""
         step, buffer = self.step, self.session.buffer
         idx = self.idx
-        if self.left_out.any():
-            idx = self.arrays.put(np.where(self.left_out, -1, self.routing.mine).astype(self.plan.idx_dtype))
-        self.combine_idx = idx  # read until the call, or its hook, has run
+        if self.excluded.any():
+            idx = self.arrays.put(np.where(self.excluded, -1, self.routing.mine).astype(self.plan.idx_dtype))
+        self.combine_idx = idx  # read until the call or its hook has run
         shape = self.routing.local, self.capacity, self.hidden
         if step.zero_copy:
             y = buffer.get_low_latency_combine_buffer(self.sent.handle)
             self.arrays.fill_not_numbers(y)
         else:
-            y = self.arrays.not_numbers(shape, "bfloat16")  # rows past the counts stay NaN: nothing may read them
+            y = self.arrays.not_numbers(shape, "bfloat16")  # undefined rows stay NaN, because no call may read them
         entries = self.routing.entries
         where = entries.expert + self.rank * self.routing.local, entries.source, entries.token, entries.choice
         made = self.arrays.numbers(row_keys(self.keys["y"], *where), self.hidden, "bfloat16")
@@ -151,8 +151,8 @@ class _Batch:
         self.y = y
         self.back: LowLatencyCombineResult = self.session.timed(
             "low_latency_combine",
-            step.combine_way,
-            lambda way: buffer.low_latency_combine(
+            step.combine_mode,
+            lambda where: buffer.low_latency_combine(
                 y,
                 idx,
                 self.weights,
@@ -161,22 +161,24 @@ class _Batch:
                 zero_copy=step.zero_copy,
                 out=self.out,
                 return_recv_hook=step.combine_hook,
-                **way,
+                **where,
             ),
             has_hook=step.combine_hook,
         )
 
     def finish(self) -> None:
-        """Call the hook of the combine, check the sums and let go of both results."""
+        """Call the hook of the combine, check the sums, and keep or overwrite both results."""
         if self.back.hook is not None:
-            self.session.doing = "the hook of low_latency_combine"
+            self.session.activity = "the hook of low_latency_combine"
             self.back.hook()
             self.back.event.wait()
         self._check_sums()
         if self.step.out:
             self._value("x is out", self.arrays.is_same_memory(self.back.x, self.out), True)
-        self.session.let_go(self.plan, self.sent, self._check_arrived, ("recv_x", "recv_x_scales", "num_recv_tokens_per_expert"))
-        self.session.let_go(self.plan, self.back, self._check_sums, ("x",))
+        self.session.keep_or_poison(
+            self.plan, self.sent, self._check_arrived, ("recv_x", "recv_x_scales", "num_recv_tokens_per_expert")
+        )
+        self.session.keep_or_poison(self.plan, self.back, self._check_sums, ("x",))
 
     def _check_sums(self) -> None:
         mine = self.routing.mine
@@ -185,9 +187,9 @@ class _Batch:
             where = np.full(len(self.tokens), self.rank), self.tokens, np.full(len(self.tokens), choice)
             return self.arrays.numbers(row_keys(self.keys["y"], mine[:, choice], *where), self.hidden, "bfloat16")
 
-        homes = np.where(self.routing.fits & ~self.left_out, mine // self.routing.local, -1)
+        expert_ranks = np.where(self.routing.fits & ~self.excluded, mine // self.routing.local, -1)
         num_ranks, early = self.session.options.num_ranks, self.step.reduce_early
-        wanted = weighted(self.arrays, homes, self.hidden, self.weights, row, num_ranks=num_ranks, reduce_early=early)
+        wanted = weighted(self.arrays, expert_ranks, self.hidden, self.weights, row, num_ranks=num_ranks, reduce_early=early)
         self.check.rows(
             self.plan.number,
             self._call("combine"),

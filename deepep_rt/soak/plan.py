@@ -1,6 +1,6 @@
-"""The plan of a round: which calls it makes with which options and routing, drawn from the seed alone.
+"""Draw the plan of a round from the seed: its calls, their options and routing.
 
-All ranks draw the same plan without a message, and a round that failed can be drawn again by its number.
+All ranks draw the same plan without a message, and a failed round can be drawn again by its number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays.dtypes import DTYPES, FP8_GROUP
 from ..config import COMBINE_DTYPES, MAX_ROW_BYTES, ROW_ALIGNMENT
-from .buffers import CHOICES, LEFT_OUT, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of
+from .buffers import CHOICES, EXCLUDED, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of
 
 _PAYLOADS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8")
 _LONGEST_DELAY_S = 0.02
@@ -23,15 +23,15 @@ _LONGEST_DELAY_S = 0.02
 class Call:
     """A dispatch of the throughput mode and its combine."""
 
-    is_repeat: bool  # along the routing of the first one, by its handle
+    is_repeat: bool  # with the handle of the first call
     dtype: str
     scale_words: int
     scale_dtype: str
     has_idx: bool
     has_weights: bool
-    way: str  # plain, async, event or stream
+    mode: str  # plain, async, event or stream
     combine_dtype: str
-    combine_way: str
+    combine_mode: str
     sums_weights: bool
     biases: int
 
@@ -50,9 +50,9 @@ class Step:
     reduce_early: bool
     zero_copy: bool
     out: bool
-    leaves_out: bool  # the combine names some choices no more
-    way: str
-    combine_way: str
+    has_excluded: bool  # the combine leaves out some choices
+    mode: str
+    combine_mode: str
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class RoundPlan:
     number: int
     kind: str  # throughput, low_latency or graph
     tokens: tuple[int, ...]  # of each rank
-    pool_size: int  # experts that tokens choose among
-    pool_rank: int  # the rank whose experts these are; -1: experts of all ranks
+    pool_size: int  # experts that tokens choose from
+    pool_rank: int  # the rank of these experts; -1: experts of all ranks
     skip: float  # share of the choices that are -1
     idx_dtype: str
     delays_s: tuple[float, ...]  # of each rank, before the round
-    hold: int  # rounds after which kept results are checked again; 0: none is kept
+    keep_rounds: int  # rounds after which kept results are checked again; 0: none is kept
     worst: tuple[int, ...] | None = None  # num_worst_tokens of each rank
     alignment: int = 1
     calls: tuple[Call, ...] = ()
@@ -75,7 +75,7 @@ class RoundPlan:
 
 
 def round_of(options: Options, number: int) -> RoundPlan:
-    """The plan of one round."""
+    """Draw the plan of one round."""
     buffer = buffer_of(options, number // options.rounds_per_buffer)
     draw = Draw(options.seed, ROUNDS, number)
     kind = "throughput"
@@ -91,7 +91,7 @@ def round_of(options: Options, number: int) -> RoundPlan:
         skip=draw.one_of(0.0, 0.0, 0.1, 0.5, 1.0) if draw.chance(0.5) else 0.0,
         idx_dtype=draw.one_of("int32", "int64"),
         delays_s=_delays(draw, options.num_ranks),
-        hold=draw.number(1, 12) if draw.chance(0.3) else 0,
+        keep_rounds=draw.number(1, 12) if draw.chance(0.3) else 0,
     )
     if kind == "graph":
         return RoundPlan(**{**common, "idx_dtype": "int64"})  # the graph reads the same arrays each time
@@ -109,13 +109,13 @@ def round_of(options: Options, number: int) -> RoundPlan:
 
 
 def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.ndarray:
-    """The experts that the tokens of a rank choose.
+    """Draw the experts that the tokens of a rank choose.
 
     Args:
-        options: Of the run.
-        plan: Of the round.
-        step: Of a low-latency round, whose steps have a routing each; otherwise 0.
-        rank: The source.
+        options: Options of the run.
+        plan: Plan of the round.
+        step: Number of the step in a low-latency round, because each step has a routing. Otherwise 0.
+        rank: The source rank.
 
     Returns:
         `[tokens, topk]` int64, -1 for none. A token's experts differ unless the pool has fewer than `topk`.
@@ -134,11 +134,14 @@ def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.nd
     return np.where(rng.random(idx.shape) < plan.skip, -1, idx)
 
 
-def left_out_of(options: Options, plan: RoundPlan, step: int, rank: int, idx: np.ndarray) -> np.ndarray:
-    """Choices that a low-latency combine names no more, `[tokens, topk]` bool; of a rank that adds up early all of a token or none."""
-    if not plan.steps[step].leaves_out:
+def excluded_of(options: Options, plan: RoundPlan, step: int, rank: int, idx: np.ndarray) -> np.ndarray:
+    """Draw the choices that a low-latency combine leaves out, `[tokens, topk]` bool.
+
+    If ranks reduce early, all choices of a token at one rank are left out, or none.
+    """
+    if not plan.steps[step].has_excluded:
         return np.zeros(idx.shape, bool)
-    rng = np.random.default_rng((options.seed, LEFT_OUT, plan.number, step, rank))
+    rng = np.random.default_rng((options.seed, EXCLUDED, plan.number, step, rank))
     if not plan.steps[step].reduce_early:
         return (idx >= 0) & (rng.random(idx.shape) < 0.3)
     local = buffer_of(options, plan.number // options.rounds_per_buffer).shape.local_experts
@@ -148,17 +151,17 @@ def left_out_of(options: Options, plan: RoundPlan, step: int, rank: int, idx: np
 
 @functools.lru_cache
 def _strides(size: int) -> list[int]:
-    """Steps through a ring of so many experts that meet each of them before the first one again."""
+    """List the strides through a ring of `size` experts that visit each expert once."""
     return [step for step in range(1, size + 1) if gcd(step, size) == 1]
 
 
 def _pool(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[int, int]:
-    """How skewed the routing is."""
+    """Draw the size of the expert pool and its rank, which decide how skewed the routing is."""
     shape = buffer.shape
     how = draw.one_of("all", "all", "few", "one rank")
     if how == "one rank":
         return shape.local_experts, draw.number(0, options.num_ranks - 1)
-    if how == "few":  # with fewer than a token chooses, it names some of them again
+    if how == "few":  # with fewer than topk, a token names some of them twice
         return min(buffer.num_experts, max(shape.topk + draw.number(-2, 2), 1)), -1
     return buffer.num_experts, -1
 
@@ -171,7 +174,7 @@ def _tokens(draw: Draw, num_ranks: int, most: int, kind: str) -> tuple[int, ...]
         return (most,) * num_ranks
     if how == "few":
         return tuple(draw.number(0, min(2, most)) for _ in range(num_ranks))
-    if how == "none":  # on some ranks, now and then on all
+    if how == "none":  # on some ranks, sometimes on all
         return tuple(draw.one_of(0, draw.number(0, most)) for _ in range(num_ranks))
     if how == "one":
         full = draw.number(0, num_ranks - 1)
@@ -191,7 +194,7 @@ def _fits(shape: Shape, dtype: str) -> bool:
     return row_bytes <= width and row_bytes % ROW_ALIGNMENT == 0
 
 
-def _way(draw: Draw) -> str:
+def _stream_mode(draw: Draw) -> str:
     return draw.one_of("plain", "plain", "async", "event", "stream")
 
 
@@ -209,9 +212,9 @@ def _calls(draw: Draw, shape: Shape, is_fixed: bool) -> tuple[Call, ...]:
                 scale_dtype=draw.one_of("float32", "int32"),
                 has_idx=has_idx,
                 has_weights=has_idx and draw.chance(0.7),
-                way=_way(draw),
+                mode=_stream_mode(draw),
                 combine_dtype=draw.one_of(*sums),
-                combine_way=_way(draw),
+                combine_mode=_stream_mode(draw),
                 sums_weights=draw.chance(0.4),
                 biases=draw.one_of(0, 0, 1, 2),
             )
@@ -223,7 +226,7 @@ def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]
     shape, made = buffer.shape, []
     many = draw.number(2, min(3, shape.num_slots)) if shape.num_slots > 1 and draw.chance(0.4) else 1
     use_fp8 = options.has_fp8 and shape.hidden % FP8_GROUP == 0
-    # On GPUs, rows that are not reduced early do not go with time-outs that mask.
+    # GPUs support rows that are not reduced early only without masking.
     may_reduce_late = shape.on_timeout == "raise"
     for _ in range(many):
         fp8 = use_fp8 and draw.chance(0.6)
@@ -241,9 +244,9 @@ def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]
                 reduce_early=not (may_reduce_late and draw.chance(0.4)),
                 zero_copy=zero_copy,
                 out=draw.chance(0.3),
-                leaves_out=draw.chance(0.3),
-                way=draw.one_of("plain", "plain", "async", "stream"),
-                combine_way=draw.one_of("plain", "plain", "async", "stream"),
+                has_excluded=draw.chance(0.3),
+                mode=draw.one_of("plain", "plain", "async", "stream"),
+                combine_mode=draw.one_of("plain", "plain", "async", "stream"),
             )
         )
     return tuple(made)

@@ -1,4 +1,4 @@
-"""The report of a soak run: commands that repeat a round, the JSON document and the text."""
+"""Write the report of a soak run: commands that repeat a round, the JSON document and the text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .check import Mismatch
 
 
 def command(options: Options, backend: str, timeout_s: float, number: int, since: int | None = None) -> str:
-    """The command that repeats a round.
+    """Format the command that repeats a round.
 
     Args:
-        options: Of the run.
-        backend: In use.
-        timeout_s: Of the run.
-        number: Of the round.
-        since: The round to begin with; None: only this one.
+        options: Options of the run.
+        backend: Backend of the run.
+        timeout_s: Time-out of the run.
+        number: Number of the round.
+        since: The first round of the repetition. None: only this round.
     """
     sizes = ("tokens", "low_latency_tokens", "hidden", "topk", "experts", "ranks_per_node")
     words = ["mpirun", "-n", options.num_ranks, "python", "-m", "deepep_rt", "soak", "--backend", backend]
@@ -35,9 +35,9 @@ def command(options: Options, backend: str, timeout_s: float, number: int, since
 
 
 def with_commands(found: Mismatch, options: Options, backend: str, timeout_s: float) -> dict[str, Any]:
-    """A mismatch, and the commands that repeat its round: alone, and from the first round of its Buffer on."""
+    """Describe a mismatch with two commands: one repeats its round alone, one repeats its Buffer from the first round."""
     seen, first = found.seen_in_round, found.seen_in_round - found.seen_in_round % options.rounds_per_buffer
-    since = found.round if found.round < seen else None  # a result that was kept
+    since = found.round if found.round < seen else None  # a kept result
     return {
         **found.described(),
         "command": command(options, backend, timeout_s, seen, since),
@@ -46,7 +46,7 @@ def with_commands(found: Mismatch, options: Options, backend: str, timeout_s: fl
 
 
 def percentiles(seconds: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    """Number of calls, p50, p99 and maximum in microseconds; None without a call."""
+    """Return the number of calls, and p50, p99 and maximum in microseconds. Without a call these are None."""
     if not len(seconds):
         return {"count": 0, "p50_us": None, "p99_us": None, "max_us": None}
     us = 1e6 * np.asarray(seconds)
@@ -59,7 +59,7 @@ def percentiles(seconds: Sequence[float] | np.ndarray) -> dict[str, Any]:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the document. A reader finds the old or the new one, never a part."""
+    """Write the document. A reader finds the old or the new file, never a part of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps(document, indent=1) + "\n")
@@ -67,7 +67,7 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def lines(document: Mapping[str, Any]) -> Iterable[str]:
-    """The report as text."""
+    """Format the report as text."""
     rounds, ranks, buffers = (
         f"{document[key]} {word}{'s' * (document[key] != 1)}"
         for key, word in (("rounds", "round"), ("num_ranks", "rank"), ("buffers", "Buffer"))
@@ -86,7 +86,7 @@ def lines(document: Mapping[str, Any]) -> Iterable[str]:
 
 
 def mismatch(found: Mapping[str, Any], seed: int) -> Iterable[str]:
-    """One mismatch as text."""
+    """Format one mismatch as text."""
     later = "" if found["round"] == found["seen_in_round"] else f", kept until round {found['seen_in_round']}"
     yield f"MISMATCH on rank {found['rank']} in round {found['round']}{later} of seed {seed}: {found['array']} of {found['call']}"
     if found["bytes"]:

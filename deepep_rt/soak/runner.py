@@ -1,13 +1,14 @@
-"""Random rounds of both modes on all ranks, every byte checked.
+"""Run random rounds of both modes on all ranks, and check every byte.
 
-`plan` draws what each round does from the seed, `throughput`, `low_latency` and `graph` make the calls,
-`expected` and `arrays` know what must come back, `check` compares and `report` tells. The ranks follow the same plan
-without a message. They meet now and then, to stop together when time is up or when one of them has found a difference.
+`plan` draws each round from the seed. `throughput`, `low_latency` and `graph` make the calls. `expected` and `arrays` compute the
+expected results, `check` compares, and `report` writes the report. The ranks follow the same plan without a message. Every few rounds
+they synchronize. They stop together when the time is over or when a rank has found a difference.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import os
 import sys
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-_PLAYERS = {"throughput": soak_throughput.play, "low_latency": soak_low_latency.play, "graph": soak_graph.play}
-_ROUNDS_BETWEEN_MEETINGS = 16
+_RUN_ROUND = {"throughput": soak_throughput.run_round, "low_latency": soak_low_latency.run_round, "graph": soak_graph.run_round}
+_ROUNDS_BETWEEN_SYNCS = 16
 _DEFAULT_MINUTES = 10.0
-_COMPILING_S = 900.0  # what making a Buffer on GPUs may take besides
+_COMPILING_S = 900.0  # additional limit for making a Buffer on GPUs
 
 
 def run(asked: Asked) -> dict[str, Any] | None:
@@ -52,8 +53,8 @@ def run(asked: Asked) -> dict[str, Any] | None:
 
     Raises:
         EPConfigError: if an option is wrong.
-        EPUnavailableError: if a library is missing, or there is no GPU where one was asked for.
-        EPError: if a call of a round raised; names the round and the command that repeats it.
+        EPUnavailableError: if a library is missing, or if the backend is "cuda" and there is no GPU.
+        EPError: if a call of a round raised. The message has the round and the command that repeats it.
     """
     from mpi4py import MPI
 
@@ -67,18 +68,18 @@ def run(asked: Asked) -> dict[str, Any] | None:
             ) from None
         if asked.json_file:
             check_writable(comm, asked.json_file, "--json", is_file=True)
-        return _Run(comm, asked).play()
+        return Run(comm, asked).run()
 
 
-class _Run:
-    """One rank's part of a run."""
+class Run:
+    """The run of one rank."""
 
     def __init__(self, comm: Intracomm, asked: Asked) -> None:
         from ..comm.convert import communicator_of
 
         self.comm, self.asked, self.rank = comm, asked, comm.rank
         self.ranks = communicator_of(comm)
-        self.backend, has_fp8 = self._backend()
+        self.backend, has_fp8 = self.choose_backend()
         seed = comm.bcast(int.from_bytes(os.urandom(4), "little") if asked.seed is None else asked.seed)
         sizes: dict[str, Any] = asked.sizes
         self.options = Options(seed=seed, num_ranks=comm.size, on_gpu=self.backend == "cuda", has_fp8=has_fp8, **sizes)
@@ -94,11 +95,11 @@ class _Run:
         self.times = Times()
         self.num_rounds = self.num_buffers = 0
         self.session: Session | None = None
-        self.spoke = self.start
-        self.watchdog = Watchdog(comm, self._where)
+        self.last_progress = self.start
+        self.watchdog = Watchdog(comm, self._activity)
 
-    def _backend(self) -> tuple[str, bool]:
-        """The backend of all ranks, and whether it converts to FP8."""
+    def choose_backend(self) -> tuple[str, bool]:
+        """Agree on the backend of all ranks. Return it, and whether it converts to FP8."""
         from ..backends.agreement import agree
         from ..bench.machine import Machine
         from ..jit import current_gpu
@@ -109,11 +110,11 @@ class _Run:
         self.machine = Machine(self.comm, backend)
         return backend, backend == "host" or has_fp8(current_gpu.target_arch())
 
-    def play(self) -> dict[str, Any] | None:
-        """Run all rounds; gives the report on rank 0."""
+    def run(self) -> dict[str, Any] | None:
+        """Run all rounds. Return the report on rank 0."""
         try:
             with self.arrays.main_stream(), self.watchdog:
-                self._say("started", force=True)
+                self._print_progress("started", force=True)
                 self._buffers()
                 return self._finish()
         except Exception as error:
@@ -130,7 +131,7 @@ class _Run:
             settings = plan.settings(self.options)
             with Buffer(self.comm, backend=self.backend, timeout_s=self.asked.timeout_s, **settings) as buffer:
                 self.session = session = Session(
-                    self.options, plan, buffer, self.arrays, self.check, self.times, self.rank, self._meet
+                    self.options, plan, buffer, self.arrays, self.check, self.times, self.rank, self._align
                 )
                 self.num_buffers += 1
                 number, ended = self._rounds(session, number, last)
@@ -138,40 +139,40 @@ class _Run:
             self.arrays.release()
 
     def _rounds(self, session: Session, first: int, last: int) -> tuple[int, bool]:
-        """The rounds of one Buffer. Gives the next round, and whether the run has ended."""
+        """Run the rounds of one Buffer. Return the next round, and whether the run has ended."""
         ended, number = False, first
         try:
             for number in range(first, last):
                 self._round(session, number)
-                if (number + 1) % _ROUNDS_BETWEEN_MEETINGS == 0:
-                    ended = self._settle_and_meet(session)
+                if (number + 1) % _ROUNDS_BETWEEN_SYNCS == 0:
+                    ended = self._settle_and_align(session)
                 if ended:
                     break
-            session.doing = "the end of a Buffer"
-            session.check_held()
+            session.activity = "the end of a Buffer"
+            session.check_kept()
             self._check_masks(session, number)
-            ended = self._settle_and_meet(session) or ended
+            ended = self._settle_and_align(session) or ended
         except Exception as error:
-            self._tell_mismatches()
+            self._print_mismatches()
             again = command(self.options, self.backend, self.asked.timeout_s, number)
             raise EPError(
-                f"round {number} of seed {self.options.seed}, {session.doing}: {type(error).__name__}: {error}. Repeat it: {again}"
+                f"round {number} of seed {self.options.seed}, {session.activity}: {type(error).__name__}: {error}. Repeat it: {again}"
             ) from error
-        session.graph = None  # not before the last replay has ended
+        session.graph = None  # after the last replay has ended
         return number + 1, ended
 
-    def _settle_and_meet(self, session: Session) -> bool:
+    def _settle_and_align(self, session: Session) -> bool:
         session.settle()
-        session.doing = "a meeting"
-        return self._meet()
+        session.activity = "a synchronization"
+        return self._align()
 
-    def _where(self) -> str:
-        """What this rank is doing, for the watchdog."""
-        doing = self.session.doing if self.session else "making or destroying a Buffer"
+    def _activity(self) -> str:
+        """Describe the current activity of this rank for the watchdog."""
+        doing = self.session.activity if self.session else "making or destroying a Buffer"
         return f"round {self.first + self.num_rounds} of seed {self.options.seed}, {doing}"
 
-    def _tell_mismatches(self) -> None:
-        """Print what was found before an error: the ranks do not meet any more."""
+    def _print_mismatches(self) -> None:
+        """Print the mismatches before an error, because the ranks do not synchronize again."""
         for found in self._mismatches(self.check.mismatches):
             print("\n".join(mismatch(found, self.options.seed)), file=sys.stderr, flush=True)
 
@@ -184,15 +185,15 @@ class _Run:
         self.check.now = number
         self.arrays.delay(plan.delays_s[self.rank])
         session.is_timed = not any(plan.delays_s)
-        session.doing = plan.kind
-        _PLAYERS[plan.kind](session, plan)
+        session.activity = plan.kind
+        _RUN_ROUND[plan.kind](session, plan)
         self._check_masks(session, number)
-        session.check_held(number)
+        session.check_kept(number)
         session.buffer.check()
         self.num_rounds += 1
 
     def _check_masks(self, session: Session, number: int) -> None:
-        """Raise where a silent rank was masked. What differs since then follows from it, and is no finding of its own."""
+        """Raise if a silent rank was masked. Drop the differences of this round, which follow from the masking."""
         masked = session.buffer.query_masked_ranks() if session.plan.shape.low_latency else []
         if masked:
             self.check.forget(number)
@@ -201,23 +202,23 @@ class _Run:
                 f"ranks to answer. See whether they ended or hang"
             )
 
-    def _meet(self) -> bool:
-        """Meet all ranks; whether the run ends: time is up on rank 0, or some rank has found a difference."""
+    def _align(self) -> bool:
+        """Synchronize all ranks. Tell whether the run ends, because the time is over on rank 0 or a rank has found a difference."""
         is_late = self.rank == 0 and self.limit_s is not None and time.monotonic() - self.start >= self.limit_s
         ends = bool(is_late or self.check.mismatches)
-        hint = "all ranks of a soak run to meet every few rounds"
-        said = timed_allgather(self.ranks, (ends,), self.asked.timeout_s, "a meeting of all ranks", hint)
-        self._say(f"round {self.first + self.num_rounds - 1}")
+        hint = "all ranks of a soak run to synchronize every few rounds"
+        said = timed_allgather(self.ranks, (ends,), self.asked.timeout_s, "a synchronization of all ranks", hint)
+        self._print_progress(f"round {self.first + self.num_rounds - 1}")
         return any(theirs for (theirs,) in said)
 
-    # --- what is told ------------------------------------------------------------------------------------------------------------
+    # --- output ------------------------------------------------------------------------------------------------------------------
 
-    def _say(self, what: str, *, force: bool = False) -> None:
-        """A line of progress on rank 0, with its own figures."""
+    def _print_progress(self, what: str, *, force: bool = False) -> None:
+        """Print a line of progress on rank 0 with its figures."""
         now = time.monotonic()
-        if self.rank or (now - self.spoke < self.asked.progress_s and not force):
+        if self.rank or (now - self.last_progress < self.asked.progress_s and not force):
             return
-        self.spoke = now
+        self.last_progress = now
         until = "" if self.limit_s is None else f" of {self.limit_s:.0f}"
         text = f"soak: {now - self.start:.0f}{until} s, seed {self.options.seed}, {what}"
         if not force:
@@ -230,7 +231,7 @@ class _Run:
         self._write(self._document("running"))
 
     def _finish(self) -> dict[str, Any] | None:
-        """Bring the figures of all ranks together."""
+        """Combine the figures of all ranks into the report."""
         from mpi4py import MPI
 
         slowest = {}
@@ -250,7 +251,7 @@ class _Run:
         return document
 
     def _document(self, status: str, ranks: int = 1, **more: Any) -> dict[str, Any]:
-        """The report by what this rank knows."""
+        """Make the report from the data of this rank."""
         return {
             "status": status,
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -271,11 +272,9 @@ class _Run:
             **more,
         }
 
-    @property
+    @functools.cached_property
     def described(self) -> dict[str, Any]:
-        if not hasattr(self, "_described"):
-            self._described = self.machine.described()
-        return self._described
+        return self.machine.described()
 
     def _write(self, document: dict[str, Any]) -> None:
         if self.rank == 0 and self.asked.json_file:

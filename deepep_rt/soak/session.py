@@ -1,4 +1,4 @@
-"""What the rounds of one Buffer share: the Buffer, the checker, kept results and times."""
+"""Hold the data that the rounds of one Buffer share: the Buffer, the checker, kept results and times."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CALLS = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
 
 _Result = TypeVar("_Result")
 _WHAT = {name: number for number, name in enumerate(("x", "scales", "weights", "y", "sums_weights", "bias0", "bias1"))}
-_MOST_HELD = 6  # results; more would fill the pool, and each dispatch would be copied
+_MOST_KEPT = 6  # more results would fill the pool, and each dispatch would be copied
 
 
 class Times:
-    """Seconds of each call on this rank, in the order of calls; all ranks have as many."""
+    """Seconds of each call on this rank, in the order of calls. All ranks have the same number."""
 
     def __init__(self) -> None:
         self.seconds = {name: array("d") for name in CALLS}
@@ -32,13 +32,13 @@ class Times:
         self._running.append((name, start, end))
 
     def settle(self, arrays: Arrays) -> None:
-        """Read the clocks; the work has ended."""
+        """Read the clocks after the work has ended."""
         for name, start, end in self._running:
             self.seconds[name].append(arrays.seconds(start, end))
         self._running.clear()
 
 
-class _Held(NamedTuple):
+class _Kept(NamedTuple):
     until: int
     result: Any
     check: Callable[[], None]
@@ -46,17 +46,17 @@ class _Held(NamedTuple):
 
 
 class Session:
-    """One Buffer and what its rounds need.
+    """One Buffer and the data of its rounds.
 
     Args:
-        options: Of the run.
-        plan: Of the Buffer.
+        options: Options of the run.
+        plan: Plan of the Buffer.
         buffer: The Buffer.
-        arrays: Where it works.
+        arrays: NumPy or CuPy.
         check: Collects differences.
         times: Collects times.
-        rank: This one.
-        meet: Waits for all ranks.
+        rank: This rank.
+        align: Waits for all ranks.
     """
 
     def __init__(
@@ -68,33 +68,33 @@ class Session:
         check: Checker,
         times: Times,
         rank: int,
-        meet: Callable[[], Any],
+        align: Callable[[], Any],
     ) -> None:
         self.options, self.plan, self.buffer, self.arrays = options, plan, buffer, arrays
-        self.check, self.times, self.rank, self.meet = check, times, rank, meet
-        self.graph: Any = None  # of soak_graph
+        self.check, self.times, self.rank, self.align = check, times, rank, align
+        self.graph: Any = None  # a `graph.Graph`
         self.on_host = arrays if not arrays.on_gpu else Arrays(on_gpu=False)
         self.is_timed = False  # this round has no planned delays
-        self.doing = "the start"
-        self._held: list[_Held] = []
+        self.activity = "the start"
+        self._kept: list[_Kept] = []
 
     def key(self, plan: RoundPlan, call: int, what: str) -> int:
-        """The key of all ranks' contents of one array of a call."""
+        """Make the key for the contents of one array of a call on all ranks."""
         words = (self.options.seed, plan.number, call, _WHAT[what])
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
-    def timed(self, name: str, way: str, call: Callable[[dict[str, Any]], _Result], *, has_hook: bool = False) -> _Result:
-        """Make a call on the stream that `way` says, and have the current stream wait for it.
+    def timed(self, name: str, mode: str, call: Callable[[dict[str, Any]], _Result], *, has_hook: bool = False) -> _Result:
+        """Make a call on the stream of `mode`, and make the current stream wait for it.
 
         Args:
-            name: Of the call.
-            way: Of `Arrays.where`.
-            call: Makes it, with more arguments.
-            has_hook: The call only sends; nothing waits.
+            name: Name of the call.
+            mode: Mode of `Arrays.stream_arguments`.
+            call: Makes the call with these arguments.
+            has_hook: Whether the call only sends, so that there is nothing to wait for.
         """
-        self.doing = name
-        where = self.arrays.where(way)
-        start = self.arrays.clock() if self.is_timed and way == "plain" and not has_hook else None
+        self.activity = name
+        where = self.arrays.stream_arguments(mode)
+        start = self.arrays.clock() if self.is_timed and mode == "plain" and not has_hook else None
         result: Any = call(where)
         if not has_hook:
             result.event.wait()
@@ -102,24 +102,24 @@ class Session:
             self.times.add(name, start, self.arrays.clock())
         return result
 
-    def let_go(self, plan: RoundPlan, result: Any, check: Callable[[], None], names: Sequence[str]) -> None:
-        """Keep a result for some rounds and check it again, or overwrite it now: its memory is the library's next output.
+    def keep_or_poison(self, plan: RoundPlan, result: Any, check: Callable[[], None], names: Sequence[str]) -> None:
+        """Keep a result for some rounds, or overwrite it now, because its memory is the library's next output.
 
         Args:
-            plan: Of the round.
-            result: What a call returned.
-            check: Checks it once more.
-            names: Its arrays.
+            plan: Plan of the round.
+            result: Result of a call.
+            check: Checks the result again.
+            names: Names of its arrays.
         """
-        if plan.hold and len(self._held) < _MOST_HELD:
-            self._held.append(_Held(plan.number + plan.hold, result, check, names))
+        if plan.keep_rounds and len(self._kept) < _MOST_KEPT:
+            self._kept.append(_Kept(plan.number + plan.keep_rounds, result, check, names))
         else:
             self._overwrite(result, names)
 
-    def check_held(self, number: int | None = None) -> None:
-        """Check results that were kept up to this round, or all of them, and let them go."""
-        due = [held for held in self._held if number is None or held.until <= number]
-        self._held = [held for held in self._held if held not in due]
+    def check_kept(self, number: int | None = None) -> None:
+        """Check kept results that are due in this round, and overwrite them. None: all kept results."""
+        due = [held for held in self._kept if number is None or held.until <= number]
+        self._kept = [held for held in self._kept if held not in due]
         for held in due:
             held.check()
             self._overwrite(held.result, held.names)

@@ -1,4 +1,4 @@
-"""A round of the throughput mode: dispatch, combine, and both again along the same routing."""
+"""Run a round of the throughput mode: dispatch, combine, and both again with the same routing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _ARRAYS = (
 )
 
 
-def play(session: Session, plan: RoundPlan) -> None:
-    """Make the calls of a round and check all that they return."""
+def run_round(session: Session, plan: RoundPlan) -> None:
+    """Make the calls of a round and check all results."""
     choices = [experts_of(session.options, plan, 0, rank) for rank in range(session.options.num_ranks)]
     routing = Routing(choices, session.rank, session.plan.num_experts, plan.worst)
     handle = None
     for number, call in enumerate(plan.calls):
-        handle = _Exchange(session, plan, call, number, routing, handle).play()
+        handle = _Exchange(session, plan, call, number, routing, handle).run()
 
 
 class _Exchange:
@@ -48,18 +48,20 @@ class _Exchange:
             what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0", "bias1")
         }
 
-    def play(self) -> DispatchHandle:
-        """Make both calls; gives the handle."""
+    def run(self) -> DispatchHandle:
+        """Make both calls. Return the handle."""
         sent = self._dispatch()
         check_sent = self._dispatch_check(sent)
         check_sent()
         back = self._combine(sent.handle)
         check_back = self._combine_check(back)
         check_back()
-        # The next call takes its routing from the handle, which may lie where recv_src_idx does.
+        # The next call reads the handle, which may share memory with recv_src_idx.
         is_last = self.number + 1 == len(self.plan.calls)
-        self.session.let_go(self.plan, sent, check_sent, _ARRAYS if is_last else [n for n in _ARRAYS if n != "recv_src_idx"])
-        self.session.let_go(self.plan, back, check_back, ("x", "topk_weights"))
+        self.session.keep_or_poison(
+            self.plan, sent, check_sent, _ARRAYS if is_last else [n for n in _ARRAYS if n != "recv_src_idx"]
+        )
+        self.session.keep_or_poison(self.plan, back, check_back, ("x", "topk_weights"))
         return sent.handle
 
     # --- dispatch ----------------------------------------------------------------------------------------------------------------
@@ -83,12 +85,12 @@ class _Exchange:
             more["num_worst_tokens"] = self.plan.worst[self.rank]
         return session.timed(
             "dispatch",
-            call.way,
-            lambda way: session.buffer.dispatch(x, idx, weights, x_scales=scales, **more, **way),
+            call.mode,
+            lambda where: session.buffer.dispatch(x, idx, weights, x_scales=scales, **more, **where),
         )
 
     def _dispatch_check(self, sent: DispatchResult) -> Callable[[], None]:
-        """Compares all that the dispatch returned; may be asked again later."""
+        """Make the function that checks all results of the dispatch, now or in a later round."""
         call, routing, check, arrays, made_in = self.call, self.routing, self.check, self.arrays, self.plan.number
         what = f"dispatch {self.number}" + (" with a handle" if call.is_repeat else "")
         kept, num_rows = routing.kept, routing.num_rows
@@ -123,14 +125,14 @@ class _Exchange:
             check.array(made_in, what, "num_recv_tokens", sent.num_recv_tokens, total)
             counts = sent.num_recv_tokens_per_expert
             check.array(made_in, what, "num_recv_tokens_per_expert", counts, aligned.astype(np.int32))
-            told = aligned.tolist() if self.plan.worst is None else None
-            check.value(made_in, what, "num_recv_tokens_per_expert_list", sent.num_recv_tokens_per_expert_list, told)
+            listed = aligned.tolist() if self.plan.worst is None else None
+            check.value(made_in, what, "num_recv_tokens_per_expert_list", sent.num_recv_tokens_per_expert_list, listed)
             check.value(made_in, what, "num_recv_rows", sent.handle.num_recv_rows, num_rows)
 
         return run
 
     def _weights_here(self) -> np.ndarray:
-        """`recv_topk_weights`, on the host: 0 for experts elsewhere and past the rows that fit."""
+        """Compute `recv_topk_weights` on the host. Weights of other ranks' experts and of undefined rows are 0."""
         kept = self.routing.kept
         numbers = self.session.on_host.numbers(self._keys("weights", *kept), self.topk, "float32").view(np.float32)
         made = np.zeros((self.routing.num_rows, self.topk), np.float32)
@@ -144,7 +146,7 @@ class _Exchange:
         call, arrays, session, kept = self.call, self.arrays, self.session, self.routing.kept
         num_rows, num_kept = self.routing.num_rows, len(self.routing.kept.token)
         here = np.full(num_kept, self.rank)
-        # Rows past those that fit are NaN: nothing may read them.
+        # Undefined rows are NaN, because no call may read them.
         y = arrays.not_numbers((num_rows, self.hidden), call.combine_dtype)
         arrays.write(y, arrays.numbers(self._keys("y", here, *kept), self.hidden, call.combine_dtype))
         weights = None
@@ -156,8 +158,8 @@ class _Exchange:
         bias = {0: None, 1: biases[0] if biases else None, 2: biases}[call.biases]
         return session.timed(
             "combine",
-            call.combine_way,
-            lambda way: session.buffer.combine(y, handle, topk_weights=weights, bias=bias, **way),
+            call.combine_mode,
+            lambda where: session.buffer.combine(y, handle, topk_weights=weights, bias=bias, **where),
         )
 
     def _combine_check(self, back: CombineResult) -> Callable[[], None]:

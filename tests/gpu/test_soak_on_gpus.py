@@ -39,8 +39,8 @@ def test_shapes_of_a_real_run_pass(comm):
 def test_a_wrong_byte_is_found(comm, monkeypatch, call):
     timed = Session.timed
 
-    def damaged(session, name, way, make, **options):
-        result = timed(session, name, way, make, **options)
+    def damaged(session, name, mode, make, **options):
+        result = timed(session, name, mode, make, **options)
         is_here = name == call and comm.rank == comm.size - 1 and getattr(result, "hook", None) is None
         array = getattr(result, "recv_x" if "dispatch" in name else "x") if is_here else None
         if array is not None and array.nbytes:

@@ -15,7 +15,7 @@ from deepep_rt import Buffer
 from deepep_rt.arrays import frameworks
 from deepep_rt.cli import app as cli
 from deepep_rt.soak import runner
-from deepep_rt.soak.graph import _Graph
+from deepep_rt.soak.graph import Graph
 from deepep_rt.soak.session import Session
 
 
@@ -131,8 +131,8 @@ def on_host(comm, backend, **settings):
 def damage(call):
     timed = Session.timed
 
-    def damaged(session, name, way, make, **options):
-        result = timed(session, name, way, make, **options)
+    def damaged(session, name, mode, make, **options):
+        result = timed(session, name, mode, make, **options)
         if name == call and session.rank == session.options.num_ranks - 1 and not options.get("has_hook"):
             array = result.recv_x if "dispatch" in name else result.x
             session.arrays.raw(array)[:1] ^= 0x10
@@ -144,7 +144,7 @@ def damage(call):
 def main():
     damage(sys.argv[1])
     sys.modules["cupy"] = make_cupy()
-    wrap, run, make_graph = frameworks.NumpyFramework.wrap, runner._Run._backend, _Graph.__init__
+    wrap, run, make_graph = frameworks.NumpyFramework.wrap, runner.Run.choose_backend, Graph.__init__
 
     def backend(self):
         run(self)
@@ -155,7 +155,7 @@ def main():
         make_graph(self, session)
 
     frameworks.NumpyFramework.wrap = lambda self, view: wrap(self, view).view(Array)
-    runner._Run._backend, runner.Buffer, _Graph.__init__ = backend, on_host, init
+    runner.Run.choose_backend, runner.Buffer, Graph.__init__ = backend, on_host, init
     try:
         cli.run(["soak", "--backend", "host", *sys.argv[2:]])
     finally:

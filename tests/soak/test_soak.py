@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_shown_as_it_is(reports):
 
 @pytest.mark.parametrize("damage", sorted(set(DAMAGES) - {"later", "unwritten"}))
 def test_the_printed_command_repeats_the_round(reports, damage):
-    """With the same damage only that round runs, and fails in the same way."""
+    """With the same damage only that round runs, and fails in the same mode."""
     first, again = (json.loads((reports[0] / f"{damage}{which}.json").read_text()) for which in ("", "_again"))
     same = ("rank", "round", "call", "array", "first_byte", "expected", "found")
     assert [again["mismatches"][0][name] for name in same] == [first["mismatches"][0][name] for name in same]
@@ -161,13 +161,13 @@ def test_every_option_has_its_turn():
     calls = [call for plan in rounds if plan.kind == "throughput" for call in plan.calls]
     values = {name: {getattr(call, name) for call in calls} for name in vars(calls[0])}
     assert {"bfloat16", "float32", "float8_e4m3fn", "uint8"} <= values["dtype"]
-    assert values["way"] == {"plain", "async", "event", "stream"}
+    assert values["mode"] == {"plain", "async", "event", "stream"}
     assert values["biases"] == {0, 1, 2}
     assert {True, False} == values["is_repeat"] == values["has_weights"] == values["sums_weights"]
     assert any(plan.worst is not None for plan in rounds)
     assert any(plan.worst is None for plan in rounds)
     assert any(0 in plan.tokens for plan in rounds)
-    assert any(plan.hold for plan in rounds)
+    assert any(plan.keep_rounds for plan in rounds)
     assert any(max(plan.delays_s) > 0 for plan in rounds)
     steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
     for name, wanted in (
@@ -179,7 +179,7 @@ def test_every_option_has_its_turn():
         ("reduce_early", {True, False}),
         ("early_weights", {True, False}),
         ("stats", {True, False}),
-        ("leaves_out", {True, False}),
+        ("has_excluded", {True, False}),
     ):
         assert {getattr(step, name) for step in steps} == wanted, name
     assert any(len(plan.steps) > 1 for plan in rounds if plan.kind == "low_latency")
