@@ -21,7 +21,7 @@ SLOWEST_FIRST = (
     "test_store",
     "test_compat",
     "test_torch",
-    "test_doctor",
+    "test_doctor_settings",
     "test_jax",
 )
 

@@ -1,4 +1,4 @@
-"""docs/when-it-does-not-work.md and doctor say the same: a section for each finding, in its words and in its order."""
+"""Compare docs/when-it-does-not-work.md with doctor: a section for each finding, in the same words and order."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_meanings_and_remedies_are_sentences(name: str) -> None:
     assert all(text.endswith(".") and "  " not in text for text in (kind.meaning, kind.remedy))
 
 
-def test_the_output_shown_is_in_todays_words() -> None:
-    """The examples were printed by a doctor that knew the same findings."""
+def test_the_examples_have_todays_texts() -> None:
+    """The examples have the meaning and remedy of the catalog."""
     shown = re.findall(r"^(?:error|warning|note) +([\w-]+)\b(.*?)(?=^$|^```|^(?:error|warning|note) )", PAGE, re.M | re.S)
     assert len(shown) >= 9
     for name, text in shown:
-        said = " ".join(text.split())
-        assert FINDING_TYPES[name].meaning in said, name
-        assert f"What to do: {FINDING_TYPES[name].remedy}" in said, name
+        shown = " ".join(text.split())
+        assert FINDING_TYPES[name].meaning in shown, name
+        assert f"What to do: {FINDING_TYPES[name].remedy}" in shown, name
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
@@ -56,7 +56,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def _commands() -> list[str]:
-    """Lines of the pages' shell blocks that need no program of the reader's, no Slurm and no second host."""
+    """List the commands of the pages that need no program of the reader, no Slurm and no second host."""
     blocks = "\n".join(
         text for page in ("when-it-does-not-work.md", "slurm-and-mpirun.md") for text in _shell_blocks(DOCS / page)
     )
@@ -71,7 +71,7 @@ def _shell_blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("command", _commands())
 def test_commands_run(command: str) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    # Open MPI otherwise refuses to run as root, and to start more ranks than there are cores
+    # Without these, Open MPI refuses to run as root and to start more ranks than cores.
     mpi = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"), "1")
     environment = {**os.environ, **mpi, "PATH": path}
     done = subprocess.run(
@@ -79,6 +79,6 @@ def test_commands_run(command: str) -> None:
     )
     assert "Traceback" not in done.stdout + done.stderr
     if "COMM_WORLD" in command:
-        assert "".join(done.stdout.split()) == "22", "two ranks, whose lines may run into each other"
+        assert "".join(done.stdout.split()) == "22", "two ranks, whose lines may be mixed"
     else:
         assert "Broken: " in done.stdout or "Usable" in done.stdout or '"status"' in done.stdout, done.stderr

@@ -1,0 +1,100 @@
+"""Test probes that fail or hang, and probes that read files of the kernel."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from doctor_command import Doctor, found_text
+from paths import ROOT
+
+from deepep_rt.doctor import gpus, probes, runner
+
+
+def test_a_probe_that_crashes_is_a_finding(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
+    answer = doctor.json(FAKE_INIT="-2", **gpu_machine)
+    (report,) = answer["ranks"]
+    assert list(report["failures"]) == ["driver"]
+    assert set(report["facts"]) | {"driver"} == set(probes.PROBES), "the other probes have run"
+    assert "driver: its process was killed by SIGABRT" in found_text(answer, "probe-failed")
+
+
+def test_a_probe_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, gpu_machine: dict[str, str]) -> None:
+    for name, value in {**gpu_machine, "FAKE_INIT": "-1"}.items():
+        monkeypatch.setenv(name, value)
+    examined = runner.run_probes(["machine", "driver", "settings"], limit_s=4)
+    assert examined["failures"] == {"driver": "did not end within 4 s"}
+    assert set(examined["facts"]) == {"machine", "settings"}
+
+
+def test_prints_of_libraries_are_ignored(tmp_path: Path, doctor: Doctor) -> None:
+    (tmp_path / "sitecustomize.py").write_text('print(\'{"name": "noise"}\', flush=True)')
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = doctor.run(
+        [sys.executable, "-c", "from deepep_rt.doctor import runner; print(runner.run_probes(['settings']))"], PYTHONPATH=paths
+    )
+    assert "'failures': {}" in done.stdout
+
+
+def test_nics_and_driver_parameters(tmp_path: Path) -> None:
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    for name, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
+        folder = f"sys/class/infiniband/{name}"
+        write(f"{folder}/hca_type", "MT4129\n")
+        write(f"{folder}/ports/1/state", state)
+        write(f"{folder}/ports/1/rate", "400 Gb/sec (4X NDR)\n")
+        write(f"{folder}/ports/1/link_layer", "InfiniBand\n")
+        write(f"{folder}/device/infiniband_verbs/uverbs{name[-1]}/dev", "231:192\n")
+    write("dev/infiniband/uverbs0", "")
+    write("proc/modules", "nvidia_peermem 16384 0 - Live\ngdrdrv 24576 0 - Live\n")
+    write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.12.01\n")
+    write("proc/driver/nvidia/params", 'EnableMSI: 1\nEnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n')
+    found = probes.network(tmp_path)
+    port = {"port": "1", "rate": "400 Gb/sec (4X NDR)", "link": "InfiniBand"}
+    assert found["nics"] == [
+        {"name": "mlx5_0", "type": "MT4129", "ports": [{**port, "state": "ACTIVE"}], "usable": True},
+        {"name": "mlx5_1", "type": "MT4129", "ports": [{**port, "state": "DOWN"}], "usable": False},
+    ]
+    assert (found["peermem"], found["gdrdrv"], found["open_driver"]) == (True, True, True)
+    assert found["driver_parameters"]["RegistryDwords"] == "PeerMappingOverride=1;"
+    assert probes.network(tmp_path / "nothing")["nics"] == []
+
+
+def test_gpus_on_the_bus(tmp_path: Path) -> None:
+    for number, (vendor, kind) in enumerate(
+        [("0x10de", "0x030200"), ("0x10de", "0x030000"), ("0x10de", "0x068000"), ("0x8086", "0x030000")]
+    ):
+        folder = tmp_path / f"sys/bus/pci/devices/{number}"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    assert probes.machine(tmp_path)["pci_gpus"] == 2, "NVSwitches and GPUs of other vendors do not count"
+
+
+@pytest.mark.parametrize(
+    ("text", "family"),
+    [
+        ("mpirun (Open MPI) 4.1.6", "Open MPI"),
+        ("mpirun (OpenRTE) 4.0.3", "Open MPI"),
+        ("Open MPI v5.0.8, package: x", "Open MPI"),
+        ("HYDRA build details:\n    Version: 4.2", "MPICH"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13", "MPICH"),
+        ("MVAPICH2 Version      :\t2.3.7", "MPICH"),
+        ("something else", None),
+    ],
+)
+def test_families_of_launchers_and_libraries(text: str, family: str | None) -> None:
+    assert probes.mpi_family(text) == family
+
+
+def test_paths_of_loaded_libraries() -> None:
+    assert gpus.loaded("libc.so") is not None
+    assert gpus.loaded("libnothing.so") is None

@@ -1,0 +1,101 @@
+"""Run doctor under mpirun and other launchers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from doctor_command import Doctor, found_text, levels, program
+from launch import mpirun
+from paths import ROOT
+
+from deepep_rt.doctor import runner
+
+
+def test_differences_between_ranks(doctor: Doctor, tmp_path: Path) -> None:
+    other = ["env", "NVSHMEM_IB_SL=3", f"DEEPEP_RT_CACHE_DIR={tmp_path}/other", "CUDA_VISIBLE_DEVICES=1"]
+    words = program("--json", "--backend", "host")
+    command = [*mpirun(), "-n", "1", *words, ":", "-n", "1", *other, *words]
+    answer = doctor.json(command=command)
+    assert [report["rank"] for report in answer["ranks"]] == [0, 1]
+    different = answer["differences"]
+    assert different["NVSHMEM_IB_SL"] == {"(none)": [0], "3": [1]}
+    assert different["CUDA_VISIBLE_DEVICES"] == {"(none)": [0], "1": [1]}
+    assert different["kernel cache"] == {str(tmp_path / "cache"): [0], f"{tmp_path}/other": [1]}
+    assert found_text(answer, "environment-differs").startswith("DEEPEP_RT_CACHE_DIR")
+    assert "NVSHMEM_IB_SL (none) on rank 0 and 3 on rank 1" in found_text(answer, "environment-differs")
+    assert "CUDA_VISIBLE_DEVICES" not in found_text(answer, "environment-differs"), "ranks may have different ones"
+    assert levels(answer)["caches-differ"] == "warning"
+    done = doctor.run([word for word in command if word != "--json"])
+    assert done.stdout.count("Different between ranks") == 1, "only rank 0 prints"
+    assert "2 ranks, started by" in done.stdout
+
+
+def test_a_wrong_setting_on_one_rank(doctor: Doctor) -> None:
+    command = [*mpirun(), "-n", "1", *program("--json"), ":", "-n", "1", "env", "DEEPEP_RT_TIMEOUT_S=abc", *program("--json")]
+    answer = doctor.json(command=command, status=1)
+    (finding,) = (finding for finding in answer["findings"] if finding["kind"] == "wrong-setting")
+    assert finding["ranks"] == [1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
+    """Imitate a launcher of another MPI: its variables say two processes, but MPI starts with one."""
+    environment = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+    library = doctor.json()["ranks"][0]["facts"]["mpi"]["library"]
+    if rank == 0:
+        answer = doctor.json(status=1, **environment)
+        assert f"(Open MPI) started 2 processes, but to mpi4py's MPI ({library}" in found_text(answer, "wrong-mpirun")
+    else:  # one screen for the job, not one for each process that MPI calls rank 0
+        assert doctor.text(**environment) == ""
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_processes_of_torchrun(doctor: Doctor, local_rank: int) -> None:
+    environment = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
+    if local_rank == 0:
+        answer = doctor.json(**environment)
+        assert levels(answer)["other-launcher"] == "warning"
+        assert "WORLD_SIZE is 2" in found_text(answer, "other-launcher")
+    else:
+        assert doctor.text(**environment) == ""
+
+
+def test_odd_variables_of_torchrun(doctor: Doctor) -> None:
+    assert "other-launcher" not in levels(doctor.json(WORLD_SIZE="many", LOCAL_RANK="1"))
+    assert levels(doctor.json(WORLD_SIZE="2", LOCAL_RANK="", RANK="1"))["other-launcher"] == "warning", "this process prints"
+    command = [*mpirun(), "-n", "2", *program("--json", "--backend", "host")]
+    assert "other-launcher" not in levels(doctor.json(command=command, WORLD_SIZE="2", LOCAL_RANK="1"))
+
+
+def test_an_mpi_that_does_not_start(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif '--gather' in sys.orig_argv:\n    os.write(2, b'no such device\\n')\n    os.abort()\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    answer = doctor.json(status=1, PYTHONPATH=paths)
+    assert found_text(answer, "mpi-does-not-start") == "its process was killed by SIGABRT: no such device"
+
+
+@pytest.mark.parametrize(
+    ("errors", "text"),
+    [
+        ("", ""),
+        ("one\n---\n\n  two\n***\n", ": one two"),
+        ("Traceback (most recent call last):\n  File\nOSError: gone\n", ": OSError: gone"),
+        ("no ssh\nat all\nhere\nblah\nblah\nbye", ": no ssh at all here [...] bye"),
+    ],
+)
+def test_the_end_of_a_child_is_described(errors: str, text: str) -> None:
+    assert runner.exit_text(1, errors) == "its process ended with status 1" + text
+
+
+def test_ranks_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys, time\nif '--gather' in sys.orig_argv:\n    time.sleep(1000)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    rank, reports, failure = runner.gather({"facts": {}, "failures": {}}, limit_s=2)
+    assert (rank, len(reports), failure) == (0, 1, "the ranks did not find each other within 2 s")
