@@ -1,4 +1,4 @@
-"""`python -m deepep_rt bench`: the run without GPUs, what rank 0 prints, the pictures and the report."""
+"""Run `python -m deepep_rt bench` without GPUs: output of rank 0, pictures and report."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ RESULTS = [THROUGHPUT, LOW_LATENCY, NVSHMEM]
 
 
 def run(num_ranks, *options, status=0):
-    """What the command wrote to standard output and to standard error."""
+    """Run the command. Return its standard output and standard error."""
     command = python_on(num_ranks, "-m", "deepep_rt", "bench", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
@@ -46,13 +46,13 @@ def run(num_ranks, *options, status=0):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A quick run of everything on two ranks: (folder, standard output, standard error)."""
+    """Run all benchmarks quickly on two ranks. Return folder, standard output and standard error."""
     folder = tmp_path_factory.mktemp("bench") / "new" / "folder"
     return folder, *run(2, "--backend", "host", "--quick", "--out", folder, "--compare", PEERS)
 
 
 class Report(HTMLParser):
-    """Tables, pictures and text of a report, as a renderer of Markdown shows it."""
+    """Tables, pictures and text of a rendered report."""
 
     def __init__(self, text):
         super().__init__()
@@ -90,7 +90,7 @@ def test_a_run_writes_results_pictures_and_a_report(measured):
     for name in ("throughput", "low_latency"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = Report((folder / "report.md").read_text())
-    assert page.text.count("host backend: the same calls in NumPy and MPI") == 2, "both sections say what was measured"
+    assert page.text.count("host backend: the same calls in NumPy and MPI") == 2, "both sections name the host backend"
     assert "A quick run" in page.text
     assert "Another problem was measured there" in page.text
     for row in throughput_rows(throughput):
@@ -98,7 +98,7 @@ def test_a_run_writes_results_pictures_and_a_report(measured):
     assert str(folder / "report.md") in printed
 
 
-def test_rank_0_talks_and_the_others_keep_quiet(measured):
+def test_only_rank_0_prints(measured):
     _, printed, progress = measured
     assert printed.count("the report is") == 1
     assert printed.count("% of ceiling") == 1
@@ -110,7 +110,7 @@ def test_rank_0_talks_and_the_others_keep_quiet(measured):
 
 
 def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
-    """A rank's standard error is a pipe; the bar comes if mpirun's own is a terminal."""
+    """A rank's standard error is a pipe. The bar is shown if mpirun's standard error is a terminal."""
     ours, theirs = pty.openpty()
     command = python_on(2, "-m", "deepep_rt", "bench", "low-latency", "--backend", "host", "--quick", "--out", tmp_path)
     shown = b""
@@ -149,7 +149,7 @@ def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
         (["--experts", "7"], "num_experts=7"),
     ],
 )
-def test_errors_are_explained_once(options, message, tmp_path):
+def test_errors_are_printed_once(options, message, tmp_path):
     out = [] if "--out" in options else ["--out", str(tmp_path)]
     _, err = run(2, *options, *out, status=1)
     assert err.count("error: ") == 1
@@ -172,7 +172,7 @@ with bench_ranks.fail_together(MPI.COMM_WORLD) as comm:
     assert "rank 1: error: out of luck; the other ranks are ended" in done.stderr
 
 
-def test_a_missing_library_is_named_before_anything_runs(tmp_path):
+def test_a_missing_library_is_named_before_the_run(tmp_path):
     blocked, out = tmp_path / "blocked", tmp_path / "out"
     blocked.mkdir()
     words = [sys.executable, "-m", "deepep_rt", "bench", "--quick", "--out", str(out)]
@@ -185,12 +185,12 @@ def test_a_missing_library_is_named_before_anything_runs(tmp_path):
     assert not out.exists()
 
 
-# --- results that are there --------------------------------------------------------------------------------------------------------
+# --- existing results --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def drawn(tmp_path, capsys):
-    """The report of the committed results, what was printed, and the folder."""
+    """Draw the committed results. Return the report, the output and the folder."""
     options = [word for path in RESULTS for word in ("--from", str(path))]
     with pytest.raises(SystemExit) as caught:
         cli.run(["bench", *options, "--compare", str(PEERS), "--compare", str(LOW_LATENCY), "--out", str(tmp_path)])
@@ -198,7 +198,7 @@ def drawn(tmp_path, capsys):
     return Report((tmp_path / "report.md").read_text()), capsys.readouterr().out, tmp_path
 
 
-def test_a_report_of_results_that_are_there(drawn):
+def test_a_report_of_existing_results(drawn):
     page, printed, folder = drawn
     assert page.pictures == ["throughput.png", "low_latency.png", "low_latency_2.png"]
     assert {path.name for path in folder.iterdir()} == {"report.md", *page.pictures}
@@ -220,8 +220,8 @@ def test_a_report_of_results_that_are_there(drawn):
         assert text in page.text
 
 
-def test_references_that_are_not_shown_are_not_spoken_of():
-    """A host measures other numbers of tokens than the references have."""
+def test_the_report_leaves_out_references_without_common_figures():
+    """The host backend measures other numbers of tokens than the references."""
     result = read(THROUGHPUT)
     result["rows"] = [{**row, "tokens": 64} for row in result["rows"] if row["tokens"] == 4096 and row["sms"] == 24]
     result["settings"] = {**result["settings"], "backend": "host"}
@@ -300,7 +300,7 @@ def test_latency_against_tokens():
     assert tuple((row.tokens, row.step_p50_us) for row in rows) in lines_of(both)
     near = low_latency_rows(read(LOW_LATENCY))
     assert tuple((row.tokens, row.graph_combine_us) for row in near) in lines_of(combine)
-    # four ranks, 0.9 of the tokens go to each: the dotted line
+    # the dotted line: each of four ranks receives 0.9 of the tokens
     sizes, ceiling = Sizes.of(result), result["copy_ceiling_gb_s"]["used"]
     floor = tuple((row.tokens, sizes.remote_bytes("combine_bf16", row.tokens) / ceiling / 1e3) for row in rows)
     assert floor in lines_of(combine)
@@ -314,8 +314,8 @@ def pictures():
 
 
 @pytest.mark.parametrize(("result", "others"), list(pictures()))
-def test_labels_can_be_read(result, others):
-    """Labels lie inside the picture and do not cover each other, and stand out from the ground."""
+def test_labels_are_legible(result, others):
+    """Labels are inside the picture, do not overlap, and have enough contrast."""
     figure = bench_page.picture(result, others)
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
@@ -338,7 +338,7 @@ def test_labels_can_be_read(result, others):
 
 
 def contrast(one, other):
-    """Of WCAG 2: 1 to 21."""
+    """Return the contrast of WCAG 2, from 1 to 21."""
 
     def luminance(colour):
         parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
@@ -357,7 +357,7 @@ def test_one_rank_shows_its_own_bandwidth():
     assert any(row["gb_s"] == y for row in result["rows"] for line in figure.axes[0].get_lines() for y in line.get_ydata())
 
 
-def test_labels_move_apart_no_further_than_needed():
+def test_labels_move_as_little_as_possible():
     assert bench_figures.place_labels([0.2, 0.5, 0.8], [0.1] * 3) == pytest.approx([0.2, 0.5, 0.8])
     assert bench_figures.place_labels([0.5, 0.5], [0.1, 0.1]) == pytest.approx([0.45, 0.55])
     assert bench_figures.place_labels([0.0, 0.0, 1.0], [0.1, 0.2, 0.1]) == pytest.approx([0.05, 0.2, 0.95])

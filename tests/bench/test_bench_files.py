@@ -1,4 +1,4 @@
-"""Files for `bench --from` and `--compare` come from anywhere: a malformed one is an error with a sentence."""
+"""Read malformed files with `bench --from` and `--compare`: each is an error with a message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ODD: list[Any] = [
 
 
 def small(name: str) -> dict[str, Any]:
-    """A file of a few figures, which is drawn quickly; "host" is what a machine without GPUs writes."""
+    """Make a file of a few figures, which is drawn quickly. "host" imitates a machine without GPUs."""
     found = json.loads(FILES["low latency" if name == "host" else name].read_text())
     if "rows" in found:
         tokens = sorted({row["tokens"] for row in found["rows"]})[:2]
@@ -46,18 +46,18 @@ def small(name: str) -> dict[str, Any]:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every member of every object and list: what holds it, and its name there."""
+    """List the container and the name of every member of objects and lists."""
     for name in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, name
         yield from places(value[name])
 
 
 def mutated(name: str, chance: random.Random) -> bytes:
-    """A file with one or two mistakes."""
+    """Make a file with one or two mistakes."""
     found = small(name)
     for _ in range(chance.choice((1, 1, 2))):
         every = list(places(found))
-        # as often in the head of the file as in its many rows
+        # Prefer the head of the file, because it has far fewer places than the rows.
         holder, at = chance.choice([place for place in every if chance.random() < 0.5 or place[0] is found] or every)
         kind = chance.randrange(6)
         if kind == 0:
@@ -80,17 +80,17 @@ def mutated(name: str, chance: random.Random) -> bytes:
 
 
 def show(path: Path, *, is_drawn: bool) -> bool:
-    """What `bench --from` and `--compare` do with a file. Whether it is accepted; an error has to be one of ours."""
+    """Read and print a file like `bench --from` and `--compare`. Tell whether one accepts it. An error must be an EPConfigError."""
     plain = read(FILES["low latency"])
-    results, references, said = [], [], []
+    results, references, messages = [], [], []
     for reader, into in ((read, results), (load, references)):
         try:
             found = reader(path)
         except EPConfigError as error:
-            said.append(str(error))
+            messages.append(str(error))
         else:
             into += found if isinstance(found, list) else [found]
-    assert all(str(path) in text and text.isprintable() for text in said)
+    assert all(str(path) in text and text.isprintable() for text in messages)
     for result in results:
         bench_report.print_result(result, references)
     bench_report.print_result(plain, references)
@@ -98,7 +98,7 @@ def show(path: Path, *, is_drawn: bool) -> bool:
         from deepep_rt.bench import page as bench_page
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of letters that the font lacks
+            warnings.simplefilter("ignore")  # of characters that the font lacks
             bench_page.write(results, references, path.parent)
     return bool(results or references)
 
@@ -112,14 +112,14 @@ def trial(seed: int, folder: Path, *, is_drawn: bool) -> bool:
 
 @pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_malformed_files(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """200 of them. Some mistakes make other figures and no malformed file; a few of those are drawn."""
+    """Read 200 files. Some mistakes only change figures, so the file is accepted. A few of the files are drawn."""
     accepted = [trial(number, tmp_path, is_drawn=number % 20 == 0) for number in range(seed, seed + 20)]
     assert "\x1b" not in capsys.readouterr().out
     assert not all(accepted)
 
 
 @pytest.mark.parametrize("name", ["throughput", "low latency", "host", "references"])
-def test_what_they_are_made_of_is_accepted(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_without_mistakes_are_accepted(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file.json").write_text(json.dumps(small(name)))
     assert show(tmp_path / "file.json", is_drawn=False)
 
@@ -150,7 +150,7 @@ def test_the_message_names_the_place(name: str, change: dict[str, Any], message:
 @pytest.mark.parametrize(
     "data", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b'{"rows": ' + b"9" * 5000 + b"}", b"\xff", b"\x00"]
 )
-def test_what_is_no_json(data: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_json(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(data)
     for reader in (read, load):

@@ -1,4 +1,4 @@
-"""`python -m deepep_rt bench jitter`: one table of p50, p99 and maximum by experts and tokens."""
+"""Run `python -m deepep_rt bench jitter`, which writes a table of p50, p99 and maximum."""
 
 import json
 import subprocess

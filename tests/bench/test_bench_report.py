@@ -1,4 +1,4 @@
-"""The benchmark runs without a GPU, and what it writes can be read back and compared."""
+"""Run the benchmark without a GPU, and read and compare its result."""
 
 import json
 import os
@@ -26,14 +26,14 @@ WORKS = {f"dispatch_{dtype}_{routing}" for dtype in ("bf16", "fp8") for routing 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run at tiny sizes, but for 4096 tokens, which the reference has figures for: (what it printed, its result file)."""
+    """Run small sizes, and 4096 tokens because the reference has them. Return the output and the result file."""
     file = tmp_path_factory.mktemp("bench") / "result.json"
     sizes = ["--quick", "--tokens", "16,4096", "--hidden", "128", "--experts", "16", "--sms", "24,64"]
     return launch("throughput.py", *sizes, "--json", str(file), "--compare", str(PEERS)), file
 
 
 def launch(program, *options, status=0):
-    """Run a benchmark on 2 ranks without GPUs; what it printed, or, where it is to fail, to standard error."""
+    """Run a benchmark on 2 ranks without GPUs. Return its output, or its standard error if it must fail."""
     words = python_on(2, f"bench/{program}", "--backend", "host", *options)
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     assert done.returncode == status, done.stdout[-1000:] + done.stderr[-3000:]
@@ -50,8 +50,8 @@ def launch(program, *options, status=0):
         (["--experts", "7"], "num_experts=7"),
     ],
 )
-def test_errors_are_explained_once_and_before_anything_is_measured(program, options, message):
-    error = launch(program, *options, status=1)  # at full size: it would take minutes
+def test_errors_are_printed_once_and_before_measuring(program, options, message):
+    error = launch(program, *options, status=1)  # at full size, which would take minutes
     assert error.startswith("error: ")
     assert error.count("error: ") == 1
     assert message in error
@@ -59,7 +59,7 @@ def test_errors_are_explained_once_and_before_anything_is_measured(program, opti
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_room_that_cannot_be_made(tmp_path):
+def test_folders_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o500)
     for path, is_file in ((tmp_path, False), (tmp_path / "new", False), (tmp_path / "result.json", True)):
         with pytest.raises(EPConfigError, match=r"cannot be written.*with --there"):
@@ -67,7 +67,7 @@ def test_room_that_cannot_be_made(tmp_path):
     tmp_path.chmod(0o700)
 
 
-def test_room_is_made(tmp_path):
+def test_folders_are_created(tmp_path):
     for _ in range(2):
         check_writable(None, tmp_path / "new" / "folder", "--out")
         check_writable(None, tmp_path / "other" / "result.json", "--json", is_file=True)
@@ -79,7 +79,7 @@ def test_low_latency(tmp_path):
     sizes = ["--tokens", "1,8", "--hidden", "128", "--experts", "16"]
     printed = launch("low_latency.py", *sizes, "--json", str(file), "--compare", str(PEERS))
     assert "27.7" in printed, "DeepEP V1 with one token"
-    assert "V2" not in printed, "it has no such figures"
+    assert "V2" not in printed, "the reference has no such figures"
     result = json.loads(file.read_text())
     assert [row["tokens"] for row in result["rows"]] == [1, 8]
     for row in result["rows"]:
@@ -131,11 +131,11 @@ def test_peer_figures():
     assert first.low_latency["dispatch_bf16", 128] == 61.9
     assert second.throughput
     assert not second.low_latency
-    assert not any(reference.throughput for reference in load(PEERS)[2:])  # another kind of figure
+    assert not any(reference.throughput for reference in load(PEERS)[2:])  # figures of another type
 
 
-def test_references_that_leave_the_problem_to_their_text(tmp_path):
-    """As they are handed around, without the keys that our copy has besides."""
+def test_references_without_num_ranks_and_settings(tmp_path):
+    """Files from other sources have no keys for the problem."""
     found = json.loads(PEERS.read_text())
     plain = tmp_path / "plain.json"
     plain.write_text(json.dumps({name: value for name, value in found.items() if name not in ("num_ranks", "settings")}))
@@ -145,8 +145,8 @@ def test_references_that_leave_the_problem_to_their_text(tmp_path):
     assert load(plain)[0].sizes == (4, 7168, 8, 256)
 
 
-def test_expected_rows_are_those_that_were_counted():
-    """The file of references says how many rows came; our results say it through bytes and times."""
+def test_expected_rows_agree_with_measured_rows():
+    """The file of references has the number of received rows. Our results give it by bytes and times."""
     sizes = load(PEERS)[0].sizes
     assert round(8 * sizes.rows_per_peer(4096)) == pytest.approx(21673, abs=20)
     for path in sorted((ROOT / "bench/results").glob("*.json")):
@@ -190,7 +190,7 @@ def test_compare_pairs_equal_work_and_the_best():
 
 
 def test_other_problems_compare_by_bandwidth(capsys):
-    """4 ranks send fewer rows than 8: their times say nothing about each other."""
+    """4 ranks send fewer rows than 8, so their times do not compare."""
     ours, theirs = Point(500.0, 300.0), Point(1000.0, 250.0)
     pair = Pair("combine_bf16", 4096, 24, ours, theirs)
     assert pair.ratio(same_problem=False) == "1.20"
@@ -217,7 +217,7 @@ def test_no_column_head_is_cut(columns, monkeypatch, capsys):
         assert head in words
 
 
-def test_one_rank_sends_nothing_to_others(capsys):
+def test_one_rank_has_no_remote_bandwidth(capsys):
     result = read(ROOT / "bench/results/h200x4_2026-11-22.json")
     report.print_result(result)
     assert "345.8 GB/s remote" in " ".join(capsys.readouterr().out.split())

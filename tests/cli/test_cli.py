@@ -1,4 +1,4 @@
-"""The command line, without a GPU."""
+"""Run the command line without a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What `compile` says of every kernel for two targets, and the cache that it fills."""
+    """Compile every kernel for two targets. Return the JSON output and the cache."""
     folder = tmp_path_factory.mktemp("compiled") / "cache"
     words = [sys.executable, "-m", "deepep_rt", "compile", "--arch", "sm_80", "--arch", "sm_90", "--strict", "--json"]
     environment = {**os.environ, "DEEPEP_RT_CACHE_DIR": str(folder)}
@@ -49,13 +49,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
 
 @pytest.fixture
 def filled(compiled: tuple[list[dict[str, Any]], Path], cache: Path) -> Path:
-    """A cache in which nothing has to be compiled for sm_90."""
+    """Fill the cache with every kernel for sm_90."""
     shutil.copytree(compiled[1] / "sm_90", cache / "sm_90")
     return cache
 
 
 class Terminal:
-    """Runs commands in this process, and remembers what they said."""
+    """Run commands in this process and keep their output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -111,8 +111,8 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
     assert "cached" in table
 
 
-def test_what_was_compiled_is_what_a_buffer_looks_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is made with: nodes, masks and slots are compiled in."""
+def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes, masks and slots are compiled in, and the keys agree."""
     low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.scale_up_only}
     monkeypatch.setattr(cli, "KERNELS", low_latency)
     sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
@@ -134,7 +134,7 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     assert names[1] - far == {"ll_combine_large"}
 
 
-def test_fp8_buffers_combine_nothing_by_default(terminal: Terminal) -> None:
+def test_fp8_buffers_have_no_combine_by_default(terminal: Terminal) -> None:
     rows = terminal.json("compile", "--arch", "sm_90", "--dtype", "float8_e4m3fn")
     assert "combine" not in [row["kernel"] for row in rows]
 
@@ -158,7 +158,7 @@ def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.Monkey
 )
 def test_wrong_arguments_are_explained(terminal: Terminal, cache: Path, args: list[str], message: str) -> None:
     terminal("compile", *args, status=1)
-    assert not cache.exists(), "it is said before anything is compiled"
+    assert not cache.exists(), "the error comes before the first compilation"
     assert len(terminal.err.splitlines()) == 1
     assert terminal.err.startswith("error: ")
     assert message in terminal.err
@@ -234,7 +234,7 @@ def test_show_asks_for_one_key(terminal: Terminal) -> None:
 
 
 def test_entries_of_one_kernel_can_be_told_apart(terminal: Terminal, cache: Path) -> None:
-    """By the type that combine adds up, and by sizes; by what else differs only where these do not."""
+    """List differs by element type and sizes, and by other constants only if the sizes are equal."""
     sizes = {"kNumRanks": 8, "kHidden": 7168, "kTuned": 3}
     kinds = [
         {**sizes, "kElement": 0},
@@ -261,7 +261,7 @@ def test_entries_of_one_kernel_can_be_told_apart(terminal: Terminal, cache: Path
     assert "dtype                 -" in terminal("cache", "show", listed[-1]["key"])
 
 
-def test_texts_of_entries_are_no_markup(terminal: Terminal, cache: Path) -> None:
+def test_texts_of_entries_are_not_markup(terminal: Terminal, cache: Path) -> None:
     store = KernelCache(cache)
     store.put(entry(created="[/red] :smile:", versions={"nvrtc": "[bold]12"}, spill_loads=None))
     (cache / "sm_90" / f"\x1b[31m{SUFFIX}").write_bytes(b"")
@@ -283,20 +283,20 @@ def test_show_names_the_first_of_many(terminal: Terminal, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("list",), ("list", "--json"), ("show", "ab"), ("clear",)], ids=" ".join)
-def test_a_cache_that_is_no_folder_is_an_error(terminal: Terminal, cache: Path, command: tuple[str, ...]) -> None:
+def test_a_cache_that_is_a_file_is_an_error(terminal: Terminal, cache: Path, command: tuple[str, ...]) -> None:
     cache.write_text("not a folder")
     assert terminal("cache", *command, status=1) == ""
     assert "Set DEEPEP_RT_CACHE_DIR" in terminal.err
 
 
-def test_compile_says_once_that_the_cache_cannot_be_used(terminal: Terminal, cache: Path) -> None:
+def test_compile_reports_an_unusable_cache_once(terminal: Terminal, cache: Path) -> None:
     cache.write_text("not a folder")
     terminal("compile", "--arch", "sm_90", status=1)
     assert terminal.err.count("error: ") == terminal.err.count("Set DEEPEP_RT_CACHE_DIR") == 1
 
 
 @pytest.mark.parametrize("command", [("cache", "list"), ("compile", "--arch", "sm_90")])
-def test_a_cache_in_no_home(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
+def test_a_cache_in_an_unknown_home(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
     terminal(*command, status=1)
     assert "error: DEEPEP_RT_CACHE_DIR='~nosuchuser/x'" in terminal.err

@@ -1,4 +1,4 @@
-"""`screen`: how wide the commands print, by what standard output is."""
+"""Check the width of the commands' output for terminals, pipes and variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 PRINT = "from deepep_rt._console import console; print(console(133).width)"
 
 
-def width(stdout: int, **environment: str) -> None:
+def print_width(stdout: int, **environment: str) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     subprocess.run(
         [sys.executable, "-c", PRINT],
@@ -31,10 +31,10 @@ def width(stdout: int, **environment: str) -> None:
 
 @pytest.mark.parametrize(("columns", "printed"), [(100, 100), (80, 80), (0, 133)])
 def test_a_terminal(columns: int, printed: int) -> None:
-    """One without a size is what Open MPI gives to its ranks, wherever their output ends."""
+    """Open MPI gives its ranks a terminal without a size, even if their output goes to a file."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-    width(theirs)
+    print_width(theirs)
     assert os.read(ours, 100).split() == [str(printed).encode()]
     os.close(ours)
     os.close(theirs)
@@ -43,7 +43,7 @@ def test_a_terminal(columns: int, printed: int) -> None:
 @pytest.mark.parametrize(("environment", "printed"), [({}, 133), ({"COLUMNS": "99"}, 99), ({"COLUMNS": "80"}, 80)])
 def test_a_log(environment: dict[str, str], printed: int) -> None:
     ours, theirs = os.pipe()
-    width(theirs, **environment)
+    print_width(theirs, **environment)
     os.close(theirs)
     with os.fdopen(ours) as output:
         assert output.read().split() == [str(printed)]

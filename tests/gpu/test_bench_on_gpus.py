@@ -1,4 +1,4 @@
-"""The benchmarks run on GPUs, and their results become a report with pictures."""
+"""Run the benchmarks on GPUs, and draw their results."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def test_the_command_on_gpus(comm, tmp_path_factory, capsys):
     folder = comm.bcast(tmp_path_factory.mktemp("bench") if comm.rank == 0 else None)
     options = {"quick": True, "backend": "auto", "commit": "0123456789abcdef"}
     bench.measure("low-latency", folder, [], sizes=bench.AskedSizes(2048, 4, 8 * comm.size), **options)
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     if comm.rank:
-        assert said.out == said.err == ""
+        assert printed.out == printed.err == ""
         return
-    assert "the report is" in said.out
-    assert "low-latency: 1 of 2 done" in said.err
+    assert "the report is" in printed.out
+    assert "low-latency: 1 of 2 done" in printed.err
     result = read(folder / "low_latency.json")
     assert on_gpu(result)
     assert result["commit"]["id"] == "0123456789abcdef"

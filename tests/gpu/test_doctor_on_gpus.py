@@ -1,7 +1,7 @@
-"""Doctor on a machine with GPUs: what it says about them is what torch says, and the log line of a Buffer names them.
+"""Run doctor on a machine with GPUs. Compare its facts with torch and with the log line of a Buffer.
 
-Under mpirun each rank runs doctor as a process without a launcher (rank 0 only); `mpirun -n N python -m deepep_rt doctor` itself cannot be
-started from inside of a job, so its part is `test_all_ranks_together`, which brings together in this job what the ranks would.
+Under mpirun, rank 0 runs doctor without a launcher. A job cannot start `mpirun -n N python -m deepep_rt doctor`, so
+`test_all_ranks_together` gathers the reports of this job's ranks instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "HYDI_", "SLURM_", "DEEPE
 
 
 def run(*options, **environment):
-    """Doctor outside of this job. An answer is given whatever was found; the caller judges."""
+    """Run doctor outside of this job. Return its answer, broken or not."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_plm": "isolated"}  # root, and no ssh
     words = [sys.executable, "-m", "deepep_rt", "doctor", "--json", *options]
@@ -42,7 +42,7 @@ def run(*options, **environment):
     return answer
 
 
-def told(answer, *levels):
+def findings_text(answer, *levels):
     return "\n".join(f"{f['level']} {f['kind']}: {f['what']}" for f in answer["findings"] if not levels or f["level"] in levels)
 
 
@@ -91,31 +91,33 @@ def test_nvml_knows_the_same_gpus():
 
 @pytest.mark.usefixtures("only_rank_0")
 def test_this_machine_is_not_broken():
-    """These tests run on it; whatever doctor calls an error is a mistake of doctor's (or makes the other tests fail too)."""
+    """The other tests run on this machine, so an error would be a mistake of doctor."""
     answer = run("--backend", "cuda", "--tokens", "128", "--hidden", "1024")
-    assert answer["status"] == "ok", told(answer, "error")
+    assert answer["status"] == "ok", findings_text(answer, "error")
     assert answer["ranks"][0]["failures"] == {}, answer["ranks"][0]["failures"]
-    assert "no-nvlink" not in told(answer) or "H200" not in str(answer["ranks"][0]["facts"]["driver"]), told(answer)
+    assert "no-nvlink" not in findings_text(answer) or "H200" not in str(answer["ranks"][0]["facts"]["driver"]), findings_text(
+        answer
+    )
 
 
 @pytest.mark.usefixtures("only_rank_0")
-def test_hidden_gpus_are_noticed():
+def test_hidden_gpus_are_found():
     answer = run(CUDA_VISIBLE_DEVICES="")
     (finding,) = (f for f in answer["findings"] if f["kind"] in ("gpu-hidden", "no-gpu", "driver-fails"))
-    assert (finding["kind"], finding["level"]) == ("gpu-hidden", "warning"), told(answer)
+    assert (finding["kind"], finding["level"]) == ("gpu-hidden", "warning"), findings_text(answer)
     assert "CUDA_VISIBLE_DEVICES is ''" in finding["what"]
     assert run("--backend", "cuda", CUDA_VISIBLE_DEVICES="")["status"] == "broken"
 
 
 @pytest.mark.usefixtures("only_rank_0")
-def test_more_memory_than_there_is():
+def test_too_little_memory():
     pytest.importorskip("pynvml")
     answer = run("--tokens", "1000000", "--hidden", "16384", "--slots", "8")
-    assert "not-enough-memory" in told(answer, "error"), told(answer)
+    assert "not-enough-memory" in findings_text(answer, "error"), findings_text(answer)
 
 
 def test_all_ranks_together(comm, monkeypatch):
-    """What the ranks report, judged together: a GPU for each, or the finding that says otherwise."""
+    """Apply the rules to the reports of all ranks. Each rank has a GPU, or there is a finding."""
     monkeypatch.delenv("DEEPEP_RT_SHARE_GPUS", raising=False)
     report = {**doctor_run.run_probes(), "launch": doctor_run.launch_variables()}
     assert report["failures"] == {}, report["failures"]
@@ -132,7 +134,7 @@ def test_all_ranks_together(comm, monkeypatch):
     assert ("shared-gpu" in found) == shares, found
     errors = {name: finding.what for name, finding in found.items() if finding.level == "error"}
     assert set(errors) <= {"shared-gpu"}, errors
-    if not shares:  # the GPU that doctor expects is the one that a Buffer takes: torch chose the same one for this rank
+    if not shares:  # doctor expects the GPU that torch chose for this rank, which a Buffer takes
         mine = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
         assert uuid.UUID(gpu_of(reports[comm.Get_rank()])["uuid"]) == uuid.UUID(str(mine).removeprefix("GPU-"))
 

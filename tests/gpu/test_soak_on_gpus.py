@@ -1,4 +1,4 @@
-"""`python -m deepep_rt soak` on GPUs: rounds pass, graphs among them, and one wrong byte is found."""
+"""Run soak on GPUs: rounds with and without graphs pass, and one wrong byte is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_rounds_pass(comm):
 
 
 def test_shapes_of_a_real_run_pass(comm):
-    """The shapes that the command uses by default: rows of 7168 and of odd sizes, 4096 tokens, time-outs that mask."""
+    """Run the default shapes: rows of 7168 and of odd sizes, 4096 tokens, time-outs that mask."""
     document = soak.run(soak.Asked(rounds=150, seed=0, backend="cuda", sizes={"rounds_per_buffer": 25}, timeout_s=120))
     if document is not None:
         assert document["status"] == "passed", json.dumps(document["mismatches"], indent=1)

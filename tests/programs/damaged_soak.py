@@ -1,7 +1,7 @@
-"""`python -m deepep_rt soak` over a backend that this program damages on the last rank.
+"""Run `python -m deepep_rt soak` on a backend whose results this program damages on the last rank.
 
-`damaged_soak.py FOLDER OPTIONS... -- DAMAGE...` runs once for each damage, then repeats the round that was found by the printed command,
-and leaves DAMAGE.json and DAMAGE_again.json.
+`damaged_soak.py FOLDER OPTIONS... -- DAMAGE...` runs once for each damage, repeats the failed round with the printed command, and writes
+DAMAGE.json and DAMAGE_again.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def change(name, byte=-1):
 
 
 def skip_writing(result):
-    """Leave in a sum what its memory held before."""
+    """Restore the old contents of a sum's memory."""
     if IS_LAST:
         host_bytes(result.views["x"])[...] = 0xA5
 
@@ -90,7 +90,7 @@ DAMAGES = {
 
 
 def run(damage, options):
-    """Run the command with a damage; gives the exit status."""
+    """Run the command with a damage. Return the exit status."""
     method, act = DAMAGES[damage]
     original = getattr(HostBackend, method)
 

@@ -1,6 +1,6 @@
-"""Soak's rounds for GPUs, with their graphs and streams, on the host backend: NumPy stands for CuPy.
+"""Run soak's rounds for GPUs, with graphs and streams, on the host backend. NumPy replaces CuPy.
 
-`soak_as_on_gpus.py CALL OPTIONS...`: on the last rank, one byte of what CALL returns is flipped ("none": of no call).
+`soak_as_on_gpus.py CALL OPTIONS...` flips a bit in the result of CALL on the last rank ("none": of no call).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepep_rt.soak.session import Session
 
 
 class Array(np.ndarray):
-    """An array that shows its memory as CuPy's do, and takes no type that CuPy cannot compute with."""
+    """An array with CuPy's memory attributes, which refuses operations on types that CuPy does not support."""
 
     @property
     def data(self):
@@ -79,7 +79,7 @@ class Stream:
 
 
 def replay():
-    """What the graph's results hold after a replay: what the same calls give now."""
+    """Imitate a replay: make the calls again, and copy their results to the graph's results."""
     graph = graphs[-1]
     for old, new in zip(graph.results, graph._calls(), strict=True):
         names = ("recv_x", "recv_topk_idx") if hasattr(old, "recv_src_idx") else ("recv_x",) if hasattr(old, "recv_x") else ("x",)

@@ -1,4 +1,4 @@
-"""`python -m deepep_rt soak`: it passes where all is well, and finds what is not."""
+"""Run `python -m deepep_rt soak`: it passes without damage, and finds each damage."""
 
 import json
 import re
@@ -33,11 +33,11 @@ DAMAGES = {
     "rows": "recv_x",
     "sums": "x",
 }
-"""What `damaged_soak` can do, and the array in which it shows."""
+"""The damages of `damaged_soak`, and the array that each damages."""
 
 
 def run(num_ranks, *words, status=0, limit_s=150):
-    """What a command on so many ranks wrote to standard output and to standard error."""
+    """Run a command on `num_ranks` ranks. Return its standard output and standard error."""
     command = python_on(num_ranks, *words)
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, check=False)
     assert status is None or done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
@@ -52,12 +52,12 @@ def damaged(num_ranks, folder, damages, *options, **settings):
     return run(num_ranks, DAMAGED, folder, "--backend", "host", *options, "--", *damages, **settings)
 
 
-# --- what is wrong is found --------------------------------------------------------------------------------------------------------
+# --- damage ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """A run with each damage: (folder of the reports, what was printed)."""
+    """Run with each damage. Return the folder of the reports, and the output."""
     folder = tmp_path_factory.mktemp("damaged")
     printed, _ = damaged(2, folder, DAMAGES, "--rounds", "100", "--rounds-per-buffer", "8", "--seed", "3")
     return folder, printed
@@ -96,7 +96,7 @@ def test_the_printed_command_repeats_the_round(reports, damage):
     assert again["rounds"] == 1
 
 
-def test_the_printed_command_passes_where_nothing_is_damaged(reports):
+def test_the_printed_command_passes_without_damage(reports):
     words = shlex.split(json.loads((reports[0] / "combine.json").read_text())["mismatches"][0]["command"])
     assert words[:6] == ["mpirun", "-n", "2", "python", "-m", "deepep_rt"]
     printed, _ = run(2, "-m", "deepep_rt", *words[6:])
@@ -116,11 +116,11 @@ def test_one_rank_ends_all_with_its_name(damage, seed, words, tmp_path):
     printed, errors = damaged(2, tmp_path, [damage], *options, status=None, limit_s=60)
     for word in (*words, f"--seed {seed} --round"):
         assert word in printed + errors, printed + errors
-    assert "MISMATCH" not in printed + errors, "what differs because a rank is silent is no finding of its own"
+    assert "MISMATCH" not in printed + errors, "differences that follow from a silent rank are not reported"
     assert json.loads((tmp_path / f"{damage}.json").read_text())["status"] == "error"
 
 
-# --- all is well -------------------------------------------------------------------------------------------------------------------
+# --- no damage ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
@@ -140,7 +140,7 @@ def test_rounds_pass(num_ranks, tmp_path):
     assert "soak:" in progress
 
 
-def test_minutes_end_it(tmp_path):
+def test_minutes_end_the_run(tmp_path):
     report = tmp_path / "soak.json"
     _, progress = soak(2, "--minutes", "0.03", "--progress-s", "0.5", "--json", report)
     found = json.loads(report.read_text())
@@ -150,8 +150,8 @@ def test_minutes_end_it(tmp_path):
     assert re.search(r"soak: .*round \d+", progress)
 
 
-def test_every_option_has_its_turn():
-    """A run of some hundred rounds meets each of them; asked of the plan, not of a run."""
+def test_plans_draw_every_option():
+    """Some hundred plans contain every option. No round runs."""
     from deepep_rt.soak import buffers as soak_buffers
     from deepep_rt.soak import plan as soak_plan
 
@@ -197,11 +197,11 @@ def test_a_plan_comes_from_the_seed_alone():
         assert np.array_equal(mine, soak_plan.experts_of(options, soak_plan.round_of(options, 77), 0, rank))
 
 
-# --- the expected bytes, against the tests' own oracle -----------------------------------------------------------------------------
+# --- the expected bytes and the oracle of the tests --------------------------------------------------------------------------------
 
 
 def test_generated_bytes_do_not_change():
-    """A receiver on another machine, perhaps with another NumPy, has to get the same ones; no two rows are alike."""
+    """A receiver on another machine generates the same bytes, even with another NumPy. All rows differ."""
     from deepep_rt.soak.arrays import Arrays, row_keys
 
     keys = row_keys(12345, np.arange(3), np.array([7, 8, 9]))
@@ -212,7 +212,7 @@ def test_generated_bytes_do_not_change():
     assert not np.array_equal(words, Arrays(on_gpu=False).words(row_keys(12346, np.arange(3), np.array([7, 8, 9])), 4))
 
 
-def test_positions_are_those_of_the_other_oracle():
+def test_positions_agree_with_the_oracle():
     import low_latency_oracle
     import oracle
 
@@ -244,7 +244,7 @@ def test_positions_are_those_of_the_other_oracle():
 
 
 @pytest.mark.parametrize(("round_scale", "ue8m0"), [(False, False), (True, False), (True, True)])
-def test_fp8_is_that_of_the_other_oracle(round_scale, ue8m0):
+def test_fp8_agrees_with_the_oracle(round_scale, ue8m0):
     import low_latency_oracle
     import ml_dtypes
 
@@ -290,7 +290,7 @@ def test_fp8_ties_go_to_even():
         (dict(progress_s=-1.0), "--progress-s is -1"),
     ],
 )
-def test_wrong_options_are_told(options, message):
+def test_wrong_options_are_errors(options, message):
     from deepep_rt import EPConfigError, soak
 
     with pytest.raises(EPConfigError, match=message):
@@ -300,7 +300,7 @@ def test_wrong_options_are_told(options, message):
 @pytest.mark.parametrize(
     ("options", "message"), [(["--json", "/proc/nowhere/soak.json"], "--json"), (["--hidden", "7"], "hidden=7")]
 )
-def test_what_cannot_be_run_is_told(options, message):
+def test_runs_that_cannot_start_are_errors(options, message):
     words = [sys.executable, "-m", "deepep_rt", "soak", "--backend", "host", "--rounds", "1", *options]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -311,8 +311,8 @@ def test_what_cannot_be_run_is_told(options, message):
 # --- parts -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_differences_are_found_without_a_look_by_the_host():
-    """As on a GPU, where the numbers of a comparison stay until they are asked for: none differ, or which do."""
+def test_differences_are_found_on_a_gpu():
+    """On a GPU, a comparison returns numbers even if no byte differs, and the host reads them later."""
     from deepep_rt.soak.arrays import Arrays
 
     arrays = Arrays(on_gpu=False)
@@ -329,7 +329,7 @@ def test_differences_are_found_without_a_look_by_the_host():
 
 @pytest.mark.parametrize("call", ["none", "low_latency_dispatch"])
 def test_rounds_for_gpus(call, tmp_path):
-    """Graphs, streams and comparisons that wait on the GPU, with NumPy for CuPy."""
+    """Run graphs, streams and comparisons of GPU rounds, with NumPy for CuPy."""
     sizes = ["--hidden", "256", "--tokens", "32", "--low-latency-tokens", "8", "--topk", "2", "--experts", "4"]
     options = ["--rounds", "80", "--rounds-per-buffer", "20", "--seed", "1", "--json", tmp_path / "soak.json", *sizes]
     run(2, PROGRAMS / "soak_as_on_gpus.py", call, *options, status=int(call != "none"))
@@ -352,7 +352,7 @@ def test_the_watchdog_ends_a_silent_rank(monkeypatch, capfd):
     with watchdog:
         watchdog.feed(0.1)
         assert ended.wait(20)
-    said = capfd.readouterr().err
-    assert "rank 3: no progress for" in said
-    assert "in round 7 of seed 1, combine" in said
-    assert "test_the_watchdog_ends_a_silent_rank" in said, "the stack tells where it hangs"
+    printed = capfd.readouterr().err
+    assert "rank 3: no progress for" in printed
+    assert "in round 7 of seed 1, combine" in printed
+    assert "test_the_watchdog_ends_a_silent_rank" in printed, "the stack shows where the rank hangs"
