@@ -105,7 +105,7 @@ def markdown_table(heads: Sequence[object], rows: Iterable[Sequence[object]]) ->
 
 
 def markdown_text(text: str) -> str:
-    """Escape what Markdown takes for markup. Texts come from files too."""
+    """Escape characters of Markdown, because texts come from files too."""
     return re.sub(r"[\\`*\[\]<&|]", r"\\\g<0>", text)
 
 
@@ -113,20 +113,25 @@ def _console() -> Console:
     return console(_WIDTH_OF_LOGS)
 
 
+def _columns_that_fit(widths: Sequence[int], limit: int) -> list[list[int]]:
+    """Distribute columns over tables of at most `limit` characters. Each table begins with the first column."""
+    parts = [[0]]
+    for i in range(1, len(widths)):
+        if len(parts[-1]) > 1 and 1 + sum(widths[j] for j in (*parts[-1], i)) > limit:
+            parts.append([0])
+        parts[-1].append(i)
+    return parts
+
+
 def _print_table(table: ResultTable) -> None:
-    """Print a table. Columns that do not fit on a line follow in another table, which begins with the first column again."""
-    out, columns = _console(), [0]
+    """Print a table. Columns that do not fit follow in another table, which repeats the first column."""
+    out = _console()
     heading, heads, rows, caption = table
-    parts = [columns]
     least, most = (
         [3 + max(map(len, (*texts(head), *(row[i] for row in rows)))) for i, head in enumerate(heads)]
         for texts in (str.split, lambda head: [head])
     )
-    for i in range(1, len(heads)):
-        if len(columns) > 1 and 1 + sum(least[j] for j in (*columns, i)) > out.width:
-            columns = [0]
-            parts.append(columns)
-        columns.append(i)
+    parts = _columns_that_fit(least, out.width)
     for columns in parts:
         part = Table(title=heading if columns is parts[0] else None)
         is_wide = 1 + sum(most[i] for i in columns) > out.width

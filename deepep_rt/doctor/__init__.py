@@ -1,1 +1,1 @@
-"""`python -m deepep_rt doctor`: facts of a machine, and what is wrong with it."""
+"""Examine a machine and report its faults (`python -m deepep_rt doctor`)."""

@@ -53,7 +53,8 @@ class JobReport:
     def hosts(self) -> dict[str, list[Mapping[str, Any]]]:
         """Group the reports by host, in the order of ranks.
 
-        MPI tells which ranks share a host. Names do not: two hosts may have one name, and containers of a host may have different names.
+        MPI decides which ranks share a host, because names do not: two hosts may have the same name, and containers of a host
+        may have different names.
         """
         groups: dict[int, list[Mapping[str, Any]]] = {}
         for report in self.reports:
@@ -75,7 +76,7 @@ class JobReport:
         Raises:
             EPConfigError: if the sizes are wrong.
         """
-        # These two have defaults in environment variables, which may be wrong and have findings of their own.
+        # These two have defaults in environment variables. Other findings report mistakes in them.
         fixed = {"timeout_s": 1.0, "check_inputs": False}
         there = len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE
         ranks = there if self.num_ranks is None else self.num_ranks

@@ -48,12 +48,12 @@ class _Driver:
 
 
 def driver() -> dict[str, Any]:
-    """Report the CUDA driver: its version, whether it starts, the GPUs that this process sees, and which of them reach each other.
+    """Report the CUDA driver: its version, whether it starts, the visible GPUs, and the access between them.
 
     Returns:
-        `library` (None if there is none), `error` (why it cannot be loaded), `cuda` (the newest CUDA it serves), `init` (name of what
-        cuInit returned), `gpus` (`ordinal`, `uuid`, `name`, `arch`, `total_bytes`), `access` (`[i][j]`: whether GPU i can map memory
-        of GPU j).
+        `library` (None if there is none), `error` (the reason if it cannot be loaded), `cuda` (the newest CUDA that it supports),
+        `init` (name of the result of cuInit), `gpus` (`ordinal`, `uuid`, `name`, `arch`, `total_bytes`) and `access` (`[i][j]`: whether
+        GPU i can map memory of GPU j).
     """
     try:
         cuda = _Driver()

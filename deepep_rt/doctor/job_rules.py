@@ -64,8 +64,10 @@ def _launcher(job: JobReport) -> Iterator[Finding]:
     elif not launch:
         found, theirs = fact(report, "mpi", "mpirun"), fact(report, "mpi", "mpirun_family")
         if found is None:
-            beside = fact(report, "mpi", "mpirun_beside_python")
-            yield Finding.of("no-mpirun", "warning", "no mpirun on the PATH" + (f"; there is {beside}" if beside else ""))
+            near_python = fact(report, "mpi", "mpirun_beside_python")
+            yield Finding.of(
+                "no-mpirun", "warning", "no mpirun on the PATH" + (f"; there is {near_python}" if near_python else "")
+            )
         elif family and theirs and family != theirs:
             version = fact(report, "mpi", "mpirun_version")
             yield Finding.of("wrong-mpirun", "warning", f"{found} is of {theirs} {version}, but mpi4py uses {library}")

@@ -113,8 +113,8 @@ def _mpi_library() -> dict[str, Any]:
 def _mpirun() -> dict[str, Any]:
     found = shutil.which("mpirun") or shutil.which("mpiexec")
     if found is None:
-        beside = Path(sys.executable).with_name("mpirun")
-        return {"mpirun": None, "mpirun_beside_python": str(beside) if beside.exists() else None}
+        near_python = Path(sys.executable).with_name("mpirun")
+        return {"mpirun": None, "mpirun_beside_python": str(near_python) if near_python.exists() else None}
     done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=_MPIRUN_LIMIT_S, check=False)
     text = done.stdout + done.stderr
     version = re.search(r"\d+\.\d+(\.\d+)*", text)

@@ -98,4 +98,4 @@ def mismatch(found: Mapping[str, Any], seed: int) -> Iterable[str]:
     yield f"  expected {found['expected']}"
     yield f"  found    {found['found']}"
     yield f"  this round alone:          {found['command']}"
-    yield f"  with what ran before it:   {found['command_from_buffer']}"
+    yield f"  with the rounds before it: {found['command_from_buffer']}"

@@ -207,9 +207,9 @@ class Run:
         is_late = self.rank == 0 and self.limit_s is not None and time.monotonic() - self.start >= self.limit_s
         ends = bool(is_late or self.check.mismatches)
         hint = "all ranks of a soak run to synchronize every few rounds"
-        said = timed_allgather(self.ranks, (ends,), self.asked.timeout_s, "a synchronization of all ranks", hint)
+        answers = timed_allgather(self.ranks, (ends,), self.asked.timeout_s, "a synchronization of all ranks", hint)
         self._print_progress(f"round {self.first + self.num_rounds - 1}")
-        return any(theirs for (theirs,) in said)
+        return any(theirs for (theirs,) in answers)
 
     # --- output ------------------------------------------------------------------------------------------------------------------
 

@@ -320,7 +320,7 @@ def test_labels_are_legible(result, others):
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     edge = figure.bbox
-    heading = figure._suptitle.get_window_extent(renderer)
+    heading = next(text for text in figure.texts if text.get_text() == figure.get_suptitle()).get_window_extent(renderer)
     assert edge.x0 <= heading.x0
     assert heading.x1 <= edge.x1
     for axes in figure.axes:
