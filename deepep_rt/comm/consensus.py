@@ -52,9 +52,7 @@ class Consensus:
     def timeout_error(self) -> EPTimeoutError:
         """Make the error about the ranks that were silent in the last `all_ok`."""
         action, timeout_s = self._last_wait
-        return self._comm.timeout_error(
-            self.silent_ranks, f"a wait for all ranks to {action}", f"all ranks to {action}", timeout_s
-        )
+        return self._comm.timeout_error(self.silent_ranks, f"the step to {action}", f"all ranks to {action}", timeout_s)
 
     def _exchange(self, ok: bool, action: str, timeout_s: float) -> bool:
         """Send the report of this rank and, if it is ok, receive those of its peers.
