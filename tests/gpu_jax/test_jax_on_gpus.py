@@ -1,4 +1,4 @@
-"""deepep_rt.jax on GPUs: the checks of the host backend, long training, command buffers, and a Buffer that others use too."""
+"""Test deepep_rt.jax on GPUs: the checks of the host backend, training, command buffers, and a Buffer that PyTorch uses too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpu_buffers import make, routing, rows, same  # noqa: E402
 from paths import ROOT  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "examples"))
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX is first used, which is later
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX reads it at its first use
 TIMEOUT_S = 60.0  # ranks compile for different times
 
 HOST_ONLY = {"check_errors_of_a_call"}  # GPUs report a bad expert later: test_bad_expert
@@ -33,7 +33,7 @@ def _checks():
     try:
         import decode_in_jit
         import in_jit
-    except ImportError:  # no MPI: these tests are not for this machine, and pytest only collects here
+    except ImportError:  # without MPI, pytest only collects these tests
         return []
     members = [member for module in (in_jit, decode_in_jit) for member in inspect.getmembers(module, inspect.isfunction)]
     found = [check for name, check in members if name.startswith("check_") and name not in HOST_ONLY]
@@ -53,7 +53,7 @@ def test_check(check, jax, comm, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"xla_gpu_graph_min_graph_size": 1}], ids=["default", "small_command_buffers"])
 def test_hundred_steps(jax, comm, options):
-    """Training inside of one compiled function; XLA makes CUDA graphs of what lies between the calls, and of no call."""
+    """Train inside of one compiled function. XLA captures the steps between calls in CUDA graphs, but no call."""
     import in_jit
     import jax.numpy as jnp
 
@@ -67,13 +67,13 @@ def test_hundred_steps(jax, comm, options):
     weights = jnp.asarray(rng.random((ranks, tokens, topk), np.float32))
     matrices = jnp.asarray(rng.standard_normal((experts, hidden, hidden), np.float32) / hidden**0.5)
 
-    def step(layer, learnt, x, idx, target):
-        def loss_of(learnt):
-            matrices, weights = learnt
+    def step(layer, trained, x, idx, target):
+        def loss_of(trained):
+            matrices, weights = trained
             return jnp.square(layer(x, idx, weights, matrices) - target).sum() / (ranks * tokens * hidden)
 
-        loss, gradients = jax.value_and_grad(loss_of)(learnt)
-        return loss, jax.tree.map(lambda p, g: p - 100 * g, learnt, gradients)
+        loss, gradients = jax.value_and_grad(loss_of)(trained)
+        return loss, jax.tree.map(lambda p, g: p - 100 * g, trained, gradients)
 
     mine = slice(rank * local, (rank + 1) * local)
     with make(comm, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=topk, num_experts=experts, dtype="float32") as buffer:
@@ -83,16 +83,16 @@ def test_hundred_steps(jax, comm, options):
             y = in_jit._apply(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, matrices)
             return ep.combine(buffer, y, sent.handle).x
 
-        learnt, given = (matrices[mine], weights[rank]), (x[rank], idx[rank], target[rank])
-        compiled = jax.jit(lambda *a: step(layer, *a)).lower(learnt, *given).compile(compiler_options=options)
+        trained, given = (matrices[mine], weights[rank]), (x[rank], idx[rank], target[rank])
+        compiled = jax.jit(lambda *a: step(layer, *a)).lower(trained, *given).compile(compiler_options=options)
         comm.Barrier()
         losses = []
         with in_jit._calls(buffer) as calls:
             start = time.perf_counter()
             for _ in range(steps):
-                loss, learnt = compiled(learnt, *given)
+                loss, trained = compiled(trained, *given)
                 losses.append(loss)
-            jax.block_until_ready(learnt)
+            jax.block_until_ready(trained)
             seconds = time.perf_counter() - start
             assert "".join(calls) == "dckc" * steps, "calls were captured, or made out of order"
         buffer.synchronize()
@@ -102,21 +102,21 @@ def test_hundred_steps(jax, comm, options):
 
     alone = jax.jit(lambda *a: step(in_jit._apply, *a))
     x, idx, weights, target = (a.reshape(ranks * tokens, -1) for a in (x, idx, weights, target))
-    wanted, wanted_losses = (matrices, weights), []
+    expected, expected_losses = (matrices, weights), []
     for _ in range(steps):
-        loss, wanted = alone(wanted, x, idx, target)
-        wanted_losses.append(loss)
+        loss, expected = alone(expected, x, idx, target)
+        expected_losses.append(loss)
     total = np.zeros(steps, np.float32)
     comm.Allreduce(np.array(losses, np.float32), total)
-    np.testing.assert_allclose(total, np.array(wanted_losses), rtol=1e-4)
-    assert total[-1] < 0.9 * total[0], "nothing was learnt"
-    np.testing.assert_allclose(learnt[0], wanted[0][mine], rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(learnt[1], wanted[1].reshape(ranks, tokens, -1)[rank], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(total, np.array(expected_losses), rtol=1e-4)
+    assert total[-1] < 0.9 * total[0], "the loss did not fall"
+    np.testing.assert_allclose(trained[0], expected[0][mine], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(trained[1], expected[1].reshape(ranks, tokens, -1)[rank], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["command_buffers", "without"])
 def test_decoding(jax, comm, graphs):
-    """A step of several layers with inputs that change. XLA replays it as a CUDA graph, without calling Python, or calls back each time."""
+    """Run a step of several layers with many inputs. XLA replays it as a CUDA graph without Python, or calls back each time."""
     from deepep_rt import jax as ep
 
     layers, steps, tokens, hidden, experts = 8, 50, 16, 1024, 8 * comm.Get_size()
@@ -170,7 +170,7 @@ def _without_jit(buffer, x, idx, weights):
 
 @pytest.mark.parametrize("num_worst_tokens", [None, 200])
 def test_same_bits_as_the_host_backend(jax, comm, num_worst_tokens):
-    """Wide bfloat16 rows; padding is zero although the pool, where rows land, is full of something else."""
+    """Results for wide bfloat16 rows are equal bit for bit. Padding is zero, although the pool holds other values before."""
     from gpu_buffers import poison
 
     from deepep_rt import jax as ep
@@ -196,34 +196,34 @@ def test_same_bits_as_the_host_backend(jax, comm, num_worst_tokens):
             np.testing.assert_array_equal(np.asarray(out).view(np.uint16), back.view(np.uint16))
 
 
-def test_others_use_the_buffer_too(jax, comm):
-    """PyTorch on its stream, JAX arrays outside of compiled functions, and compiled functions, in turns."""
+def test_frameworks_share_a_buffer(jax, comm):
+    """PyTorch on its stream, JAX outside of compiled functions, and compiled functions use one Buffer in turns."""
     from deepep_rt import jax as ep
 
     sizes = dict(hidden=512, dtype="float32", num_max_tokens_per_rank=128)
     with make(comm, **sizes) as buffer, make(comm, "host", **sizes) as host:
         idx, weights = routing(comm, 3, 100, 8, buffer.config.num_experts, dtype=torch.int32)
         x = rows(comm, 3, 100, 512, dtype=torch.float32)
-        want = host.dispatch(x.cpu(), idx.cpu(), weights.cpu())
-        count = want.recv_x.shape[0]
+        expected = host.dispatch(x.cpu(), idx.cpu(), weights.cpu())
+        count = expected.recv_x.shape[0]
         compiled = jax.jit(lambda *arrays: ep.dispatch(buffer, *arrays))
         arrays = [a.cpu().numpy() for a in (x, idx, weights)]
         for _ in range(5):
             got = jax.block_until_ready(compiled(*arrays))
             with torch.cuda.stream(torch.cuda.Stream()):
                 sent = buffer.dispatch(x, idx, weights)
-                same(sent.recv_x, want.recv_x)
+                same(sent.recv_x, expected.recv_x)
             plain = buffer.dispatch(*map(jax.device_put, arrays))
             assert isinstance(plain.recv_x, jax.Array)
-            np.testing.assert_array_equal(np.asarray(plain.recv_x), want.recv_x.numpy())
-            np.testing.assert_array_equal(np.asarray(got.recv_x)[:count], want.recv_x.numpy())
+            np.testing.assert_array_equal(np.asarray(plain.recv_x), expected.recv_x.numpy())
+            np.testing.assert_array_equal(np.asarray(got.recv_x)[:count], expected.recv_x.numpy())
             assert not np.asarray(got.recv_x)[count:].any()
             out = ep.combine(buffer, got.recv_x, got.handle).x
-            np.testing.assert_array_equal(np.asarray(out), host.combine(want.recv_x, want.handle).x.numpy())
+            np.testing.assert_array_equal(np.asarray(out), host.combine(expected.recv_x, expected.handle).x.numpy())
 
 
-def test_results_that_xla_has_still_to_read(jax, comm):
-    """A result that the caller lets go at once is not filled again before XLA has computed what was asked of it."""
+def test_the_buffer_keeps_results_until_xla_has_read_them(jax, comm):
+    """The program drops a result at once. The Buffer reuses its memory only after XLA has read it."""
     import jax.numpy as jnp
 
     big = jnp.full((8192, 8192), 1 / 8192, jnp.float32)
@@ -236,18 +236,18 @@ def test_results_that_xla_has_still_to_read(jax, comm):
         return 2 * x + 0 * a[0, 0].astype(x.dtype)
 
     with make(comm, hidden=512, num_max_tokens_per_rank=64, num_slots=1) as buffer:
-        # Some rows for each rank: where there are none, XLA computes nothing.
+        # Each rank gets rows, because XLA computes nothing without rows.
         idx = jnp.tile(jnp.arange(8, dtype=jnp.int32) * (buffer.config.num_experts // 8), (64, 1))
         inputs = [jax.block_until_ready(jnp.full((64, 512), i, jnp.bfloat16)) for i in range(6)]
         jax.block_until_ready(late(buffer.dispatch(inputs[0], idx).recv_x))
         results = [late(buffer.dispatch(x, idx).recv_x) for x in inputs for _ in range(3)]
-        assert not results[-1].is_ready()  # XLA is still busy, long after the results were let go
+        assert not results[-1].is_ready()  # XLA is still busy after the program dropped the results
         for i, found in enumerate(results):
             assert (np.asarray(found.astype(jnp.float32)) == 2 * (i // 3)).all()
 
 
 def test_bad_expert(jax, comm):
-    """Reported by the device after the call: the next one raises, or `synchronize`."""
+    """The GPU reports the number after the call. `synchronize` or the next call raises the error."""
     from deepep_rt import jax as ep
 
     with make(comm, hidden=512, check_inputs=True) as buffer:
