@@ -112,7 +112,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
             low_latency.buffer_for(*sizes, "cuda" if torch.cuda.is_available() else "host")
 
     def check(self) -> None:
-        """Raise what the next call would raise, for loops that only replay CUDA graphs. DeepEP has no such call.
+        """Raise the error that the next call would raise, for loops that only replay CUDA graphs. DeepEP has no such call.
 
         Raises:
             EPTimeoutError: If a peer did not answer.

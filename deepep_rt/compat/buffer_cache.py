@@ -121,7 +121,7 @@ class NormalBuffers:
         return buffer if min_tokens <= buffer.config.num_max_tokens_per_rank else self._make(shape, min_tokens)
 
     def check(self) -> None:
-        """Raise what the next call would raise."""
+        """Raise the error that the next call would raise."""
         for buffer in [*self._outgrown, *self._current.values()]:
             buffer.check()
 
@@ -212,7 +212,7 @@ class LowLatencyBuffers:
         return sorted(self._masked.union(*(buffer.query_masked_ranks() for buffer in self._buffers.values())))
 
     def check(self) -> None:
-        """Raise what the next call would raise."""
+        """Raise the error that the next call would raise."""
         for buffer in self._buffers.values():
             buffer.check()
 

@@ -31,7 +31,7 @@ class CallStream:
         self.previous_event: Any = None
         """The `previous_event` for the call of `deepep_rt.Buffer`. It is None if the call runs on the caller's stream."""
         if previous is not None:
-            instance(previous, "previous_event", EventOverlap, "Pass what capture() or an earlier call returned, or None.")
+            instance(previous, "previous_event", EventOverlap, "Pass the result of capture() or of an earlier call, or None.")
         if not like.is_cuda:
             return
         self._caller = torch.cuda.current_stream()

@@ -56,7 +56,7 @@ def check_layout(is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: An
 
     The shape of `is_token_in_rank` matters only without `topk_idx`, because it then decides where tokens go.
     """
-    remedy = "Pass what get_dispatch_layout returned."
+    remedy = "Pass the results of get_dispatch_layout."
     instance(is_token_in_rank, "is_token_in_rank", torch.Tensor, remedy)
     instance(num_tokens_per_expert, "num_tokens_per_expert", torch.Tensor, remedy)
     shape, expected, dtype = list(is_token_in_rank.shape), [num_tokens, num_ranks], is_token_in_rank.dtype

@@ -93,7 +93,7 @@ class NormalCalls(Calls):
             topk_idx: `[num_tokens, num_topk]` int64 or int32, expert numbers; -1 skips. Decides where tokens go.
             topk_weights: `[num_tokens, num_topk]` float32.
             expert_alignment: The counts for each expert are rounded up to a multiple of this.
-            num_worst_tokens: Rows of the results, whatever arrives, so the host does not wait. The same on all ranks. No row is lost
+            num_worst_tokens: The fixed number of rows of the results, so the host does not wait. The same on all ranks. No row is lost
                 if it is at least the number of tokens of all ranks together.
             config: Only its `num_sms` has an effect.
             previous_event: The event after which the call starts, instead of the work of the current stream.
@@ -134,7 +134,7 @@ class NormalCalls(Calls):
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise EPInputError(
                 "handle=None; expected num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert instead. "
-                "Pass what get_dispatch_layout returned."
+                "Pass the results of get_dispatch_layout."
             )
         routing = Routing(topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, expert_alignment, num_worst_tokens)
         made = dispatch_new(rows, routing, normal, self._state.rank, self._state.num_ranks)

@@ -78,7 +78,7 @@ def dispatch(
         x: `[num_tokens, hidden]`, at least one row. For gradients bfloat16, float16 or float32.
         topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers; -1 skips.
         topk_weights: `[num_tokens, num_topk]` float32, or None.
-        num_worst_tokens: Rows of the result, whatever arrives. Default and maximum: `num_ranks * num_max_tokens_per_rank`. Further rows
+        num_worst_tokens: The fixed number of rows of the result. Default and maximum: `num_ranks * num_max_tokens_per_rank`. Further rows
             are dropped: their tokens lack these experts, and so do their gradients. `handle.num_recv_tokens` counts them.
         after: The `token` of an earlier call. All ranks make this call after that one.
 

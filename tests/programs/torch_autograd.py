@@ -146,13 +146,13 @@ def backward(out: torch.Tensor, mine: Tokens) -> None:
 
 
 def check_a_layer(comm: MPI.Intracomm) -> None:
-    """Ranks of different sizes, of none, and experts that nobody chooses; shapes that are known before, and not."""
+    """Ranks have different numbers of tokens or none, and some experts get no token. The result has a fixed shape or not."""
     some = {
         "all ranks": dict(),
         "a rank without tokens": dict(counts=lambda rank: 0 if rank == 0 else 6),
-        "nobody chooses the experts of rank 0": dict(first=EACH if comm.Get_size() > 1 else 0),
+        "the experts of rank 0 get no token": dict(first=EACH if comm.Get_size() > 1 else 0),
         "all are skipped": dict(skip=1.0),
-        "no tokens at all": dict(counts=lambda rank: 0),
+        "no tokens": dict(counts=lambda rank: 0),
     }
     shapes = (dict(), dict(num_worst_tokens=64 * comm.Get_size()), dict(expert_alignment=16))
     with buffer_for(comm) as buffer:
