@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from deepep_rt.jit.cache import Entry
+from deepep_rt.jit.cache import SUFFIX, CorruptEntry, Entry, KernelCache
+
+KEY, OTHER = "ab" * 32, "cd" * 32
 
 
 def entry(key: str = "ab" * 32, arch: str = "sm_90", code: bytes = b"code", **more: Any) -> Entry:
@@ -23,3 +26,15 @@ def entry(key: str = "ab" * 32, arch: str = "sm_90", code: bytes = b"code", **mo
         "versions": {"deepep_rt": "1.0", "nvrtc": "12.9.86"},
     }
     return Entry(key, arch, code, {**info, **more})
+
+
+def file_of(cache: KernelCache, key: str = KEY, arch: str = "sm_90") -> Path:
+    """Return the path of an entry."""
+    return cache.folder / arch / f"{key}{SUFFIX}"
+
+
+def reason(cache: KernelCache) -> str:
+    """Return why the only entry of a cache is corrupt."""
+    (found,) = cache.entries()
+    assert isinstance(found, CorruptEntry)
+    return found.reason
