@@ -1,4 +1,4 @@
-"""CUDA contexts: calls run in their Buffer's, whatever is current, and leave no trace."""
+"""CUDA contexts, streams and memory pools of the driver module, with a fake driver."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cuda.bindings import driver as cuda
 
 from deepep_rt.cuda import driver
 
-OWN, OTHERS = 5, 6
+OWN, OTHER = 5, 6
 
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Every thread's current context, as CUDA keeps it."""
+    """Replace the driver by one that keeps a current context for each thread."""
     current = threading.local()
     success = cuda.CUresult.CUDA_SUCCESS
     monkeypatch.setattr(
@@ -31,9 +31,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return current
 
 
-def test_the_callers_context_comes_back(current: threading.local) -> None:
+def test_the_context_of_the_caller_returns(current: threading.local) -> None:
     own = driver.CurrentContext()
-    for context in (OWN, OTHERS):
+    for context in (OWN, OTHER):
         current.context = context
         with own:
             assert current.context == OWN
@@ -43,37 +43,37 @@ def test_the_callers_context_comes_back(current: threading.local) -> None:
         assert current.context == context
 
 
-def test_threads_keep_theirs(current: threading.local) -> None:
-    """JAX makes calls in threads of its own, while other threads look at results."""
+def test_each_thread_keeps_its_context(current: threading.local) -> None:
+    """JAX makes calls in its own threads while other threads read results."""
     own = driver.CurrentContext()
     inside, outside = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)
     found = []
 
     def call() -> None:
-        with own:  # this thread had none
+        with own:  # this thread had no context
             inside.wait()
             outside.wait()
         found.append(getattr(current, "context", 0))
 
     thread = threading.Thread(target=call)
-    current.context = OTHERS
+    current.context = OTHER
     thread.start()
     inside.wait()
     with own:
         outside.wait()
         thread.join()
-    assert (current.context, found) == (OTHERS, [0])
+    assert (current.context, found) == (OTHER, [0])
 
 
-def test_streams_are_used_again(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs make many Buffers one after the other; a stream belongs to a context."""
+def test_released_streams_are_reused(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs make many Buffers in a row. A stream belongs to a context."""
     made = iter(range(100, 200))
     monkeypatch.setattr(driver, "new_stream", lambda: next(made))
     monkeypatch.setattr(driver, "_idle_streams", {})
     first, second = driver.acquire_stream(), driver.acquire_stream()
     assert first != second
     driver.release_stream(first)
-    current.context = OTHERS
+    current.context = OTHER
     other = driver.acquire_stream()
     assert other not in (first, second)
     driver.release_stream(other)
@@ -82,7 +82,7 @@ def test_streams_are_used_again(current: threading.local, monkeypatch: pytest.Mo
     assert driver.acquire_stream() not in (first, second, other)
 
 
-def test_one_memory_pool_for_a_context(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_context_has_one_memory_pool(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple] = []
     success, made = cuda.CUresult.CUDA_SUCCESS, iter(["pool", "another"])
     driver.driver.cuMemAllocFromPoolAsync = lambda *given: asked.append(given) or (success, 4096)
@@ -90,10 +90,10 @@ def test_one_memory_pool_for_a_context(current: threading.local, monkeypatch: py
     monkeypatch.setattr(driver, "_new_memory_pool", lambda: next(made))
     monkeypatch.setattr(driver, "_memory_pools", {})
     driver.trim_memory_pool()
-    assert asked == [], "there is none yet"
+    assert asked == [], "there is no pool yet"
     assert driver.allocate_async(0, 7) == 4096
     driver.allocate_async(64, 8)
-    current.context = OTHERS
+    current.context = OTHER
     driver.allocate_async(64, 9)
     driver.trim_memory_pool()
     assert asked == [(1, "pool", 7), (64, "pool", 8), (64, "another", 9), ("another", 0)]

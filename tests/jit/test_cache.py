@@ -1,4 +1,4 @@
-"""The disk cache: what is written comes back, what is damaged is noticed, and one of many compiles."""
+"""The disk cache returns what was written, detects damage, and locks entries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entries import entry
+from entries import KEY, OTHER, entry
 
 from deepep_rt import EPCacheError, EPConfigError
-from deepep_rt.jit import cache, cache_lock
+from deepep_rt.jit import cache as cache_module
+from deepep_rt.jit import cache_lock
 from deepep_rt.jit.cache import SUFFIX, CorruptEntry, KernelCache
 
 ENTRY = entry(code=bytes(range(256)) * 5)
-KEY, OTHER = "ab" * 32, "cd" * 32
 
 
 def _file(folder: Path) -> Path:
@@ -28,18 +28,18 @@ def _file(folder: Path) -> Path:
     return path
 
 
-def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
-    store = KernelCache(tmp_path / "new" / "folder")
-    assert store.entries() == []
-    assert store.get("sm_90", ENTRY.key) is None
-    store.put(ENTRY)
-    assert store.get("sm_90", ENTRY.key) == ENTRY
-    assert store.get("sm_80", ENTRY.key) is None
-    assert store.entries() == [ENTRY]
-    assert _file(store.folder).parent.name == "sm_90"
+def test_get_returns_what_put_wrote(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path / "new" / "folder")
+    assert cache.entries() == []
+    assert cache.get("sm_90", ENTRY.key) is None
+    cache.put(ENTRY)
+    assert cache.get("sm_90", ENTRY.key) == ENTRY
+    assert cache.get("sm_80", ENTRY.key) is None
+    assert cache.entries() == [ENTRY]
+    assert _file(cache.folder).parent.name == "sm_90"
 
 
-def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "chosen"))
     assert KernelCache().folder == tmp_path / "chosen"
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "")
@@ -49,39 +49,39 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
         assert KernelCache().folder == folder / "deepep_rt"
 
 
-def test_a_folder_in_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_home_folder_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
     with pytest.raises(EPConfigError, match=r"DEEPEP_RT_CACHE_DIR='~nosuchuser/x'; expected .* no home folder"):
         KernelCache()
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container, for a user that it does not know
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container without an account for the user
     for name in ("DEEPEP_RT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(EPConfigError, match=r"DEEPEP_RT_CACHE_DIR=''; expected .* no home folder"):
         KernelCache()
 
 
-def test_nothing_is_left_of_a_write_but_the_entry(tmp_path: Path) -> None:
+def test_a_write_leaves_only_the_entry(tmp_path: Path) -> None:
     KernelCache(tmp_path).put(ENTRY)
     KernelCache(tmp_path).put(ENTRY)
     assert [path.name for path in (tmp_path / "sm_90").iterdir()] == [ENTRY.key + SUFFIX]
 
 
 def test_a_failed_write_keeps_the_old_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = KernelCache(tmp_path)
-    store.put(ENTRY)
+    cache = KernelCache(tmp_path)
+    cache.put(ENTRY)
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(EPCacheError, match="No space left"):
-        store.put(entry(code=b"other"))
-    assert store.get("sm_90", ENTRY.key) == ENTRY
+        cache.put(entry(code=b"other"))
+    assert cache.get("sm_90", ENTRY.key) == ENTRY
     assert len(list((tmp_path / "sm_90").iterdir())) == 1
 
 
 def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stops in between leaves the old entry, and none of half the size."""
+    """A machine that stops in between leaves the old entry, not a part of the new one."""
     sizes: list[int] = []
     named: list[bool] = []
 
@@ -107,89 +107,89 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_noticed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    store = KernelCache(tmp_path)
-    store.put(ENTRY)
+def test_damage_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    cache = KernelCache(tmp_path)
+    cache.put(ENTRY)
     path = _file(tmp_path)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with caplog.at_level(logging.WARNING, logger="deepep_rt"):
-        assert store.get("sm_90", ENTRY.key) is None
+        assert cache.get("sm_90", ENTRY.key) is None
     assert str(path) in caplog.text
     assert "corrupt" in caplog.text
-    (listed,) = store.entries()
+    (listed,) = cache.entries()
     assert isinstance(listed, CorruptEntry)
     assert (listed.key, listed.arch) == (ENTRY.key, "sm_90")
-    store.put(ENTRY)
-    assert store.get("sm_90", ENTRY.key) == ENTRY
+    cache.put(ENTRY)
+    assert cache.get("sm_90", ENTRY.key) == ENTRY
 
 
-def _lock(store: KernelCache) -> None:
-    with store.locked("sm_90", ENTRY.key):
+def _lock(cache: KernelCache) -> None:
+    with cache.locked("sm_90", ENTRY.key):
         pass
 
 
-@pytest.mark.parametrize("action", [lambda store: store.put(ENTRY), _lock], ids=["put", "lock"])
-def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, action: Callable[[KernelCache], None]) -> None:
-    (tmp_path / "file").write_text("not a folder")  # also a user who may write everything cannot write below it
-    store = KernelCache(tmp_path / "file" / "cache")
-    assert store.get("sm_90", ENTRY.key) is None
+@pytest.mark.parametrize("action", [lambda cache: cache.put(ENTRY), _lock], ids=["put", "lock"])
+def test_a_folder_that_cannot_be_written_raises(tmp_path: Path, action: Callable[[KernelCache], None]) -> None:
+    (tmp_path / "file").write_text("not a folder")  # even root cannot write below a file
+    cache = KernelCache(tmp_path / "file" / "cache")
+    assert cache.get("sm_90", ENTRY.key) is None
     with pytest.raises(EPCacheError) as caught:
-        action(store)
-    assert str(store.folder) in str(caught.value)
+        action(cache)
+    assert str(cache.folder) in str(caught.value)
     assert "DEEPEP_RT_CACHE_DIR" in str(caught.value)
 
 
 @pytest.mark.parametrize("action", [KernelCache.entries, KernelCache.clear], ids=["entries", "clear"])
 @pytest.mark.parametrize("name", ["file", "file/cache"])
-def test_a_folder_that_is_none_is_not_taken_for_empty(tmp_path: Path, name: str, action: Callable[[KernelCache], object]) -> None:
+def test_a_file_in_place_of_the_folder_raises(tmp_path: Path, name: str, action: Callable[[KernelCache], object]) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(EPCacheError, match=r"file.* cannot be read: .*Not a directory.*DEEPEP_RT_CACHE_DIR"):
         action(KernelCache(tmp_path / name))
     assert (tmp_path / "file").read_text() == "not a folder"
 
 
-def test_clear_counts_and_removes_everything(tmp_path: Path) -> None:
-    store = KernelCache(tmp_path)
-    assert store.clear() == 0
-    store.put(ENTRY)
-    store.put(entry(OTHER, "sm_80", kernel="other"))
-    with store.locked("sm_80", OTHER):
+def test_clear_deletes_everything_and_counts_entries(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path)
+    assert cache.clear() == 0
+    cache.put(ENTRY)
+    cache.put(entry(OTHER, "sm_80", kernel="other"))
+    with cache.locked("sm_80", OTHER):
         pass
-    (tmp_path / "sm_80" / f".{OTHER}.0123abcd.tmp").write_bytes(b"")  # a process died here
-    assert store.clear() == 2
+    (tmp_path / "sm_80" / f".{OTHER}.0123abcd.tmp").write_bytes(b"")  # left by a process that died
+    assert cache.clear() == 2
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    assert store.entries() == []
+    assert cache.entries() == []
 
 
-def test_two_may_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = KernelCache(tmp_path), os.unlink
-    store.put(ENTRY)
+def test_two_processes_may_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, real = KernelCache(tmp_path), os.unlink
+    cache.put(ENTRY)
 
     def late(*arguments: object, **options: object) -> None:
         real(*arguments, **options)
         real(*arguments, **options)
 
     monkeypatch.setattr(os, "unlink", late)
-    store.clear()
+    cache.clear()
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_lock_is_for_one_at_a_time_and_waiting_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = KernelCache(tmp_path)
-    with store.locked("sm_90", KEY) as first:
+def test_one_process_holds_a_lock_and_waiting_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = KernelCache(tmp_path)
+    with cache.locked("sm_90", KEY) as first:
         assert first
-        with store.locked("sm_90", OTHER) as other:
+        with cache.locked("sm_90", OTHER) as other:
             assert other, "each key has its own lock"
-        with store.locked("sm_90", KEY, timeout_s=0.05) as second:
-            assert not second, "somebody holds it: do without"
+        with cache.locked("sm_90", KEY, timeout_s=0.05) as second:
+            assert not second, "another process holds it"
     assert "compiling without waiting" in caplog.text
-    with store.locked("sm_90", KEY, timeout_s=0.05) as again:
+    with cache.locked("sm_90", KEY, timeout_s=0.05) as again:
         assert again
 
 
-def test_waiting_outlasts_the_slowest_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linking NVSHMEM takes 124 s for sm_100, on a fast machine."""
-    store, now, holder = KernelCache(tmp_path), 0.0, ExitStack()
+def test_waiting_lasts_longer_than_the_slowest_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linking NVSHMEM takes 124 s for sm_100 on a fast machine."""
+    cache, now, holder = KernelCache(tmp_path), 0.0, ExitStack()
 
     def sleep(seconds: float) -> None:
         nonlocal now
@@ -197,16 +197,16 @@ def test_waiting_outlasts_the_slowest_kernel(tmp_path: Path, monkeypatch: pytest
         if now > 300:
             holder.close()
 
-    for module in (cache, cache_lock):
+    for module in (cache_module, cache_lock):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    assert holder.enter_context(store.locked("sm_100", KEY))
-    with store.locked("sm_100", KEY) as got:
+    assert holder.enter_context(cache.locked("sm_100", KEY))
+    with cache.locked("sm_100", KEY) as got:
         assert got
     assert 300 < now < 301
 
 
 @pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EIO", "ESTALE"])
-def test_what_cannot_be_locked_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(getattr(errno, error), "No locks available")
 
@@ -215,8 +215,8 @@ def test_what_cannot_be_locked_does(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert not got
 
 
-def test_a_lock_that_another_user_left_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = KernelCache(tmp_path), os.open
+def test_a_lock_file_of_another_user_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, real = KernelCache(tmp_path), os.open
 
     def refuse(path: Path, *arguments: int, **options: int) -> int:
         if str(path).endswith(".lock"):
@@ -224,30 +224,28 @@ def test_a_lock_that_another_user_left_is_done_without(tmp_path: Path, monkeypat
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(EPCacheError, match="Permission denied"), store.locked("sm_90", ENTRY.key):
-        pytest.fail("the folder cannot be written, and that is said before anything is compiled")
+    with pytest.raises(EPCacheError, match="Permission denied"), cache.locked("sm_90", ENTRY.key):
+        pytest.fail("the error must come before anything is compiled")
     (tmp_path / "sm_90" / f"{ENTRY.key}.lock").write_text("")
-    with store.locked("sm_90", ENTRY.key) as got:
+    with cache.locked("sm_90", ENTRY.key) as got:
         assert not got
-        store.put(ENTRY)
-    assert store.get("sm_90", ENTRY.key) == ENTRY
+        cache.put(ENTRY)
+    assert cache.get("sm_90", ENTRY.key) == ENTRY
 
 
 @pytest.mark.parametrize("step", ["fchmod", "replace"])
-def test_an_entry_survives_that_the_cache_is_cleared_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    store, real, cleared = KernelCache(tmp_path), getattr(os, step), []
+def test_put_succeeds_while_the_cache_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    cache, real, cleared = KernelCache(tmp_path), getattr(os, step), []
 
     def late(*arguments: object, **options: object) -> None:
         if not cleared:
-            cleared.append(store.clear())
-            for path in tmp_path.glob("*/.*.tmp"):  # as where there are no locks
+            cleared.append(cache.clear())
+            for path in tmp_path.glob("*/.*.tmp"):  # as on a file system without locks
                 path.unlink()
         real(*arguments, **options)
 
     monkeypatch.setattr(os, step, late)
-    store.put(ENTRY)
+    cache.put(ENTRY)
     assert cleared
-    assert store.get("sm_90", ENTRY.key) == ENTRY
+    assert cache.get("sm_90", ENTRY.key) == ENTRY
     assert len(list((tmp_path / "sm_90").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""Whose files are trusted."""
+"""Owners and permissions of files that may be trusted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepep_rt.jit.trusted_files import objection
 
 @pytest.fixture(autouse=True)
 def user(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """User 1000 with a group of the same number and name, and group 50 with others."""
+    """Pretend to be user 1000, with a group of the same number and name, and with group 50 that has more members."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     users, groups = {1000: "ann", 1001: "bob", 0: "root"}, {1000: ("ann", []), 50: ("staff", ["ann", "bob"]), 0: ("root", [])}
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=users[uid], pw_gid=uid))
@@ -34,7 +34,7 @@ def status(uid: int, mode: int, gid: int = 1000) -> Any:
     ("file", "reason"),
     [
         (status(1000, 0o755), None),
-        (status(1000, 0o775), None),  # its own group: many systems make files so
+        (status(1000, 0o775), None),  # the user's own group
         (status(1000, 0o775, gid=50), "group 50 (staff) may write it"),
         (status(1000, 0o775, gid=99), "group 99 may write it"),
         (status(1000, 0o777), "every user may write it"),
@@ -49,18 +49,18 @@ def status(uid: int, mode: int, gid: int = 1000) -> Any:
     ],
 )
 @pytest.mark.parametrize("is_enclosed", [False, True])
-def test_a_user_trusts_itself_and_root(file: Any, reason: str | None, is_enclosed: bool) -> None:
+def test_a_user_trusts_this_user_and_root(file: Any, reason: str | None, is_enclosed: bool) -> None:
     assert objection(file, is_enclosed) == reason
 
 
-def test_root_trusts_owners_in_folders_that_only_root_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_trusts_all_owners_in_enclosed_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert objection(status(1001, 0o755), True) is None
     assert objection(status(1001, 0o755), False) == "user 1001 (bob) owns it"
     assert objection(status(1001, 0o777), True) == "every user may write it"
 
 
-def test_root_of_the_host_has_a_number_of_its_own_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_of_the_host_has_another_number_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trusted_files, "_number_of_unmapped_root", lambda: 65534)
     assert objection(status(65534, 0o755), True) is None
     assert objection(status(65534, 0o755), False) == "user 65534 owns it"
@@ -88,7 +88,7 @@ def test_user_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid_ma
     assert trusted_files._number_of_unmapped_root.__wrapped__() == number
 
 
-def test_a_folder_is_enclosed_if_no_other_user_writes_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_enclosed_if_no_other_user_may_write_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = tmp_path / "middle" / "inner"
     inner.mkdir(parents=True)
     above = trusted_files._folders_above
