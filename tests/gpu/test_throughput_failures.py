@@ -124,7 +124,7 @@ def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):
     mine = torch.cuda.current_device()
     torch.cuda.set_device(0)
     try:
-        with pytest.raises(EPConfigError, match="one rank a GPU"):
+        with pytest.raises(EPConfigError, match="one rank on each GPU"):
             make(comm)
     finally:
         torch.cuda.set_device(mine)
