@@ -1,0 +1,165 @@
+"""Compare the signatures of deepep_rt.compat with those of DeepEP V1, and with the page for its users."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+
+import pytest
+from paths import ROOT
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+EMPTY = inspect.Parameter.empty
+# DeepEP 1.2.1: names in order, with their defaults.
+SIGNATURES = {
+    "Buffer.__init__": {
+        "group": EMPTY,
+        "num_nvl_bytes": 0,
+        "num_rdma_bytes": 0,
+        "low_latency_mode": False,
+        "num_qps_per_rank": 24,
+        "allow_nvlink_for_low_latency_mode": True,
+        "allow_mnnvl": False,
+        "use_fabric": False,
+        "explicitly_destroy": False,
+        "enable_shrink": False,
+        "comm": None,
+    },
+    "Buffer.destroy": {},
+    "Buffer.is_sm90_compiled": {},
+    "Buffer.set_num_sms": {"new_num_sms": EMPTY},
+    "Buffer.capture": {},
+    "Buffer.get_low_latency_rdma_size_hint": {
+        "num_max_dispatch_tokens_per_rank": EMPTY,
+        "hidden": EMPTY,
+        "num_ranks": EMPTY,
+        "num_experts": EMPTY,
+    },
+    "Buffer.get_comm_stream": {},
+    "Buffer.get_local_buffer_tensor": {"dtype": EMPTY, "size": None, "offset": 0, "use_rdma_buffer": False},
+    "Buffer.get_dispatch_config": {"num_ranks": EMPTY},
+    "Buffer.get_combine_config": {"num_ranks": EMPTY},
+    "Buffer.get_dispatch_layout": {
+        "topk_idx": EMPTY,
+        "num_experts": EMPTY,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.dispatch": {
+        "x": EMPTY,
+        "handle": None,
+        "num_tokens_per_rank": None,
+        "num_tokens_per_rdma_rank": None,
+        "is_token_in_rank": None,
+        "num_tokens_per_expert": None,
+        "topk_idx": None,
+        "topk_weights": None,
+        "expert_alignment": 1,
+        "num_worst_tokens": 0,
+        "config": None,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.combine": {
+        "x": EMPTY,
+        "handle": EMPTY,
+        "topk_weights": None,
+        "bias": None,
+        "config": None,
+        "previous_event": None,
+        "async_finish": False,
+        "allocate_on_comm_stream": False,
+    },
+    "Buffer.clean_low_latency_buffer": {"num_max_dispatch_tokens_per_rank": EMPTY, "hidden": EMPTY, "num_experts": EMPTY},
+    "Buffer.low_latency_dispatch": {
+        "x": EMPTY,
+        "topk_idx": EMPTY,
+        "num_max_dispatch_tokens_per_rank": EMPTY,
+        "num_experts": EMPTY,
+        "cumulative_local_expert_recv_stats": None,
+        "dispatch_wait_recv_cost_stats": None,
+        "use_fp8": True,
+        "round_scale": False,
+        "use_ue8m0": False,
+        "async_finish": False,
+        "return_recv_hook": False,
+    },
+    "Buffer.low_latency_combine": {
+        "x": EMPTY,
+        "topk_idx": EMPTY,
+        "topk_weights": EMPTY,
+        "handle": EMPTY,
+        "use_logfmt": False,
+        "zero_copy": False,
+        "async_finish": False,
+        "return_recv_hook": False,
+        "out": None,
+        "combine_wait_recv_cost_stats": None,
+    },
+    "Buffer.low_latency_update_mask_buffer": {"rank_to_mask": EMPTY, "mask": False},
+    "Buffer.low_latency_query_mask_buffer": {"mask_status": EMPTY},
+    "Buffer.low_latency_clean_mask_buffer": {},
+    "Buffer.get_next_low_latency_combine_buffer": {"handle": EMPTY},
+    "Config.__init__": {
+        "num_sms": 20,
+        "num_max_nvl_chunked_send_tokens": 6,
+        "num_max_nvl_chunked_recv_tokens": 256,
+        "num_max_rdma_chunked_send_tokens": 6,
+        "num_max_rdma_chunked_recv_tokens": 256,
+    },
+    "Config.get_nvl_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
+    "Config.get_rdma_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
+    "EventHandle.__init__": {},
+    "EventHandle.current_stream_wait": {},
+    "EventOverlap.__init__": {"event": None, "extra_tensors": None},
+    "EventOverlap.current_stream_wait": {},
+}
+STATIC = {
+    "is_sm90_compiled",
+    "set_num_sms",
+    "capture",
+    "get_low_latency_rdma_size_hint",
+    "get_dispatch_config",
+    "get_combine_config",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    from deepep_rt import compat
+
+    owner, method = name.split(".")
+    found = inspect.getattr_static(getattr(compat, owner), method)
+    assert isinstance(found, staticmethod) == (method in STATIC)
+    parameters = {p.name: p.default for p in inspect.signature(getattr(getattr(compat, owner), method)).parameters.values()}
+    parameters.pop("self", None)
+    assert list(parameters.items()) == list(SIGNATURES[name].items())
+
+
+def test_every_public_name_is_in_the_table() -> None:
+    from deepep_rt import compat
+
+    names = {"Buffer", "Config", "EventHandle", "EventOverlap", "check_nvlink_connections", "install", "shim_path", "topk_idx_t"}
+    assert set(compat.__all__) == names
+    public = {
+        name for name in dir(compat.Buffer) if not name.startswith("_") and name not in ("num_sms", "num_slots", "copies_results")
+    }
+    assert public - {"check", "internode_dispatch", "internode_combine", "runtime"} == {
+        name.split(".")[1] for name in SIGNATURES if name.startswith("Buffer.") and "__" not in name
+    }
+
+
+def test_every_name_is_in_the_page_for_users_of_deepep() -> None:
+    page = (ROOT / "docs/coming-from-deepep.md").read_text()
+    names = {name.split(".")[1] for name in SIGNATURES if "__" not in name and "current_stream_wait" not in name}
+    names |= set(SIGNATURES["Buffer.__init__"]) | {
+        "internode_dispatch",
+        "internode_combine",
+        "runtime",
+        "EventOverlap",
+        "EventHandle",
+    }
+    assert [name for name in sorted(names) if name not in page] == []
