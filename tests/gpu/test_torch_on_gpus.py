@@ -53,7 +53,7 @@ class Step:
     """A layer with inputs at fixed addresses. The host does not wait for the number of rows."""
 
     def __init__(self, comm, seed, buffer, **how):
-        import torch_autograd as t
+        import torch_layers as t
 
         self.t, self.comm, self.buffer, self.how = t, comm, buffer, how
         self.set(seed)
@@ -92,7 +92,7 @@ class Step:
 
 
 def sizes(comm, **more):
-    import torch_autograd as t
+    import torch_layers as t
 
     each = dict(
         hidden=t.HIDDEN, num_topk=t.TOPK, num_experts=t.EACH * comm.Get_size(), num_max_tokens_per_rank=64, dtype="float32"
@@ -141,7 +141,7 @@ def test_fp8_real_size(comm, fp8):
 
 def test_side_streams(comm):
     """Run dispatch and combine on one stream and experts on another, forward and backward. Each stream waits for late work."""
-    import torch_autograd as t
+    import torch_layers as t
 
     with make(comm, **sizes(comm)) as buffer:
         ran_on = []
@@ -310,7 +310,7 @@ def test_graph_of_a_step(comm):
 
 def test_memory_is_not_reused_too_early(comm):
     """Run many steps of several layers with late ranks. Autograd keeps more results than fit the Buffer."""
-    import torch_autograd as t
+    import torch_layers as t
 
     rng = np.random.default_rng(5)  # the same on all ranks
     with make(comm, **sizes(comm, num_slots=2)) as buffer:
