@@ -37,7 +37,7 @@ os.register_at_fork(after_in_child=_detach_after_fork)
 
 
 class BufferBase(SharedByCopies):
-    """What all calls of a Buffer share. Use `Buffer`."""
+    """The common part of all calls. Use `Buffer`."""
 
     _instead = MAKE_ANOTHER
     _backend: Backend | None = None

@@ -21,7 +21,7 @@ __device__ inline bool compare_headers(const Params& p, const Call& call, u32 di
   return __all_sync(~0u, ok);
 }
 
-// What a lane knows of the token's choice `lane`. The constructor starts the loads early, and the first use waits for them. The handle
+// A lane's data of the token's choice `lane`. The constructor starts the loads early, and the first use waits for them. The handle
 // keeps the choices that the dispatch got. Their rows arrive, and the kernel must read them. The choices that combine gets can leave some
 // of these rows out of the sum.
 struct Choice {

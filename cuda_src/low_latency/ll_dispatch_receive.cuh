@@ -158,7 +158,7 @@ struct RowPart {
   }
 };
 
-// What a block knows in the receive half.
+// The state of a block in the receive half.
 struct ReceiveContext {
   const Params& p;
   Shared& shared;

@@ -107,7 +107,7 @@ __device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int 
   return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * kNumRanks, num_workers, kCombineItemsPerTicket);
 }
 
-// What a copy warp tells the signal warp: the number of its written chunks, and the items.
+// A copy warp's message to the signal warp: the number of its written chunks, and the items.
 struct CopyProgress {
   static constexpr int kRingEntries = 32;
   u32 written;

@@ -1,1 +1,1 @@
-"""What carries calls out, and what both backends share."""
+"""Backends: they execute the calls of a Buffer, on GPUs or on the host."""

@@ -27,7 +27,7 @@ class Communicator(Protocol):
     """The ranks of a group. All ranks call its collectives in the same order."""
 
     transport_name: str
-    """What carries the messages, for the log."""
+    """The transport of the messages, for the log."""
     outlives_owner: bool
     """Whether the transport lives as long as the process."""
     timeout_s: float

@@ -1,1 +1,1 @@
-"""What is compiled: the kernels' table, structures, memory layout, tuning and sources."""
+"""Kernels: their table, structures, memory layout, tuning and source text."""

@@ -13,7 +13,7 @@ from deepep_rt.kernels.tuning import has_fp8
 pytestmark = pytest.mark.gpu
 
 
-# What the host backend promises beyond the CUDA one: it finds a wrong call of one rank on all ranks, and has no streams.
+# Promises of the host backend alone: it finds a wrong call of one rank on all ranks, and has no streams.
 HOST_ONLY = {
     "check_backend_choice",
     "check_host_events_and_streams",

@@ -1,4 +1,4 @@
-"""What the host learns of calls on the GPU, from kernels and from other ranks, and what it raises."""
+"""The host's side of calls on the GPU: reports of kernels, notices of other ranks, and the errors they raise."""
 
 from __future__ import annotations
 
