@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +22,21 @@ def console(width_of_logs: int) -> Console:
     Texts are printed unchanged, because texts from files may contain brackets and colons, which rich takes for markup and emoji.
 
     Args:
-        width_of_logs: Columns of a line if neither COLUMNS nor a terminal gives a width, as in a log file or under mpirun.
+        width_of_logs: Columns of a line if neither COLUMNS nor a terminal gives a width, as in a log file or under mpirun. COLUMNS=80 is
+            no width, because launchers set it without a terminal.
     """
     plain: dict[str, Any] = dict(highlight=False, markup=False, emoji=False)
     found = Console(**plain)
-    is_known = found.width != _UNKNOWN or shutil.get_terminal_size((0, 0)).columns == _UNKNOWN
+    is_known = found.width != _UNKNOWN or _terminal_columns() == _UNKNOWN
     return found if is_known else Console(**plain, width=width_of_logs)
+
+
+def _terminal_columns() -> int:
+    """Return the width of the terminal, or 0 if it is unknown (Open MPI gives its ranks a terminal without a size)."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout else 0
+    except OSError:
+        return 0
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def test_a_terminal(columns: int, printed: int) -> None:
     os.close(theirs)
 
 
-@pytest.mark.parametrize(("environment", "printed"), [({}, 133), ({"COLUMNS": "99"}, 99), ({"COLUMNS": "80"}, 80)])
+@pytest.mark.parametrize(("environment", "printed"), [({}, 133), ({"COLUMNS": "99"}, 99), ({"COLUMNS": "80"}, 133)])
 def test_a_log(environment: dict[str, str], printed: int) -> None:
     ours, theirs = os.pipe()
     print_width(theirs, **environment)
