@@ -23,7 +23,7 @@ def test_reports_of_all_ranks(ranks: list[StoreCommunicator]) -> None:
     assert on_all(ranks, lambda comm: all_ok(comm, comm.rank != 1)) == [(False, [])] * 3
     assert on_all(ranks[:2], lambda comm: all_ok(comm, True)) == [(False, [2])] * 2
     error = made[0].timeout_error()
-    assert (error.peer, error.rank) == (2, 0)
+    assert (error.peer, error.rank, error.phase) == (2, 0, "the step to be here")
     assert "timeout_s=0.3; expected all ranks to be here" in str(error)
     assert "for rank 2, which did not arrive" in str(error)
     assert all_ok(ranks[2], True) == (False, [0, 1]), "it is late, and gets no answer"

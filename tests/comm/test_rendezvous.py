@@ -11,7 +11,7 @@ import pytest
 from memory_store import on_all, outcome
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
-from deepep_rt.comm.rendezvous import agree_on_measurement, private_comm, timed_allgather
+from deepep_rt.comm.rendezvous import agree_on_measurement, begin_measurement, private_comm, timed_allgather
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.comm.timed_collectives import format_ranks, wait_all
 
@@ -82,6 +82,15 @@ def test_wait_all() -> None:
     assert not wait_all([soon], 0.0)
     assert wait_all([soon], 5.0)
     assert not wait_all([soon, never], 0.1)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda comm: agree_on_measurement(comm, 0.3, rows=3), lambda comm: begin_measurement(comm, 0.3)]
+)
+def test_measurements_end_in_time(ranks: list[StoreCommunicator], call: Any) -> None:
+    for error in on_all(ranks[:2], lambda comm: outcome(lambda: call(comm))):
+        assert isinstance(error, EPTimeoutError)
+        assert "timeout_s=0.3" in str(error)
 
 
 def test_all_ranks_compare_arguments_of_measurements(ranks: list[StoreCommunicator]) -> None:

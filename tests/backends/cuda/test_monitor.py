@@ -146,7 +146,7 @@ def test_call_half(ranks: list[StoreCommunicator]) -> None:
         raise KeyboardInterrupt
     with pytest.raises(EPTimeoutError, match="interrupted between its halves") as caught:
         waiting.check_peers()
-    assert (caught.value.rank, caught.value.peer) == (1, 1)
+    assert (caught.value.rank, caught.value.peer, caught.value.phase) == (1, 1, "the rows of a low-latency dispatch")
     with pytest.raises(KeyError), waiting.call_half():
         raise KeyError
     with pytest.raises(EPTimeoutError, match="interrupted between its halves"):
