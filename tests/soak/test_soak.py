@@ -146,7 +146,8 @@ def test_minutes_end_the_run(tmp_path):
     found = json.loads(report.read_text())
     assert found["status"] == "passed"
     assert 1.8 <= found["seconds"] < 30
-    assert found["rounds"] % 16 == 0
+    in_buffer = found["rounds"] % found["settings"]["rounds_per_buffer"]  # ranks synchronize at the end of a Buffer too
+    assert in_buffer % 16 == 0 or found["rounds"] % 16 == 0
     assert re.search(r"soak: .*round \d+", progress)
 
 
