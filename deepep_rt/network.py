@@ -1,4 +1,4 @@
-"""Settings of the network between hosts. NVSHMEM's transports read them from the environment."""
+"""Settings of the network between nodes: the transport, and what NVSHMEM's own transports read from the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 from ._checks import argument_error, choice, flag, whole_number
 from .errors import EPConfigError
 
-TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
+TRANSPORTS = ("auto", "nvshmem", "mpi")
+"""Values of `NetworkOptions.transport`."""
+
+REMOTE_TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
 """Values of NVSHMEM_REMOTE_TRANSPORT in NVSHMEM 3.8. Version 3.7 added gpunetio."""
 
 _PER_HOST = ("nics", "bootstrap_interface")  # names of devices, which may differ between hosts
@@ -18,16 +21,20 @@ _PER_HOST = ("nics", "bootstrap_interface")  # names of devices, which may diffe
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Settings of NVSHMEM for ranks on other hosts. They take effect when NVSHMEM starts, with the first Buffer of the process.
+    """Settings of the network between the nodes of a Buffer on GPUs.
 
-    If an option is None, NVSHMEM uses its default. If the user has set the environment variable of an option, the variable wins. The user
-    can set any other `NVSHMEM_*` variable too. `docs/several-nodes.md` tells when to change which option.
+    All options but `transport` are NVSHMEM's. They take effect when NVSHMEM starts, with the first Buffer of the process. If such an option
+    is None, NVSHMEM uses its default. If the user has set the environment variable of an option, the variable wins. The user can set any
+    other `NVSHMEM_*` variable too. `docs/several-nodes.md` tells when to change which option.
 
     Args:
-        transport: Transport over the network: "ibrc" (NVSHMEM's default), "ibdevx", "gpunetio", "ucx", "libfabric" or "none".
-            Default with all ranks on one host: "none". Sets `NVSHMEM_REMOTE_TRANSPORT`.
-        ibgda: Let the GPU write to a ConnectX NIC (InfiniBand or RoCE) without the CPU. The host still sends over `transport`. NVSHMEM's
-            default: no. Sets `NVSHMEM_IB_ENABLE_IBGDA`.
+        transport: "nvshmem": the GPU sends with NVSHMEM, which needs a NIC, or all ranks on one host. "mpi": a thread of the host sends
+            with MPI, over any network. "auto": NVSHMEM if every host has a NIC that it can use, or if all ranks are on one host, and MPI
+            otherwise.
+        nvshmem_remote_transport: NVSHMEM's transport over the network: "ibrc" (its default), "ibdevx", "gpunetio", "ucx", "libfabric" or
+            "none". Default with all ranks on one host: "none". Sets `NVSHMEM_REMOTE_TRANSPORT`.
+        ibgda: Let the GPU write to a ConnectX NIC (InfiniBand or RoCE) without the CPU. The host still sends over
+            `nvshmem_remote_transport`. NVSHMEM's default: no. Sets `NVSHMEM_IB_ENABLE_IBGDA`.
         service_level: InfiniBand service level, or RoCE priority, 0 to 15. NVSHMEM's default: 0. Sets `NVSHMEM_IB_SL`.
         connections_per_peer: RC queue pairs that IBGDA opens to each peer and distributes over thread blocks. With 0, it uses DC queue
             pairs. NVSHMEM's default: 2. Sets `NVSHMEM_IBGDA_NUM_RC_PER_PE`.
@@ -46,7 +53,8 @@ class NetworkOptions:
         {'NVSHMEM_IB_ENABLE_IBGDA': '1', 'NVSHMEM_IB_SL': '3'}
     """
 
-    transport: str | None = None
+    transport: str = "auto"
+    nvshmem_remote_transport: str | None = None
     ibgda: bool | None = None
     service_level: int | None = None
     connections_per_peer: int | None = None
@@ -55,8 +63,12 @@ class NetworkOptions:
     bootstrap_interface: str | None = None
 
     def __post_init__(self) -> None:
-        if self.transport is not None:
-            choice(self.transport, "transport", TRANSPORTS, error=EPConfigError)
+        if isinstance(self.transport, str) and self.transport in REMOTE_TRANSPORTS:  # its values in earlier versions
+            remedy = f"Pass nvshmem_remote_transport={self.transport!r} to choose NVSHMEM's own transport."
+            raise argument_error(self.transport, "transport", " or ".join(map(repr, TRANSPORTS)), remedy, EPConfigError)
+        choice(self.transport, "transport", TRANSPORTS, error=EPConfigError)
+        if self.nvshmem_remote_transport is not None:
+            choice(self.nvshmem_remote_transport, "nvshmem_remote_transport", REMOTE_TRANSPORTS, error=EPConfigError)
         if self.ibgda is not None:
             self._set("ibgda", flag(self.ibgda, "ibgda", error=EPConfigError))
         for name, least, most in (
@@ -84,11 +96,11 @@ class NetworkOptions:
             Values by name of the variable, without those of options that are None.
 
         Example:
-            >>> NetworkOptions(transport="none").environment()
+            >>> NetworkOptions(nvshmem_remote_transport="none").environment()
             {'NVSHMEM_REMOTE_TRANSPORT': 'none'}
         """
         values: dict[str, Any] = {
-            "NVSHMEM_REMOTE_TRANSPORT": self.transport,
+            "NVSHMEM_REMOTE_TRANSPORT": self.nvshmem_remote_transport,
             "NVSHMEM_IB_ENABLE_IBGDA": None if self.ibgda is None else int(self.ibgda),
             "NVSHMEM_IB_SL": self.service_level,
             "NVSHMEM_IBGDA_NUM_RC_PER_PE": self.connections_per_peer,

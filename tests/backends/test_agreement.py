@@ -38,3 +38,5 @@ def test_network_options_that_both_ends_of_a_connection_need():
     assert agree(None, NetworkOptions(nics=["mlx5_0:1"], bootstrap_interface="eth0")) == "host"
     with pytest.raises(EPConfigError, match=r"service_level: rank 0 None, rank 1 3; connections_per_peer: rank 0 4, rank 1 None"):
         agree(NetworkOptions(connections_per_peer=4), NetworkOptions(service_level=3))
+    with pytest.raises(EPConfigError, match=r"transport: rank 0 'mpi', rank 1 'auto'"):
+        agree(NetworkOptions(transport="mpi"), NetworkOptions())

@@ -14,7 +14,9 @@ from fake_ranks import FakeRanks
 from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError, NetworkOptions
 from deepep_rt.cuda import nvshmem
 
-VARIABLES = NetworkOptions(transport="ibrc", ibgda=True, service_level=3, nics=["mlx5_0:1", "mlx5_3:1"]).environment()
+VARIABLES = NetworkOptions(
+    nvshmem_remote_transport="ibrc", ibgda=True, service_level=3, nics=["mlx5_0:1", "mlx5_3:1"]
+).environment()
 
 
 class Nvshmem(types.ModuleType):
@@ -125,7 +127,7 @@ def test_a_network_on_one_host_keeps_its_thread(install, monkeypatch, by_variabl
     fake = install()
     if by_variable:
         monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "ucx")
-    nvshmem.runtime(FakeRanks(gather=_pes), NetworkOptions(transport=None if by_variable else "ucx").environment())
+    nvshmem.runtime(FakeRanks(gather=_pes), NetworkOptions(nvshmem_remote_transport=None if by_variable else "ucx").environment())
     assert fake.variables_at_start == {"NVSHMEM_REMOTE_TRANSPORT": "ucx"}
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from deepep_rt import EPConfigError, NetworkOptions
-from deepep_rt.network import TRANSPORTS
+from deepep_rt.network import REMOTE_TRANSPORTS
 
 ALL = NetworkOptions(
-    transport="ibrc",
+    nvshmem_remote_transport="ibrc",
     ibgda=True,
     service_level=3,
     connections_per_peer=8,
@@ -44,7 +44,9 @@ def test_environment():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"transport": "ibgda"}, ["transport='ibgda'", "'ibrc' or 'ibdevx'"]),
+        ({"transport": "tcp"}, ["transport='tcp'", "'auto' or 'nvshmem' or 'mpi'"]),
+        ({"transport": None}, ["transport=None", "'auto' or 'nvshmem' or 'mpi'"]),
+        ({"nvshmem_remote_transport": "ibgda"}, ["nvshmem_remote_transport='ibgda'", "'ibrc' or 'ibdevx'"]),
         ({"ibgda": "yes"}, ["ibgda='yes'"]),
         ({"service_level": 16}, ["service_level=16", "0 to 15"]),
         ({"service_level": -1}, ["service_level=-1"]),
@@ -64,6 +66,18 @@ def test_errors_name_bad_values(change, words):
     with pytest.raises(EPConfigError) as caught:
         NetworkOptions(**change)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("value", REMOTE_TRANSPORTS)
+def test_former_values_of_transport_name_the_new_option(value):
+    with pytest.raises(EPConfigError, match=rf"transport='{value}'; expected .*Pass nvshmem_remote_transport='{value}'"):
+        NetworkOptions(transport=value)
+
+
+def test_ranks_agree_on_the_transport():
+    assert NetworkOptions().common()["transport"] == "auto"
+    assert NetworkOptions(transport="mpi").common()["transport"] == "mpi"
+    assert NetworkOptions(transport="mpi").environment() == {}
 
 
 def test_frozen():
@@ -90,4 +104,4 @@ def test_the_installed_nvshmem_knows_every_variable():
     assert libraries
     assert not wanted
     loaded = {path.name.split(".")[0] for path in libraries}
-    assert {f"nvshmem_transport_{name}" for name in TRANSPORTS if name not in ("none", "gpunetio")} <= loaded
+    assert {f"nvshmem_transport_{name}" for name in REMOTE_TRANSPORTS if name not in ("none", "gpunetio")} <= loaded
