@@ -68,14 +68,21 @@ class Buffer(LowLatencyCalls):
         low_latency_sms: SMs that a low-latency call occupies, for any number of tokens (fewer only for a small `num_max_tokens_per_rank`).
             If several Buffers make such calls at the same time, on different streams, their SMs must fit on the GPU together. A call that
             waits for its peers keeps its SMs, and ranks that started with different Buffers would wait for each other.
-        ranks_per_node: Consecutive ranks that reach each other over NVLink; low-latency calls use NVSHMEM between such groups.
-            Default: the ranks of a host. 1 sends everything through NVSHMEM.
+        ranks_per_node: Consecutive ranks that reach each other over NVLink, a divisor of the number of ranks. They are a node; rows
+            between nodes take the network. Default: the ranks of a host. (The host backend takes all ranks for one node then.) With
+            1, all rows between ranks take the network.
         network: How NVSHMEM reaches the ranks on other hosts. It takes effect when NVSHMEM starts, with the first Buffer of the process.
         on_timeout: What a low-latency call does with a silent peer: "raise", or "mask" it (see `mask_rank`) and continue without it.
         check_inputs: Report expert numbers out of range from the device, in this call or a later one. Without it GPUs skip them. (The host
             backend always raises.) Default: `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when results that the caller holds fill the pool: "copy" its result to separate memory (a quarter
             slower; the log says so once, at INFO), or raise "error". The host backend has no pool.
+        path: The way of rows between nodes. "hierarchical" sends a token once to each node, and a rank there passes it on over NVLink.
+            "direct" sends it to each rank. "auto" chooses by what is measured. All give the same bits.
+        num_max_recv_tokens: With several nodes, the most rows that one dispatch may bring to a rank: 1 to `num_ranks *
+            num_max_tokens_per_rank`. Memory is for this number. More rows are an error on all ranks. Default: `2 *
+            num_max_tokens_per_rank * min(num_topk, num_ranks)`, or that largest number if it is smaller. On one node, all rows that
+            can arrive always have room, and this only has to be in range. `config.num_max_recv_tokens` is the number in use.
 
     Raises:
         EPConfigError: If a size is wrong, or the ranks disagree on one.
@@ -112,6 +119,8 @@ class Buffer(LowLatencyCalls):
         on_timeout: str = "raise",
         check_inputs: bool | None = None,
         on_exhausted: str = "copy",
+        path: str = "auto",
+        num_max_recv_tokens: int | None = None,
     ) -> None:
         from .backends.agreement import report_config_error  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
@@ -137,6 +146,8 @@ class Buffer(LowLatencyCalls):
                 low_latency_sms=low_latency_sms,
                 ranks_per_node=ranks_per_node,
                 on_timeout=on_timeout,
+                path=path,
+                recv_limit=num_max_recv_tokens,
                 **{name: value for name, value in optional.items() if value is not None},
             )
         except EPConfigError as error:
@@ -156,6 +167,7 @@ class Buffer(LowLatencyCalls):
         num_slots: int = 2,
         low_latency: bool = False,
         ranks_per_node: int | None = None,
+        num_max_recv_tokens: int | None = None,
     ) -> dict[str, int]:
         """Compute the bytes of GPU memory that such a Buffer takes on each rank. This allocates nothing.
 
@@ -168,7 +180,8 @@ class Buffer(LowLatencyCalls):
             dtype: See `Buffer`.
             num_slots: See `Buffer`.
             low_latency: See `Buffer`.
-            ranks_per_node: See `Buffer`.
+            ranks_per_node: See `Buffer`. Default: all ranks are one node.
+            num_max_recv_tokens: See `Buffer`.
 
         Returns:
             Bytes by region ("control", "landing", "pool", "sums", "low_latency", "handles", "low_latency_results") and their sum under
@@ -186,6 +199,7 @@ class Buffer(LowLatencyCalls):
             check_inputs=False,
             low_latency=low_latency,
             ranks_per_node=ranks_per_node,
+            recv_limit=num_max_recv_tokens,
         )
         return Layout(config).size_hint
 
@@ -235,7 +249,7 @@ class Buffer(LowLatencyCalls):
             topk_weights: `[num_tokens, num_topk]` float32, or None. Needs `topk_idx`.
             x_scales: `[num_tokens, n]`, at most one 4-byte word for 128 channels: `hidden // 128` float32, or packed UE8M0.
             handle: Repeat the routing of an earlier dispatch. The call counts nothing, and the host does not wait.
-            num_worst_tokens: Fix the rows of the result, 0 to `num_ranks * num_max_tokens_per_rank`. The host does not wait
+            num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens`. The host does not wait
                 and nothing is allocated, so a CUDA graph can capture the call (keep the result as long as the graph). Rows
                 past it are dropped and count in `num_recv_tokens`; the log says so once.
             expert_alignment: Round the count of each expert up to a multiple of this. Not with `handle`, which keeps its counts.

@@ -19,6 +19,9 @@ MAX_TOPK = 32
 MAX_EXPERTS = 1 << 13
 MAX_SMS = 1 << 10
 MAX_RANKS_PER_NODE = 8
+PATHS = ("auto", "hierarchical", "direct")
+"""Ways of rows between nodes: see `Buffer`."""
+
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
 """Element types of the rows that combine can sum."""
 
@@ -85,10 +88,11 @@ class Config:
         timeout_s: Seconds after which a silent peer raises EPTimeoutError.
         low_latency: Whether to allocate memory for the low-latency calls.
         low_latency_sms: Thread blocks of the low-latency kernels. The number of SMs of the GPU limits it.
-        ranks_per_node: Consecutive ranks that reach each other over NVLink. Low-latency calls reach the others through NVSHMEM. None: all
-            ranks reach each other over NVLink.
+        ranks_per_node: Consecutive ranks that reach each other over NVLink. They are a node. None: all ranks are one node.
         on_timeout: The reaction of a low-latency call to a silent peer: "raise", or "mask" it and continue without it.
         check_inputs: Whether the device reports expert numbers that are out of range.
+        path: The way of rows between nodes: "auto", "hierarchical" or "direct".
+        recv_limit: `num_max_recv_tokens` as given to the Buffer. The property `num_max_recv_tokens` is the number that counts.
 
     Raises:
         EPConfigError: if a value is out of range. The message names the value and the range.
@@ -108,6 +112,8 @@ class Config:
     ranks_per_node: int | None = None
     on_timeout: str = "raise"
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
+    path: str = "auto"
+    recv_limit: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types_and_ranges()
@@ -136,9 +142,12 @@ class Config:
             self._set(name, whole_number(getattr(self, name), name, least, most, error=EPConfigError))
         if self.ranks_per_node is not None:
             self._set("ranks_per_node", self._checked_ranks_per_node())
+        if self.recv_limit is not None:
+            self._set("recv_limit", self._checked_recv_limit())
         for name in ("low_latency", "check_inputs"):
             self._set(name, flag(getattr(self, name), name, error=EPConfigError))
         self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
+        self._set("path", choice(self.path, "path", PATHS, error=EPConfigError))
         self._set("timeout_s", seconds(self.timeout_s, "timeout_s", MAX_TIMEOUT_S, error=EPConfigError))
 
     def _checked_ranks_per_node(self) -> int:
@@ -149,6 +158,10 @@ class Config:
             if self.num_ranks % number == 0:
                 return number
         raise argument_error(self.ranks_per_node, "ranks_per_node", expected, remedy, EPConfigError)
+
+    def _checked_recv_limit(self) -> int:
+        most, remedy = self.worst_recv_tokens, "The largest is num_ranks * num_max_tokens_per_rank; None lets the Buffer choose."
+        return whole_number(self.recv_limit, "num_max_recv_tokens", 1, most, error=EPConfigError, remedy=remedy)
 
     def _check_experts(self) -> None:
         if self.num_experts % self.num_ranks:
@@ -191,8 +204,13 @@ class Config:
 
     @cached_property
     def has_network(self) -> bool:
-        """Whether some ranks reach each other only through NVSHMEM."""
+        """Whether some ranks reach each other only over a network."""
         return self.node_size < self.num_ranks
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """The number of groups of ranks that reach each other over NVLink."""
+        return self.num_ranks // self.node_size
 
     @cached_property
     def num_local_experts(self) -> int:
@@ -249,14 +267,31 @@ class Config:
         return self.num_max_tokens_per_rank <= self.most_low_latency_tokens
 
     @cached_property
-    def num_max_recv_tokens(self) -> int:
-        """The most rows that a rank can receive: every token of every rank."""
+    def worst_recv_tokens(self) -> int:
+        """The most rows that can arrive at a rank: every token of every rank."""
         return self.num_ranks * self.num_max_tokens_per_rank
+
+    @cached_property
+    def num_max_recv_tokens(self) -> int:
+        """The most rows that one dispatch may bring to a rank.
+
+        On one node these are all that can arrive, because a Buffer has memory for them. On several nodes they are `recv_limit`, or by
+        default twice the rows that a rank sends at most.
+        """
+        if not self.has_network:
+            return self.worst_recv_tokens
+        return self.recv_limit or min(2 * self.num_max_sent_rows, self.worst_recv_tokens)
 
     @cached_property
     def num_max_sent_rows(self) -> int:
         """The most rows that a rank sends in dispatch and receives in combine. A token goes to each rank at most once."""
         return self.num_max_tokens_per_rank * min(self.num_ranks, self.num_topk)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all settings by the names that `Buffer` gives them, so that ranks can compare them."""
+        settings = dataclasses.asdict(self)
+        settings["num_max_recv_tokens"] = settings.pop("recv_limit")
+        return settings
 
     def constants(self) -> dict[str, int]:
         """Return the constants that are compiled into every kernel."""

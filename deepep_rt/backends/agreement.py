@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +34,7 @@ def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, n
         EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU, or if a CUDA driver does not start.
         EPTimeoutError: if a rank does not make the Buffer.
     """
-    settings = {**dataclasses.asdict(config), "backend": backend, "on_exhausted": on_exhausted}
+    settings = {**config.settings(), "backend": backend, "on_exhausted": on_exhausted}
     settings |= (network or NetworkOptions()).common()
     reason = None if backend == "host" else why_no_gpu()
     gathered = _gather(comm, config.timeout_s, (settings, reason))

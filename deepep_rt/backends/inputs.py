@@ -44,7 +44,8 @@ def dispatch_inputs(
             "topk_idx=None; expected expert numbers, or a handle. Pass topk_idx, or the handle of an earlier dispatch"
         )
     if num_worst_tokens is not None:
-        remedy = "The largest is num_ranks * num_max_tokens_per_rank; None leaves the number to what arrives."
+        largest = "num_max_recv_tokens of the Buffer" if config.has_network else "num_ranks * num_max_tokens_per_rank"
+        remedy = f"The largest is {largest}; None leaves the number to what arrives."
         num_worst_tokens = whole_number(num_worst_tokens, "num_worst_tokens", 0, config.num_max_recv_tokens, remedy=remedy)
     expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
     if handle is not None:
@@ -170,7 +171,7 @@ def low_latency_combine_inputs(
     config = info.config
     reduce_early = flag(allow_multiple_reduction, "allow_multiple_reduction")
     check_low_latency_handle(info, handle)
-    rows = _as_view(info, y, "y", stream, (config.num_local_experts, config.num_max_recv_tokens, config.hidden), ("bfloat16",))
+    rows = _as_view(info, y, "y", stream, (config.num_local_experts, config.worst_recv_tokens, config.hidden), ("bfloat16",))
     _check_start(rows, "y")
     idx = _as_view(info, topk_idx, "topk_idx", stream, (handle.num_tokens, config.num_topk), ("int32", "int64"))
     weights = _as_view(info, topk_weights, "topk_weights", stream, (handle.num_tokens, config.num_topk), ("float32",))

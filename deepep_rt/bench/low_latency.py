@@ -88,9 +88,9 @@ class Bench:
         self.idx = machine.upload(np.ascontiguousarray(chosen, np.int64))
         self.weights = machine.upload(rng.random((num_tokens, settings.topk), dtype=np.float32))
         config = buffer.config
-        rows = config.num_local_experts * config.num_max_recv_tokens
+        rows = config.num_local_experts * config.worst_recv_tokens
         self.y = machine.bf16(rng, rows, settings.hidden).reshape(
-            config.num_local_experts, config.num_max_recv_tokens, settings.hidden
+            config.num_local_experts, config.worst_recv_tokens, settings.hidden
         )
         self.handle = self.dispatch().handle
 

@@ -78,8 +78,9 @@ def dispatch(
         x: `[num_tokens, hidden]`, at least one row. For gradients bfloat16, float16 or float32.
         topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers; -1 skips.
         topk_weights: `[num_tokens, num_topk]` float32, or None.
-        num_worst_tokens: The fixed number of rows of the result. Default and maximum: `num_ranks * num_max_tokens_per_rank`. Further rows
-            are dropped: their tokens lack these experts, and so do their gradients. `handle.num_recv_tokens` counts them.
+        num_worst_tokens: The fixed number of rows of the result. Default and maximum: `buffer.config.num_max_recv_tokens`. On one
+            node, that many can arrive. Further rows are dropped: their tokens lack these experts, and so do their gradients.
+            `handle.num_recv_tokens` counts them.
         after: The `token` of an earlier call. All ranks make this call after that one.
 
     Returns:

@@ -161,7 +161,7 @@ def _dispatch(
 ) -> LowLatencyDispatched:
     config, (use_fp8, _, use_ue8m0) = buffer.config, formats
     tables = backend_of(buffer).tables
-    rows = (config.num_local_experts, config.num_max_recv_tokens)
+    rows = (config.num_local_experts, config.worst_recv_tokens)
     words = tables.num_low_latency_words
     shapes: list[Any] = [((*rows, config.hidden), jnp.float8_e4m3fn if use_fp8 else jnp.bfloat16), ((words,), jnp.int32)]
     if use_fp8:

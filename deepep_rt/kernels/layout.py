@@ -119,7 +119,7 @@ class Layout:
                 ("staged_headers", scale_out * slots * ranks * header),
                 ("staged_messages", scale_out * slots * tokens * message),
                 ("staged_weights", scale_out * slots * tokens * topk * 8),
-                ("staged_rows", scale_out * slots * config.num_max_recv_tokens * row),
+                ("staged_rows", scale_out * slots * config.worst_recv_tokens * row),
                 ("messages", slots * ranks * tokens * message),
                 ("rows", slots * rows * row),
             ]
@@ -195,7 +195,7 @@ class Layout:
                 ("excluded", config.num_ranks * 4),  # 1: the dispatch excluded the rank
                 ("choices", config.num_max_tokens_per_rank * config.num_topk * 2),  # [token][choice] int16: the expert, or -1
                 ("num_recv_per_expert", config.num_local_experts * 4),
-                ("entries", config.num_max_recv_tokens * structs.LlEntry.size(self._sizes)),
+                ("entries", config.worst_recv_tokens * structs.LlEntry.size(self._sizes)),
             ]
         )
 

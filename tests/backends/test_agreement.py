@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from fake_ranks import FakeRanks
 
@@ -19,10 +17,13 @@ def no_messages(monkeypatch):
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-@pytest.mark.parametrize(("name", "value"), [("backend", "auto"), ("on_exhausted", "error"), ("num_slots", 3)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("backend", "auto"), ("on_exhausted", "error"), ("num_slots", 3), ("path", "direct"), ("num_max_recv_tokens", 7)],
+)
 def test_settings_that_differ_on_one_rank(name, value, odd):
     config = Config(3, 16, 128, 2, 6)
-    usual = {**dataclasses.asdict(config), **NetworkOptions().common(), "backend": "host", "on_exhausted": "copy"}
+    usual = {**config.settings(), **NetworkOptions().common(), "backend": "host", "on_exhausted": "copy"}
     all_settings = [(usual | {name: value} if rank == odd else usual, None) for rank in range(3)]
     with pytest.raises(EPConfigError, match=rf"disagree.*{name}: .*rank {odd} {value!r}"):
         agreement.agree(FakeRanks(3, gather=lambda mine: all_settings), config, "host", "copy")
@@ -32,7 +33,7 @@ def test_network_options_that_both_ends_of_a_connection_need():
     config = Config(2, 16, 128, 2, 4)
 
     def agree(mine, theirs):
-        other = {**dataclasses.asdict(config), "backend": "host", "on_exhausted": "copy", **theirs.common()}
+        other = {**config.settings(), "backend": "host", "on_exhausted": "copy", **theirs.common()}
         return agreement.agree(FakeRanks(2, gather=lambda given: [given, (other, None)]), config, "host", "copy", mine)
 
     assert agree(None, NetworkOptions(nics=["mlx5_0:1"], bootstrap_interface="eth0")) == "host"

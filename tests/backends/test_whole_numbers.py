@@ -131,9 +131,12 @@ _V1_CALL = dict(num_max_dispatch_tokens_per_rank=8, num_experts=EXPERTS)
 # A public argument that is missing here fails a test below.
 CASES: dict[str, Case] = {
     **{f"Buffer.{name}": (good, _make(name)) for name, good in {**SIZES, "num_slots": 2, "num_sms": 24}.items()},
-    **{f"Buffer.{name}": (good, _make(name)) for name, good in {"low_latency_sms": 64, "ranks_per_node": 1}.items()},
+    **{
+        f"Buffer.{name}": (good, _make(name))
+        for name, good in {"low_latency_sms": 64, "ranks_per_node": 1, "num_max_recv_tokens": 8}.items()
+    },
     **{f"Buffer.size_hint.{name}": (good, _hint(name)) for name, good in {"num_ranks": 4, **SIZES}.items()},
-    **{f"Buffer.size_hint.{name}": (2, _hint(name)) for name in ("num_slots", "ranks_per_node")},
+    **{f"Buffer.size_hint.{name}": (2, _hint(name)) for name in ("num_slots", "ranks_per_node", "num_max_recv_tokens")},
     "Buffer.num_sms (set)": (16, _set_num_sms),
     "Buffer.dispatch.num_worst_tokens": (8, lambda w, v: _send(buffer=w["plain"], num_worst_tokens=v)),
     "Buffer.dispatch.expert_alignment": (4, lambda w, v: _send(buffer=w["plain"], expert_alignment=v)),
@@ -190,7 +193,7 @@ CASES: dict[str, Case] = {
     ),
 }
 ALWAYS_RAISE = {"compat.Buffer.get_local_buffer_tensor.offset"}
-MAY_BE_NONE = ("num_worst_tokens", "ranks_per_node", "row_bytes", *_NETWORK)
+MAY_BE_NONE = ("num_worst_tokens", "num_max_recv_tokens", "ranks_per_node", "row_bytes", *_NETWORK)
 MADE_BY_CALLS = {"Handle", "Dispatched", "LowLatencyHandle", "LowLatencyDispatched", "Combined"}  # the caller makes none of these
 
 

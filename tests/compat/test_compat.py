@@ -117,7 +117,7 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     from deepep_rt.kernels.layout import Layout
 
     config = Config(num_ranks=3, num_max_tokens_per_rank=4, hidden=64, num_topk=2, num_experts=6, low_latency=True)
-    rows = config.num_max_recv_tokens  # of an expert; there are two
+    rows = config.worst_recv_tokens  # of an expert; there are two
     entries = np.zeros(rows, structs.LlEntry.dtype(config.constants()))
     entries["row"], entries["source"], entries["token"] = 5, 2**31 - 1, 99  # values of an earlier call
     places = [

@@ -49,7 +49,7 @@ def same_sent(got, want):
 def outputs(comm, buffer, seed):
     """Make the rows that stand for the experts' outputs."""
     c = buffer.config
-    return rows(comm, seed, c.num_local_experts, c.num_max_recv_tokens, c.hidden)
+    return rows(comm, seed, c.num_local_experts, c.worst_recv_tokens, c.hidden)
 
 
 def round_trip(

@@ -68,7 +68,7 @@ class LowLatencyRound:
         self.options = {**random_options, **options}
         self.calling = range(self.config.num_ranks) if calling is None else calling
         self.inputs = inputs_of(self.config, seed)
-        shape = self.config.num_local_experts, self.config.num_max_recv_tokens, self.config.hidden
+        shape = self.config.num_local_experts, self.config.worst_recv_tokens, self.config.hidden
         self.y = [outputs(seed, rank, shape, special=seed % 3 == 0) for rank in range(self.config.num_ranks)]
         self.idx = {r: machine.put(r, self.inputs[r].topk_idx) for r in self.calling}
         self.weights = {r: machine.put(r, self.inputs[r].topk_weights) for r in self.calling}

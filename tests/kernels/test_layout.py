@@ -96,6 +96,15 @@ def test_size_hint_is_the_sum(config: Config) -> None:
     assert public == hint
 
 
+def test_the_pool_of_several_nodes_has_room_for_the_most_rows_of_a_dispatch() -> None:
+    sizes = dict(num_max_tokens_per_rank=64, hidden=1024, num_topk=4, num_experts=64)
+    near = Buffer.size_hint(64, **sizes)
+    assert Buffer.size_hint(64, **sizes, num_max_recv_tokens=8) == near, "on one node there is room for all rows"
+    pools = [Buffer.size_hint(64, **sizes, ranks_per_node=8, num_max_recv_tokens=n)["pool"] for n in (None, 512, 64, 4096)]
+    assert pools[0] == pools[1] < near["pool"] == pools[3]
+    assert pools[2] < pools[1] / 7
+
+
 def test_size_hint_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = dict(num_max_tokens_per_rank=16, hidden=64, num_topk=2, num_experts=8)
     hint = Buffer.size_hint(2, **sizes)
@@ -254,7 +263,7 @@ def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) ->
             **{name: slots * num_bytes * config.has_network for name, num_bytes in far.items()},
         }
         assert list(arranged.offsets)[-2:] == ["messages", "rows"], "all that is after `messages` is filled with kEmptySentinel"
-    experts, capacity = config.num_local_experts, config.num_max_recv_tokens
+    experts, capacity = config.num_local_experts, config.worst_recv_tokens
     for use_fp8, use_ue8m0, width, num_bytes in ((False, False, 2, 0), (True, False, 1, 4), (True, True, 1, 1)):
         result = Layout(config).low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)
         scales = experts * capacity * (config.hidden // 128) * num_bytes

@@ -33,7 +33,7 @@ class Round:
             make_inputs(seed, rank, TOKENS[rank % 2], *sizes, skip_probability=0.1, dtype="bfloat16")
             for rank in range(config.num_ranks)
         ]
-        shape = config.num_local_experts, config.num_max_recv_tokens, config.hidden
+        shape = config.num_local_experts, config.worst_recv_tokens, config.hidden
         self.y = [outputs(seed, rank, shape) for rank in range(config.num_ranks)]
 
     def dispatch(self, rank: int, *, early_weights: bool = True) -> None:

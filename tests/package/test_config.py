@@ -53,6 +53,9 @@ GOOD = dict(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, 
             ["rows of bfloat16", "hidden=12", "24 bytes", "multiple of 16"],
         ),
         ({"check_inputs": "no"}, ["check_inputs='no'", "True or False"]),
+        ({"path": "short"}, ["path='short'", "'auto' or 'hierarchical' or 'direct'"]),
+        ({"recv_limit": 0}, ["num_max_recv_tokens=0", "from 1 to 32768"]),
+        ({"recv_limit": 32769, "ranks_per_node": 4}, ["num_max_recv_tokens=32769", "from 1 to 32768"]),
     ],
 )
 def test_errors_name_bad_values(change: dict, words: list[str]) -> None:
@@ -108,10 +111,27 @@ def test_derived_numbers(config: Config) -> None:
     assert config.row_bytes % 16 == 0
     assert config.row_bytes == config.hidden * DTYPES[config.dtype].itemsize
     assert config.scale_bytes * 32 >= config.hidden > (config.scale_bytes - 4) * 32
-    assert config.num_max_sent_rows <= config.num_max_recv_tokens
+    assert config.num_max_sent_rows <= config.num_max_recv_tokens == config.worst_recv_tokens
+    assert config.num_nodes == 1
     constants = config.constants()
     assert all(name.startswith("k") and type(value) is int for name, value in constants.items())
     assert constants["kNumLocalExperts"] * constants["kNumRanks"] == constants["kNumExperts"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "limit", "most"),
+    [(1, None, 16 * 64), (1, 5, 16 * 64), (4, None, 2 * 64 * 8), (4, 5, 5), (4, 16 * 64, 16 * 64), (16, None, 2 * 64 * 8)],
+)
+def test_rows_that_a_dispatch_may_bring(nodes: int, limit: int | None, most: int) -> None:
+    """On one node every row that can arrive has room. The limit holds once a job turns out to have several nodes."""
+    config = Config(16, 64, 128, 8, 32, recv_limit=limit)
+    config = dataclasses.replace(config, ranks_per_node=16 // nodes)
+    assert (config.num_nodes, config.num_max_recv_tokens, config.worst_recv_tokens) == (nodes, most, 16 * 64)
+    assert config.settings()["num_max_recv_tokens"] == limit
+
+
+def test_the_default_is_never_above_what_can_arrive() -> None:
+    assert Config(2, 64, 128, 8, 32, ranks_per_node=1).num_max_recv_tokens == 2 * 64
 
 
 @given(configs(), st.sampled_from(["sm_80", "sm_90", "sm_90a", "sm_100", "compute_80"]))

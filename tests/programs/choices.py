@@ -103,7 +103,7 @@ def check_experts_without_room(comm: MPI.Intracomm) -> None:
         buffer.synchronize()
         buffer.check()
     warnings = [line for line in log if "dropped" in line]
-    assert len(warnings) == (rank == 0 and arrived > buffer.config.num_max_recv_tokens), warnings
+    assert len(warnings) == (rank == 0 and arrived > buffer.config.worst_recv_tokens), warnings
     for line in warnings:
         assert f"rank 0: low_latency_dispatch received {arrived} rows for local expert 0" in line, line
 
@@ -132,7 +132,7 @@ def check_other_choices_are_refused(comm: MPI.Intracomm) -> None:
         x, weights = np.zeros((2, HIDDEN), ml_dtypes.bfloat16), np.ones((2, NUM_TOPK), np.float32)
         idx = np.array([[0, 1, 2, -1], [3, 2, 1, 0]])
         sent = buffer.low_latency_dispatch(x, idx, use_fp8=False)
-        y = np.zeros((4, buffer.config.num_max_recv_tokens, HIDDEN), ml_dtypes.bfloat16)
+        y = np.zeros((4, buffer.config.worst_recv_tokens, HIDDEN), ml_dtypes.bfloat16)
 
         def combine(token: int, choice: int, value: Any, **how: Any) -> Any:
             given = idx.copy()

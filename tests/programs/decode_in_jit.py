@@ -76,7 +76,7 @@ def check_a_scan(comm: MPI.Intracomm) -> None:
     factor = np.float32(rank + 1)  # of the experts of this rank
 
     with make_low_latency_buffer(comm) as buffer:
-        row = jnp.arange(buffer.config.num_max_recv_tokens)
+        row = jnp.arange(buffer.config.worst_recv_tokens)
 
         def step(carry: Any, routing: Any) -> Any:
             x, after = carry
@@ -114,7 +114,7 @@ def check_wrong_calls(comm: MPI.Intracomm) -> None:
             return jax.jit(lambda x, idx, weights: ep.low_latency_dispatch(buffer, x, idx, weights, **options))(x, idx, weights)
 
         sizes = buffer.config
-        shape = (sizes.num_local_experts, sizes.num_max_recv_tokens, sizes.hidden)
+        shape = (sizes.num_local_experts, sizes.worst_recv_tokens, sizes.hidden)
         y = jnp.zeros(shape, jnp.bfloat16)
         with raises(EPInputError, "x.dtype=float32", "bfloat16"):
             dispatch(x=mine.x.astype(np.float32))

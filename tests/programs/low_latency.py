@@ -151,7 +151,7 @@ def check_zero_copy(comm: MPI.Intracomm) -> None:
             mine = inputs[rank]
             handle = buffer.low_latency_dispatch(to_backend(mine.x), mine.topk_idx, use_fp8=False).handle
             y = buffer.get_low_latency_combine_buffer(handle)
-            assert tuple(y.shape) == (config.num_local_experts, config.num_max_recv_tokens, HIDDEN)
+            assert tuple(y.shape) == (config.num_local_experts, config.worst_recv_tokens, HIDDEN)
             y.view(np.uint8)[...] = to_backend(outputs[rank].view(np.uint8))
             for reduce_early in (True, False):
                 back = buffer.low_latency_combine(

@@ -43,7 +43,7 @@ def make_low_latency_inputs(comm: MPI.Intracomm, seed: int, num_tokens=tokens_of
 def expert_outputs(buffer: Buffer, seed: int, **settings: Any) -> list[np.ndarray]:
     """Make random outputs of each rank's experts."""
     config = buffer.config
-    shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
+    shape = (config.num_local_experts, config.worst_recv_tokens, config.hidden)
     return [low_latency_oracle.outputs(seed, rank, shape, **settings) for rank in range(config.num_ranks)]
 
 

@@ -52,7 +52,7 @@ class CudaHandleTables:
         source, token, row = (structs.offset(entry, name) // 4 for name in ("source", "token", "row"))
         slot, _ = handle.routing
         return Entries(
-            words=self._view(slot, offsets["entries"], (config.num_max_recv_tokens, entry.itemsize // 4), framework),
+            words=self._view(slot, offsets["entries"], (config.worst_recv_tokens, entry.itemsize // 4), framework),
             num_entries=self._view(slot, offsets["num_entries"], (1,), framework),
             source=source,
             token=token,

@@ -187,7 +187,7 @@ class LowLatency:
         self, format_: _RowFormat, recv_x: int, recv_scales: int, memory: Any, tables: Any, framework: Framework, stream: int
     ) -> Views:
         config, result = self._config, self._runtime.result
-        experts, rows, hidden = config.num_local_experts, config.num_max_recv_tokens, config.hidden
+        experts, rows, hidden = config.num_local_experts, config.worst_recv_tokens, config.hidden
         counts = tables.ptr + self._runtime.layout.low_latency_handle.offsets["num_recv_per_expert"]
         views: Views = {
             "num_recv_per_expert": result(counts, (experts,), "int32", tables, framework, stream),
@@ -274,7 +274,7 @@ class LowLatency:
     def combine_view(self, framework: Framework) -> View:
         """Return the memory of `Buffer.get_low_latency_combine_buffer`."""
         config, device = self._config, self._runtime.device
-        shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
+        shape = (config.num_local_experts, config.worst_recv_tokens, config.hidden)
         if self._combine_buffer is None:
             writer = framework.current_stream(device)  # 0 is a stream too
             memory = self._formats[False, False].memory

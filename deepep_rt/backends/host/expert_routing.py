@@ -53,5 +53,5 @@ def new_expert_routing(
     first_entry = np.cumsum(counts) - counts
     position = np.empty_like(expert)
     position[by_expert] = np.arange(len(expert)) - first_entry[expert[by_expert]]
-    slot = np.where(position < config.num_max_recv_tokens, expert * config.num_max_recv_tokens + position, -1)
+    slot = np.where(position < config.worst_recv_tokens, expert * config.worst_recv_tokens + position, -1)
     return ExpertRouting(rows, topk_idx, row, choice, expert, slot, counts, weights, own_weights)

@@ -23,7 +23,7 @@ class HostHandleTables:
     def __init__(self, info: BufferInfo) -> None:
         self._info = info
         config = info.config
-        rows, tokens, topk = config.num_max_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
+        rows, tokens, topk = config.worst_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
         self.num_words = 1 + config.num_ranks * (3 + config.num_ranks + tokens)
         parts = {"counts": config.num_local_experts, "num_rows": 1, "rows": self.num_words, "recv_idx": rows * topk}
         parts |= {"topk_idx": tokens * topk, "weights": rows * topk, "own_weights": tokens * topk}

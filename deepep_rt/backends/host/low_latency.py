@@ -50,7 +50,7 @@ class LowLatency:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""
         if self._combine_memory is None:
             config = self._config
-            shape = (config.num_local_experts, config.num_max_recv_tokens, config.hidden)
+            shape = (config.num_local_experts, config.worst_recv_tokens, config.hidden)
             self._combine_memory = Result(shape, "bfloat16", fill=0)
         return self._combine_memory.view(framework)
 
@@ -76,7 +76,7 @@ class LowLatency:
             None if inputs.topk_weights is None else values_of(inputs.topk_weights).copy(),
             self._config,
         )
-        shape = (self._config.num_local_experts, self._config.num_max_recv_tokens)
+        shape = (self._config.num_local_experts, self._config.worst_recv_tokens)
         results = {
             name: Result((*shape, view.shape[1]), view.dtype, fill=0)
             for name, view in (("x", x), ("scales", scales))
@@ -141,7 +141,7 @@ class LowLatency:
 
     def _write_counts(self, num_recv: Result, routing: ExpertRouting, inputs: LowLatencyDispatchInputs) -> None:
         """Count the rows of each expert, and warn if some were dropped."""
-        capacity = self._config.num_max_recv_tokens
+        capacity = self._config.worst_recv_tokens
         counts = np.minimum(routing.counts, capacity).astype(np.int32)
         fullest = int(routing.counts.argmax())
         if routing.counts[fullest] > capacity:
