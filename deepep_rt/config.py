@@ -93,6 +93,7 @@ class Config:
         check_inputs: Whether the device reports expert numbers that are out of range.
         path: The way of rows between nodes: "auto", "hierarchical" or "direct".
         recv_limit: `num_max_recv_tokens` as given to the Buffer. The property `num_max_recv_tokens` is the number that counts.
+        transport: "nvshmem" or "mpi": the transport to ranks of other nodes, which is chosen when the Buffer is made.
 
     Raises:
         EPConfigError: if a value is out of range. The message names the value and the range.
@@ -114,6 +115,7 @@ class Config:
     check_inputs: bool = dataclasses.field(default_factory=_env.debug)
     path: str = "auto"
     recv_limit: int | None = None
+    transport: str = "nvshmem"
 
     def __post_init__(self) -> None:
         self._check_types_and_ranges()
@@ -146,6 +148,7 @@ class Config:
             self._set("recv_limit", self._checked_recv_limit())
         for name in ("low_latency", "check_inputs"):
             self._set(name, flag(getattr(self, name), name, error=EPConfigError))
+        self._set("transport", choice(self.transport, "transport", ("nvshmem", "mpi"), error=EPConfigError))
         self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
         self._set("path", choice(self.path, "path", PATHS, error=EPConfigError))
         self._set("timeout_s", seconds(self.timeout_s, "timeout_s", MAX_TIMEOUT_S, error=EPConfigError))
@@ -211,6 +214,11 @@ class Config:
     def num_nodes(self) -> int:
         """The number of groups of ranks that reach each other over NVLink."""
         return self.num_ranks // self.node_size
+
+    @cached_property
+    def has_relay(self) -> bool:
+        """Whether a relay of the host carries what goes to other nodes."""
+        return self.has_network and self.transport == "mpi"
 
     @cached_property
     def num_local_experts(self) -> int:
@@ -305,4 +313,5 @@ class Config:
             "kRingDepth": self.low_latency_ring_depth,
             "kRanksPerNode": self.node_size,
             "kLlBitmapWords": self.low_latency_bitmap_words,
+            "kHasRelay": int(self.has_relay),
         }

@@ -103,6 +103,12 @@ __device__ __forceinline__ void add_relaxed_gpu(u64* p, u64 v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
+__device__ __forceinline__ u32 add_relaxed_gpu(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
 // Claims `count` numbers and returns the first one. Only the first lane of a warp calls it. Where lanes may add to the same word, the
 // compiler merges their additions into one atomic, and the warp waits for its result at once. The address `p + lane` hides this from the
 // compiler, so that the warp continues while the number is on its way.

@@ -1,9 +1,11 @@
 // Communication between scale-up domains. A domain is a group of kRanksPerNode ranks with consecutive numbers. The ranks of a domain
-// address each other's memory. NVSHMEM puts and signals to ranks of other domains (scale-out) over the network that it supports.
+// address each other's memory. Rows for ranks of other domains (scale-out) go through a transport: NVSHMEM, or a relay of the host
+// (kHasRelay).
 //
-// Offsets are those of symmetric memory. The source of a put lies in symmetric memory too, and keeps its bytes until the receiver has them.
-// A signal arrives after all bytes that were put with it. One lane may wait for the signal with an acquiring wait, and then its warp may
-// read.
+// Offsets are those of symmetric memory. The bytes of a put lie in network memory at both ends, and stay there until the receiver has them.
+// Network memory is a part of symmetric memory, or with a relay pinned host memory that mirrors this part.
+// A word arrives after all bytes that were put with it, and after nothing else. One lane may wait for the word with an acquiring wait, and
+// then its warp may read.
 #pragma once
 #include "common/memory.cuh"
 
@@ -13,7 +15,7 @@ __device__ __forceinline__ bool is_scale_out(const Params& p, int rank) {
   return kHasScaleOut && rank / kRanksPerNode != p.rank / kRanksPerNode;
 }
 
-#ifdef NVSHMEM_MAJOR_VERSION  // only the prelude of a Buffer with a scale-out domain includes it
+#ifdef NVSHMEM_MAJOR_VERSION  // only the prelude of a kernel that puts through NVSHMEM includes it
 
 // Called by a whole warp; does not wait.
 __device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
@@ -34,10 +36,38 @@ __device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
   nvshmemx_signal_op(at<unsigned long>(p.peers[p.rank], to), value, NVSHMEM_SIGNAL_SET, p.pes[rank]);
 }
 
-#else  // all ranks are in one scale-up domain; never called
+#else
 
-__device__ inline void put(const Params&, int, u64, u64, u64, u64, u64) {}
+// Hands a put to the relay of this rank. Called by one thread, which orders the writes of its warp before.
+//
+// The ring needs no test for room: a rank claims an entry again only after the receiver has answered the put that had it, and the ring has
+// an entry for each put that may be without an answer.
+__device__ inline void relay(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
+  NetworkState* network = at<NetworkState>(p.state, kLocalNetwork);
+  const u32 number = add_relaxed_gpu(&network->next, 1);
+  Descriptor* entry = at<Descriptor>(network->ring, 0) + (number & network->ring_mask);
+  st_relaxed_sys(&entry->from, from);
+  st_relaxed_sys(&entry->to, to);
+  st_relaxed_sys(&entry->word, flag);
+  st_relaxed_sys(&entry->value, value);
+  st_relaxed_sys(&entry->num_bytes, num_bytes);
+  st_relaxed_sys(&entry->rank, rank);
+  st_release_sys(&entry->sequence, number + 1);
+}
+
+// As above. Without a relay and without NVSHMEM, all ranks are in one scale-up domain, and no kernel calls these functions.
+__device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
+  if constexpr (kHasRelay) {
+    __syncwarp();
+    if (lane_idx() == 0) relay(p, rank, to, from, num_bytes, flag, value);
+    __syncwarp();
+  }
+}
+
+__device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
+  if constexpr (kHasRelay) relay(p, rank, 0, 0, 0, to, value);
+}
+
 __device__ inline void put_and_wait(const Params&, int, u64, u64, u64, u64, u64) {}
-__device__ inline void signal(const Params&, int, u64, u64) {}
 
 #endif

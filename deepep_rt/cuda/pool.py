@@ -10,7 +10,7 @@ from bisect import bisect
 from collections import deque
 from typing import Any
 
-from ..kernels.layout import align_up
+from ..kernels.regions import align_up
 from . import driver
 from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_only_on, unfinished
 

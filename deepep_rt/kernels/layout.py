@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 
 from ..arrays.dtypes import FP8_GROUP
 from ..config import MAX_ROUTE_BLOCKS, Config, rows_per_copy
 from . import structs
-
-ALIGNMENT = 256
-"""Regions and result arrays start on this boundary (rows on a 128-byte one cross NVLink 10 % faster)."""
-
-
-def align_up(value: int, multiple: int = ALIGNMENT) -> int:
-    return -(-value // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class Map:
-    """Regions, one after the other."""
-
-    offsets: dict[str, int]
-    sizes: dict[str, int]
-    num_bytes: int
-
-    def constants(self, prefix: str) -> dict[str, int]:
-        """`kPrefixName` for the offset of each region."""
-        return {f"k{prefix}{_camel(name)}": offset for name, offset in self.offsets.items()}
-
-
-def arrange(regions: Iterable[tuple[str, int]]) -> Map:
-    """Give each (name, bytes) an aligned offset, in the order given."""
-    offsets, sizes, end = {}, {}, 0
-    for name, num_bytes in regions:
-        offsets[name], sizes[name] = end, num_bytes
-        end = align_up(end + num_bytes)
-    return Map(offsets, sizes, end)
+from .nodes_layout import NodesLayout
+from .regions import Map, align_up, arrange
 
 
 class Layout:
@@ -51,6 +22,8 @@ class Layout:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._sizes = config.constants()
+        self.nodes = NodesLayout(config, self._sizes) if config.has_network else None
+        """The part for throughput calls over several nodes."""
 
     # --- symmetric memory --------------------------------------------------------------------------------------------------------
 
@@ -66,12 +39,20 @@ class Layout:
                 ("pool", config.num_slots * self.max_result_bytes),
                 ("sums", config.num_slots * self.max_sums_bytes),
                 ("low_latency", self.low_latency.num_bytes if config.low_latency else 0),
+                *([("network", self.nodes.network.num_bytes)] if self.nodes else ()),
             ]
         )
+
+    @property
+    def network_start(self) -> int:
+        """The offset in symmetric memory from which on a relay mirrors it in pinned host memory."""
+        return self.symmetric.offsets["low_latency"]
 
     @cached_property
     def control(self) -> Map:
         """Flags and inboxes of the throughput calls. Peers write them. The parity of the epoch selects one of two ring slots."""
+        if self.nodes:
+            return self.nodes.control
         ranks = self.config.num_ranks
         chunks = -(-self.config.num_max_tokens_per_rank // rows_per_copy(self.config.row_bytes))
         return arrange(
@@ -150,22 +131,28 @@ class Layout:
     def local(self) -> Map:
         """Epochs and counters."""
         ranks = self.config.num_ranks
+        one_node = [] if self.nodes else [("route_blocks", MAX_ROUTE_BLOCKS * structs.RouteBlock.size(self._sizes))]
         return arrange(
             [
                 ("state", structs.State.size({})),
-                ("route_blocks", MAX_ROUTE_BLOCKS * structs.RouteBlock.size(self._sizes)),
+                *one_node,
                 ("ll_dispatch", structs.LlProgress.size({})),
                 ("ll_combine", structs.LlProgress.size({})),
                 ("masked", ranks * 4),  # 1: low-latency calls exclude the rank
                 ("source_status", ranks * 4),  # whether a low-latency dispatch excludes a source, with the epoch
                 ("heartbeat_sent", 8),  # time of this rank's last heartbeat
                 ("waits", 2 * ranks * 8),  # nanoseconds that receivers waited for each source, by the epoch's parity
+                ("network", structs.NetworkState.size({})),
+                *(self.nodes.local if self.nodes else ()),
             ]
         )
 
     @cached_property
     def handle(self) -> Map:
         """The tables that a dispatch leaves for combine, and for later calls with the same routing."""
+        if self.nodes:
+            tables = self.nodes.handle
+            return arrange([*tables.sizes.items(), ("counts", self.counts.num_bytes)])
         ranks, tokens = self.config.num_ranks, self.config.num_max_tokens_per_rank
         return arrange(
             [
@@ -229,6 +216,8 @@ class Layout:
 
     def staging(self, row_bytes: int) -> Map:
         """Memory at a token's rank, where the rows of combine arrive before the rank adds them up."""
+        if self.nodes:
+            return self.nodes.staging(row_bytes)
         return _rows_and_weights(self.config.num_max_sent_rows, row_bytes, self.config.num_topk)
 
     def combined(self, num_tokens: int, row_bytes: int, with_weights: bool) -> Map:
@@ -252,8 +241,19 @@ class Layout:
     def constants(self) -> dict[str, int]:
         """Every size and offset that the kernels use."""
         inboxes = self.symmetric.offsets["low_latency"]
+        nodes = {} if self.nodes is None else self._nodes_constants(self.nodes)
+        one_node = (
+            {}
+            if self.nodes
+            else {
+                "kRouteStride": self.route_stride,
+                "kMaxCombineChunks": self.control.sizes["combine_flags"] // (4 * self.config.num_ranks),
+            }
+        )
         return {
             **self._sizes,
+            **nodes,
+            **one_node,
             **self.control.constants("Control"),
             **self.local.constants("Local"),
             **self.handle.constants("Handle"),
@@ -269,10 +269,13 @@ class Layout:
             "kLlHeaderStride": self.low_latency_header_stride,
             "kLlHeadBytes": self.low_latency_head_bytes,
             "kLlMessageStride": self.low_latency_message_stride,
-            "kRouteStride": self.route_stride,
-            "kMaxCombineChunks": self.control.sizes["combine_flags"] // (4 * self.config.num_ranks),
             **{name: number for name, (number, _) in structs.PHASES.items()},
         }
+
+    def _nodes_constants(self, nodes: NodesLayout) -> dict[str, int]:
+        first = self.symmetric.offsets["network"]
+        offsets = {name: first + offset for name, offset in nodes.network.constants("Network").items()}
+        return {**nodes.region_constants, **offsets}
 
     @cached_property
     def size_hint(self) -> dict[str, int]:
@@ -303,7 +306,3 @@ def _result(capacity: int, row_bytes: int, scale_bytes: int, idx_bytes: int, num
 @functools.lru_cache
 def _rows_and_weights(num_rows: int, row_bytes: int, num_topk: int) -> Map:
     return arrange([("topk_weights", num_rows * num_topk * 4), ("x", num_rows * row_bytes)])
-
-
-def _camel(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))

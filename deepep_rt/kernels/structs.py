@@ -118,6 +118,13 @@ State = CStruct(
     u32 copy_bandwidth_blocks;
     u32 copy_bandwidth_items;
     u32 abort;             // set by the first wait that times out; all later waits end at once
+    u32 nodes_epoch;       // calls of dispatch_nodes and combine_nodes that have finished here
+    u32 nodes_blocks;      // as above, for the running one of these kernels
+    u32 nodes_copied;      // tickets of each role that the running kernel has claimed
+    u32 nodes_filled;
+    u32 nodes_emptied;
+    u32 nodes_reduced;
+    u64 nodes_verdict;     // lower half: epoch of a call; upper half: whether its ranks agree; written by block 0 for the others
     """,
 )
 
@@ -202,7 +209,97 @@ Mailbox = CStruct(
     """,
 )
 
-SHARED = (RouteMessage, RouteBlock, RecvWindow, State, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox)
+NetworkState = CStruct(
+    "NetworkState",
+    """
+    u64 base;        // address of network memory, less the offset where it begins: base + offset is the address of an offset
+    u64 ring;        // descriptors in pinned host memory, for the relay; 0 with NVSHMEM
+    u32 ring_mask;   // entries of the ring, less 1; the number of entries is a power of two
+    u32 next;        // descriptors that kernels have claimed so far; it wraps around
+    """,
+)
+
+Descriptor = CStruct(
+    "Descriptor",
+    """
+    u64 from;        // offsets from the base of symmetric memory: of the bytes here,
+    u64 to;          // of their place at the receiver,
+    u64 word;        // and of the word there that `value` goes to after the bytes
+    u64 value;
+    u64 num_bytes;   // 0: only the word
+    i32 rank;        // the receiver
+    i32 unused[4];
+    u32 sequence;    // number of the descriptor since the start, plus 1; written last
+    """,
+)
+
+RouteNodesBlock = CStruct(
+    "RouteNodesBlock",
+    """
+    i32 num_rows[kNumBuckets];        // rows of one block's tokens for each rank, then tokens for each flow
+    i32 num_choices[kNumExperts];     // choices of each expert by these tokens
+    u32 flag;                         // epoch; written last
+    """,
+)
+
+SourceCounts = CStruct(
+    "SourceCounts",
+    """
+    i32 num_rows;                        // rows that a source sends to this rank
+    i32 num_choices[kNumLocalExperts];   // choices of each expert of this rank by the source's tokens
+    u32 flag;                            // epoch; written last
+    """,
+)
+
+FlowCounts = CStruct(
+    "FlowCounts",
+    """
+    i32 num_tokens;                    // tokens that the source sends through this flow
+    i32 num_rows[kFan];                // rows of them for each rank of the fan
+    i32 num_choices[kFanExperts];      // choices of each expert of these ranks by the source's tokens
+    """,
+)
+
+NodeWindow = CStruct(
+    "NodeWindow",
+    """
+    u64 x;                // offsets of the receiver's arrays from its symmetric base
+    u64 scales;
+    u64 topk_idx;
+    u64 topk_weights;
+    u64 src_idx;
+    i64 capacity;         // rows that fit
+    u64 call_signature;   // all ranks must agree on it
+    u32 serial;           // of the routing; all ranks must agree on it too
+    i32 missing_rows;     // rows for which the receiver has no memory; 0: it has room
+    i32 first[kNumNodes]; // the first row from the reader's rail, node by node
+    u32 flag;             // epoch; written last
+    """,
+)
+
+Hello = CStruct(
+    "Hello",
+    """
+    u64 call_signature[2];   // of the first rank of the sender's node, and of a rank there that differs from it, if there is one
+    u32 serial[2];
+    i32 missing_rows;        // the most rows for which a rank of the node has no memory
+    i32 missing_rank;        // that rank
+    i32 rank[2];             // the ranks of the signatures
+    """,
+)
+
+ChunkHead = CStruct(
+    "ChunkHead",
+    """
+    i32 tokens[32];           // of the source
+    i32 pos[kChunkPositions]; // [32][kFan]: the index of a token's row among the rows from the source to a rank of the fan, or -1
+    """,
+)
+
+SHARED = (
+    RouteMessage, RouteBlock, RecvWindow, State, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
+    NetworkState, Descriptor, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead,
+)  # fmt: skip
 
 LL_SEND, LL_RECEIVE = 1, 2
 """The halves of a low-latency call. A launch runs one of them, or both (their sum)."""

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from deepep_rt import Buffer, EPConfigError
 from deepep_rt.config import MAX_ROUTE_BLOCKS, Config
 from deepep_rt.kernels import structs
-from deepep_rt.kernels.layout import ALIGNMENT, Layout, Map, align_up, arrange
+from deepep_rt.kernels.layout import Layout
+from deepep_rt.kernels.regions import ALIGNMENT, Map, align_up, arrange
 from deepep_rt.kernels.source import source_dir
 
 WORDS = {word for path in source_dir().rglob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
@@ -161,6 +162,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "masked": ranks * 4,
         "source_status": ranks * 4,
         "heartbeat_sent": 8,
+        "network": structs.NetworkState.size({}),
         "waits": 2 * ranks * 8,
     }
     assert layout.counts.sizes == counts
@@ -297,7 +299,7 @@ def test_the_docstring_of_size_hint_is_true() -> None:
 
 @pytest.mark.parametrize("struct", structs.SHARED, ids=lambda struct: struct.name)
 def test_structs(struct: structs.CStruct) -> None:
-    constants = {"kNumRanks": 3, "kNumLocalExperts": 5, "kNumExperts": 15, "kNumTopk": 7, "kLlBitmapWords": 2}
+    constants = Layout(Config(4, 40, 64, 7, 20, ranks_per_node=2)).constants
     kind = struct.dtype(constants)
     assert kind.names == struct.names
     for name in kind.names:

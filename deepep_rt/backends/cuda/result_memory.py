@@ -10,7 +10,7 @@ from ...cuda import driver
 from ...cuda.pool import Block, Pool
 from ...cuda.stream_memory import StreamMemory, StreamPool
 from ...errors import EPOutOfMemoryError
-from ...kernels.layout import Map
+from ...kernels.regions import Map
 from ..calls import Call
 from .stream_order import CallOrder
 

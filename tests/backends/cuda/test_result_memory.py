@@ -14,7 +14,7 @@ from deepep_rt.backends.calls import Call
 from deepep_rt.backends.cuda.result_memory import Reservation, ResultMemory
 from deepep_rt.cuda import driver
 from deepep_rt.cuda.pool import Block
-from deepep_rt.kernels.layout import arrange
+from deepep_rt.kernels.regions import arrange
 
 BASE, STREAM, CALLERS = 1 << 30, 9, 1
 REGIONS = arrange([("control", 256), ("landing", 4096), ("pool", 4096), ("sums", 2048)])

@@ -1,0 +1,237 @@
+"""The memory of throughput calls over several nodes: control, handle and network regions, and the chunks that cross the network.
+
+A flow leads from a source rank to a gateway on another node. The gateway passes rows on to its fan. On the hierarchical path a rank has a
+flow to each other node, and the fan is that node. On the direct path it has a flow to each rank of other nodes, whose fan is itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..config import MAX_ROUTE_BLOCKS, Config
+from . import structs
+from .regions import Map, align_up, arrange
+
+MAX_CHUNK_TOKENS = 32
+"""Tokens of a chunk: one for each lane of a warp."""
+
+EXPOSED_ROWS = 32
+"""Rows of combine that one flag exposes to the other ranks of a node."""
+
+_CHUNK_BYTES = 256 * 1024
+_FLOW_BYTES = 64 * 1024 * 1024  # of all slots of a rank, at both ends
+_MOST_SLOTS = 64
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The form of a chunk in one call: its most tokens, and the offsets of its parts in a slot. The rows come last."""
+
+    num_tokens: int
+    offsets: dict[str, int]
+    num_bytes: int
+
+
+class NodesLayout:
+    """Sizes and maps of the throughput calls of a Buffer with several nodes.
+
+    Args:
+        config: The Buffer's sizes.
+        sizes: The constants of its structures so far.
+    """
+
+    def __init__(self, config: Config, sizes: dict[str, int]) -> None:
+        self.config = config
+        ranks, node = config.num_ranks, config.node_size
+        self.is_direct = config.path == "direct"
+        self.num_flows = ranks - node if self.is_direct else config.num_nodes - 1
+        self.fan = 1 if self.is_direct else node
+        self.constants = {
+            "kNumNodes": config.num_nodes,
+            "kDirect": int(self.is_direct),
+            "kNumFlows": self.num_flows,
+            "kFan": self.fan,
+            "kFanExperts": self.fan * config.num_local_experts,
+            "kNumBuckets": ranks + (0 if self.is_direct else self.num_flows),
+            "kChunkPositions": MAX_CHUNK_TOKENS * self.fan,
+            "kExposedRows": EXPOSED_ROWS,
+        }
+        self._sizes = {**sizes, **self.constants}
+
+    # --- chunks and slots --------------------------------------------------------------------------------------------------------
+
+    def chunk(self, row_bytes: int, scale_bytes: int, idx_bytes: int, with_weights: bool) -> Chunk:
+        """Return the form of the chunks of a call: as many tokens as fit a slot, a power of two up to 32."""
+        num_tokens = MAX_CHUNK_TOKENS
+        while (
+            num_tokens > 1
+            and self._chunk(num_tokens, row_bytes, scale_bytes, idx_bytes, with_weights).num_bytes > self.slot_bytes
+        ):
+            num_tokens //= 2
+        parts = self._chunk(num_tokens, row_bytes, scale_bytes, idx_bytes, with_weights)
+        return Chunk(num_tokens, parts.offsets, parts.num_bytes)
+
+    def _chunk(self, num_tokens: int, row_bytes: int, scale_bytes: int, idx_bytes: int, with_weights: bool) -> Map:
+        topk = self.config.num_topk
+        return arrange(
+            [
+                ("head", structs.ChunkHead.size(self._sizes)),
+                ("topk_idx", num_tokens * topk * idx_bytes),
+                ("weights", num_tokens * topk * 4 * with_weights),
+                ("scales", num_tokens * scale_bytes),
+                ("rows", num_tokens * row_bytes),
+            ]
+        )
+
+    def _widest_chunk(self, num_tokens: int) -> int:
+        return self._chunk(num_tokens, self.config.row_bytes, self.config.scale_bytes, 8, with_weights=True).num_bytes
+
+    @cached_property
+    def _slots(self) -> tuple[int, int]:
+        """Slots of a flow at each end, and bytes of a slot."""
+        num_tokens = MAX_CHUNK_TOKENS
+        while num_tokens > 1 and num_tokens * self.config.row_bytes > _CHUNK_BYTES:
+            num_tokens //= 2
+
+        def slots() -> int:
+            return _FLOW_BYTES // (2 * self.num_flows * self._widest_chunk(num_tokens))
+
+        while num_tokens > 1 and slots() < 4:
+            num_tokens //= 2
+        most = max(2, -(-self.config.num_max_tokens_per_rank // num_tokens))
+        return max(2, min(slots(), _MOST_SLOTS, most)), self._widest_chunk(num_tokens)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slots[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots[0]
+
+    # --- maps --------------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def network(self) -> Map:
+        """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two counts and hellos."""
+        flows, nodes, slots = self.num_flows, self.config.num_nodes, self.num_flows * self.num_slots
+        counts, hello = self.flow_counts_stride, structs.Hello.size(self._sizes)
+        return arrange(
+            [
+                ("count_words", 2 * flows * 8),
+                ("hello_words", 2 * nodes * 8),
+                ("arrived", slots * 8),  # the chunk in each slot
+                ("credits", slots * 8),  # the chunk that the receiver has taken out of each slot
+                ("send_counts", 2 * flows * counts),
+                ("recv_counts", 2 * flows * counts),
+                ("send_hellos", 2 * hello),
+                ("recv_hellos", 2 * nodes * hello),
+                ("send_slots", slots * self.slot_bytes),
+                ("recv_slots", slots * self.slot_bytes),
+            ]
+        )
+
+    @cached_property
+    def num_ring_entries(self) -> int:
+        """Descriptors of a relay's ring: one for each put that may be without an answer.
+
+        A flow has a put for each slot, and a credit for each slot. Counts and hellos of two calls may be on the way.
+        """
+        most = self.num_flows * (2 * self.num_slots + 4) + 4 * self.config.num_nodes
+        return 1 << (most - 1).bit_length()
+
+    @cached_property
+    def flow_counts_stride(self) -> int:
+        return align_up(structs.FlowCounts.size(self._sizes), 128)
+
+    @cached_property
+    def source_counts_stride(self) -> int:
+        return align_up(structs.SourceCounts.size(self._sizes), 128)
+
+    @cached_property
+    def control(self) -> Map:
+        """Flags and inboxes that the ranks of this node write. The parity of the epoch selects one of two ring slots."""
+        node = self.config.node_size
+        return arrange(
+            [
+                ("count_inbox", 2 * self.config.num_ranks * self.source_counts_stride),
+                ("node_windows", 2 * node * structs.NodeWindow.size(self._sizes)),
+                ("node_flags", node * 4),
+                ("exposed_flags", node * self.num_exposed_chunks * 4),
+            ]
+        )
+
+    @property
+    def num_exposed_chunks(self) -> int:
+        return -(-self.config.num_max_recv_tokens // EXPOSED_ROWS)
+
+    @property
+    def local(self) -> Iterable[tuple[str, int]]:
+        """Local memory: counts of the blocks of a routing, and the flags of the chunks that combine has staged."""
+        return [
+            ("route_nodes_blocks", MAX_ROUTE_BLOCKS * structs.RouteNodesBlock.size(self._sizes)),
+            ("staged_flags", self.num_flows * self.config.num_max_tokens_per_rank * 4),
+        ]
+
+    @cached_property
+    def handle(self) -> Map:
+        """The tables that a dispatch leaves for combine, and for later calls with the same routing. All grow with the ranks, not faster."""
+        config = self.config
+        ranks, tokens, entries = (
+            config.num_ranks,
+            config.num_max_tokens_per_rank,
+            config.num_max_tokens_per_rank * config.num_topk,
+        )
+        return arrange(
+            [
+                ("num_recv", 4),
+                ("serial", 4),  # of the routing: the same on all ranks
+                ("num_recv_per_expert", config.num_local_experts * 4),
+                ("first_row", ranks * 4),  # [source]: its first row here
+                ("num_sent", ranks * 4),  # [rank]: rows for it
+                ("flow_tokens", self.num_flows * 4),  # tokens sent through each flow
+                ("flow_recv", self.num_flows * 4),  # tokens that arrive through the flow from each gateway
+                ("entry_rank", entries * 4),  # [token][choice]: the rank, or -1 if an earlier choice has the same rank
+                ("entry_pos", entries * 4),  # the index of the token among the rows for that rank
+                (
+                    "entry_flow_pos",
+                    entries * 4,
+                ),  # the index of the token in the flow, or -1 if an earlier choice has the same flow
+                ("near_list", config.node_size * tokens * 4),  # [rank of the node][position]: the token
+                ("flow_list", self.num_flows * tokens * 4),  # [flow][position]: the token
+                ("recv_pos", self.num_flows * tokens * self.fan * 4),  # [flow][position][rank of the fan], as ChunkHead::pos
+            ]
+        )
+
+    # --- results -----------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def num_max_node_sums(self) -> int:
+        """The most rows that a rank receives from other nodes in combine."""
+        return self.config.num_max_tokens_per_rank * min(self.num_flows, self.config.num_topk)
+
+    def staging(self, row_bytes: int) -> Map:
+        """Memory of combine: what other nodes send for this rank's tokens, and the rows that this rank exposes to its node."""
+        topk, sums, rows = self.config.num_topk, self.num_max_node_sums, self.config.num_max_recv_tokens
+        return arrange(
+            [
+                ("sum_weights", sums * topk * 4),
+                ("sums", sums * row_bytes),
+                ("exposed_weights", rows * topk * 4),
+                ("exposed", rows * row_bytes),
+            ]
+        )
+
+    @property
+    def region_constants(self) -> dict[str, int]:
+        """Every number of this class that the kernels use."""
+        return {
+            **self.constants,
+            "kNumSlots": self.num_slots,
+            "kSlotBytes": self.slot_bytes,
+            "kFlowCountsStride": self.flow_counts_stride,
+            "kSourceCountsStride": self.source_counts_stride,
+            "kMaxExposedChunks": self.num_exposed_chunks,
+        }
