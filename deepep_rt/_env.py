@@ -59,6 +59,18 @@ def timeout_s() -> float:
         raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S={text!r}; expected a number of seconds. Set a number such as 300.") from None
 
 
+def ranks_per_node() -> int | None:
+    """`DEEPEP_RT_RANKS_PER_NODE`: default of `Buffer(ranks_per_node=)`; None when unset: the ranks of a host."""
+    text = os.environ.get("DEEPEP_RT_RANKS_PER_NODE") or None
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise EPConfigError(
+            f"DEEPEP_RT_RANKS_PER_NODE={text!r}; expected a number of ranks, 1 or more. Set a number such as 8, or unset the variable."
+        )
+    return int(text)
+
+
 def nvshmem_transport() -> str:
     """`NVSHMEM_REMOTE_TRANSPORT`: the transport of NVSHMEM to other hosts; empty if NVSHMEM chooses."""
     return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
@@ -78,6 +90,7 @@ _READERS = {
     "DEEPEP_RT_DEBUG": debug,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
     "DEEPEP_RT_TIMEOUT_S": timeout_s,
+    "DEEPEP_RT_RANKS_PER_NODE": ranks_per_node,
 }
 
 

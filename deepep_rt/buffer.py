@@ -18,7 +18,7 @@ from .backends.inputs import (
     combine_inputs,
     dispatch_inputs,
 )
-from .config import MAX_SMS, ROW_ALIGNMENT, Config
+from .config import MAX_SMS, ROW_ALIGNMENT, Config, declared_ranks_per_node
 from .errors import EPConfigError
 from .kernels.layout import Layout
 from .network import NetworkOptions
@@ -69,8 +69,8 @@ class Buffer(LowLatencyCalls):
             If several Buffers make such calls at the same time, on different streams, their SMs must fit on the GPU together. A call that
             waits for its peers keeps its SMs, and ranks that started with different Buffers would wait for each other.
         ranks_per_node: Consecutive ranks that reach each other over NVLink, a divisor of the number of ranks. They are a node; rows
-            between nodes take the network. Default: the ranks of a host. (The host backend takes all ranks for one node then.) With
-            1, all rows between ranks take the network.
+            between nodes take the network. Default: `DEEPEP_RT_RANKS_PER_NODE`, or the ranks of a host. (The host backend takes all
+            ranks for one node then.) With 1, all rows between ranks take the network.
         network: How NVSHMEM reaches the ranks on other hosts. It takes effect when NVSHMEM starts, with the first Buffer of the process.
         on_timeout: What a low-latency call does with a silent peer: "raise", or "mask" it (see `mask_rank`) and continue without it.
         check_inputs: Report expert numbers out of range from the device, in this call or a later one. Without it GPUs skip them. (The host
@@ -144,7 +144,7 @@ class Buffer(LowLatencyCalls):
                 num_sms=num_sms,
                 low_latency=low_latency,
                 low_latency_sms=low_latency_sms,
-                ranks_per_node=ranks_per_node,
+                ranks_per_node=declared_ranks_per_node(ranks.Get_size()) if ranks_per_node is None else ranks_per_node,
                 on_timeout=on_timeout,
                 path=path,
                 recv_limit=num_max_recv_tokens,

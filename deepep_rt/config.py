@@ -56,6 +56,23 @@ def rows_per_copy(row_bytes: int) -> int:
     return rows
 
 
+def declared_ranks_per_node(num_ranks: int) -> int | None:
+    """Return `DEEPEP_RT_RANKS_PER_NODE` for a Buffer of `num_ranks` ranks, or None if the variable is unset.
+
+    Raises:
+        EPConfigError: If it does not divide the number of ranks.
+    """
+    declared = _env.ranks_per_node()
+    if declared is None:
+        return None
+    if num_ranks % min(declared, num_ranks):
+        raise EPConfigError(
+            f"DEEPEP_RT_RANKS_PER_NODE={declared}; expected a divisor of the number of ranks ({num_ranks}), or at least that number. "
+            f"Set it to the ranks of a node, or unset it."
+        )
+    return min(declared, num_ranks)
+
+
 def _dtype_name(dtype: Any) -> Any:
     """Return the name of an element type of any library, such as `torch.bfloat16` or `np.float32`. Return other objects unchanged."""
     if dtype is None or isinstance(dtype, str):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepep_rt import Buffer, EPConfigError
 from deepep_rt.arrays.dtypes import DTYPES
-from deepep_rt.config import MAX_ROW_BYTES, MAX_TIMEOUT_S, Config, rows_per_copy
+from deepep_rt.config import MAX_ROW_BYTES, MAX_TIMEOUT_S, Config, declared_ranks_per_node, rows_per_copy
 from deepep_rt.kernels.tuning import arch_number, combine_constants, tuning
 
 GOOD = dict(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
@@ -94,6 +94,36 @@ def test_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "soon")
     with pytest.raises(EPConfigError, match="DEEPEP_RT_TIMEOUT_S='soon'; expected a number of seconds"):
         Config(**GOOD)
+
+
+@pytest.mark.parametrize(("text", "num_ranks", "node"), [("2", 8, 2), ("8", 4, 4), ("4", 4, 4), ("1", 3, 1), ("", 4, None)])
+def test_nodes_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, num_ranks: int, node: int | None) -> None:
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", text)
+    assert declared_ranks_per_node(num_ranks) == node
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("two", "='two'; expected a number of ranks"),
+        ("0", "='0'; expected a number of ranks"),
+        ("²", "='²'; expected a number of ranks"),
+        ("4", r"=4; expected a divisor of the number of ranks \(6\)"),
+    ],
+)
+def test_wrong_nodes_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", text)
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_RANKS_PER_NODE" + message):
+        declared_ranks_per_node(6)
+
+
+def test_a_buffer_takes_the_nodes_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "2")
+    sizes = dict(num_max_tokens_per_rank=8, hidden=32, num_topk=1, num_experts=1, backend="host")
+    with Buffer(MPI.COMM_SELF, **sizes) as buffer:
+        assert buffer.config.ranks_per_node == 1
 
 
 def test_check_inputs_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
