@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from .._version import __version__
 from ..backends.agreement import why_no_gpu
+from ..comm.convert import communicator_of
 from ..errors import EPUnavailableError
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Machine:
                 )
             import cupy
 
-            cupy.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cupy.cuda.runtime.getDeviceCount()).use()
+            here = communicator_of(comm).ranks_on_host()
+            cupy.cuda.Device(here.index(comm.Get_rank()) % cupy.cuda.runtime.getDeviceCount()).use()
 
     def upload(self, array: np.ndarray) -> Any:
         """Copy an array to the GPU. CuPy does not copy bfloat16 arrays, so the bytes are copied as integers."""

@@ -59,15 +59,6 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
         """Keep requests that no caller waits for any more, and the memory that they use."""
         _retained.append(held)
 
-    def ranks_on_host(self) -> list[int]:
-        """Return the ranks on this host, ascending. Collective."""
-        self.Barrier()  # MPI has no split that can be given up, so make sure first that all ranks are here
-        host = MpiCommunicator(self.Split_type(MPI.COMM_TYPE_SHARED))
-        host.timeout_s = self.timeout_s
-        ranks = host.allgather(self.Get_rank())
-        host.Free()
-        return sorted(ranks)
-
     # --- collectives -------------------------------------------------------------------------------------------------------------
 
     def allgather(self, value: Any) -> list[Any]:

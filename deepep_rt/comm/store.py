@@ -7,11 +7,9 @@ No call blocks inside of the store, because waits have their own limits.
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,11 +86,6 @@ class StoreCommunicator(TimedCollectives):
         """Stop using the communicator. No rank waits for another one."""
         with suppress(EPUnavailableError):
             self._start_allgather(None)
-
-    def ranks_on_host(self) -> list[int]:
-        """Return the ranks on this host, ascending. Collective."""
-        hosts = self.allgather(_host())
-        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     # --- collectives -------------------------------------------------------------------------------------------------------------
 
@@ -269,9 +262,3 @@ class Request:
 
     def Free(self) -> None:
         """Do nothing: a request holds no resource."""
-
-
-def _host() -> str:
-    """Return a text that all processes of a host share, and no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import EPTimeoutError
 from .communicator import Request
+from .host import host_identity
 
 _MAX_LISTED_RANKS = 8
 _ANNOUNCE_S = 1.0  # a rank that waits longer tells the others that it has arrived
@@ -43,6 +44,15 @@ class TimedCollectives:
     # Each communicator has these methods. Defining them here would hide those of MPI.Intracomm.
     Get_rank: Callable[[], int]
     retain: Callable[..., None]
+    allgather: Callable[[Any], list[Any]]
+
+    def ranks_on_host(self) -> list[int]:
+        """Return the ranks on this host, ascending. Collective.
+
+        The hosts tell it, not MPI: for `COMM_TYPE_SHARED`, Open MPI 4.1.6 puts each rank of the second host on a host of its own.
+        """
+        hosts = self.allgather(host_identity())
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.Get_rank()]]
 
     def _announce_arrival(self) -> None:
         """Tell the other ranks that this rank waits."""

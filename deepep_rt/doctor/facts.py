@@ -53,8 +53,7 @@ class JobReport:
     def hosts(self) -> dict[str, list[Mapping[str, Any]]]:
         """Group the reports by host, in the order of ranks.
 
-        MPI decides which ranks share a host, because names do not: two hosts may have the same name, and containers of a host
-        may have different names.
+        Names alone do not decide which ranks share a host, because two hosts may have the same name (`comm.host`).
         """
         groups: dict[int, list[Mapping[str, Any]]] = {}
         for report in self.reports:

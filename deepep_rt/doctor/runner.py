@@ -145,12 +145,12 @@ def _gather() -> None:
     report = json.loads(sys.stdin.read())
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    place = {"rank": comm.Get_rank(), "local_rank": host.Get_rank(), "group": min(host.allgather(comm.Get_rank()))}
-    reports = comm.allgather({**report, **place})
-    host.Free()
-    write({"rank": comm.Get_rank(), "reports": reports})
+    from ..comm.mpi import MpiCommunicator
+
+    comm = MpiCommunicator(MPI.COMM_WORLD)
+    rank, here = comm.Get_rank(), comm.ranks_on_host()
+    reports = comm.allgather({**report, "rank": rank, "local_rank": here.index(rank), "group": here[0]})
+    write({"rank": rank, "reports": reports})
 
 
 def _answer_writer() -> Callable[[dict[str, Any]], None]:

@@ -23,7 +23,7 @@ from ports import free_port
 
 from deepep_rt import Buffer, EPUnavailableError
 from deepep_rt.comm.consensus import Consensus
-from deepep_rt.comm.store import StoreCommunicator, _host
+from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.comm.store_values import pack
 from deepep_rt.config import Config
 
@@ -139,17 +139,6 @@ def test_duplicates_keep_the_owner_of_a_store_alive() -> None:
     del made
     assert known() is None
     assert of_process.allgather(1) == [1]
-
-
-def test_hosts_with_the_same_name_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    boot = tmp_path / "boot_id"
-    monkeypatch.setattr("deepep_rt.comm.store.Path", lambda name: boot)
-    names = [_host()]  # without the file, as in some containers
-    for text in ("a", "b", "b"):
-        boot.write_text(text)
-        names.append(_host())
-    assert len(set(names)) == 3
-    assert names[2] == names[3]
 
 
 class Trap:
