@@ -34,7 +34,7 @@ FILES = {
 LAYERS = [
     "errors _version _shim _env _checks _console",
     "arrays",
-    "config network",
+    "config network traffic",
     "results",
     "comm",
     "kernels",
