@@ -27,7 +27,7 @@ TEXT, CEILING, GRID, GROUND = "#1f2328", "#6e7781", "#d8dee4", "#ffffff"
 PANEL_INCHES = (4.9, 3.3)
 PANEL_POINTS = 0.78 * 72 * PANEL_INCHES[1]
 """Approximate height inside a panel's axes."""
-_STYLE = {
+STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor"), TEXT),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), GROUND),
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), GRID),
@@ -38,7 +38,7 @@ _STYLE = {
 
 
 @dataclass
-class _Line:
+class Line:
     """A line, and the label at its right end."""
 
     points: Mapping[int, float]
@@ -55,30 +55,30 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
     alone = sizes.num_ranks == 1  # no bytes cross a link
     ceilings = {int(sms): gb_s for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()}
-    panels: list[list[tuple[str, list[_Line]]]] = []
+    panels: list[list[tuple[str, list[Line]]]] = []
     for num_tokens in tokens:
         panels.append([])
         for work in works:
             here = [row for row in rows if row.tokens == num_tokens and row.work.startswith(work)]
-            lines = [_Line(ceilings, "copy ceiling", CEILING, "", ":")]
+            lines = [Line(ceilings, "copy ceiling", CEILING, "", ":")]
             for routing, colour in OURS.items():
                 mine = [row for row in here if row.work in (f"{work}_{routing}", work if routing == "known" else None)]
                 points = {row.sms: row.gb_s if alone else row.remote_gb_s for row in mine}
                 label = "this run" if work.startswith("combine") else ROUTINGS[routing]
-                lines.append(_Line(points, label, colour, MARKERS[routing]))
+                lines.append(Line(points, label, colour, MARKERS[routing]))
             for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
                 lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
             panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
     xlabel = "SMs of a call" if on_gpu(result) else "SMs of a call (without meaning on the host)"
     ylabel = "GB/s, own rank" if alone else "GB/s from other ranks"
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _grid(result, len(tokens), len(works), "Throughput")
         top = 1.12 * max(gb_s for row in panels for _, lines in row for line in lines for gb_s in line.points.values()) or 1.0
         for i, row in enumerate(panels):
             for j, (name, lines) in enumerate(row):
-                _draw(axes[i][j], name, lines, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
+                draw_panel(axes[i][j], name, lines, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
                 axes[i][j].set_ylim(0, top)
-                _label(axes[i][j], lines)
+                label_lines(axes[i][j], lines)
         return figure
 
 
@@ -91,32 +91,32 @@ def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = ())
     works[f"both_{kind}"] = [f"dispatch_{kind}", "combine_bf16"]
     panels = []
     for part, name in parts.items():
-        lines = [_Line(_filled(mine[part]), "in a graph" if gpu else "a call", OURS["known"])]
+        lines = [Line(_filled(mine[part]), "in a graph" if gpu else "a call", OURS["known"])]
         if part.startswith("both") and gpu:
             step = _filled({row.tokens: row.step_p50_us for row in rows})
             p99 = _filled({row.tokens: row.step_p99_us for row in rows})
-            lines.append(_Line(step, "a step alone,\np50 to p99", OURS["worst"], "^", band=p99))
-            lines.append(_Line({row.tokens: row.call_us for row in rows}, "no graph", OURS["unknown"], "s"))
+            lines.append(Line(step, "a step alone,\np50 to p99", OURS["worst"], "^", band=p99))
+            lines.append(Line({row.tokens: row.call_us for row in rows}, "no graph", OURS["unknown"], "s"))
         for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
             theirs = {tokens: us for (what, tokens), us in reference.low_latency.items() if what == part}
-            lines.append(_Line(theirs, _name(reference, sizes), colour, "D", "--"))
+            lines.append(Line(theirs, _name(reference, sizes), colour, "D", "--"))
         lines = [line for line in lines if line.points]
         gb_s = result["copy_ceiling_gb_s"]["used"]
         if sizes.num_ranks > 1 and gb_s:
             at = {row.tokens: sum(sizes.remote_bytes(work, row.tokens) for work in works[part]) / gb_s / 1e3 for row in rows}
-            lines.append(_Line(at, "rows at the\ncopy ceiling", CEILING, "", ":"))
+            lines.append(Line(at, "rows at the\ncopy ceiling", CEILING, "", ":"))
         panels.append((name, lines))
     measured = [us for _, lines in panels for line in lines if line.marker for us in (*line.points.values(), *line.band.values())]
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _grid(result, 1, len(panels), "Low latency")
         for j, (name, lines) in enumerate(panels):
-            _draw(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j else "µs")
+            draw_panel(axes[0][j], name, lines, xlabel="tokens of a rank", ylabel="" if j else "µs")
             axes[0][j].set_yscale("log")
             axes[0][j].set_ylim(0.6 * min(measured), 1.4 * max(measured))
             axes[0][j].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes[0][j].yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:,.10g}"))
             axes[0][j].yaxis.set_minor_formatter(NullFormatter())
-            _label(axes[0][j], lines)
+            label_lines(axes[0][j], lines)
         return figure
 
 
@@ -137,13 +137,13 @@ def _name(reference: Reference, sizes: Sizes) -> str:
     return name if theirs == sizes.num_ranks else f"{name}, {theirs} ranks"
 
 
-def _their_bandwidth(reference: Reference, sizes: Sizes, work: str, tokens: int, colour: str) -> list[_Line]:
+def _their_bandwidth(reference: Reference, sizes: Sizes, work: str, tokens: int, colour: str) -> list[Line]:
     lines = []
     for routing in ROUTINGS:
         names = (f"{work}_{routing}", work if routing == "known" else None)
         points = {sms: p.remote_gb_s for (what, t, sms), p in reference.throughput.items() if what in names and t == tokens}
         label = _name(reference, sizes) + ("" if work.startswith("combine") else f",\n{ROUTINGS[routing]}")
-        lines.append(_Line(points, label, colour, MARKERS[routing], "--"))
+        lines.append(Line(points, label, colour, MARKERS[routing], "--"))
     return lines
 
 
@@ -158,7 +158,7 @@ def _grid(result: Mapping[str, Any], num_rows: int, num_columns: int, what: str)
     return figure, figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
 
 
-def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel: str) -> None:
+def draw_panel(axes: Axes, title: str, lines: Sequence[Line], *, xlabel: str, ylabel: str) -> None:
     if not lines:  # no measurement
         axes.set_visible(False)
         return
@@ -184,7 +184,7 @@ def _draw(axes: Axes, title: str, lines: Sequence[_Line], *, xlabel: str, ylabel
     axes.tick_params(length=3)
 
 
-def _label(axes: Axes, lines: Sequence[_Line]) -> None:
+def label_lines(axes: Axes, lines: Sequence[Line]) -> None:
     """Label each line at its right end in its colour.
 
     Labels that would overlap are moved, and a thin line connects each with its line.

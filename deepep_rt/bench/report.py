@@ -48,14 +48,14 @@ class ResultTable(NamedTuple):
 def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> None:
     """Print the tables of a result, and the comparisons with other systems."""
     if throughput_rows(result):
-        _print_table(throughput_table(result))
+        print_table(throughput_table(result))
         for reference in references:
             if table := throughput_comparison(result, reference):
-                _print_table(table)
+                print_table(table)
             elif reference.throughput:
                 _console().print(f"compared with {reference.name}: no figure for this work and these numbers of tokens")
     if low_latency_rows(result):
-        _print_table(low_latency_table(result, references))
+        print_table(low_latency_table(result, references))
 
 
 def throughput_table(result: Mapping[str, Any]) -> ResultTable:
@@ -123,7 +123,7 @@ def _columns_that_fit(widths: Sequence[int], limit: int) -> list[list[int]]:
     return parts
 
 
-def _print_table(table: ResultTable) -> None:
+def print_table(table: ResultTable) -> None:
     """Print a table. Columns that do not fit follow in another table, which repeats the first column."""
     out = _console()
     heading, heads, rows, caption = table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,6 @@ from .. import _env
 from .. import _shim as compat_shim
 from .._console import console
 from .._version import __version__
-from ..bench import run as bench
 from ..config import COMBINE_DTYPES, Config
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from ..jit import build, compiler, current_gpu
@@ -26,12 +24,14 @@ from ..kernels.table import KERNELS, Kernel
 from ..kernels.tuning import has_fp8
 from . import cache as cli_cache
 from . import tables
+from .bench import bench
 from .doctor import doctor
 from .options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .soak import soak
 
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.add_typer(cli_cache.app, name="cache")
+app.command()(bench)
 app.command()(doctor)
 app.command()(soak)
 
@@ -199,34 +199,6 @@ def _print_compiled(rows: list[dict[str, Any]]) -> None:
             name, row["arch"], *tables.usage(row), tables.number(row.get("bytes")), seconds, row.get("reason") or row["status"]
         )
     console(tables.WIDTH_OF_LOGS).print(table)
-
-
-# --- bench -------------------------------------------------------------------------------------------------------------------------
-
-
-@app.command("bench")
-def bench_(
-    what: Annotated[str, typer.Argument(help="throughput, low-latency, all, or jitter.")] = "all",
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: bench-DATE-TIME.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Make a few calls of each type only, as a trial.")] = False,
-    compare: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Compare with these results or references; may be repeated.")
-    ] = None,
-    from_: Annotated[
-        list[Path] | None, typer.Option("--from", metavar="FILE", help="Draw this result without measuring; may be repeated.")
-    ] = None,
-    backend: Annotated[str, typer.Option(help="cuda, host (NumPy and MPI, at small sizes), or auto.")] = "auto",
-    hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: 7168; 512 without a GPU.")] = None,
-    topk: Annotated[int | None, typer.Option(help="Experts of a token. Default: 8.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: 256.")] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit to record where this is no git checkout.")] = None,
-) -> None:
-    """Measure on the ranks of the current mpirun, and write a report with pictures: mpirun -n 8 python -m deepep_rt bench."""
-    if from_:
-        bench.draw(from_, out, compare or [])
-    else:
-        sizes = bench.AskedSizes(hidden, topk, experts)
-        bench.measure(what, out, compare or [], quick=quick, backend=backend, sizes=sizes, commit=commit)
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------------------

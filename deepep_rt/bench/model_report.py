@@ -1,0 +1,247 @@
+"""Print and write what the model says for 1 to 256 nodes (`python -m deepep_rt bench --model`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..doctor.links import NIC_KINDS
+from ..errors import EPConfigError
+from . import model, published
+from .ranks import check_writable
+from .report import ResultTable, markdown_table, print_table
+from .results import Sizes, read
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MAX_NODES = 4096
+
+NEAR_H200 = model.Link(386.0, 13.4)
+NEAR_LOW_LATENCY_H200 = model.Link(295.0, 4.9)
+"""Lines through bench/results/h200x8_2026-11-22*.json, for machines without a result of their own."""
+
+FITTED_SHARE = published.FITTED_FAR_GB_S / published.NIC_GB_S
+"""The part of a NIC's line rate that rows reach in DeepEP V1's published figures."""
+
+
+class Asked(NamedTuple):
+    """What the command line asks for. None: the default."""
+
+    nodes: str | None = None
+    node_size: int | None = None
+    near_gb_s: float | None = None
+    near_us: float | None = None
+    nic: str = "ib-ndr"
+    nic_gb_s: float | None = None
+    nic_share: float | None = None
+    nic_us: float | None = None
+    nic_message_us: float = 0.0
+    tokens: int = 4096
+    low_latency_tokens: int = 128
+    hidden: int = 7168
+    topk: int = 8
+    experts: int = 256
+    groups: int = 4
+
+
+def run(asked: Asked, files: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
+    """Predict, print, and write `model.json`, `model.md` and `model.png` if there is a folder.
+
+    Args:
+        asked: Figures and sizes.
+        files: Results of `bench` on GPUs of one host, which give the near figures. Default: those of 8 H200s.
+        out: The folder to write to.
+        as_json: Print JSON instead of tables.
+
+    Raises:
+        EPConfigError: if a figure is out of range, or a file cannot be read or written.
+    """
+    for name in ("node_size", "near_gb_s", "nic_gb_s", "nic_share", "tokens", "low_latency_tokens", "hidden", "topk", "experts"):
+        _check(name, getattr(asked, name), above_zero=True)
+    for name in ("near_us", "nic_us", "nic_message_us", "groups"):
+        _check(name, getattr(asked, name), above_zero=False)
+    found = predict(asked, files)
+    if out is not None:
+        check_writable(None, out, "--out")
+        (out / "model.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "model.md").write_text(markdown(found))
+        from .model_figure import draw, png
+
+        (out / "model.png").write_bytes(png(draw(found)))
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    for table in tables(found):
+        print_table(table)
+    print("Assumptions:", *(f"- {text}" for text in found["assumptions"]), sep="\n")
+
+
+def _check(name: str, value: float | None, *, above_zero: bool) -> None:
+    if value is not None and not (math.isfinite(value) and (value > 0 or (value == 0 and not above_zero))):
+        expected = "a number above 0" if above_zero else "0 or more"
+        raise EPConfigError(f"--{name.replace('_', '-')}={value}; expected {expected}. Give another number.")
+
+
+def node_numbers(text: str | None) -> tuple[int, ...]:
+    """Parse a list of numbers of nodes, such as 1,2,4."""
+    if text is None:
+        return NODES
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(1 <= number <= MAX_NODES for number in numbers):
+        raise EPConfigError(f"--nodes={text!r}; expected numbers of 1 to {MAX_NODES}, such as 1,2,4. Give such a list.")
+    return tuple(sorted(set(numbers)))
+
+
+def machine_of(asked: Asked, files: Sequence[Path]) -> model.Machine:
+    """Put the figures of results, of options and of the kind of NIC together. Options win."""
+    results = [read(file) for file in files]
+    measured = model.near_of_results(results)
+    sizes = {Sizes.of(result).num_ranks for result in results}
+    if len(sizes) > 1:
+        raise EPConfigError(
+            f"--from has results of {sorted(sizes)} ranks; expected one number of ranks. Pass results of one machine."
+        )
+    if asked.nic not in NIC_KINDS:
+        raise EPConfigError(
+            f"--nic={asked.nic!r}; expected one of {', '.join(NIC_KINDS)}. Choose one, and change it with --nic-gb-s."
+        )
+    given = {"gb_s": asked.near_gb_s, "us": asked.near_us}
+    near = model.with_figures(measured.get("near", NEAR_H200), **given)
+    near_low_latency = model.with_figures(measured.get("near_low_latency", NEAR_LOW_LATENCY_H200), **given)
+    line = asked.nic_gb_s or NIC_KINDS[asked.nic].gb_s
+    us = published.FITTED_US if asked.nic_us is None else asked.nic_us
+    far = model.Link(line * (asked.nic_share or FITTED_SHARE), us, line, asked.nic_message_us)
+    source = ", ".join(file.name for file in files) or "8 H200s (docs/benchmarks.md)"
+    changed = " changed by options" if asked.near_gb_s or asked.near_us is not None else ""
+    node_size = asked.node_size or (sizes.pop() if sizes else 8)
+    return model.Machine(
+        near, near_low_latency, far, node_size, f"near: {source}{changed}; far: {asked.nic}, {line:g} GB/s a rank"
+    )
+
+
+def predict(asked: Asked, files: Sequence[Path] = ()) -> dict[str, Any]:
+    """Make the document of all estimates, with assumptions and published rows."""
+    machine = machine_of(asked, files)
+    work = model.Work(asked.tokens, asked.low_latency_tokens, asked.hidden, asked.topk, asked.experts, asked.groups or None)
+    rows: list[dict[str, Any]] = []
+    for nodes in node_numbers(asked.nodes):
+        for call in model.CALLS:
+            paths = ("hierarchical", "direct") if nodes > 1 else ("near",)
+            estimates = {path: model.throughput(work, machine, nodes, call, path) for path in paths}
+            auto = model.better_path(*estimates.values()) if nodes > 1 else "near"
+            for path, estimate in estimates.items():
+                rows.append(_row("throughput", call, nodes, machine, path, estimate, is_auto=path == auto))
+            path = "direct" if nodes > 1 else "near"
+            estimate = model.low_latency(work, machine, nodes, call)
+            rows.append(_row("low-latency", call, nodes, machine, path, estimate, is_auto=True))
+    on = published.machine()
+    theirs = [
+        {**row._asdict(), "model": value, "error": value / row.value - 1}
+        for row in published.ROWS
+        for value in [published.predict(row, on)]
+    ]
+    errors = [row["error"] for row in theirs]
+    return {
+        "assumptions": assumptions(),
+        "machine": dataclasses.asdict(machine),
+        "work": dataclasses.asdict(work),
+        "rows": rows,
+        "published": theirs,
+        "published_rms": math.sqrt(sum(error * error for error in errors) / len(errors)),
+        "published_worst": max(map(abs, errors)),
+    }
+
+
+def _row(
+    mode: str, call: str, nodes: int, machine: model.Machine, path: str, estimate: model.Estimate, *, is_auto: bool
+) -> dict[str, Any]:
+    place = {"mode": mode, "call": call, "nodes": nodes, "ranks": nodes * machine.node_size, "path": path, "auto": is_auto}
+    return {**place, **dataclasses.asdict(estimate)}
+
+
+def assumptions() -> list[str]:
+    """List the assumptions that the model's documentation names."""
+    text = (model.__doc__ or "").partition("Assumptions:")[2]
+    return [" ".join(part.split()) for part in text.split("\n- ")[1:]]
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------------------
+
+
+def tables(found: dict[str, Any]) -> list[ResultTable]:
+    """Make the tables: throughput, low latency, and published rows."""
+    work, machine = found["work"], found["machine"]
+    groups = f", top-{work['groups']} groups" if work["groups"] else ""
+    problem = f"hidden {work['hidden']}, top-{work['topk']} of {work['experts']} experts"
+    counted = "GB/s as DeepEP counts: a row for each node of a token, its own one included; on one node a row for each rank."
+    heads = ["nodes", "ranks", "path", "dispatch us", "GB/s", "% of ideal", "limit", "combine us", "GB/s", "% of ideal", "limit"]
+    made = []
+    for mode, title, caption in (
+        (
+            "throughput",
+            f"Throughput, {work['tokens']} tokens a rank, {problem}{groups}",
+            f"{counted} *: the path that auto takes.",
+        ),
+        (
+            "low-latency",
+            f"Low latency, {work['low_latency_tokens']} tokens a rank, {problem}",
+            "GB/s: a row for each expert of a token.",
+        ),
+    ):
+        lines: dict[tuple[int, int, str], list[str]] = {}
+        for row in found["rows"]:
+            if row["mode"] == mode:
+                cells = [f"{row['us']:.0f}", f"{row['gb_s']:.1f}", f"{100 * row['efficiency']:.0f}", row["bottleneck"]]
+                lines.setdefault((row["nodes"], row["ranks"], row["path"]), []).extend(cells)
+        stars = {(row["nodes"], row["path"]) for row in found["rows"] if row["mode"] == mode and row["auto"] and row["nodes"] > 1}
+        shown = mode == "throughput"
+        cells = [
+            [str(nodes), str(ranks), path + (" *" if shown and (nodes, path) in stars else ""), *line]
+            for (nodes, ranks, path), line in lines.items()
+        ]
+        made.append(ResultTable(title, heads, cells, caption))
+    far = machine["far"]
+    made[0] = made[0]._replace(
+        caption=f"{made[0].caption} {machine['where']}. A NIC reaches {far['gb_s']:.1f} GB/s after {far['us']:.1f} us."
+    )
+    return [*made, published_table(found)]
+
+
+def published_table(found: dict[str, Any]) -> ResultTable:
+    """Make the table of DeepEP's published rows and the model's values for them."""
+    rows = [
+        [
+            row["mode"],
+            row["call"],
+            str(row["num_ranks"]),
+            _value(row, row["value"]),
+            _value(row, row["model"]),
+            f"{100 * row['error']:+.1f} %",
+        ]
+        for row in found["published"]
+    ]
+    caption = (
+        f"DeepEP V1 on H800, fitted with {published.FITTED_US:g} us, {published.FITTED_FAR_GB_S:g} GB/s far and "
+        f"{published.FITTED_NEAR_GB_S:g} GB/s near: {100 * found['published_rms']:.1f} % rms, "
+        f"{100 * found['published_worst']:.1f} % at worst."
+    )
+    return ResultTable("Published figures", ["mode", "call", "ranks", "published", "model", "difference"], rows, caption)
+
+
+def _value(row: dict[str, Any], value: float) -> str:
+    return f"{value:.1f} GB/s" if row["mode"] == "throughput" else f"{value:.0f} us"
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Write all tables and assumptions as Markdown."""
+    parts = ["# The model of several nodes", "![Bandwidth and latency by nodes](model.png)"]
+    for table in tables(found):
+        parts += [f"## {table.title}", markdown_table(table.heads, table.rows), table.caption]
+    parts += ["## Assumptions", "\n".join(f"- {text}" for text in found["assumptions"])]
+    return "\n\n".join(parts) + "\n"
