@@ -265,6 +265,7 @@ class Buffer(LowLatencyCalls):
         Raises:
             EPInputError: If an argument is wrong. Nothing was launched.
             EPOutOfMemoryError: If the caller holds too many results and `on_exhausted="error"`, or if the call cannot copy.
+                With several nodes, on all ranks, if it brings a rank more rows than `num_max_recv_tokens`; no row is sent.
             EPTimeoutError: If a peer did not answer, also in an earlier call that the host did not wait for.
             EPDestroyedError: After `destroy()`.
 
@@ -292,6 +293,9 @@ class Buffer(LowLatencyCalls):
         stream: Any = None,
     ) -> CombineResult:
         """Send rows back to the ranks of their tokens, and add up the rows of each token there, in float32 and in rank order.
+
+        With several nodes, the rows of each node are added up first. The sum of a node other than the token's is rounded to the rows'
+        type, because it crosses the network as a row. Then the sums are added up in node order. `topk_weights` are never rounded.
 
         The host never waits, so a CUDA graph can capture the call (keep the result as long as the graph).
 

@@ -111,7 +111,10 @@ class HandleTables(Protocol):
         """Make a handle of the array that a low-latency dispatch wrote. The array has to outlive the call that gets the handle."""
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
-        """Return `[source, destination]` int32: the rows that a rank sends to a rank."""
+        """Return `[source, destination]` int32: the rows that a rank sends to a rank. Only for Buffers on one node."""
+
+    def first_rows(self, handle: DispatchHandle, framework: Framework) -> View:
+        """Return `[num_ranks]` int32: the position in `recv_x` of the first row from each rank. Only for Buffers on several nodes."""
 
     def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
         """Return the tokens that a low-latency dispatch brought to this rank."""

@@ -1,10 +1,20 @@
-"""Warn of rows that did not fit into a result."""
+"""Warn of rows that did not fit into a result, and refuse a dispatch that would bring too many."""
 
 from __future__ import annotations
 
 import logging
 
+from ..errors import EPOutOfMemoryError
+
 _log = logging.getLogger("deepep_rt")
+
+
+def too_many_rows(rank: int, num_recv: int, room: int) -> EPOutOfMemoryError:
+    """Make the error of all ranks about a dispatch over several nodes that would bring more rows to `rank` than a Buffer has room for."""
+    return EPOutOfMemoryError(
+        f"num_max_recv_tokens={room}; expected at least {num_recv}, the rows that this dispatch brings to rank {rank}. Make the Buffer "
+        f"with a larger num_max_recv_tokens, or pass num_worst_tokens to dispatch, which drops further rows. No row was sent"
+    )
 
 
 class OverflowLog:

@@ -46,6 +46,9 @@ class CudaHandleTables:
         num_ranks = self._info.config.num_ranks
         return self._view(handle.routing, self._map.offsets["num_rows"], (num_ranks, num_ranks), framework)
 
+    def first_rows(self, handle: DispatchHandle, framework: Framework) -> View:
+        return self._view(handle.routing, self._map.offsets["first_row"], (self._info.config.num_ranks,), framework)
+
     def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
         config, offsets = self._info.config, self._low_latency_map.offsets
         entry = structs.LlEntry.dtype(config.constants())

@@ -12,19 +12,21 @@ from ..calls import BufferInfo
 from .expert_routing import ExpertRouting, new_expert_routing
 from .routing import Routing
 
+_NUM_PER_RANK = 4  # num_received, first_row, number of sent_tokens, num_chosen
+
 
 class HostHandleTables:
     """See `base.HandleTables`.
 
-    The array of a dispatch holds the routing's serial number, three numbers for each rank, the rows between each two ranks, and the tokens
-    that go to each rank.
+    The array of a dispatch holds the routing's serial number, four numbers for each rank, and the tokens that go to rank 0, to rank 1, and
+    so on.
     """
 
     def __init__(self, info: BufferInfo) -> None:
         self._info = info
         config = info.config
         rows, tokens, topk = config.worst_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
-        self.num_words = 1 + config.num_ranks * (3 + config.num_ranks + tokens)
+        self.num_words = 1 + _NUM_PER_RANK * config.num_ranks + config.num_max_sent_rows
         parts = {"counts": config.num_local_experts, "num_rows": 1, "rows": self.num_words, "recv_idx": rows * topk}
         parts |= {"topk_idx": tokens * topk, "weights": rows * topk, "own_weights": tokens * topk}
         self._parts = parts
@@ -74,7 +76,11 @@ class HostHandleTables:
         return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework)
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
-        return Result.of(handle.routing.num_sent).view(framework)
+        assert handle.routing.rows_between is not None, "several nodes, or a handle of an array: see first_rows"
+        return Result.of(handle.routing.rows_between).view(framework)
+
+    def first_rows(self, handle: DispatchHandle, framework: Framework) -> View:
+        return Result.of(handle.routing.first_row).view(framework)
 
     def entries(self, handle: LowLatencyHandle, framework: Framework) -> Entries:
         routing: ExpertRouting = handle.routing
@@ -90,25 +96,23 @@ class HostHandleTables:
 
     def _save_routing(self, routing: Routing, words: np.ndarray) -> None:
         words[0] = routing.serial
-        per_rank, num_sent, sent = self._split_routing(words)
-        per_rank[:] = routing.num_received, routing.first_row, [len(tokens) for tokens in routing.sent_tokens]
-        num_sent[:] = routing.num_sent
-        for row, tokens in zip(sent, routing.sent_tokens, strict=True):
-            row[: len(tokens)], row[len(tokens) :] = tokens, -1
+        per_rank, sent = self._split_routing(words)
+        counts = [len(tokens) for tokens in routing.sent_tokens]
+        per_rank[:] = routing.num_received, routing.first_row, counts, routing.num_chosen
+        sent[: sum(counts)], sent[sum(counts) :] = np.concatenate(routing.sent_tokens), -1
 
     def _load_handle(self, words: np.ndarray, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
-        per_rank, num_sent, sent = self._split_routing(words)
-        num_received, first_row, counts = per_rank.astype("int64")
-        tokens = tuple(row[:count].copy() for row, count in zip(sent, counts, strict=True))
-        routing = Routing(int(words[0]), tokens, num_received, first_row, num_sent.copy())
+        per_rank, sent = self._split_routing(words)
+        num_received, first_row, counts, num_chosen = per_rank.astype("int64")
+        tokens = tuple(np.split(sent[: counts.sum()].copy(), np.cumsum(counts)[:-1]))
+        routing = Routing(int(words[0]), tokens, num_received, first_row, num_chosen)
         return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, routing, {})
 
-    def _split_routing(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the parts after the serial number: three numbers for each rank, rows between ranks, and tokens for each rank."""
-        config = self._info.config
-        ranks = config.num_ranks
-        per_rank, num_sent, sent = np.split(words[1:], np.cumsum([3 * ranks, ranks * ranks]))
-        return per_rank.reshape(3, ranks), num_sent.reshape(ranks, ranks), sent.reshape(ranks, config.num_max_tokens_per_rank)
+    def _split_routing(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the parts after the serial number: `[_NUM_PER_RANK, num_ranks]`, and the tokens for all ranks."""
+        ranks = self._info.config.num_ranks
+        per_rank, sent = np.split(words[1:], [_NUM_PER_RANK * ranks])
+        return per_rank.reshape(_NUM_PER_RANK, ranks), sent
 
     def _split(self, words: np.ndarray) -> dict[str, np.ndarray]:
         ends = np.cumsum(list(self._parts.values())[:-1])

@@ -98,9 +98,14 @@ class CallAgreement:
         finally:
             self._low_latency_call = None
 
+    @property
+    def is_low_latency(self) -> bool:
+        """Whether dispatches and combines are parts of a low-latency call."""
+        return self._low_latency_call is not None
+
     def next_serial(self) -> int:
         """Number a new routing. Masked ranks may miss low-latency calls, so those routings take the number of the call."""
-        if self._low_latency_call is not None:
+        if self.is_low_latency:
             return self._channel.low_latency_calls
         self._num_throughput_routings += 1
         return self._num_throughput_routings

@@ -27,7 +27,7 @@ import numpy as np
 
 from ...comm.communicator import Communicator
 from ...comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
-from ...errors import EPInputError, EPTimeoutError
+from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError
 from ...kernels.structs import PHASES
 
 _HEADER_TAG, _HEARTBEAT_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
@@ -97,7 +97,7 @@ class MessageChannel:
         self._call_idx += 1
         try:
             yield
-        except EPInputError:  # all ranks agree on it, or nothing was sent yet
+        except (EPInputError, EPOutOfMemoryError):  # all ranks agree on it, or nothing was sent yet
             raise
         except BaseException as error:
             if self._failure is None and not self._in_low_latency:  # headers of low-latency calls carry numbers

@@ -13,13 +13,17 @@ from ...config import Config
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where this rank's tokens go and where its rows come from. Rows that were dropped, or that did not arrive, are left out."""
+    """Where this rank's tokens go and where its rows come from. Rows that were dropped, or that did not arrive, are left out.
+
+    Its size grows with the number of ranks. Only Buffers on one node keep the rows between all ranks.
+    """
 
     serial: int
     sent_tokens: tuple[np.ndarray, ...]  # for each rank, the tokens that go there, ascending
     num_received: np.ndarray  # [num_ranks] rows from each rank
     first_row: np.ndarray  # [num_ranks] position of the first row from each rank
-    num_sent: np.ndarray  # [source, destination] rows, of all ranks
+    num_chosen: np.ndarray  # [num_ranks] rows that this rank's tokens choose at each rank, dropped ones too
+    rows_between: np.ndarray | None = None  # [source, destination] rows, dropped ones too; None on several nodes, or after `load`
 
     @property
     def num_rows(self) -> int:
@@ -36,10 +40,10 @@ class Routing:
         tokens = tuple(t if sends else t[:0] for t, sends in zip(self.sent_tokens, send_mask, strict=True))
         return replace(self, sent_tokens=tokens, num_received=np.where(recv_mask, self.num_received, 0))
 
-    def is_chosen_by(self, topk_idx: View, config: Config, rank: int) -> bool:
-        """Whether the expert numbers of rank `rank` choose the ranks of this routing."""
+    def is_chosen_by(self, topk_idx: View, config: Config) -> bool:
+        """Whether the expert numbers of this rank choose the ranks of this routing."""
         owner = values_of(topk_idx) // config.num_local_experts
-        for peer, (tokens, count) in enumerate(zip(self.sent_tokens, self.num_sent[rank], strict=True)):
+        for peer, (tokens, count) in enumerate(zip(self.sent_tokens, self.num_chosen, strict=True)):
             chosen = np.flatnonzero((owner == peer).any(axis=1))
             # A routing holds the first tokens that were chosen. It lacks those that were dropped.
             if len(chosen) != count or not np.array_equal(chosen[: len(tokens)], tokens):
@@ -61,7 +65,15 @@ def choices_by_expert(topk_idx: np.ndarray, config: Config) -> np.ndarray:
     return np.bincount(chosen, minlength=config.num_experts).reshape(config.num_ranks, -1)
 
 
-def new_routing(serial: int, rank: int, tokens: list[np.ndarray], num_sent: np.ndarray, num_worst_tokens: np.ndarray) -> Routing:
+def new_routing(
+    serial: int,
+    rank: int,
+    tokens: list[np.ndarray],
+    num_sent: np.ndarray,
+    num_worst_tokens: np.ndarray,
+    *,
+    keeps_rows_between: bool,
+) -> Routing:
     """Work out the routing of a dispatch from the headers of all ranks.
 
     Args:
@@ -70,6 +82,7 @@ def new_routing(serial: int, rank: int, tokens: list[np.ndarray], num_sent: np.n
         tokens: For each rank, the tokens that this rank sends there.
         num_sent: `[source, destination]` rows that the ranks send.
         num_worst_tokens: `[num_ranks]` most rows that each rank receives; -1: no limit.
+        keeps_rows_between: Whether the routing keeps `num_sent`.
     """
     room = np.where(num_worst_tokens < 0, np.iinfo(np.int64).max, num_worst_tokens)  # [destination]
     first_row = np.cumsum(num_sent, axis=0) - num_sent
@@ -77,7 +90,8 @@ def new_routing(serial: int, rank: int, tokens: list[np.ndarray], num_sent: np.n
     return Routing(
         serial=serial,
         sent_tokens=tuple(t[:n] for t, n in zip(tokens, num_kept[rank], strict=True)),
-        num_received=num_kept[:, rank],
+        num_received=num_kept[:, rank].copy(),
         first_row=np.minimum(first_row[:, rank], room[rank]),
-        num_sent=num_sent,
+        num_chosen=num_sent[rank].copy(),  # a view would keep all of `num_sent`
+        rows_between=num_sent if keeps_rows_between else None,
     )

@@ -7,7 +7,7 @@ import numpy as np
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
 from ...results import DispatchHandle, Views
 from ..calls import BufferInfo, CombineInputs, DispatchInputs
-from ..overflow import OverflowLog
+from ..overflow import OverflowLog, too_many_rows
 from .headers import CallAgreement
 from .messages import MessageChannel
 from .routing import Routing, choices_by_expert, new_routing, tokens_by_rank
@@ -36,7 +36,7 @@ class Throughput:
             return inputs.handle, self._send_rows(inputs.handle, self._agree_on_handle(inputs, inputs.handle), inputs)
 
     def combine(self, inputs: CombineInputs, excluded: np.ndarray | None = None) -> Views:
-        """Send rows to the ranks of their tokens, which add them up in rank order.
+        """Send rows to the ranks of their tokens, which add them up: see `_add_up`.
 
         Args:
             inputs: The arguments of the call.
@@ -69,7 +69,15 @@ class Throughput:
         received = self.agreement.exchange(headers, "kPhaseRoute")
 
         num_sent = received.num_rows
-        routing = new_routing(self.agreement.next_serial(), rank, tokens, num_sent, received.num_worst_tokens)
+        self._check_room(num_sent.sum(0), received.num_worst_tokens)
+        routing = new_routing(
+            self.agreement.next_serial(),
+            rank,
+            tokens,
+            num_sent,
+            received.num_worst_tokens,
+            keeps_rows_between=not config.has_network,
+        )
         num_per_expert = received.num_choices.sum(0)
         num_per_expert = -(-num_per_expert // inputs.expert_alignment) * inputs.expert_alignment
         num_recv = int(num_sent[:, rank].sum())
@@ -84,6 +92,15 @@ class Throughput:
         counts = num_per_expert.tolist() if num_worst_tokens is None else None
         return DispatchHandle(inputs.x.shape[0], num_recv_rows, counts, self._serial, routing, views)
 
+    def _check_room(self, num_recv: np.ndarray, num_worst_tokens: np.ndarray) -> None:
+        """Raise on all ranks if a rank receives more rows than the Buffer has room for.
+
+        On one node every row has room. Low-latency calls have room of their own.
+        """
+        fullest, most = int(np.where(num_worst_tokens < 0, num_recv, 0).argmax()), self._config.num_max_recv_tokens
+        if num_worst_tokens[fullest] < 0 and num_recv[fullest] > most and not self.agreement.is_low_latency:
+            raise too_many_rows(fullest, int(num_recv[fullest]), most)
+
     def _agree_on_handle(self, inputs: DispatchInputs, handle: DispatchHandle) -> Routing:
         """Agree on a dispatch along the routing of a handle; returns its part that both ranks of each pair know."""
         routing: Routing = handle.routing
@@ -92,7 +109,7 @@ class Throughput:
         headers.report_size(sizes, inputs.x.row_bytes)
         if inputs.topk_idx is not None:
             headers.report_bad_expert(inputs.topk_idx, self._config.num_experts)
-            if not headers.has_problem and not routing.is_chosen_by(inputs.topk_idx, self._config, self._rank):
+            if not headers.has_problem and not routing.is_chosen_by(inputs.topk_idx, self._config):
                 headers.report_other_ranks()
         masks = self.agreement.exchange_row_counts(headers, "kPhaseDispatchWindow", sizes, routing.num_received)
         return routing.restricted(*masks)
@@ -175,20 +192,51 @@ class Throughput:
         lost: set[int],
         excluded: np.ndarray | None,
     ) -> Views:
-        """Add up rows in rank order, which gives the same bits every time, and then the biases."""
+        """Add up the rows of each node in rank order and the sums of nodes in node order, which gives the same bits every time.
+
+        A sum of another node crosses the network as a row, so it is rounded to the rows' type. Low-latency calls send every row across,
+        and add up all rows in rank order.
+        """
         num_tokens, dtype, framework = inputs.handle.num_tokens, inputs.x.dtype, inputs.x.framework
+        ranks = self._config.num_ranks
+        node_size = ranks if self.agreement.is_low_latency else self._config.node_size
         total = np.zeros((num_tokens, self._config.hidden), np.float32)
         weights = None if inputs.topk_weights is None else Result((num_tokens, self._config.num_topk), "float32", fill=0)
         with np.errstate(all="ignore"):  # an inf - inf stands in the caller's numbers
-            for peer, tokens in enumerate(routing.sent_tokens):
-                if peer in lost:
-                    continue
-                added = slice(None) if excluded is None else ~excluded[tokens, peer]
-                total[tokens[added]] += to_float32(parts[peer][0][added], dtype)
+            for first in range(0, ranks, node_size):
+                node = [peer for peer in range(first, first + node_size) if peer not in lost]
+                tokens = [routing.sent_tokens[peer] for peer in node]
+                rows = [to_float32(parts[peer][0], dtype) for peer in node]
+                if excluded is not None:
+                    rows = [part[~excluded[sent, peer]] for peer, sent, part in zip(node, tokens, rows, strict=True)]
+                    tokens = [sent[~excluded[sent, peer]] for peer, sent in zip(node, tokens, strict=True)]
+                is_near = first <= self._rank < first + node_size
+                _add_node(total, tokens, rows, None if is_near else dtype)
                 if weights is not None:
-                    weights.values[tokens] += parts[peer][1].view(np.float32)
+                    values = [parts[peer][1].view(np.float32) for peer in node]
+                    _add_node(weights.values, [routing.sent_tokens[peer] for peer in node], values, None)
             for bias in inputs.biases:
                 total += to_float32(rows_of(bias), dtype)
             out = Result(total.shape, dtype)
             from_float32(total, dtype, out.rows)
         return {"x": out.view(framework), "topk_weights": None if weights is None else weights.view(framework)}
+
+
+def _add_node(total: np.ndarray, tokens: list[np.ndarray], rows: list[np.ndarray], dtype: str | None) -> None:
+    """Add up the rows of a node's ranks in rank order, and add the sums to `total[tokens]`.
+
+    Args:
+        total: `[num_tokens, n]` float32.
+        tokens: For each rank of the node, the tokens of its rows.
+        rows: For each rank of the node, `[rows, n]` float32.
+        dtype: The type that sums are rounded to. None: they are not.
+    """
+    sums, is_summed = np.zeros_like(total), np.zeros(len(total), bool)
+    for sent, part in zip(tokens, rows, strict=True):
+        sums[sent] += part
+        is_summed[sent] = True
+    if dtype is not None:
+        rounded = Result(sums.shape, dtype)
+        from_float32(sums, dtype, rounded.rows)
+        sums = to_float32(rounded.rows, dtype)
+    total[is_summed] += sums[is_summed]
