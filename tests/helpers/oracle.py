@@ -1,8 +1,8 @@
 """Work out the results of dispatch and combine from the inputs of all ranks, by plain loops over tokens.
 
 This code is independent of `deepep_rt.backends.host`: it has no messages, counts or positions. It appends rows to lists in the documented
-order, and adds up in float64. Every function takes the inputs of all ranks. `make_inputs` depends on (seed, rank) alone, so each rank can
-make the inputs of all ranks without communication.
+order. `expected_combine` adds up in float64, and `expected_sums` in the documented order and roundings, bit for bit. Every function takes
+the inputs of all ranks. `make_inputs` depends on (seed, rank) alone, so each rank can make the inputs of all ranks without communication.
 
 `RankInputs.x` may have any dtype, also one of `ml_dtypes`.
 """
@@ -155,6 +155,72 @@ def expected_combine(
     return total, size, weights
 
 
+def expected_sums(
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    all_y: Sequence[np.ndarray],
+    num_experts: int,
+    *,
+    node_size: int | None = None,
+    all_worst: Sequence[int | None] | None = None,
+    all_weights: Sequence[np.ndarray] | None = None,
+    biases: Sequence[np.ndarray] = (),
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Work out the bits of a combine. The other arguments are those of `expected_combine`.
+
+    A node's rows of a token are added up in float32 and rank order. The sum of a node other than that of `rank` is rounded to the rows'
+    type. Then the nodes' sums are added up in node order, and the biases. Weights are added up in the same order, and not rounded.
+
+    `node_size` is the ranks of a node; default: all ranks.
+
+    Returns:
+        `[num_tokens, hidden]` of the rows' type, and `[num_tokens, num_topk]` float32 (None without `all_weights`).
+    """
+    num_ranks, num_tokens, dtype = len(all_inputs), len(all_inputs[rank].topk_idx), all_y[rank].dtype
+    node_size = node_size or num_ranks
+    terms: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(num_tokens)]
+    for peer in range(num_ranks):
+        worst = all_worst[peer] if all_worst is not None else None
+        received = expected_dispatch(peer, all_inputs, num_experts, num_worst_tokens=worst)
+        given = all_weights[peer] if all_weights is not None else np.zeros((len(received.x), 1), np.float32)
+        for row in range(received.num_kept):
+            source, token = received.src_idx[row]
+            if source == rank:
+                terms[token][peer] = all_y[peer][row].astype(np.float32), given[row]
+    x = np.zeros((num_tokens, all_y[rank].shape[1]), np.float32)
+    weights = np.zeros((num_tokens, 1 if all_weights is None else all_weights[rank].shape[1]), np.float32)
+    for token in range(num_tokens):
+        for node in range(num_ranks // node_size):
+            mine = [terms[token][peer] for peer in sorted(terms[token]) if peer // node_size == node]
+            if mine:
+                row, weight = np.zeros_like(x[token]), np.zeros_like(weights[token])
+                for term, share in mine:
+                    row, weight = row + term, weight + share
+                if node != rank // node_size:
+                    row = row.astype(dtype).astype(np.float32)
+                x[token], weights[token] = x[token] + row, weights[token] + weight
+        for bias in biases:
+            x[token] = x[token] + bias[token].astype(np.float32)
+    return x.astype(dtype), None if all_weights is None else weights
+
+
+def check_sums(
+    got: object,
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    all_y: Sequence[np.ndarray],
+    num_experts: int,
+    **options: object,
+) -> None:
+    """Compare a `CombineResult` of NumPy arrays with `expected_sums`, bit for bit. An AssertionError names the array."""
+    x, weights = expected_sums(rank, all_inputs, all_y, num_experts, **options)
+    _same_bits("x", got.x, x)
+    if weights is None:
+        assert got.topk_weights is None
+    else:
+        _same_bits("topk_weights", got.topk_weights, weights)
+
+
 def check_dispatch(result: object, expected: Received, *, has_counts: bool = True, with_idx: bool = True) -> None:
     """Compare a `DispatchResult` of NumPy arrays with `expected`, bit for bit. An AssertionError names the array.
 
@@ -190,10 +256,14 @@ def check_dispatch(result: object, expected: Received, *, has_counts: bool = Tru
     assert result.handle.num_recv_rows == len(expected.x)
 
 
-def combine_tolerance(dtype: str, size: np.ndarray, num_terms: int) -> np.ndarray:
-    """Bound the error of a combine whose `num_terms` terms have absolute values that sum to `size`: float32 sums, one final rounding."""
+def combine_tolerance(dtype: str, size: np.ndarray, num_terms: int, num_nodes: int = 1) -> np.ndarray:
+    """Bound the error of a combine whose `num_terms` terms have absolute values that sum to `size`.
+
+    Sums are float32. There is a final rounding, and with several nodes one of the sum of each other node.
+    """
     final = {"bfloat16": (2.0**-8, 2.0**-133), "float16": (2.0**-11, 2.0**-24), "float32": (2.0**-24, 2.0**-149)}[dtype]
-    return size * (num_terms * 2.0**-24 + final[0]) * 1.01 + final[1]
+    roundings = 1 if num_nodes == 1 else 2
+    return size * (num_terms * 2.0**-24 + roundings * final[0]) * 1.01 + num_nodes * final[1]
 
 
 def make_inputs(

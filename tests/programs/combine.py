@@ -1,4 +1,4 @@
-"""Combine: close to the oracle's float64 sums, the same bits every time, and the adjoint of dispatch."""
+"""Combine: the bits of the oracle, close to its float64 sums, and the adjoint of dispatch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def _tokens(rank: int) -> int:
     return (5, 0, 12, 3)[rank % 4]
 
 
-def _assert_close(out: np.ndarray, expected: np.ndarray, size: np.ndarray, num_terms: int) -> None:
+def _assert_close(out: np.ndarray, expected: np.ndarray, size: np.ndarray, num_terms: int, num_nodes: int) -> None:
     error = np.abs(out.astype(np.float64) - expected)
-    allowed = oracle.combine_tolerance(out.dtype.name, size, num_terms)
+    allowed = oracle.combine_tolerance(out.dtype.name, size, num_terms, num_nodes)
     worst = np.unravel_index(int(np.argmax(error - allowed)), error.shape) if error.size else None
     assert (error <= allowed).all(), f"at {worst}: {out[worst]} against {expected[worst]}, allowed {allowed[worst]}"
 
@@ -43,7 +43,9 @@ def check_sums_biases_and_weights(comm: MPI.Intracomm) -> None:
                 )
                 assert got.x.shape == mine.x.shape
                 assert got.x.dtype == np.dtype(dtype)
-                _assert_close(got.x, expected, size, ranks + num_biases)
+                _assert_close(got.x, expected, size, ranks + num_biases, buffer.config.num_nodes)
+                options = dict(node_size=buffer.config.node_size, all_weights=weights, biases=given)
+                oracle.check_sums(got, rank, inputs, outputs, experts, **options)
                 np.testing.assert_allclose(got.topk_weights, summed, rtol=1e-5, atol=1e-5)
                 assert got.topk_weights.dtype == np.float32
                 again = buffer.combine(outputs[rank], handle, topk_weights=weights[rank], bias=bias)
@@ -65,7 +67,10 @@ def check_whole_numbers_are_exact(comm: MPI.Intracomm) -> None:
 
 
 def check_rank_order(comm: MPI.Intracomm) -> None:
-    """Sums whose value depends on the order of terms: in float32, 1 + 1e8 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
+    """Sums whose value depends on the order of terms: in float32, 1 + 1e8 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1.
+
+    The sum of a node is complete before it is added.
+    """
     ranks, rank = comm.Get_size(), comm.Get_rank()
     terms = np.array([1.0, 1e8, -1e8, 3.0, 1e-3, 2e8, -2e8, 7.0], np.float32)
     num_topk = min(ranks, 8)
@@ -77,8 +82,8 @@ def check_rank_order(comm: MPI.Intracomm) -> None:
         y = np.full(sent.recv_x.shape, terms[rank])
         got = buffer.combine(y, sent.handle, topk_weights=weights, bias=[bias, -2 * bias])
         total = np.float32(0)
-        for term in terms[:ranks]:
-            total = np.float32(total + term)
+        for node in np.split(terms[:ranks], buffer.config.num_nodes):
+            total += np.cumsum(node, dtype=np.float32)[-1]
         assert (got.topk_weights == total).all()
         total = np.float32(np.float32(total + bias[0, 0]) - 2 * bias[0, 0])
         assert (got.x == total).all(), (got.x[0, 0], total)

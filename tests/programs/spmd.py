@@ -35,8 +35,11 @@ ABORT_AFTER_S = TIMEOUT_S + 5  # after a failure, because the other ranks may ha
 def main(*modules: str) -> None:
     """Run every `check_*` of the modules, in the order of the file. `--store` runs them over a store instead of MPI.
 
-    `--sizes 8 4` runs them on 8 ranks and then on 4, so that the ranks load large libraries only once.
+    `--sizes 8 4` runs them on 8 ranks and then on 4, so that the ranks load large libraries only once. `--ranks-per-node 2` declares nodes
+    of 2 ranks for Buffers that declare none.
     """
+    if "--ranks-per-node" in sys.argv:
+        more_settings["ranks_per_node"] = int(sys.argv[sys.argv.index("--ranks-per-node") + 1])
     world = MPI.COMM_WORLD
     sizes = map(int, sys.argv[sys.argv.index("--sizes") + 1 :]) if "--sizes" in sys.argv else [world.Get_size()]
     passed = []
