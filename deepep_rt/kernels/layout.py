@@ -107,6 +107,20 @@ class Layout:
         )
 
     @cached_property
+    def num_ring_entries(self) -> int:
+        """Descriptors in the ring of a relay, a power of two: one for each put whose receiver may not have answered yet."""
+        config = self.config
+        if self.nodes is None:
+            return 0
+        far, tokens, topk = config.num_ranks - config.node_size, config.num_max_tokens_per_rank, config.num_topk
+        dispatched = far + tokens * min(far, topk)  # headers and messages
+        combined = 3 * far + far * tokens * topk  # weights, headers of two words, and a row for each choice
+        acks = 4 * far  # from both halves of both kernels
+        calls = config.low_latency_ring_depth + 1 if config.low_latency else 0
+        most = self.nodes.num_ring_entries + calls * (dispatched + combined + acks)
+        return 1 << (most - 1).bit_length()
+
+    @cached_property
     def low_latency_header_stride(self) -> int:
         return align_up(structs.LlHeader.size(self._sizes), 128)
 

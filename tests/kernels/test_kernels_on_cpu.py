@@ -6,132 +6,24 @@ failed test ends with its seed, and `KERNELS_ON_CPU_SEEDS=17:18` runs this seed 
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-
-import ml_dtypes
-import numpy as np
-import oracle
 import pytest
-from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
 
 from deepep_rt import EPTimeoutError
-from deepep_rt.kernels import source as sources
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
+from tests.kernels_on_cpu.rounds import (
+    LOW_LATENCY,
+    THROUGHPUT,
+    LowLatencyRound,
+    broken,
+    fails,
+    low_latency_rounds,
+    overlapped_rounds,
+    seeds,
+    throughput_rounds,
+)
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
-
-LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
-FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
-
-
-def seeds(count):
-    """Return the seeds of a test: `count` of them, unless the environment sets others."""
-    first, _, last = os.environ.get("KERNELS_ON_CPU_SEEDS", str(count)).rpartition(":")
-    return range(int(first or 0), int(last))
-
-
-def inputs_of(config, seed):
-    """Make the inputs of each rank: a random number of tokens, with some choices of -1."""
-    made = []
-    for rank in range(config.num_ranks):
-        rng = np.random.default_rng([seed, rank])
-        sizes = int(rng.integers(0, config.num_max_tokens_per_rank + 1)), config.hidden, config.num_topk, config.num_experts
-        dtypes = dict(dtype="bfloat16", idx_dtype=("int32", "int64")[seed % 2])
-        made.append(oracle.make_inputs(seed, rank, *sizes, skip_probability=0.1, **dtypes))
-    return made
-
-
-def assert_same(got, want):
-    """Compare two arrays bit for bit."""
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    assert (got.view(np.uint8) == want.view(np.uint8)).all(), np.argwhere(got != want)[:4]
-
-
-class LowLatencyRound:
-    """A dispatch and a combine of all ranks. `dispatch`, `receive`, `combine` and `finish` queue work, and `check` compares the results.
-
-    Args:
-        seed: Decides inputs and options.
-        calling: The ranks that make the calls; None: all.
-        options: Options to set instead of random ones: `format`, `early` (the dispatch sends the weights), `reduce`, `hooks`.
-    """
-
-    def __init__(self, machine, buffers, seed, calling=None, **options):
-        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
-        rng = np.random.default_rng([seed, 3])
-        random_options = dict(
-            format=FORMATS[rng.integers(4)], early=rng.random() < 0.5, reduce=rng.random() < 0.7, hooks=rng.random() < 0.3
-        )
-        self.options = {**random_options, **options}
-        self.calling = range(self.config.num_ranks) if calling is None else calling
-        self.inputs = inputs_of(self.config, seed)
-        shape = self.config.num_local_experts, self.config.worst_recv_tokens, self.config.hidden
-        self.y = [outputs(seed, rank, shape, special=seed % 3 == 0) for rank in range(self.config.num_ranks)]
-        self.idx = {r: machine.put(r, self.inputs[r].topk_idx) for r in self.calling}
-        self.weights = {r: machine.put(r, self.inputs[r].topk_weights) for r in self.calling}
-
-    def dispatch(self):
-        self.sent = {}
-        for r in self.calling:
-            early = self.weights[r] if self.options["early"] else None
-            arguments = dict(topk_weights=early, return_recv_hook=self.options["hooks"], **self.options["format"])
-            self.sent[r] = self.buffers[r].low_latency_dispatch(self.machine.put(r, self.inputs[r].x), self.idx[r], **arguments)
-
-    def receive(self):
-        self._call_hooks(self.sent)
-
-    def combine(self):
-        self.back = {}
-        for r in self.calling:
-            arguments = dict(allow_multiple_reduction=self.options["reduce"], return_recv_hook=self.options["hooks"])
-            y = self.machine.put(r, self.y[r])
-            self.back[r] = self.buffers[r].low_latency_combine(y, self.idx[r], self.weights[r], self.sent[r].handle, **arguments)
-
-    def finish(self):
-        self._call_hooks(self.back)
-
-    def all(self):
-        for step in (self.dispatch, self.receive, self.combine, self.finish):
-            step()
-        return self
-
-    def _call_hooks(self, results):
-        for result in results.values() if self.options["hooks"] else ():
-            result.hook()
-
-    def check(self, live=None, answering=None):
-        """Compare the results; `live` and `answering` as in the oracle."""
-        options, experts = self.options, self.config.num_experts
-        kind = dict(options["format"])
-        fp8 = dict(fp8=kind.pop("use_fp8", True), round_scale=kind.get("round_scale", False), ue8m0=kind.get("use_ue8m0", False))
-        for r in self.calling:
-            check_dispatch(self.sent[r], expected_dispatch(r, self.inputs, experts, live=live, **fp8))
-            shares = dict(reduce_early=options["reduce"], live=live, answering=answering)
-            assert_same(self.back[r].x, expected_combine(r, self.inputs, self.y, experts, **shares))
-
-
-def low_latency_rounds(machine, buffers, seed, count, **options):
-    """Queue some rounds, and then run them."""
-    rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, **options).all() for i in range(count)]
-    machine.run()
-    for made in rounds:
-        made.check()
-
-
-def overlapped_rounds(machine, buffers, seed, count):
-    """Queue rounds with other rounds between a call and its hook, and with as many open hooks as allowed."""
-    rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, hooks=True) for i in range(count)]
-    distance = buffers[0].config.num_slots - 1
-    for i in range(count + 2 * distance):
-        for step, made in ((0, "dispatch"), (distance, "receive"), (distance, "combine"), (2 * distance, "finish")):
-            if 0 <= i - step < count:
-                getattr(rounds[i - step], made)()
-    machine.run()
-    for made in rounds:
-        made.check()
 
 
 @pytest.mark.parametrize("seed", seeds(6))
@@ -186,55 +78,6 @@ def test_silent_rank_is_named():
 
 # --- throughput -----------------------------------------------------------------------------------------------------------------------
 
-THROUGHPUT = dict(num_max_tokens_per_rank=40, hidden=64, num_topk=2, num_experts=6, num_sms=2)
-
-
-def throughput_rounds(machine, buffers, seed, count):
-    """Run rounds of all ranks in turn. In some, the host waits for the counts; some repeat the dispatch with its handle."""
-    rounds = [ThroughputRound(machine, buffers, 100 * seed + i) for i in range(count)]
-    machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
-    for made in rounds:
-        made.check()
-
-
-class ThroughputRound:
-    """A dispatch and a combine of all ranks."""
-
-    def __init__(self, machine, buffers, seed):
-        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
-        rng = np.random.default_rng([seed, 4])
-        ranks, experts = range(self.config.num_ranks), self.config.num_experts
-        self.inputs = inputs_of(self.config, seed)
-        most = self.config.num_max_recv_tokens
-        self.worst = [None, most, int(rng.integers(1, most))][rng.integers(3)]
-        self.alignment = int(rng.integers(1, 5))
-        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
-        self.expected = [oracle.expected_dispatch(r, self.inputs, experts, **options) for r in ranks]
-        draw = np.random.default_rng([seed, 5])
-        self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
-        self.weights = [draw.random((len(e.x), self.config.num_topk), np.float32) for e in self.expected]
-        self.sent, self.again, self.back = {}, {}, {}
-
-    def run(self, rank):
-        put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
-        x, idx, weights = put(rank, mine.x), put(rank, mine.topk_idx), put(rank, mine.topk_weights)
-        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
-        sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **options)
-        if self.alignment == 1:
-            self.again[rank] = buffer.dispatch(x, handle=sent.handle)
-        self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, topk_weights=put(rank, self.weights[rank]))
-
-    def check(self):
-        for rank, expected in enumerate(self.expected):
-            oracle.check_dispatch(self.sent[rank], expected, has_counts=self.worst is None)
-            if rank in self.again:
-                assert_same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
-            arguments = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights)
-            total, size, weights = oracle.expected_combine(rank, self.inputs, self.y, self.config.num_experts, **arguments)
-            allowed = oracle.combine_tolerance("bfloat16", size, self.config.num_ranks)
-            assert (np.abs(self.back[rank].x.astype(np.float64) - total) <= allowed).all()
-            assert np.allclose(self.back[rank].topk_weights, weights, rtol=1e-6)
-
 
 @pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -244,26 +87,6 @@ def test_throughput(arch, seed):
 
 
 # --- broken kernels -------------------------------------------------------------------------------------------------------------------
-
-
-def broken(tmp_path, file, pattern, replacement):
-    """Copy the kernels, with a piece of one replaced."""
-    folder = shutil.copytree(sources.source_dir(), tmp_path / "cuda_src")
-    text = (folder / file).read_text()
-    assert len(re.findall(pattern, text)) == 1, f"{file} has changed; find the piece that matched {pattern!r}"
-    (folder / file).write_text(re.sub(pattern, replacement, text))
-    return folder
-
-
-def fails(folder, run, **options):
-    """Return whether one of 20 seeds shows that the kernels in `folder` are broken."""
-    for seed in range(20):
-        try:
-            with Machine(2, seed, cuda_src=folder, **options) as machine:
-                run(machine, seed)
-        except (AssertionError, EPTimeoutError):
-            return True
-    return False
 
 
 BROKEN = [

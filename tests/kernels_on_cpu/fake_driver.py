@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import itertools
 import time
@@ -52,6 +53,7 @@ class FakeDriver:
         self.gpus, self.num_ranks, self.pause = gpus, num_ranks, pause
         self.current_rank = 0  # the rank whose Buffer is made or called
         self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
+        self.transport = "nvshmem"  # between nodes
         self.numbers = itertools.count(1000)  # of streams and events
         self.events: dict[int, tuple[Stream, int]] = {}
         self._arch, self._cuda_src, self._weak_memory = arch, cuda_src, weak_memory
@@ -85,7 +87,7 @@ class FakeDriver:
         patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
         patch(agreement, "announce", lambda *_: None)
-        patch(topology, "placed", lambda comm, config: config)
+        patch(topology, "placed", lambda comm, config: dataclasses.replace(config, transport=self.transport))
         patches.setitem(frameworks.FRAMEWORK_OF_CLASS, DeviceArray, DeviceArrays())
 
     def _driver_functions(self) -> dict[str, Any]:
@@ -182,13 +184,16 @@ class _SymmetricMemory:
 
     consensus = None
 
-    def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, *_: object) -> None:
+    def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, timeout_s: float, node_size: int, *_: object) -> None:
         if not fake.symmetric:
-            fake.symmetric = [fake.gpus.allocate(num_bytes) for _ in range(fake.num_ranks)]
+            fake.symmetric, allocation = [fake.gpus.allocate(num_bytes) for _ in range(fake.num_ranks)], next(fake.numbers)
             for rank, ptr in enumerate(fake.symmetric):
-                fake.gpus.share(rank, ptr, num_bytes)
-        self.peers = self.addresses = tuple(fake.symmetric)
-        self.ptr, self.network_ids = self.peers[comm.Get_rank()], range(fake.num_ranks)
+                fake.gpus.share(allocation, rank, ptr, num_bytes)
+        rank = comm.Get_rank()
+        # No kernel can address memory of another node.
+        self.peers = tuple(ptr if peer // node_size == rank // node_size else 0 for peer, ptr in enumerate(fake.symmetric))
+        self.addresses = self.peers
+        self.ptr, self.network_ids = fake.symmetric[rank], [fake.gpus.network_id(peer) for peer in range(fake.num_ranks)]
 
     def all_free(self, sound: bool, timeout_s: float | None) -> bool:
         return sound

@@ -63,6 +63,7 @@ class Gpus:
         self._lib = compiler.runtime()
         self._lib.gpu_error.restype = self._lib.gpu_describe.restype = ctypes.c_char_p
         self._lib.gpu_allocate.restype = ctypes.c_void_p
+        self._lib.gpu_put_bytes.restype = ctypes.c_uint64
         self._lib.gpu_reset(ctypes.c_uint64(seed), num_gpus, weak_memory)
         for gpu in range(num_gpus) if num_sms is not None else ():
             self._lib.gpu_set_sms(gpu, num_sms)
@@ -89,9 +90,48 @@ class Gpus:
             self._memory.remove(ptr)
             self._lib.gpu_free(ctypes.c_void_p(ptr))
 
-    def share(self, gpu: int, ptr: int, num_bytes: int) -> None:
-        """Tell the scheduler that memory of a GPU is symmetric memory, to which other GPUs store."""
+    def share(self, allocation: int, gpu: int, ptr: int, num_bytes: int) -> None:
+        """Tell the scheduler that memory of a GPU is symmetric memory, to which other GPUs store, and the network puts.
+
+        Args:
+            allocation: A number that the memories of all ranks have in common.
+            gpu: The GPU.
+            ptr: Its memory.
+            num_bytes: The size.
+        """
         self._lib.gpu_share(gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
+        self._lib.gpu_symmetric(allocation, gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
+
+    def network_id(self, gpu: int) -> int:
+        """Return NVSHMEM's number of a rank."""
+        return self._lib.gpu_first_pe() + gpu
+
+    def relay(self, allocation: int, rank: int, memory: tuple[int, int], begins_at: int, ring: tuple[int, int]) -> None:
+        """Carry what a rank's kernels put by descriptors.
+
+        Args:
+            allocation: A number that the memories of all ranks have in common.
+            rank: The rank.
+            memory: Address and bytes of its network memory, in pinned memory.
+            begins_at: The offset in symmetric memory to which it corresponds.
+            ring: Address and entries of its ring.
+        """
+        entry_bytes = 64
+        for ptr, num_bytes in (memory, (ring[0], ring[1] * entry_bytes)):
+            self._lib.gpu_share(-1, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
+        self._lib.gpu_relay(
+            allocation, rank, ctypes.c_void_p(memory[0]), ctypes.c_size_t(memory[1]), ctypes.c_uint64(begins_at),
+            ctypes.c_void_p(ring[0]), ring[1],
+        )  # fmt: skip
+
+    def cut(self, source: int | None, target: int | None, *, in_flight: bool) -> None:
+        """Lose all puts from a rank to a rank from now on; None: all ranks. `in_flight`: also those that have not yet arrived."""
+        self._lib.gpu_cut(*(-1 if rank is None else rank for rank in (source, target)), in_flight)
+
+    @property
+    def put_bytes(self) -> int:
+        """The bytes that all ranks have put so far."""
+        return self._lib.gpu_put_bytes()
 
     def advance(self, num_steps: int) -> bool:
         """Run for some steps of the scheduler. Return False if no work is queued.

@@ -7,6 +7,8 @@
 
 As on a GPU, calls only queue work. `run` runs the work of all streams and ranks together, in an order that the seed decides. The memory of
 the GPUs is memory of this process, so a test can read results after `run`.
+
+With `ranks_per_node=` in `buffers`, ranks of other nodes have no address. A hostile network (network.cpp) carries what kernels put.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from fake_gpu import FakeCommunicator
 
 from deepep_rt import Buffer, EPError
 
+from . import relays
 from .device_arrays import DeviceArray, array_at
 from .fake_driver import FakeDriver
 from .gpus import Deadlock, Gpus
@@ -55,6 +58,7 @@ class Machine(AbstractContextManager):
         num_sms: Blocks that run on a GPU at a time; None: no limit.
         cuda_src: The folder of the kernels; None: that of the package.
         weak_memory: Delay stores in the memory of other GPUs, in any order that releases and fences allow.
+        transport: The transport between nodes, "nvshmem" or "mpi".
     """
 
     def __init__(
@@ -66,11 +70,13 @@ class Machine(AbstractContextManager):
         num_sms: int | None = None,
         cuda_src: Path | None = None,
         weak_memory: bool = False,
+        transport: str = "nvshmem",
     ) -> None:
         self.num_ranks = num_ranks
         self._random = random.Random(seed)
         self._gpus = Gpus(num_ranks, seed, num_sms, weak_memory)
         self._driver = FakeDriver(self._gpus, num_ranks, arch, cuda_src, weak_memory, self._pause)
+        self._driver.transport = transport
         self._num_idle_pauses = 0  # of the host, since work was queued
         self._buffers: list[Buffer] = []
         self._patches = pytest.MonkeyPatch()
@@ -84,7 +90,8 @@ class Machine(AbstractContextManager):
             for buffer in self._buffers:
                 with suppress(EPError):  # after a call that failed
                     buffer.destroy()
-        else:  # objects of the failed calls must be freed while the fake driver is there
+        else:  # objects of the failed calls must be freed while the fake driver is there, and the error must not need the GPUs' memory
+            error.args = tuple(str(part) if isinstance(part, np.ndarray) else part for part in error.args)
             traceback.clear_frames(trace)
             self._buffers.clear()
             gc.collect()
@@ -105,7 +112,18 @@ class Machine(AbstractContextManager):
             made.append(Buffer(_Rank(self.num_ranks, rank), **{"timeout_s": 1.0, "check_inputs": False, **sizes}))
             self._gpus.clock_step_ns = made[-1].config.timeout_s * 1e9 / 8
         self._buffers += made
+        if made[0].config.has_network:
+            relays.connect(self._gpus, next(self._driver.numbers), made)
         return made
+
+    def cut(self, source: int | None = None, target: int | None = None, *, in_flight: bool = True) -> None:
+        """Lose all that `source` sends to `target` over the network from now on; None: all ranks. `in_flight`: also what is under way."""
+        self._gpus.cut(source, target, in_flight=in_flight)
+
+    @property
+    def put_bytes(self) -> int:
+        """The bytes that all ranks have put over the network so far."""
+        return self._gpus.put_bytes
 
     def put(self, rank: int, values: np.ndarray | None) -> Any:
         """Copy an array to the memory of a rank's GPU."""

@@ -1,6 +1,7 @@
 // Weak memory: stores to the symmetric memory of another GPU arrive late, word by word and in random order. Only a release (or fence) of a
 // thread waits for earlier stores: its own, those of its warp that __syncwarp ordered, and those of its block that a barrier ordered. Loads
-// are in order, and stores to a GPU's own memory are visible at once.
+// are in order, and stores to a GPU's own memory are visible at once. Pinned memory of the host is remote to all GPUs. A GPU sees its own
+// stores there.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -26,6 +27,7 @@ struct Store {
   unsigned num_bytes;
   const Thread* thread;
   const void *warp, *block, *grid;
+  int gpu;
   bool for_warp, for_block;  // whether the whole warp, or block, may release it
 };
 
@@ -70,12 +72,32 @@ void deliver_all(Which which) {
 void send(void* to, const void* from, unsigned num_bytes) {
   const Thread& t = *running;
   for (unsigned at = 0; at < num_bytes; at += 8) {
-    Store s = {
-        static_cast<char*>(to) + at, {}, num_bytes - at < 8 ? num_bytes - at : 8, &t, t.warp_key, t.block_key, t.grid_key, false, false};
+    Store s = {static_cast<char*>(to) + at,
+               {},
+               num_bytes - at < 8 ? num_bytes - at : 8,
+               &t,
+               t.warp_key,
+               t.block_key,
+               t.grid_key,
+               t.gpu,
+               false,
+               false};
     memcpy(s.value, static_cast<const char*>(from) + at, s.num_bytes);
     in_flight.push_back(s);
   }
   while (in_flight.size() > kMaxInFlight) deliver(random_below(in_flight.size()));
+}
+
+// A load from pinned memory does not pass the earlier stores of its GPU there.
+void see_own_stores(const void* from, size_t num_bytes) {
+  if (in_flight.empty() || !is_remote(from)) return;
+  const char* begin = static_cast<const char*>(from);
+  deliver_all([&](const Store& s) { return s.gpu == running->gpu && s.to < begin + num_bytes && begin < s.to + s.num_bytes; });
+}
+
+void before_plain_load(const void* from, unsigned num_bytes) {
+  step(false);
+  see_own_stores(from, num_bytes);
 }
 
 // The runtime learns of a plain store before it happens. Nothing else runs until it has happened. Then the runtime undoes and sends it.
@@ -125,6 +147,7 @@ void deliver_stores_of(const void* grid) {
 
 void read(const void* from, void* to, size_t num_bytes) {
   step(false);
+  see_own_stores(from, num_bytes);
   memcpy(to, from, num_bytes);
 }
 
@@ -168,21 +191,21 @@ void gpu_free(void* memory) {
   allocations.erase(found);
 }
 
-// Marks symmetric memory. If memory is weak, stores of other GPUs arrive there late.
+// Marks symmetric memory of a GPU, or pinned memory (gpu -1). If memory is weak, stores of other GPUs arrive there late.
 void gpu_share(int gpu, char* memory, size_t num_bytes) { regions.push_back({memory, memory + num_bytes, gpu}); }
 
 // With -fsanitize=thread, the compiler calls these before each load and store.
 void __tsan_init() {}
-#define ACCESS(n)                                             \
-  void __tsan_read##n(void*) { step(false); }                 \
-  void __tsan_write##n(void* p) { before_plain_store(p, n); } \
-  void __tsan_unaligned_read##n(void*) { step(false); }       \
+#define ACCESS(n)                                                     \
+  void __tsan_read##n(void* p) { before_plain_load(p, n); }           \
+  void __tsan_write##n(void* p) { before_plain_store(p, n); }         \
+  void __tsan_unaligned_read##n(void* p) { before_plain_load(p, n); } \
   void __tsan_unaligned_write##n(void* p) { before_plain_store(p, n); }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __tsan_read_range(void*, size_t) { step(false); }
+void __tsan_read_range(void* p, size_t num_bytes) { before_plain_load(p, num_bytes); }
 void __tsan_write_range(void* p, size_t num_bytes) { num_bytes <= 16 ? before_plain_store(p, num_bytes) : step(true); }
 }

@@ -7,6 +7,7 @@
 
 #include "later.h"
 #include "memory.h"
+#include "network.h"
 
 #include <setjmp.h>
 #include <signal.h>
@@ -107,7 +108,7 @@ std::map<unsigned, std::vector<char*>> free_stacks;  // by number of threads
 jmp_buf scheduler;
 Fiber* current = nullptr;
 uint64_t now = 1, turn = 0, idle_steps = 0;
-int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1;
+int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1, network_chance = 1;
 std::string error;
 
 void note_progress() { idle_steps = 0; }
@@ -238,21 +239,24 @@ bool is_frozen(const Warp& w) { return std::max({w.frozen_until, w.block->frozen
 void freeze_something() {
   Warp& w = *runnable[rng.below(runnable.size())];
   const uint64_t until = rng.below(4) ? turn + rng.below(1u << (4 + rng.below(10))) : ~uint64_t(0);
-  switch (rng.below(3)) {
+  switch (rng.below(has_network() ? 4 : 3)) {
     case 0:
       w.frozen_until = until;
       break;
     case 1:
       w.block->frozen_until = until;
       break;
-    default:
+    case 2:
       gpus[w.block->grid->gpu].frozen_until = until;
+      break;
+    default:
+      stall_network(until);
   }
 }
 
 // Returns whether something was frozen.
 bool thaw() {
-  bool was_frozen = false;
+  bool was_frozen = end_stalls();
   for (Warp* w : runnable) {
     was_frozen |= is_frozen(*w);
     w->frozen_until = w->block->frozen_until = gpus[w->block->grid->gpu].frozen_until = 0;
@@ -307,8 +311,12 @@ void do_pending() {
   note_progress();
 }
 
+void carry_some() {
+  for (uint64_t count = 1 + rng.below(8); count && carry(turn); --count) note_progress();
+}
+
 std::string describe() {
-  std::string text;
+  std::string text = describe_network();
   char line[256];
   for (auto& grid : grids) {
     snprintf(line, sizeof line, "GPU %d, %s: %u of %u blocks not started", grid->gpu, grid->name.c_str(),
@@ -331,10 +339,6 @@ std::string describe() {
     text += "\n";
   }
   return text;
-}
-
-void stop(const std::string& text) {
-  if (error.empty()) error = text + "\n" + describe();
 }
 
 void on_bad_address(int, siginfo_t* info, void*) {
@@ -361,6 +365,10 @@ struct CatchBadAddresses {
 }  // namespace
 
 Thread* running = nullptr;
+
+void stop(const std::string& text) {
+  if (error.empty()) error = text + "\n" + describe();
+}
 
 void fail(const char* text) {
   const Fiber& f = *current;
@@ -452,6 +460,8 @@ uint64_t clock_ns() {
   return now;
 }
 
+uint64_t current_turn() { return turn; }
+
 }  // namespace cpu_gpu
 
 // --- the interface for Python
@@ -473,7 +483,9 @@ void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
   now = 1 + rng.below(1u << 30), turn = 0, idle_steps = 0;
   most_steps = 1 << rng.below(8), most_yields = 1 << rng.below(8);
   delivery_chance = 1 << rng.below(8);
+  reset_network(num_gpus);
   freeze_chance = rng.below(4) ? 1 << (2 + rng.below(8)) : 0;
+  network_chance = 1 << Random{~seed}.below(8);
 }
 
 void gpu_set_sms(int gpu, int num_sms) { gpus[gpu].num_sms = num_sms; }
@@ -499,12 +511,14 @@ int gpu_advance(long num_turns) {
     start_blocks();
     if (!pending.empty() && rng.below(2)) do_pending();
     if (rng.below(delivery_chance) == 0 && deliver_stores()) note_progress();
+    const bool all_may_wait = idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size();
+    if (has_network() && (all_may_wait || rng.below(network_chance) == 0)) carry_some();
     if (runnable.empty() && !pending.empty()) continue;
     if (runnable.empty()) {
       stop("no thread can run");
       return 3;
     }
-    if (pending.empty() && idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size()) {
+    if (pending.empty() && all_may_wait && network_is_idle(turn)) {
       if (thaw())
         idle_steps = 0;
       else if (all_wait())

@@ -3,6 +3,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <string>
+
 namespace cpu_gpu {
 
 struct Index {
@@ -61,11 +63,21 @@ uint32_t to_e4m3(float value);  // larger numbers become 448
 float from_half(uint32_t bits);
 float from_e4m3(uint32_t bits);
 
+// NVSHMEM (network.cpp). Addresses are those of this GPU's symmetric memory. `waits`: until the bytes have been read.
+void put_by_warp(void* to, const void* from, size_t num_bytes, unsigned long* word, unsigned long value, int pe, bool waits);
+void signal_pe(unsigned long* word, unsigned long value, int pe);
+
 // Nanoseconds of the GPUs' common clock.
 uint64_t clock_ns();
 
+// The turns that the scheduler has given so far.
+uint64_t current_turn();
+
 // Reports an error of the kernel. The run ends, and Python raises this text.
 [[noreturn]] void fail(const char* text);
+
+// The same, where no kernel runs.
+void stop(const std::string& text);
 
 template <class T>
 T& shared_variable(int id) {
