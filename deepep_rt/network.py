@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._checks import argument_error, choice, flag, whole_number
 from .errors import EPConfigError
@@ -17,6 +17,13 @@ REMOTE_TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
 """Values of NVSHMEM_REMOTE_TRANSPORT in NVSHMEM 3.8. Version 3.7 added gpunetio."""
 
 _PER_HOST = ("nics", "bootstrap_interface")  # names of devices, which may differ between hosts
+
+
+class Choice(NamedTuple):
+    """A choice that the library made, and the reason in words."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)

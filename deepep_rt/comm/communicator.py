@@ -53,6 +53,13 @@ class Communicator(Protocol):
     def retain(self, *held: Any) -> None:
         """Keep requests that no caller waits for any more, and the memory that they use."""
 
+    @property
+    def relay_objection(self) -> str:
+        """The reason why a relay cannot carry rows over this communicator, as an object of "the rank has"; empty if one can."""
+
+    def sub_comm(self, ranks: Sequence[int]) -> Communicator:
+        """Make a communicator of these ranks, in this order. Collective; each rank passes the ranks of its own group."""
+
     def ranks_on_host(self) -> list[int]:
         """Return the ranks on this host, ascending. Collective."""
 

@@ -52,6 +52,20 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
         """Make a duplicate that lives as long as the process."""
         return self.Dup()
 
+    @property
+    def relay_objection(self) -> str:
+        """The reason why a relay cannot carry rows over this communicator; empty if one can."""
+        if MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
+            return ""
+        return "an MPI that allows no calls of a second thread (no MPI_THREAD_MULTIPLE)"
+
+    def sub_comm(self, ranks: Sequence[int]) -> MpiCommunicator:
+        """Make a communicator of these ranks, in this order. Collective; each rank passes the ranks of its own group."""
+        self.Barrier()  # MPI has no split that can be given up, so make sure first that all ranks are here
+        made = MpiCommunicator(self.Split(ranks[0], ranks.index(self.Get_rank())))
+        made.timeout_s = self.timeout_s
+        return made
+
     def abandon(self) -> None:
         """Stop using the communicator. It stays allocated, because MPI frees a communicator on all ranks or on none."""
 

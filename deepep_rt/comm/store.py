@@ -36,6 +36,7 @@ class StoreCommunicator(TimedCollectives):
 
     transport_name = "a store"
     outlives_owner = False
+    relay_objection = "a communicator over the store of torch.distributed, which carries no rows"
 
     def __init__(self, store: Any, name: str, rank: int, size: int, owner: Any = None) -> None:
         self._store, self._name, self.rank, self.size, self._owner = store, name, rank, size, owner
@@ -61,6 +62,14 @@ class StoreCommunicator(TimedCollectives):
         self._num_duplicates += 1
         made = StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size, owner)
         made._unread_of_origin, made.timeout_s = self._unread, self.timeout_s
+        return made
+
+    def sub_comm(self, ranks: Sequence[int]) -> StoreCommunicator:
+        """Make a communicator of these ranks, in this order. All ranks call this; each passes the ranks of its own group."""
+        self._num_duplicates += 1
+        name = f"{self._name}.{self._num_duplicates}.{ranks[0]}"
+        made = StoreCommunicator(self._store, name, ranks.index(self.rank), len(ranks), self._owner)
+        made.timeout_s = self.timeout_s
         return made
 
     def begin_private_comm(self) -> tuple[StoreCommunicator, Request]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import _env
 from ..config import MAX_RANKS_PER_NODE
+from ..cuda.nics import is_up
 from ..errors import EPConfigError
 from ..kernels.layout import Layout
 from .facts import (
@@ -230,13 +231,9 @@ def _pairs(pairs: Sequence[tuple[str, ...]]) -> str:
 
 def _several_hosts(job: JobReport) -> Iterator[Finding]:
     if len(job.hosts) > 1 and job.uses_gpus:
-        without = [host for host, reports in job.hosts.items() if not any(map(_is_up, fact(reports[0], "network", "nics") or []))]
+        without = [host for host, reports in job.hosts.items() if not any(map(is_up, fact(reports[0], "network", "nics") or []))]
         if without:
             yield Finding.of("no-nic", "error", f"no usable NIC on {first_few(without)}")
-
-
-def _is_up(nic: Mapping[str, Any]) -> bool:
-    return nic["usable"] and any(port["state"] == "ACTIVE" for port in nic["ports"])
 
 
 def _ranks_differ(job: JobReport) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from typing import Any
 from .. import _env
 from .._version import __version__
 from ..config import Config
+from ..cuda.nics import list_nics, read_text
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import compiler, libraries
 from ..jit.cache import CorruptEntry, KernelCache
@@ -76,7 +77,7 @@ def _arch() -> None:
 
 def machine(root: Path = Path("/")) -> dict[str, Any]:
     """Report the host: its name, its limits, and the NVIDIA GPUs on its PCI bus, usable or not."""
-    devices = [(_read(path / "vendor"), _read(path / "class")) for path in (root / "sys/bus/pci/devices").glob("*")]
+    devices = [(read_text(path / "vendor"), read_text(path / "class")) for path in (root / "sys/bus/pci/devices").glob("*")]
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "host": platform.node(),
@@ -170,27 +171,16 @@ def bindings() -> dict[str, Any]:
 
 def network(root: Path = Path("/")) -> dict[str, Any]:
     """Report RDMA NICs, and the modules and settings that connect them to GPUs. Read only files of the kernel."""
-    modules = {line.split()[0] for line in _read(root / "proc/modules").splitlines() if line}
-    nics = [_nic(folder, root) for folder in sorted((root / "sys/class/infiniband").glob("*"))]
-    lines = (line.partition(":") for line in _read(root / "proc/driver/nvidia/params").splitlines())
+    modules = {line.split()[0] for line in read_text(root / "proc/modules").splitlines() if line}
+    lines = (line.partition(":") for line in read_text(root / "proc/driver/nvidia/params").splitlines())
     return {
-        "nics": nics,
+        "nics": list_nics(root),
         "peermem": bool(modules & {"nvidia_peermem", "nv_peer_mem"}),
-        "open_driver": "Open Kernel Module" in _read(root / "proc/driver/nvidia/version"),
+        "open_driver": "Open Kernel Module" in read_text(root / "proc/driver/nvidia/version"),
         "gdrdrv": "gdrdrv" in modules or (root / "dev/gdrdrv").exists(),
         "gdrapi": _loads("libgdrapi.so.2") or _loads("libgdrapi.so"),
         "driver_parameters": {name: value.strip().strip('"') for name, _, value in lines},
     }
-
-
-def _nic(folder: Path, root: Path) -> dict[str, Any]:
-    ports = []
-    for port in sorted((folder / "ports").glob("*")):
-        state = _read(port / "state").rpartition(":")[2].strip()
-        ports.append({"port": port.name, "state": state, "rate": _read(port / "rate"), "link": _read(port / "link_layer")})
-    verbs = [path.name for path in (folder / "device/infiniband_verbs").glob("uverbs*")]
-    usable = all(os.access(root / "dev/infiniband" / name, os.R_OK | os.W_OK) for name in verbs)
-    return {"name": folder.name, "type": _read(folder / "hca_type"), "ports": ports, "usable": bool(verbs) and usable}
 
 
 def _loads(library: str) -> bool:
@@ -199,13 +189,6 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def kernel_cache() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +104,7 @@ class FakeGpu:
 class FakeCommunicator(TimedCollectives):
     """The ranks of a Buffer. All do what this one does."""
 
+    relay_objection = ""
     sent_notice, incoming_notice = "", ""  # the failure notices of this rank, and of rank 2
 
     def __init__(self, num_ranks: int) -> None:
@@ -114,6 +115,9 @@ class FakeCommunicator(TimedCollectives):
 
     def Get_size(self) -> int:
         return self._num_ranks
+
+    def sub_comm(self, ranks: Sequence[int]) -> FakeCommunicator:
+        return FakeCommunicator(len(ranks))
 
     def begin_private_comm(self) -> tuple[FakeCommunicator, Any]:
         return self, SimpleNamespace(Test=lambda: True)

@@ -36,6 +36,13 @@ class FakeRanks:
         return self
 
     outlives_owner = True
+    relay_objection = ""
+
+    def sub_comm(self, ranks):
+        return FakeRanks(len(ranks), ranks.index(self.rank))
+
+    def abandon(self):
+        pass
 
     def ranks_on_host(self):
         return next(ranks for ranks in self.hosts if self.rank in ranks)

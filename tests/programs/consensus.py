@@ -48,6 +48,18 @@ def check_ranks_on_host(comm: MPI.Intracomm) -> None:
     assert ranks.ranks_on_host() == list(range(size))
 
 
+def check_groups_of_ranks(comm: MPI.Intracomm) -> None:
+    """Each group has messages of its own."""
+    rank, size, ranks = comm.Get_rank(), comm.Get_size(), communicator_of(comm)
+    mine = [other for other in range(size) if other // 2 == rank // 2]
+    for _ in range(2):
+        group = ranks.sub_comm(mine)
+        assert (group.Get_rank(), group.Get_size()) == (rank % 2, len(mine))
+        assert group.allgather(rank) == mine
+        group.Free()
+    assert ranks.allgather(rank) == list(range(size))
+
+
 def check_late_rank_of_a_timed_allgather(comm: MPI.Intracomm) -> None:
     """It finds the values of the ranks that timed out, and times out too. The next step of all ranks succeeds."""
     rank, size, ranks = comm.Get_rank(), comm.Get_size(), communicator_of(comm).Dup()
