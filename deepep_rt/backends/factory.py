@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ..comm.communicator import Communicator
 from ..config import Config
 from ..network import NetworkOptions
@@ -24,7 +26,7 @@ def make_backend(
 
     Raises:
         EPConfigError: On every rank, if settings differ or cannot be met.
-        EPUnavailableError: On every rank, if "cuda" was asked for and a rank has no GPU.
+        EPUnavailableError: On every rank, if "cuda" was asked for and a rank has no GPU, or if no transport to other nodes can work.
         EPTimeoutError: If a rank does not come.
     """
     backend = agree(comm, config, backend, on_exhausted, network)
@@ -35,6 +37,10 @@ def make_backend(
 
         return HostBackend(comm, config, serial)
     from ..cuda.topology import placed
+    from ..cuda.transport import agree_on_transport
     from .cuda.backend import CudaBackend
 
-    return CudaBackend(comm, placed(comm, config), serial, copy_when_full=on_exhausted == "copy", network=network)
+    config = placed(comm, config)
+    if config.has_network:
+        config = dataclasses.replace(config, transport=agree_on_transport(comm, network).name)
+    return CudaBackend(comm, config, serial, copy_when_full=on_exhausted == "copy", network=network)

@@ -12,9 +12,10 @@ from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
 from ...config import Config
 from ...cuda import driver, nvshmem
-from ...cuda.symmetric_memory import SymmetricAllocator
+from ...cuda.relay_memory import RelayAllocator
+from ...cuda.symmetric_memory import SymmetricAllocator, SymmetricMemory
 from ...cuda.topology import choose_device
-from ...errors import EPOutOfMemoryError
+from ...errors import EPOutOfMemoryError, EPUnavailableError
 from ...jit import current_gpu
 from ...kernels.layout import Layout
 from ...network import NetworkOptions
@@ -27,6 +28,7 @@ from .runtime import CudaRuntime
 from .throughput import Throughput
 
 _ALLOCATOR: SymmetricAllocator = nvshmem
+_TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
 _MIN_DESTROY_TIMEOUT_S = 30.0  # ranks may end their work at different times
 
 
@@ -54,18 +56,19 @@ class CudaBackend:
     ) -> None:
         self.comm = comm = communicator.Dup()
         self._config, self._consensus = config, Consensus(comm)
-        self.info = BufferInfo(serial, config, choose_device(comm, self._consensus, _ALLOCATOR))
+        allocator: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else _ALLOCATOR
+        self.info = BufferInfo(serial, config, choose_device(comm, self._consensus, allocator))
         layout = Layout(config)
         with self._consensus.step():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # other Buffers of this process may have left free memory there
             free_bytes, arch = driver.free_bytes(), current_gpu.target_arch()
-            _ALLOCATOR.check_available()
+            allocator.check_available()
         self.call_lock = CallLock(self.context)
         self.tables = CudaHandleTables(self.info, layout)
         all_free_bytes, archs = zip(*comm.allgather((free_bytes, arch)), strict=True)
         _check_free_memory(layout, all_free_bytes)
-        self._memory = _ALLOCATOR.allocate(comm, layout.symmetric.num_bytes, config.timeout_s, config.node_size, network)
+        self._memory = self._allocate(allocator, layout.symmetric.num_bytes, network)
         self._resources = ExitStack()
         self._resources.callback(self._memory.free)
         try:
@@ -88,8 +91,26 @@ class CudaBackend:
         self.copy_ceiling = self.throughput.copy_ceiling
         self.check, self.synchronize = self.runtime.monitor.check, self.runtime.synchronize
         comm.timeout_s = config.timeout_s
-        between_groups = f" and NVSHMEM between groups of {config.node_size}" if config.has_network else ""
+        between_groups = ""
+        if config.has_network:
+            between_groups = f" and {_TRANSPORT_NAMES[config.transport]} between groups of {config.node_size}"
         announce(comm, f"CUDA ({arch})", f"NVLink or PCIe peer access{between_groups}", layout.size_hint["total"])
+
+    def _allocate(self, allocator: SymmetricAllocator, num_bytes: int, network: NetworkOptions | None) -> SymmetricMemory:
+        """Allocate symmetric memory on all ranks, or on none."""
+        config, comm = self._config, self.comm
+        if not config.has_relay:  # the ranks allocate together, so they fail together
+            return allocator.allocate(comm, num_bytes, config.timeout_s, config.node_size, network)
+        memory = None
+        try:
+            with self._consensus.step():
+                memory = allocator.allocate(comm, num_bytes, config.timeout_s, config.node_size, network)
+        except EPUnavailableError:
+            if memory is not None:  # another host failed; all ranks of this one have the memory, and free it
+                memory.free()
+            raise
+        assert memory is not None
+        return memory
 
     @property
     def num_sms(self) -> int:

@@ -15,7 +15,15 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, Array, FakeCommunicator, FakeGpu, arguments, fake, make, region
 
-from deepep_rt import Buffer, EPCacheError, EPDestroyedError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import (
+    Buffer,
+    EPCacheError,
+    EPDestroyedError,
+    EPOutOfMemoryError,
+    EPTimeoutError,
+    EPUnavailableError,
+    NetworkOptions,
+)
 from deepep_rt.backends.cuda.low_latency import LowLatency
 from deepep_rt.comm.consensus import Consensus
 from deepep_rt.cuda import driver, nvshmem
@@ -193,6 +201,24 @@ def test_a_rank_that_fails_in_construction(
             make(low_latency=True)
     assert (answers, BASE in fake.freed) == ([True, False, False], False), "Buffers of other groups live in the same allocation"
     make(low_latency=True)
+
+
+def test_hosts_allocate_for_themselves_with_a_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another host has no memory, all ranks of this one free theirs. With nodes of one rank, the driver allocates."""
+    relay = NetworkOptions(transport="mpi")
+    with make(ranks_per_node=2, network=relay) as buffer:
+        assert buffer.config.transport == "mpi"
+        assert list(buffer._backend.runtime.memory.peers) == [BASE + (rank << 36) for rank in range(4)]
+    assert fake.freed.count(BASE) == 1
+    with make(ranks_per_node=1, network=relay) as buffer:
+        own, *others = buffer._backend.runtime.memory.peers
+    assert own in fake.freed
+    assert others == [0, 0, 0]
+    steps: list[bool] = []
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: steps.append(mine) or len(steps) != 2)
+    with pytest.raises(EPUnavailableError, match="another rank"):
+        make(ranks_per_node=2, network=relay)
+    assert fake.freed.count(BASE) == 2
 
 
 def test_calls_after_destroy(fake: FakeGpu, make: Any) -> None:
