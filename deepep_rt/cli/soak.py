@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from .._console import printing
-from .options import RanksPerNode
 
 
 def soak(
@@ -26,7 +25,9 @@ def soak(
     hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: changes from Buffer to Buffer.")] = None,
     topk: Annotated[int | None, typer.Option(help="Experts of a token. Default: changes.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts over all ranks. Default: changes.")] = None,
-    ranks_per_node: RanksPerNode = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks of a node. Default: changes on the host backend; on GPUs, the ranks of a host.")
+    ] = None,
     rounds_per_buffer: Annotated[int, typer.Option(help="Rounds before the next Buffer is made.")] = 200,
     timeout_s: Annotated[float, typer.Option(help="Seconds after which a silent rank ends the run.")] = 60.0,
     progress_s: Annotated[float, typer.Option(help="Seconds between lines of progress.")] = 10.0,

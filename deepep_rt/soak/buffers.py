@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._checks import is_int_in_range
+from ..config import MAX_RANKS_PER_NODE, PATHS
 from ..errors import EPConfigError
 
 BUFFERS, ROUNDS, POOLS, CHOICES, EXCLUDED = range(5)
@@ -60,7 +61,7 @@ class Options:
         hidden: Elements of a row. None: the shape's.
         topk: Experts of a token. None: the shape's.
         experts: Experts over all ranks. None: the shape's.
-        ranks_per_node: As in `Buffer`.
+        ranks_per_node: As in `Buffer`. None: on the host backend, some Buffers declare nodes. On GPUs, a node is a host.
     """
 
     seed: int
@@ -92,6 +93,9 @@ class BufferPlan:
     num_sms: int
     low_latency_sms: int
     has_graph: bool
+    ranks_per_node: int | None
+    path: str
+    num_max_recv_tokens: int | None
 
     def settings(self, options: Options) -> dict[str, Any]:
         """Return the arguments of `Buffer`."""
@@ -107,7 +111,9 @@ class BufferPlan:
             on_timeout=shape.on_timeout,
             num_sms=self.num_sms,
             low_latency_sms=self.low_latency_sms,
-            ranks_per_node=options.ranks_per_node,
+            ranks_per_node=self.ranks_per_node,
+            path=self.path,
+            num_max_recv_tokens=self.num_max_recv_tokens,
         )
 
 
@@ -149,4 +155,15 @@ def buffer_of(options: Options, number: int) -> BufferPlan:
         num_sms=draw.one_of(8, 16, 24, 32),
         low_latency_sms=draw.one_of(32, 64, 128),
         has_graph=options.on_gpu and shape.low_latency,
+        ranks_per_node=_ranks_per_node(draw, options),
+        path=draw.one_of(*PATHS),
+        num_max_recv_tokens=draw.one_of(None, ranks * shape.tokens, draw.number(shape.tokens, ranks * shape.tokens)),
     )
+
+
+def _ranks_per_node(draw: Draw, options: Options) -> int | None:
+    """Draw the ranks of a declared node. Several nodes of one GPU host need a transport that the host may lack, so GPUs draw none."""
+    divisors = [size for size in range(1, min(options.num_ranks, MAX_RANKS_PER_NODE + 1)) if options.num_ranks % size == 0]
+    if options.ranks_per_node is None and not options.on_gpu and divisors and draw.chance(0.5):
+        return int(draw.one_of(*divisors))
+    return options.ranks_per_node

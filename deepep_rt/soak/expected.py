@@ -52,7 +52,11 @@ class Routing:
     @cached_property
     def num_sent_here(self) -> int:
         """Count the rows that are sent to this rank, including rows that do not fit."""
-        return int(sum(goes[:, self.rank].sum() for goes in self._send_masks))
+        return self.num_sent_to(self.rank)
+
+    def num_sent_to(self, peer: int) -> int:
+        """Count the rows that are sent to a rank, including rows that do not fit."""
+        return int(sum(goes[:, peer].sum() for goes in self._send_masks))
 
     @cached_property
     def num_rows(self) -> int:
@@ -154,23 +158,37 @@ class ExpertRouting:
 
 
 def summed(
-    arrays: Arrays, routing: Routing, width: int, dtype: str, row: Callable[[int, np.ndarray], Any], biases: Sequence[Any] = ()
+    arrays: Arrays,
+    routing: Routing,
+    node_size: int,
+    width: int,
+    dtype: str,
+    row: Callable[[int, np.ndarray], Any],
+    biases: Sequence[Any] = (),
 ) -> Any:
-    """Compute the sums of a combine: float32 in rank order, then the biases, rounded once.
+    """Compute the sums of a combine: float32, each node in rank order, then the nodes, then the biases, rounded once.
+
+    The sum of a node other than that of this rank is rounded before it is added.
 
     Args:
         arrays: NumPy or CuPy.
         routing: Routing of the dispatch.
+        node_size: Ranks of a node.
         width: Elements of a row.
         dtype: Element type of the rows.
         row: Returns rank `peer`'s rows for tokens of this rank, as unsigned integers.
         biases: Biases of all tokens, as unsigned integers.
     """
     total = arrays.xp.zeros((len(routing.mine), width), np.float32)
-    for peer in range(routing.num_ranks):
-        tokens = routing.returned_by(peer)
-        if len(tokens):
-            total[arrays.put(tokens)] += arrays.to_float32(row(peer, tokens), dtype)
+    for first in range(0, routing.num_ranks, node_size):
+        node = arrays.xp.zeros(total.shape, np.float32)
+        for peer in range(first, first + node_size):
+            tokens = routing.returned_by(peer)
+            if len(tokens):
+                node[arrays.put(tokens)] += arrays.to_float32(row(peer, tokens), dtype)
+        if not first <= routing.rank < first + node_size:
+            node = arrays.to_float32(arrays.from_float32(node, dtype), dtype)
+        total += node  # a node without a row adds 0, which changes no bit
     for bias in biases:
         total += arrays.to_float32(bias, dtype)
     return arrays.from_float32(total, dtype)

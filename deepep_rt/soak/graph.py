@@ -26,7 +26,8 @@ class Graph:
         self.session, self.arrays = session, session.arrays
         shape, xp = session.plan.shape, session.arrays.xp
         self.hidden, self.topk = shape.hidden, shape.topk
-        self.worst = shape.tokens * session.options.num_ranks
+        self.worst = session.buffer.config.num_max_recv_tokens
+        self.capacity = shape.tokens * session.options.num_ranks  # of an expert in low-latency calls
         raw = xp.zeros((shape.tokens, shape.hidden), np.uint16)
         self.x = self.arrays.typed(raw, "bfloat16", raw.shape)
         self.idx = xp.full((shape.tokens, shape.topk), -1, np.int64)
@@ -82,10 +83,10 @@ class Graph:
             shape = tuple(got.shape)
             session.check.rows(plan.number, f"replayed {call}", name, got, shape, "bfloat16", keys, make)
 
-        experts = ExpertRouting(routing.choices, session.rank, session.plan.num_experts, self.worst)
+        experts = ExpertRouting(routing.choices, session.rank, session.plan.num_experts, self.capacity)
         entries, call = experts.entries, "replayed low_latency_dispatch"
-        flat = arrays.rows(sent.recv_x, 2).reshape(experts.local * self.worst, -1)
-        keys, at = row_keys(x_key, entries.source, entries.token), entries.expert * self.worst + entries.row
+        flat = arrays.rows(sent.recv_x, 2).reshape(experts.local * self.capacity, -1)
+        keys, at = row_keys(x_key, entries.source, entries.token), entries.expert * self.capacity + entries.row
         session.check.raw_rows(plan.number, call, "recv_x", flat, keys, sent_rows, at=at)
         compare("dispatch", "recv_x", routed.recv_x, row_keys(x_key, *routing.kept), sent_rows)
         session.check.array(plan.number, "replayed dispatch", "recv_topk_idx", routed.recv_topk_idx, routing.local_choices)
@@ -94,5 +95,5 @@ class Graph:
         own = own_rows(tokens)
         wanted = weighted(arrays, expert_ranks, hidden, self.weights, lambda choice: own, num_ranks=ranks, reduce_early=True)
         compare("low_latency_combine", "x", decoded.x, tokens, lambda part: wanted[part[0] : part[-1] + 1])
-        total = summed(arrays, routing, hidden, "bfloat16", lambda peer, at: own_rows(at))
+        total = summed(arrays, routing, session.buffer.config.node_size, hidden, "bfloat16", lambda peer, at: own_rows(at))
         compare("combine", "x", summed_up.x, tokens, lambda part: total[part[0] : part[-1] + 1])

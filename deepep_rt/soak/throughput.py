@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..arrays.dtypes import DTYPES
+from ..errors import EPOutOfMemoryError
 from ..results import CombineResult, DispatchHandle, DispatchResult
 from .arrays import row_keys
 from .expected import Routing, summed
@@ -28,7 +30,14 @@ _ARRAYS = (
 def run_round(session: Session, plan: RoundPlan) -> None:
     """Make the calls of a round and check all results."""
     choices = [experts_of(session.options, plan, 0, rank) for rank in range(session.options.num_ranks)]
+    room = session.buffer.config.num_max_recv_tokens
+    if plan.worst is not None:
+        plan = replace(plan, worst=tuple(min(worst, room) for worst in plan.worst))
     routing = Routing(choices, session.rank, session.plan.num_experts, plan.worst)
+    num_recv = [routing.num_sent_to(rank) for rank in range(routing.num_ranks)]
+    if plan.worst is None and max(num_recv) > room:
+        _Exchange(session, plan, plan.calls[0], 0, routing, None).run_without_room(room, num_recv)
+        return
     handle = None
     for number, call in enumerate(plan.calls):
         handle = _Exchange(session, plan, call, number, routing, handle).run()
@@ -63,6 +72,16 @@ class _Exchange:
         )
         self.session.keep_or_poison(self.plan, back, check_back, ("x", "topk_weights"))
         return sent.handle
+
+    def run_without_room(self, room: int, num_recv: list[int]) -> None:
+        """Make a dispatch that brings a rank more rows than it has room for. All ranks must raise."""
+        words = [f"num_max_recv_tokens={room}", f"at least {max(num_recv)}", f"rank {num_recv.index(max(num_recv))}"]
+        found = []
+        try:
+            self._dispatch()
+        except EPOutOfMemoryError as error:
+            found = [word for word in words if word in str(error)]
+        self.check.value(self.plan.number, "dispatch 0", "words of its error", found, words)
 
     # --- dispatch ----------------------------------------------------------------------------------------------------------------
 
@@ -180,12 +199,14 @@ class _Exchange:
         def run() -> None:
             dtype = call.combine_dtype
             biases = [self._bias(i) for i in range(call.biases)]
-            wanted = summed(arrays, self.routing, self.hidden, dtype, rows_of("y", self.hidden, dtype), biases)
+            node_size = self.session.buffer.config.node_size
+            wanted = summed(arrays, self.routing, node_size, self.hidden, dtype, rows_of("y", self.hidden, dtype), biases)
             compare("x", back.x, self.hidden, dtype, wanted)
             if not call.sums_weights:
                 check.value(made_in, what, "topk_weights", back.topk_weights, None)
                 return
-            wanted = summed(arrays, self.routing, self.topk, "float32", rows_of("sums_weights", self.topk, "float32"))
+            weights_of = rows_of("sums_weights", self.topk, "float32")
+            wanted = summed(arrays, self.routing, node_size, self.topk, "float32", weights_of)
             compare("topk_weights", back.topk_weights, self.topk, "float32", wanted)
 
         return run

@@ -6,6 +6,7 @@ DAMAGE.json and DAMAGE_again.json.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from deepep_rt.arrays.view import host_bytes
+from deepep_rt.backends.host import throughput
 from deepep_rt.backends.host.backend import HostBackend
 from deepep_rt.cli import app as cli
 
@@ -58,6 +60,17 @@ def count_one_more(result):
         host_bytes(result.views["num_recv_per_expert"]).view(np.int32).reshape(-1)[0] += 1
 
 
+@contextlib.contextmanager
+def without_rounding():
+    """Do not round the sums of other nodes."""
+    original = throughput._add_node
+    throughput._add_node = lambda total, tokens, rows, dtype: original(total, tokens, rows, None if IS_LAST else dtype)
+    try:
+        yield
+    finally:
+        throughput._add_node = original
+
+
 def fifth(action):
     def act(result):
         calls.append(None)
@@ -83,6 +96,7 @@ DAMAGES = {
     "counts": ("low_latency_dispatch", count_one_more),
     "rows": ("low_latency_dispatch", change("x", 0)),
     "sums": ("low_latency_combine", change("x")),
+    "roundings": ("combine", lambda result: None),
     "sleep": ("combine", fifth(lambda: time.sleep(1000))),
     "raise": ("combine", fifth(fail)),
     "silent": ("low_latency_dispatch", fifth(lambda: time.sleep(1000))),
@@ -102,7 +116,8 @@ def run(damage, options):
     calls.clear()
     setattr(HostBackend, method, damaged)
     try:
-        cli.run(["soak", *options])
+        with without_rounding() if damage == "roundings" else contextlib.nullcontext():
+            cli.run(["soak", *options])
     except SystemExit as end:
         return end.code
     finally:

@@ -103,6 +103,14 @@ def test_the_printed_command_passes_without_damage(reports):
     assert "passed: 1 round " in printed
 
 
+def test_sums_of_nodes_that_are_not_rounded_are_found(tmp_path):
+    damaged(4, tmp_path, ["roundings"], "--rounds", "32", "--seed", "3", "--ranks-per-node", "2")
+    first = json.loads((tmp_path / "roundings.json").read_text())["mismatches"][0]
+    assert (first["rank"], first["array"], first["call"][:7]) == (3, "x", "combine")
+    again = json.loads((tmp_path / "roundings_again.json").read_text())
+    assert again["mismatches"][0]["found"] == first["found"], "the command declares the same nodes"
+
+
 @pytest.mark.parametrize(
     ("damage", "seed", "words"),
     [
@@ -156,6 +164,9 @@ def test_plans_draw_every_option():
     from deepep_rt.soak import buffers as soak_buffers
     from deepep_rt.soak import plan as soak_plan
 
+    def buffers_of(options):
+        return [soak_buffers.buffer_of(options, number) for number in range(40)]
+
     options = soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True)
     rounds = [soak_plan.round_of(options, number) for number in range(1500)]
     assert {plan.kind for plan in rounds} == {"throughput", "low_latency", "graph"}
@@ -170,6 +181,13 @@ def test_plans_draw_every_option():
     assert any(0 in plan.tokens for plan in rounds)
     assert any(plan.keep_rounds for plan in rounds)
     assert any(max(plan.delays_s) > 0 for plan in rounds)
+    assert {buffer.ranks_per_node for buffer in buffers_of(options)} == {None}, "a host of GPUs may lack a transport"
+    on_host = buffers_of(soak_buffers.Options(seed=1, num_ranks=4, on_gpu=False))
+    assert {buffer.ranks_per_node for buffer in on_host} == {None, 1, 2}
+    assert {buffer.path for buffer in on_host} == {"auto", "hierarchical", "direct"}
+    assert {buffer.num_max_recv_tokens is None for buffer in on_host} == {True, False}
+    asked = buffers_of(soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True, ranks_per_node=2))
+    assert {buffer.ranks_per_node for buffer in asked} == {2}
     steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
     for name, wanted in (
         ("use_fp8", {True, False}),
@@ -330,9 +348,10 @@ def test_differences_are_found_on_a_gpu():
 
 @pytest.mark.parametrize("call", ["none", "low_latency_dispatch"])
 def test_rounds_for_gpus(call, tmp_path):
-    """Run graphs, streams and comparisons of GPU rounds, with NumPy for CuPy."""
+    """Run graphs, streams and comparisons of GPU rounds, with NumPy for CuPy. Without damage, the ranks are two nodes."""
     sizes = ["--hidden", "256", "--tokens", "32", "--low-latency-tokens", "8", "--topk", "2", "--experts", "4"]
     options = ["--rounds", "80", "--rounds-per-buffer", "20", "--seed", "1", "--json", tmp_path / "soak.json", *sizes]
+    options += ["--ranks-per-node", "1"] if call == "none" else []
     run(2, PROGRAMS / "soak_as_on_gpus.py", call, *options, status=int(call != "none"))
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["status"] == ("passed" if call == "none" else "mismatch")
