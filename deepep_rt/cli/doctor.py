@@ -27,6 +27,9 @@ def doctor(
     slots: Slots = 2,
     low_latency: Annotated[bool, typer.Option("--low-latency", help="Include the memory of the low-latency calls.")] = False,
     ranks_per_node: RanksPerNode = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Measure latency and bandwidth between the ranks of this mpirun.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Examine this machine, or all ranks under mpirun, and print faults and remedies. Exit status 1 if Buffers cannot work."""
@@ -44,7 +47,7 @@ def doctor(
         low_latency=low_latency,
         ranks_per_node=ranks_per_node,
     )
-    job, prints = report.examine(sizes, ranks, backend)
+    job, prints = report.examine(sizes, ranks, backend, measure_network=network)
     if not prints:  # status 0: a launcher that sees a rank fail ends the others, perhaps before rank 0 has printed
         return
     found = report.findings(job)

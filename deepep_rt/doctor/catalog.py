@@ -242,6 +242,50 @@ _ALL = (
         "Raise the limit: ulimit -l unlimited in a shell, PropagateResourceLimitsExcept=MEMLOCK in Slurm, --ulimit "
         "memlock=-1 in a container.",
     ),
+    FindingType(
+        "own-name-is-local",
+        "A host's own name resolves to an address of the host itself, such as 127.0.1.1. A launcher or a library that sends "
+        "this address to other hosts makes them look for the rank on their own host.",
+        "Give the host's name its network address in /etc/hosts or in the name service. Or name the interface: "
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME for NVSHMEM, --mca btl_tcp_if_include (Open MPI), HYDRA_IFACE and FI_TCP_IFACE "
+        "(MPICH).",
+    ),
+    FindingType(
+        "different-subnets",
+        "Two hosts have no subnet in common, so they reach each other only through a router. Some transports connect only "
+        "addresses of one subnet, and MPI or NVSHMEM then hangs at its start.",
+        "If programs on these hosts run, do nothing. Otherwise choose hosts of one network, or name an interface that leads "
+        "to all of them (btl_tcp_if_include, FI_TCP_IFACE, NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME).",
+    ),
+    FindingType(
+        "network-stuck",
+        "doctor --network began to measure between ranks and did not end. MPI connects two ranks when they first send to "
+        "each other, so addresses that do not reach each other show only then.",
+        "The message names the ranks. Check firewalls between their hosts, and name the interface that connects them: --mca "
+        "btl_tcp_if_include (Open MPI), FI_TCP_IFACE (MPICH). Processes of another job on the same processors can also "
+        "make it slow.",
+    ),
+    FindingType(
+        "gpus-not-measured",
+        "doctor --network could not make a Buffer on the GPUs, so rates between GPUs are missing. Programs will probably not "
+        "make one either.",
+        "The message is that of the Buffer. Other findings often say more.",
+    ),
+    FindingType(
+        "slow-network",
+        "Large messages between ranks are slower than half of what this kind of link usually reaches. MPI may use another "
+        "network than the fastest one, for example TCP instead of InfiniBand. The relay over MPI then is as slow.",
+        "Ask MPI which network it uses: UCX_LOG_LEVEL=info (Open MPI with UCX), FI_LOG_LEVEL=info or MPIR_CVAR_DEBUG_SUMMARY=1 "
+        "(MPICH). Open MPI from a distribution often lacks UCX, and the mpich wheel has no InfiniBand. Also measure without "
+        "other jobs on the hosts.",
+    ),
+    FindingType(
+        "slow-pair",
+        "One pair of ranks, or one node, is slower than half of the others. All ranks wait for the slowest one.",
+        "Look at cables, switch ports and NIC errors of those hosts (ibstat, ethtool), at processes that use their "
+        "processors, and at the NVLinks of that node (nvidia-smi nvlink --status). Measure twice: other traffic may "
+        "disturb a run.",
+    ),
     # --- settings, cache, system
     FindingType(
         "wrong-setting",

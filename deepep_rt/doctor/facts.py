@@ -36,6 +36,7 @@ class JobReport:
         num_ranks: Ranks of the Buffer. Default: the ranks of the job, or 8 for a single process.
         backend: "auto", "cuda" or "host", as for `Buffer`.
         mpi_failure: The reason for which MPI did not deliver the other ranks' reports.
+        network: What `network_rates.measure` found, or `failure`. None: nothing was to be measured.
     """
 
     reports: Sequence[Mapping[str, Any]]
@@ -43,6 +44,7 @@ class JobReport:
     num_ranks: int | None = None
     backend: str = "auto"
     mpi_failure: str | None = None
+    network: Mapping[str, Any] | None = None
 
     @property
     def uses_gpus(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from .catalog import FINDING_TYPES
 from .facts import LEVELS, Finding, JobReport
 from .job_rules import RULES
+from .network_rules import NETWORK_RULES
 from .rank_rules import RANK_RULES
 
 
@@ -16,7 +17,7 @@ def findings(job: JobReport) -> list[Finding]:
 
     Equal findings about several ranks become one.
     """
-    made = [finding for rule in RULES for finding in _apply(rule, job)]
+    made = [finding for rule in (*RULES, *NETWORK_RULES) for finding in _apply(rule, job)]
     ranks: dict[Finding, list[int]] = {}
     for report in job.reports:
         for rule in RANK_RULES:

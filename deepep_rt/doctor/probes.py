@@ -27,6 +27,7 @@ from ..cuda.nics import list_nics, read_text
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import compiler, libraries
 from ..jit.cache import CorruptEntry, KernelCache
+from . import addresses
 from . import gpus as doctor_gpus
 
 _PACKAGES = re.compile(
@@ -180,6 +181,8 @@ def network(root: Path = Path("/")) -> dict[str, Any]:
         "gdrdrv": "gdrdrv" in modules or (root / "dev/gdrdrv").exists(),
         "gdrapi": _loads("libgdrapi.so.2") or _loads("libgdrapi.so"),
         "driver_parameters": {name: value.strip().strip('"') for name, _, value in lines},
+        "interfaces": addresses.interfaces(root),
+        "own_addresses": addresses.own_addresses(platform.node()),
     }
 
 

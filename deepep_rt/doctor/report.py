@@ -14,7 +14,9 @@ __all__ = ["as_json", "examine", "findings", "is_broken", "show"]
 
 
 def as_json(job: JobReport, found: Sequence[Finding]) -> dict[str, Any]:
-    """Make the document for programs: `status` ("ok" or "broken"), `findings`, `size_hint`, `differences`, `ranks` (the reports)."""
+    """Make the document for programs: `status` ("ok" or "broken"), `findings`, `size_hint`, `differences`,
+    `network` (what was measured, or None), `ranks` (the reports).
+    """
     return {
         "status": "broken" if is_broken(found) else "ok",
         "findings": [
@@ -30,5 +32,6 @@ def as_json(job: JobReport, found: Sequence[Finding]) -> dict[str, Any]:
         ],
         "size_hint": job.size_hint(),
         "differences": differences(job.reports),
+        "network": job.network,
         "ranks": list(job.reports),
     }

@@ -2,7 +2,8 @@
 
 `python -m deepep_rt.doctor.runner NAME...` is a child that runs probes and prints a line of JSON for each. If it dies or hangs, the running
 probe has failed, and another child runs the remaining ones. `python -m deepep_rt.doctor.runner --gather` reads this rank's report and
-prints the reports of all ranks. Only this child starts MPI, so that doctor can report an MPI that does not start.
+prints the reports of all ranks. On request it also measures the network between them. Only this child starts MPI, so that doctor can report
+an MPI that does not start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _env
 from ..errors import EPError
@@ -25,6 +26,9 @@ PROBE_LIMIT_S = 30.0
 
 GATHER_LIMIT_S = 90.0
 """Limit for the ranks to find each other. A rank with a probe that hangs is late."""
+
+NETWORK_LIMIT_S = 180.0
+"""Limit of the measurements between ranks. Compiling a kernel for the GPUs takes part of it."""
 
 ALONE = {"rank": 0, "local_rank": 0, "group": 0}
 """The entries that `gather` adds to the report of a single process."""
@@ -98,31 +102,73 @@ def exit_text(status: int, errors: str) -> str:
     return f"its process {how}" + (": " + " ".join(lines) if lines else "")
 
 
-def gather(report: dict[str, Any], limit_s: float = GATHER_LIMIT_S) -> tuple[int, list[dict[str, Any]], str | None]:
-    """Exchange the reports of all ranks. Collective over MPI's world.
+def gather(
+    report: dict[str, Any], limit_s: float = GATHER_LIMIT_S, network: NetworkRequest | None = None
+) -> tuple[int, list[dict[str, Any]], str | None, dict[str, Any] | None]:
+    """Exchange the reports of all ranks, and measure the network between them if asked for. Collective over MPI's world.
+
+    Args:
+        report: The report of this rank.
+        limit_s: Limit for the exchange in seconds.
+        network: What to measure. None: nothing.
 
     Returns:
-        This rank, the reports by rank, and None. Each report gets `rank`, `local_rank` (number among the ranks of its host) and `group`
-        (the lowest rank of that host). If MPI fails: 0, this report, and the reason.
+        This rank, the reports by rank, None, and the measurement. Each report gets `rank`, `local_rank` (number among the ranks of its
+        host), `group` (the lowest rank of that host) and `mpi_threads` (the level of thread support that MPI grants). If MPI fails: 0, this
+        report, the reason, and None. If only the measurement fails, it has `failure`.
     """
-    alone = 0, [{**report, **ALONE}]
-    try:
-        done = subprocess.run(  # the child needs the launcher's pipes, which this process inherited
-            [*_MODULE, "--gather"],
-            input=json.dumps(report),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-            close_fds=False,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return *alone, f"the ranks did not find each other within {limit_s:g} s"
-    answers = [answer for answer in map(_answer, done.stdout.splitlines()) if answer is not None]
-    if done.returncode == 0 and answers:
-        return answers[0]["rank"], answers[0]["reports"], None
-    return *alone, exit_text(done.returncode, done.stderr)
+    text = json.dumps({"report": report, "network": network and network._asdict()})
+    child = [*_MODULE, "--gather"]
+    limit_s += network.limit_s if network else 0
+    # The child needs the launcher's pipes, which this process inherited.
+    with subprocess.Popen(
+        child,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        close_fds=False,
+    ) as process:
+        try:
+            output, errors = process.communicate(text, timeout=limit_s)
+            ended = None if process.returncode == 0 else exit_text(process.returncode, errors)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()  # what it wrote before
+            ended = f"did not end within {limit_s:g} s"
+    return _read_answers(report, output, ended, limit_s, network)
+
+
+class NetworkRequest(NamedTuple):
+    """What to measure between ranks.
+
+    Attributes:
+        ranks_per_node: Ranks of a node. None: those of a host.
+        with_gpus: Whether to measure between GPUs too.
+        limit_s: Limit in seconds.
+    """
+
+    ranks_per_node: int | None = None
+    with_gpus: bool = False
+    limit_s: float = NETWORK_LIMIT_S
+
+
+def _read_answers(
+    report: dict[str, Any], output: str, ended: str | None, limit_s: float, network: NetworkRequest | None
+) -> tuple[int, list[dict[str, Any]], str | None, dict[str, Any] | None]:
+    """Read what the child wrote. `ended`: how it ended, if that was no success."""
+    answers = [answer for answer in map(_answer, output.splitlines()) if answer is not None]
+    first = next((answer for answer in answers if "reports" in answer), None)
+    if first is None or (ended is not None and network is None):
+        late = ended is None or ended.startswith("did not end")
+        failure = f"the ranks did not find each other within {limit_s:g} s" if late else ended
+        return 0, [{**report, **ALONE}], failure, None
+    measured = next((answer["network"] for answer in answers if "network" in answer), None)
+    if network is not None and measured is None:
+        part = next((answer["part"] for answer in reversed(answers) if "part" in answer), "the start")
+        measured = {"failure": f"{ended or 'no answer'}, in this part: {part}"}
+    return first["rank"], first["reports"], None, measured
 
 
 def _answer(line: str) -> dict[str, Any] | None:
@@ -142,15 +188,36 @@ def _probe(names: Sequence[str]) -> None:
 
 def _gather() -> None:
     write = _answer_writer()
-    report = json.loads(sys.stdin.read())
+    asked = json.loads(sys.stdin.read())
+    report, network = asked["report"], asked["network"]
     from mpi4py import MPI
 
     from ..comm.mpi import MpiCommunicator
 
     comm = MpiCommunicator(MPI.COMM_WORLD)
     rank, here = comm.Get_rank(), comm.ranks_on_host()
-    reports = comm.allgather({**report, "rank": rank, "local_rank": here.index(rank), "group": here[0]})
+    levels = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
+    threads = levels.get(MPI.Query_thread(), "unknown")
+    place = {"rank": rank, "local_rank": here.index(rank), "group": here[0], "mpi_threads": threads}
+    reports = comm.allgather({**report, **place})
     write({"rank": rank, "reports": reports})
+    if network is not None:
+        from .network_rates import measure
+
+        nodes = nodes_of(reports, network["ranks_per_node"])
+        with_gpus = network["with_gpus"] and all((each["facts"].get("driver") or {}).get("gpus") for each in reports)
+        write({"network": measure(MPI.COMM_WORLD, nodes, with_gpus=with_gpus, announce=lambda part: write({"part": part}))})
+
+
+def nodes_of(reports: Sequence[dict[str, Any]], ranks_per_node: int | None) -> list[list[int]]:
+    """List the ranks of each node: of consecutive ranks as declared, or of each host if the number does not divide the ranks."""
+    size = len(reports)
+    if ranks_per_node and size % ranks_per_node == 0:
+        return [list(range(first, first + ranks_per_node)) for first in range(0, size, ranks_per_node)]
+    groups: dict[int, list[int]] = {}
+    for report in reports:
+        groups.setdefault(report["group"], []).append(report["rank"])
+    return list(groups.values())
 
 
 def _answer_writer() -> Callable[[dict[str, Any]], None]:

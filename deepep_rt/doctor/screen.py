@@ -13,6 +13,7 @@ from rich.text import Text
 
 from .facts import Finding, JobReport, access_between, differences, fact, format_ranges, gpu_of, gpus, path_between
 from .findings import is_broken
+from .network_facts import link_summaries
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _MAX_HOSTS = 4  # hosts with a table of GPUs
@@ -26,6 +27,8 @@ def show(job: JobReport, found: Sequence[Finding], console: Console) -> None:
         parts += _gpu_tables(host, reports, console)
     if len(job.hosts) > _MAX_HOSTS:
         parts.append(Text(f"... and {len(job.hosts) - _MAX_HOSTS} more hosts"))
+    if job.network is not None:
+        parts.append(_rates_table(job))
     if different := differences(job.reports):
         parts.append(_difference_table(different))
     groups = (list(group) for _, group in groupby(found, key=lambda finding: (finding.type, finding.level)))
@@ -73,6 +76,7 @@ def _fact_rows(job: JobReport, report: Mapping[str, Any]) -> Iterable[tuple[str,
     yield "NVSHMEM", f"host {versioned('nvshmem_host')}\ndevice {versioned('nvshmem_device')}"
     yield "NICs", _nics(report)
     yield "IBGDA", _ibgda(report)
+    yield "Addresses", _addresses(report)
     yield "Kernel cache", _cache(report)
     yield "Memory", _memory(job)
     variables = fact(report, "settings", "variables") or {}
@@ -104,6 +108,16 @@ def _ibgda(report: Mapping[str, Any]) -> str:
     return (
         f"{shown}; nvidia-peermem: {yes[bool(peermem)]}; open kernel modules: {yes[bool(dmabuf)]}; GDRCopy: {yes[bool(gdrcopy)]}"
     )
+
+
+def _addresses(report: Mapping[str, Any]) -> str:
+    def one(each: Mapping[str, Any]) -> str:
+        speed = f", {each['speed_mbit'] / 1e3:g} Gb/s" if each["speed_mbit"] else ""
+        return f"{each['name']} {each['address']}{speed}"
+
+    own = fact(report, "network", "own_addresses") or []
+    shown = "; ".join(map(one, fact(report, "network", "interfaces") or [])) or "none that leads to other hosts"
+    return f"{shown}\nresolves itself to {', '.join(own) or 'nothing'}"
 
 
 def _cache(report: Mapping[str, Any]) -> str:
@@ -180,6 +194,30 @@ def _cell(reports: Sequence[Mapping[str, Any]], a: str, b: str) -> Text:
     if not access:
         return Text("none", style="bold red")
     return Text(path or "access", style="green" if (path or "").startswith("NV") else "yellow")
+
+
+def _rates_table(job: JobReport) -> Any:
+    """Show what was measured between ranks, and what to expect."""
+    rows = []
+    for found in link_summaries(job):
+        which, gb_s = found.slowest
+        name = f"node {which[0]}" if found.medium == "GPU" else " and ".join(map(str, which))
+        us, together = ("-" if value is None else f"{value:.3g}" for value in (found.us, found.together_gb_s))
+        cells = [
+            f"{found.where}, {found.medium}",
+            str(found.num_pairs),
+            us,
+            f"{found.gb_s:.3g}",
+            together,
+            f"{gb_s:.3g} ({name})",
+        ]
+        rows.append([*cells, found.expectation()])
+    if not rows:
+        return Text(
+            "No rates between ranks: " + ("the measurement failed." if "failure" in (job.network or {}) else "there is one rank.")
+        )
+    columns = ("link", "pairs", "us", "GB/s", "all at once", "slowest", "expected")
+    return _table("Rates between ranks (MPI: from host memory, one pair of a node at a time)", columns, rows, no_wrap=False)
 
 
 def _difference_table(different: Mapping[str, Mapping[str, list[int]]]) -> Table:

@@ -62,7 +62,7 @@ def test_a_size_of_zero_is_not_the_default(
     probed: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(examine, "run_probes", lambda: probed)
-    monkeypatch.setattr(examine, "gather", lambda report: (0, [{**report, **runner.ALONE}], None))
+    monkeypatch.setattr(examine, "gather", lambda report, network: (0, [{**report, **runner.ALONE}], None, None))
     with pytest.raises(SystemExit) as caught:
         cli.run(["doctor", "--json", option, "0"])
     assert caught.value.code == 1

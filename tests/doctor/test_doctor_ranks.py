@@ -97,5 +97,5 @@ def test_the_end_of_a_child_is_described(errors: str, text: str) -> None:
 def test_ranks_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys, time\nif '--gather' in sys.orig_argv:\n    time.sleep(1000)\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    rank, reports, failure = runner.gather({"facts": {}, "failures": {}}, limit_s=2)
-    assert (rank, len(reports), failure) == (0, 1, "the ranks did not find each other within 2 s")
+    rank, reports, failure, network = runner.gather({"facts": {}, "failures": {}}, limit_s=2)
+    assert (rank, len(reports), failure, network) == (0, 1, "the ranks did not find each other within 2 s", None)

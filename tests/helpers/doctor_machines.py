@@ -18,7 +18,7 @@ def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 
     nic = {
         "name": "mlx5_0",
         "type": "MT4129",
-        "ports": [{"port": "1", "state": "ACTIVE", "rate": "", "link": ""}],
+        "ports": [{"port": "1", "state": "ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link": "InfiniBand"}],
         "usable": True,
     }
     facts: dict[str, Any] = {
@@ -49,7 +49,9 @@ def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 
         "nvshmem_device": {"version": "3.8.0", "path": "b"},
         "bindings": {"module": None},
         "network": {"nics": [nic], "peermem": True, "open_driver": True, "gdrdrv": True, "gdrapi": True,
-                    "driver_parameters": {"EnableStreamMemOPs": "1", "RegistryDwords": "PeerMappingOverride=1;"}},
+                    "driver_parameters": {"EnableStreamMemOPs": "1", "RegistryDwords": "PeerMappingOverride=1;"},
+                    "interfaces": [{"name": "eth0", "address": f"10.0.0.{1 + rank // per_host}/24", "speed_mbit": 100_000}],
+                    "own_addresses": [f"10.0.0.{1 + rank // per_host}"]},
         "cache": {"folder": "/cache", "exists": True, "error": None, "entries": 10, "corrupt": [], "bytes": 1000},
     }  # fmt: skip
     launch = {"launcher": "Open MPI", "rank": rank, "size": ranks} if ranks > 1 else None
@@ -67,6 +69,17 @@ def machine(ranks: int = 8, *, per_host: int = 8, num_gpus: int = 8, **options: 
     """Make the reports of a healthy machine."""
     reports = [report(rank, ranks=ranks, per_host=per_host, num_gpus=num_gpus) for rank in range(ranks)]
     return JobReport(reports, **{"sizes": SIZES, **options})
+
+
+def link(where: str, a: int, b: int, gb_s: float, us: float = 2.0) -> dict[str, Any]:
+    """Make what `doctor --network` measures between two ranks."""
+    return {"where": where, "ranks": [a, b], "us": us, "gb_s": gb_s, "back_gb_s": 1.1 * gb_s, "together_gb_s": gb_s / 2}
+
+
+def measured(*links: dict[str, Any], per_node: int = 8, ranks: int = 16, **more: Any) -> dict[str, Any]:
+    """Make the result of `doctor --network`."""
+    nodes = [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
+    return {"nodes": nodes, "links": list(links), **more}
 
 
 def set_facts(probe: str, **facts: Any) -> Callable[[JobReport], None]:

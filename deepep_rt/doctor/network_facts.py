@@ -1,0 +1,132 @@
+"""Summarise the measured links between ranks, and say what to expect of each kind of link."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .facts import JobReport, fact, gpu_of, path_between
+from .links import LINK_KINDS, LinkKind, nic_kind, tcp_kind
+
+_ARCH_LINKS = {8: ("nvlink3", "pcie4", 12), 9: ("nvlink4", "pcie5", 18), 10: ("nvlink5", "pcie5", 18)}
+"""By major number of the architecture: kinds of NVLink and PCIe, and the links of a GPU with all of them."""
+
+
+@dataclass(frozen=True)
+class LinkSummary:
+    """The measured links of one sort.
+
+    Attributes:
+        where: "near" or "far".
+        medium: "MPI" (from host memory) or "GPU".
+        num_pairs: Measured pairs of ranks. For GPUs: nodes.
+        us: Median of a small message one way in microseconds. None: not measured.
+        gb_s: Median bandwidth of large messages in GB/s, in the slower direction of each pair.
+        slowest: The slowest pair (ranks) or node (its number), and its GB/s.
+        together_gb_s: Median bandwidth of one direction while all pairs send both ways. None: not measured.
+        kind: The kind of link, for what to expect. None: unknown.
+    """
+
+    where: str
+    medium: str
+    num_pairs: int
+    us: float | None
+    gb_s: float
+    slowest: tuple[tuple[int, ...], float]
+    together_gb_s: float | None
+    kind: LinkKind | None
+
+    def expectation(self) -> str:
+        """Say in words what to expect."""
+        if self.kind is None:
+            return "unknown kind of link"
+        latency = f", below {self.kind.us:g} us" if self.us is not None else ""
+        return f"{self.kind.expected_gb_s:.3g} GB/s{latency} ({self.kind.about})"
+
+
+def link_summaries(job: JobReport) -> list[LinkSummary]:
+    """Summarise what `doctor --network` measured."""
+    measured: Mapping[str, Any] = job.network or {}
+    found = []
+    for where in ("near", "far"):
+        links = [link for link in measured.get("links", ()) if link["where"] == where]
+        groups: dict[bool, list[dict[str, Any]]] = {}
+        for link in links:
+            groups.setdefault(_on_one_host(job, link["ranks"]), []).append(link)
+        for on_one_host, each in groups.items():
+            if any("gb_s" in link for link in each):
+                found.append(_summary(where, each, LINK_KINDS["host-memory"] if on_one_host else far_kind(job)))
+    rates = {int(node): gb_s for node, gb_s in (measured.get("gpus") or {}).get("near", {}).items()}
+    if rates:
+        slowest = min(rates, key=lambda node: rates[node])
+        median = statistics.median(rates.values())
+        found.append(LinkSummary("near", "GPU", len(rates), None, median, ((slowest,), rates[slowest]), None, gpu_kind(job)))
+    return found
+
+
+def slower_gb_s(link: Mapping[str, Any]) -> float:
+    """Return the bandwidth of a pair in its slower direction."""
+    return min(link["gb_s"], link["back_gb_s"])
+
+
+def _summary(where: str, links: Sequence[Mapping[str, Any]], kind: LinkKind | None) -> LinkSummary:
+    alone = [link for link in links if "gb_s" in link]
+    together = [link["together_gb_s"] for link in links if "together_gb_s" in link]
+    slowest = min(alone, key=slower_gb_s)
+    return LinkSummary(
+        where,
+        "MPI",
+        len(alone),
+        statistics.median(link["us"] for link in alone),
+        statistics.median(map(slower_gb_s, alone)),
+        (tuple(slowest["ranks"]), slower_gb_s(slowest)),
+        statistics.median(together) if together else None,
+        kind,
+    )
+
+
+def _on_one_host(job: JobReport, ranks: Sequence[int]) -> bool:
+    return len({job.reports[rank]["group"] for rank in ranks}) == 1
+
+
+# --- kinds of links ----------------------------------------------------------------------------------------------------------------
+
+
+def far_kind(job: JobReport) -> LinkKind | None:
+    """Return the kind of link between hosts: the fastest of each host, and of those the slowest. None: unknown."""
+    kinds = [host_kind(reports[0]) for reports in job.hosts.values()]
+    known = [kind for kind in kinds if kind is not None]
+    return min(known, key=lambda kind: kind.expected_gb_s) if len(known) == len(kinds) else None
+
+
+def host_kind(report: Mapping[str, Any]) -> LinkKind | None:
+    """Return the kind of the fastest link that leads from a host: a usable RDMA NIC, or else an Ethernet interface."""
+    found = []
+    for nic in fact(report, "network", "nics") or []:
+        for port in nic["ports"] if nic["usable"] else ():
+            rate = re.match(r"[\d.]+", port.get("rate", ""))
+            kind = nic_kind(nic["name"], port.get("link", ""), float(rate[0])) if rate and port["state"] == "ACTIVE" else None
+            found += [kind] if kind else []
+    if not found:
+        speeds = [each["speed_mbit"] for each in fact(report, "network", "interfaces") or []]
+        found = [kind for speed in speeds if speed and (kind := tcp_kind(speed / 1e3))]
+    return max(found, key=lambda kind: kind.expected_gb_s, default=None)
+
+
+def gpu_kind(job: JobReport) -> LinkKind | None:
+    """Return the kind of link between the GPUs of the first node, with the line rate of as many NVLinks as there are. None: unknown."""
+    node = (job.network or {}).get("nodes", [[]])[0]
+    gpus = [gpu for rank in node if (gpu := gpu_of(job.reports[rank])) is not None]
+    uuids = list(dict.fromkeys(gpu["uuid"] for gpu in gpus))
+    if len(uuids) < 2 or not (arch := re.match(r"sm_(\d+)\d", gpus[0]["arch"])):
+        return None
+    path = path_between(job.reports[node[0]], uuids[0], uuids[1]) or ""
+    nvlink, pcie, links = _ARCH_LINKS.get(int(arch[1]), _ARCH_LINKS[max(_ARCH_LINKS)])
+    if not path.startswith("NV"):
+        return LINK_KINDS[pcie]
+    kind, number = LINK_KINDS[nvlink], int(path[2:] or links)
+    return dataclasses.replace(kind, gb_s=kind.gb_s * number / links, about=f"{number} NVLinks")

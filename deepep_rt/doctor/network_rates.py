@@ -1,0 +1,227 @@
+"""Measure latency and bandwidth between ranks over MPI, from host memory (`doctor --network`).
+
+The relay of `NetworkOptions(transport="mpi")` gets these rates. Between GPUs of a node, a Buffer measures what its kernels reach.
+`runner` calls `measure` in the child process that starts MPI, because MPI or a network may hang.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import EPError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+MESSAGE_BYTES = 1 << 20
+"""Bytes of a large message. The relay sends chunks of this size."""
+
+WINDOW = 8
+"""Messages in flight."""
+
+SMALL_BYTES = 8
+
+_BATCHES, _PER_BATCH = 5, 20
+_SECONDS = 0.1  # of one measured rate, about
+_MOST_WINDOWS = 64
+_PAUSE_S = 1e-3  # ranks without a part poll slowly, because spinning would take the processors of the others
+_TAG = 77
+
+Pair = tuple[int, int]
+
+
+def measure(
+    comm: Intracomm, nodes: Sequence[Sequence[int]], *, with_gpus: bool, announce: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure between neighbours within nodes, and between the same ranks of neighbouring nodes. Collective.
+
+    Args:
+        comm: All ranks.
+        nodes: The ranks of each node.
+        with_gpus: Also measure between the GPUs of each node, with a Buffer.
+        announce: Called with the part that begins, so that a part that hangs can be named.
+
+    Returns:
+        `links`: a dictionary for each pair of ranks, with `where` ("near" or "far"), `ranks`, `us` (a small message one way), `gb_s` and
+        `back_gb_s` (large messages in each direction, while other ranks rest) and `together_gb_s` (one direction, while all pairs send both
+        ways). `gpus`: rates between GPUs, or `reason` why there are none.
+    """
+    links: dict[Pair, dict[str, Any]] = {}
+    for where, first, every in (("near", *_near_pairs(nodes)), ("far", *_far_pairs(nodes))):
+        for pairs in _rounds(first):
+            announce(f"{where}, {_names(pairs)}")
+            for pair, rates in _round(comm, pairs, _alone):
+                links[pair] = {"where": where, "ranks": list(pair), **rates}
+        for pairs in _rounds(every):
+            announce(f"{where}, all pairs at once")
+            for pair, rates in _round(comm, pairs, _together):
+                links.setdefault(pair, {"where": where, "ranks": list(pair)}).update(rates)
+    found: dict[str, Any] = {"nodes": [list(node) for node in nodes], "links": list(links.values())}
+    if with_gpus:
+        announce("between the GPUs of a node")
+        found["gpus"] = measure_gpus(comm, nodes)
+    return found
+
+
+def _near_pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[Pair], list[Pair]]:
+    """Return a pair of each node, and as many disjoint pairs of each node as there are."""
+    every = [(node[i], node[i + 1]) for node in nodes for i in range(0, len(node) - 1, 2)]
+    return [(node[0], node[1]) for node in nodes if len(node) > 1], every
+
+
+def _far_pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[Pair], list[Pair]]:
+    """Return a pair of each two neighbouring nodes, and the pairs of all their ranks."""
+    neighbours = [(nodes[i], nodes[(i + 1) % len(nodes)]) for i in range(len(nodes) if len(nodes) > 2 else len(nodes) - 1)]
+    every = [(x, y) for a, b in neighbours for x, y in zip(a, b, strict=False)]
+    return [(a[0], b[0]) for a, b in neighbours], every
+
+
+def _rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Divide pairs into rounds, in each of which a rank has at most one part."""
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        free = (each for each in rounds if not any(set(pair) & set(other) for other in each))
+        found = next(free, None)
+        if found is None:
+            rounds.append([pair])
+        else:
+            found.append(pair)
+    return rounds
+
+
+def _names(pairs: Sequence[Pair]) -> str:
+    shown = ", ".join(f"rank {a} with rank {b}" for a, b in pairs[:4])
+    return shown + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
+
+
+_Rates = dict[str, float]
+
+
+def _round(comm: Intracomm, pairs: Sequence[Pair], part: Callable[[Intracomm, int, bool], _Rates]) -> list[tuple[Pair, _Rates]]:
+    """Run a part on each pair at the same time. Return what the first rank of each pair measured, on all ranks."""
+    rank, found = comm.Get_rank(), None
+    _barrier(comm)
+    for a, b in pairs:
+        if rank in (a, b):
+            rates = part(comm, b if rank == a else a, rank == a)
+            found = ((a, b), rates) if rank == a else None
+    _barrier(comm)
+    return [each for each in comm.allgather(found) if each is not None]
+
+
+def _barrier(comm: Intracomm) -> None:
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(_PAUSE_S)
+
+
+def _alone(comm: Intracomm, peer: int, is_first: bool) -> _Rates:
+    """Measure a small message, then large ones in one direction, then in the other."""
+    us = _latency_us(comm, peer, is_first)
+    there = _one_way(comm, peer, is_first)
+    back = _one_way(comm, peer, not is_first)
+    if is_first:
+        back = comm.recv(source=peer, tag=_TAG)
+    else:
+        comm.send(back, dest=peer, tag=_TAG)
+    return {"us": us, "gb_s": there, "back_gb_s": back}
+
+
+def _latency_us(comm: Intracomm, peer: int, is_first: bool) -> float:
+    """Return half of the time of a round trip in microseconds: of the best batch, because other processes only add."""
+    data, batches = np.zeros(SMALL_BYTES, np.uint8), []
+    for batch in range(_BATCHES + 1):  # the first one connects the ranks
+        start = time.perf_counter()
+        for _ in range(_PER_BATCH):
+            if is_first:
+                comm.Send(data, peer, _TAG)
+                comm.Recv(data, peer, _TAG)
+            else:
+                comm.Recv(data, peer, _TAG)
+                comm.Send(data, peer, _TAG)
+        if batch:
+            batches.append((time.perf_counter() - start) / _PER_BATCH / 2)
+    return 1e6 * min(batches)
+
+
+def _one_way(comm: Intracomm, peer: int, sends: bool) -> float:
+    """Return the bandwidth of large messages to or from a peer in GB/s. The sender's clock counts, until the last message has arrived."""
+
+    def window(sizes: np.ndarray) -> float:
+        start = time.perf_counter()
+        for _ in range(int(sizes[0])):
+            _wait([(comm.Isend if sends else comm.Irecv)(row, peer, _TAG) for row in rows])
+        word = np.zeros(1)
+        if sends:
+            comm.Recv(word, peer, _TAG)
+        else:
+            comm.Send(word, peer, _TAG)
+        return time.perf_counter() - start
+
+    rows = np.zeros((WINDOW, MESSAGE_BYTES), np.uint8)
+    return _rate(comm, peer, sends, window)
+
+
+def _together(comm: Intracomm, peer: int, is_first: bool) -> _Rates:
+    """Measure large messages in both directions at once."""
+
+    def window(sizes: np.ndarray) -> float:
+        start = time.perf_counter()
+        for _ in range(int(sizes[0])):
+            _wait([comm.Irecv(row, peer, _TAG) for row in incoming] + [comm.Isend(row, peer, _TAG) for row in outgoing])
+        return time.perf_counter() - start
+
+    outgoing, incoming = np.zeros((WINDOW, MESSAGE_BYTES), np.uint8), np.zeros((WINDOW, MESSAGE_BYTES), np.uint8)
+    return {"together_gb_s": _rate(comm, peer, is_first, window)}
+
+
+def _rate(comm: Intracomm, peer: int, decides: bool, window: Callable[[np.ndarray], float]) -> float:
+    """Time one window after a first one, which connects the ranks. Then time as many as fit `_SECONDS`. Return GB/s."""
+    number = np.ones(1)
+    window(number)
+    seconds = window(number)
+    if decides:
+        number[0] = min(max(_SECONDS // max(seconds, 1e-6), 1), _MOST_WINDOWS)
+        comm.Send(number, peer, _TAG)
+    else:
+        comm.Recv(number, peer, _TAG)
+    seconds = window(number)
+    return float(number[0]) * WINDOW * MESSAGE_BYTES / seconds / 1e9
+
+
+def _wait(requests: Sequence[Any]) -> None:
+    for request in requests:
+        request.Wait()
+
+
+# --- between GPUs ------------------------------------------------------------------------------------------------------------------
+
+
+def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Measure between the GPUs of each node with `Buffer.copy_ceiling`: every rank pushes rows to all others of its node. Collective.
+
+    Returns:
+        `near`: the rate in GB/s of each node's slowest rank, by the number of the node. Without it `reason`: why there is no Buffer.
+    """
+    from ..buffer import Buffer
+
+    rank = comm.Get_rank()
+    mine = next(i for i, node in enumerate(nodes) if rank in node)
+    group = comm.Split(mine, rank)
+    rate, reason = 0.0, None
+    try:
+        sizes = dict(num_max_tokens_per_rank=2048, hidden=7168, num_topk=1, num_experts=group.Get_size(), num_slots=1)
+        with Buffer(group, **sizes, backend="cuda", ranks_per_node=group.Get_size(), timeout_s=60) as buffer:  # type: ignore[arg-type]
+            rate = buffer.copy_ceiling() / 1e9
+    except EPError as error:
+        reason = f"rank {rank}: {error}"
+    answers = comm.allgather((mine, rate, reason))
+    group.Free()
+    reasons = [why for _, _, why in answers if why is not None]
+    if reasons:
+        return {"reason": reasons[0]}
+    return {"near": {str(node): gb_s for node, gb_s, _ in answers if len(nodes[node]) > 1}}

@@ -1,0 +1,203 @@
+"""Measure between ranks with `doctor --network`, and compare with what to expect of links."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+from doctor_command import Doctor, program
+from doctor_machines import link, machine, measured, set_facts, set_gpus, set_nic, set_nvml, set_paths
+from launch import python_on, run_checks
+from paths import ROOT
+
+from deepep_rt.doctor import addresses, network_facts, network_rates, runner
+from deepep_rt.doctor.links import LINK_KINDS, nic_kind, tcp_kind
+from deepep_rt.errors import EPUnavailableError
+
+
+def test_four_ranks_as_two_nodes() -> None:
+    run_checks(4, "network_rates")
+
+
+def test_two_ranks_as_declared_by_the_environment(doctor: Doctor) -> None:
+    command = [*python_on(2), *program("--network", "--backend", "host")[1:]]
+    done = doctor.run(command, DEEPEP_RT_RANKS_PER_NODE="1", COLUMNS="200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Rates between ranks" in done.stdout
+    assert re.search(r"^far, MPI +1 ", done.stdout, re.MULTILINE)
+    assert not re.search(r"^near, MPI", done.stdout, re.MULTILINE)
+    assert "2 GB/s, below 5 us (shared memory between processes of a host, through MPI)" in done.stdout
+
+
+def test_a_part_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hang = "announce('far, rank 0 with rank 1'), time.sleep(1000)"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif '--gather' in sys.orig_argv:\n    import deepep_rt.doctor.network_rates as rates\n"
+        f"    rates.measure = lambda *_, announce, **__: ({hang})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    report: dict[str, Any] = {"facts": {}, "failures": {}}
+    rank, reports, failure, network = runner.gather(report, 4, runner.NetworkRequest(limit_s=1))
+    assert (rank, len(reports), failure) == (0, 1, None)
+    assert reports[0]["mpi_threads"] == "multiple"
+    assert network == {"failure": "did not end within 5 s, in this part: far, rank 0 with rank 1"}
+
+
+# --- which pairs -------------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_and_rounds() -> None:
+    """Two nodes have one pair, three have a ring. In a round each rank has one part."""
+    nodes = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert network_rates._near_pairs(nodes) == ([(0, 1), (3, 4), (6, 7)], [(0, 1), (3, 4), (6, 7)])
+    first, every = network_rates._far_pairs(nodes)
+    assert first == [(0, 3), (3, 6), (6, 0)]
+    assert len(every) == 9
+    for each in network_rates._rounds(every):
+        assert len({rank for pair in each for rank in pair}) == 2 * len(each)
+    assert network_rates._far_pairs(nodes[:2])[0] == [(0, 3)]
+    assert network_rates._far_pairs(nodes[:1]) == ([], [])
+    assert runner.nodes_of([{"rank": rank, "group": rank // 3 * 3} for rank in range(9)], None) == nodes
+    assert runner.nodes_of([{"rank": rank, "group": 0} for rank in range(4)], 3) == [[0, 1, 2, 3]], "no divisor"
+
+
+class OneRank:
+    """Imitate a communicator of one rank whose node has another one."""
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 2
+
+    def Split(self, color: int, key: int) -> OneRank:
+        return self
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def Free(self) -> None:
+        pass
+
+
+def test_rates_between_gpus_come_from_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepep_rt.buffer
+
+    class Measured:
+        def __init__(self, *arguments: Any, **sizes: Any) -> None:
+            assert sizes["backend"] == "cuda"
+            assert sizes["ranks_per_node"] == 2
+
+        def __enter__(self) -> Measured:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def copy_ceiling(self) -> float:
+            return 3.3e11
+
+    comm: Any = OneRank()
+    monkeypatch.setattr(deepep_rt.buffer, "Buffer", Measured)
+    assert network_rates.measure_gpus(comm, [[0, 1], [2, 3]]) == {"near": {"0": 330.0}}
+
+    def unavailable(*_: Any, **__: Any) -> None:
+        raise EPUnavailableError("no memory")
+
+    monkeypatch.setattr(deepep_rt.buffer, "Buffer", unavailable)
+    assert network_rates.measure_gpus(comm, [[0, 1]]) == {"reason": "rank 0: no memory"}
+
+
+# --- what to expect ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nic", "link_layer", "gbit", "kind"),
+    [
+        ("mlx5_0", "InfiniBand", 400, "ib-ndr"),
+        ("mlx5_0", "InfiniBand", 200, "ib-hdr"),
+        ("mlx5_0", "Ethernet", 100, "roce-100"),
+        ("mlx5_0", "Ethernet", 40, "roce-100"),
+        ("irdma0", "Ethernet", 200, "roce-200"),
+        ("rdmap16s27", "Unspecified", 100, "efa-100"),
+        ("efa_0", "", 200, "efa-200"),
+        ("cxi0", "Ethernet", 200, "slingshot"),
+        ("mlx5_0", "", 400, None),
+        ("mlx5_0", "InfiniBand", 0, None),
+    ],
+)
+def test_kinds_of_nics(nic: str, link_layer: str, gbit: float, kind: str | None) -> None:
+    found = nic_kind(nic, link_layer, gbit)
+    assert (found and found.name) == kind
+
+
+def test_kinds_of_ethernet() -> None:
+    assert [kind.name for speed in (1, 10, 25, 50, 100, 400) if (kind := tcp_kind(speed))] == [
+        "tcp-1", "tcp-10", "tcp-25", "tcp-25", "tcp-100", "tcp-100",
+    ]  # fmt: skip
+
+
+def test_hosts_are_as_fast_as_the_slowest_of_them() -> None:
+    job = machine(16)
+    assert network_facts.far_kind(job) == LINK_KINDS["ib-ndr"]
+    job.reports[8]["facts"]["network"]["nics"][0]["ports"][0]["rate"] = "200 Gb/sec (4X HDR)"
+    assert network_facts.far_kind(job) == LINK_KINDS["ib-hdr"]
+    set_nic(usable=False)(job)
+    assert network_facts.far_kind(job) == LINK_KINDS["tcp-100"], "NICs that cannot be opened do not count"
+    job.reports[8]["facts"]["network"]["interfaces"] = []
+    assert network_facts.far_kind(job) is None
+
+
+def test_gpus_with_fewer_links_are_expected_to_be_slower() -> None:
+    job = machine(8, network=measured(ranks=8))
+    kind = network_facts.gpu_kind(job)
+    assert kind is not None
+    assert kind.gb_s == 450
+    assert 320 < kind.expected_gb_s < 340, "339 GB/s were measured between 8 H200s"
+    set_paths("NV8")(job)
+    assert network_facts.gpu_kind(job).gb_s == 200  # type: ignore[union-attr]
+    set_paths("SYS")(job)
+    assert network_facts.gpu_kind(job) == LINK_KINDS["pcie5"]
+    set_gpus(arch="sm_80")(job)
+    assert network_facts.gpu_kind(job) == LINK_KINDS["pcie4"]
+    set_nvml(uuid="x")(job)
+    assert network_facts.gpu_kind(machine(1, network=measured(ranks=1, per_node=1))) is None
+
+
+def test_declared_nodes_of_one_host_are_linked_by_its_memory() -> None:
+    job = machine(8, network=measured(link("far", 0, 4, 3.0), link("far", 4, 0, 5.0), per_node=4, ranks=8))
+    (found,) = network_facts.link_summaries(job)
+    assert found.kind == LINK_KINDS["host-memory"]
+    assert (found.num_pairs, found.gb_s, found.slowest) == (2, 4.0, ((0, 4), 3.0))
+
+
+# --- addresses ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_addresses_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {("eth0", "192.0.2.7/24"), ("lo", "127.0.0.2/8"), ("docker0", "172.17.0.1/16"), ("ib0", "fd00::2/64")}
+    monkeypatch.setattr(addresses, "_addresses", lambda: known)
+    for name, speed in (("eth0", "25000\n"), ("ib0", "-1\n")):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / name / "speed").write_text(speed)
+    assert addresses.interfaces(tmp_path) == [
+        {"name": "eth0", "address": "192.0.2.7/24", "speed_mbit": 25000},
+        {"name": "ib0", "address": "fd00::2/64", "speed_mbit": None},
+    ]
+    monkeypatch.undo()
+    names = {name for _, name in socket.if_nameindex()}
+    assert {each["name"] for each in addresses.interfaces()} <= names
+    assert addresses.own_addresses("localhost")
+    assert addresses.own_addresses("no-such-host.invalid") == []
+
+
+def test_rates_of_one_rank_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = machine(1, network=measured(ranks=1, per_node=1))
+    set_facts("network", nics=[])(job)
+    assert network_facts.link_summaries(job) == []

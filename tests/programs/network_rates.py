@@ -1,0 +1,33 @@
+"""Measure between ranks of declared nodes."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+from spmd import main
+
+from deepep_rt.doctor.network_rates import measure
+
+
+def check_pairs_and_rates(comm: MPI.Intracomm) -> None:
+    """Two nodes of two ranks: each node's pair, the pair between the nodes, and all pairs at once. All ranks know everything."""
+    parts: list[str] = []
+    found = measure(comm, [[0, 1], [2, 3]], with_gpus=False, announce=parts.append)
+    assert comm.allgather(found) == [found] * 4
+    assert found["nodes"] == [[0, 1], [2, 3]]
+    links = {(each["where"], *each["ranks"]): each for each in found["links"]}
+    assert set(links) == {("near", 0, 1), ("near", 2, 3), ("far", 0, 2), ("far", 1, 3)}
+    for name, each in links.items():
+        rates = {"together_gb_s"} if name == ("far", 1, 3) else {"us", "gb_s", "back_gb_s", "together_gb_s"}
+        assert set(each) == {"where", "ranks", *rates}
+        assert all(each[rate] > 0 for rate in rates)
+    assert "gpus" not in found
+    assert parts == [
+        "near, rank 0 with rank 1, rank 2 with rank 3",
+        "near, all pairs at once",
+        "far, rank 0 with rank 2",
+        "far, all pairs at once",
+    ]
+
+
+if __name__ == "__main__":
+    main(__name__)
