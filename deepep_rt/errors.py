@@ -51,6 +51,10 @@ class EPUnavailableError(EPError, RuntimeError):
 class EPOutOfMemoryError(EPError, MemoryError):
     """There is not enough GPU memory for a Buffer, no slot for a result, or not enough host memory for a result."""
 
+    num_recv_tokens = 0
+    """The rows that a dispatch would have brought to a rank, if they are more than `num_max_recv_tokens` of the Buffer; otherwise 0.
+    All ranks raise that error."""
+
 
 class EPDestroyedError(EPError, RuntimeError):
     """The Buffer was destroyed before this call."""

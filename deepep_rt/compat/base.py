@@ -16,12 +16,12 @@ class NoAttributeError(EPUnavailableError, AttributeError):
 
 
 class BufferState:
-    """The ranks, the memory and the communication stream of one Buffer.
+    """The ranks and nodes, the memory and the communication stream of one Buffer.
 
     Args:
         rank: This rank.
         num_ranks: Ranks of the group.
-        ranks_per_host: Ranks on each host.
+        ranks_per_node: Ranks of each node.
         normal: The Buffers of the normal mode; None without that mode.
         low_latency: The Buffers of the low-latency mode; None without that mode.
         enable_shrink: Whether low-latency calls may exclude ranks.
@@ -31,15 +31,20 @@ class BufferState:
         self,
         rank: int,
         num_ranks: int,
-        ranks_per_host: int,
+        ranks_per_node: int,
         normal: NormalBuffers | None,
         low_latency: LowLatencyBuffers | None,
         enable_shrink: bool,
     ) -> None:
-        self.rank, self.num_ranks, self.ranks_per_host = rank, num_ranks, ranks_per_host
+        self.rank, self.num_ranks, self.ranks_per_node = rank, num_ranks, ranks_per_node
         self.normal, self.low_latency, self.enable_shrink = normal, low_latency, enable_shrink
         self.is_destroyed = False
         self._comm_stream: Any = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the group. DeepEP calls them RDMA ranks."""
+        return self.num_ranks // self.ranks_per_node
 
     def comm_stream(self) -> Any:
         """Return the communication stream. The first call makes it."""
@@ -57,11 +62,6 @@ class BufferState:
     def normal_buffers(self) -> NormalBuffers:
         """Return the Buffers of the normal mode; raise if there are none."""
         self.check_live()
-        if self.ranks_per_host != self.num_ranks:
-            raise EPUnavailableError(
-                f"the {self.num_ranks} ranks are on {self.num_ranks // self.ranks_per_host} hosts; dispatch and combine expect one. "
-                f"Call low_latency_dispatch and low_latency_combine."
-            )
         if self.normal is None:
             raise EPInputError(
                 "num_nvl_bytes=0; expected memory for dispatch and combine. Make the Buffer with num_nvl_bytes=int(1e9), for example."

@@ -9,15 +9,16 @@ import torch
 
 from .. import buffer as _core
 from .._checks import flag, whole_number
+from ..comm.communicator import Communicator
 from ..comm.convert import communicator_of
-from ..config import MAX_RANKS_PER_NODE, MAX_SMS
+from ..config import MAX_SMS, declared_ranks_per_node
 from ..cuda.topology import ranks_per_host
 from ..errors import EPConfigError, EPInputError, EPUnavailableError
 from ..network import NetworkOptions
 from ..torch.process_group import communicator
 from .base import BufferState
 from .buffer_cache import LowLatencyBuffers, NormalBuffers
-from .config import MOST_BYTES, Config
+from .config import MOST_BYTES, Config, expected_ranks_per_node
 from .events import EventHandle, EventOverlap
 from .low_latency import LowLatencyCalls
 from .normal import NormalCalls
@@ -34,7 +35,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
         group: A `torch.distributed` group, an mpi4py communicator, or None.
         num_nvl_bytes: Bytes for the normal mode (`dispatch`, `combine`) on each rank. They decide how many tokens fit at first. A call
             with more tokens takes more memory. 0: no normal mode.
-        num_rdma_bytes: Accepted without effect. The low-latency mode takes the memory that its calls need.
+        num_rdma_bytes: Between nodes and without `low_latency_mode`, more such bytes. Otherwise accepted without effect: the
+            low-latency mode takes the memory that its calls need.
         low_latency_mode: Whether the low-latency calls may be made.
         num_qps_per_rank: Connections to each peer on another host (NVSHMEM's IBGDA).
         allow_nvlink_for_low_latency_mode: False: low-latency calls use NVSHMEM also between the ranks of a host.
@@ -47,9 +49,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
         comm: An mpi4py communicator, if `group` is None.
 
     Raises:
-        EPConfigError: If there is neither a group nor a communicator, or `group` is something else.
-        EPUnavailableError: If `num_nvl_bytes` asks for the normal mode with ranks on several hosts, and `low_latency_mode` is off. With
-            `low_latency_mode`, `dispatch` and `combine` raise it instead.
+        EPConfigError: If there is neither a group nor a communicator, or `group` is something else. If `DEEPEP_RT_RANKS_PER_NODE` does
+            not divide the ranks of a host.
 
     Example:
         >>> import deepep_rt.compat as deep_ep
@@ -92,21 +93,18 @@ class Buffer(NormalCalls, LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = flag(explicitly_destroy, "explicitly_destroy", error=EPConfigError)
-        per_host = ranks_per_host(ranks)
-        is_one_host = per_host == self.group_size
-        if num_nvl_bytes and not is_one_host and not low_latency_mode:
-            raise EPUnavailableError(
-                f"num_nvl_bytes={num_nvl_bytes} asks for the normal mode with ranks on several hosts; expected 0. Make the Buffer with "
-                f"low_latency_mode=True, and call low_latency_dispatch."
-            )
-        normal = NormalBuffers(ranks, num_nvl_bytes, self.num_slots) if num_nvl_bytes and is_one_host else None
+        node, network = placement(ranks, num_qps_per_rank)
+        normal = None
+        if num_nvl_bytes:
+            num_bytes = num_nvl_bytes + (num_rdma_bytes if node < self.group_size and not low_latency_mode else 0)
+            normal = NormalBuffers(ranks, num_bytes, self.num_slots, node, network)
         settings: dict[str, Any] = {"on_timeout": "mask" if enable_shrink else "raise"}
         if not flag(allow_nvlink_for_low_latency_mode, "allow_nvlink_for_low_latency_mode", error=EPConfigError):
             settings["ranks_per_node"] = 1
-        if not is_one_host:
-            settings["network"] = NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
+        if network is not None:
+            settings["network"] = network
         low_latency = LowLatencyBuffers(ranks, **settings) if low_latency_mode else None
-        self._state = BufferState(self.rank, self.group_size, per_host, normal, low_latency, enable_shrink)
+        self._state = BufferState(self.rank, self.group_size, node, normal, low_latency, enable_shrink)
         num_ranks, sizes = Buffer._hinted
         if low_latency is not None and enable_shrink and num_ranks == self.group_size:
             low_latency.buffer_for(*sizes, "cuda" if torch.cuda.is_available() else "host")
@@ -173,14 +171,14 @@ class Buffer(NormalCalls, LowLatencyCalls):
     ) -> int:
         """Return the bytes of the low-latency mode on each rank, for such calls of up to 8 experts a token.
 
-        More than 8 ranks count as ranks of several hosts.
+        More than 8 ranks count as ranks of several nodes, unless `DEEPEP_RT_RANKS_PER_NODE` declares the nodes.
         """
         given = {"hidden": hidden, "num_ranks": num_ranks, "num_experts": num_experts}
         given["num_max_dispatch_tokens_per_rank"] = num_max_dispatch_tokens_per_rank
         sizes = {name: whole_number(value, name, 1, MOST_BYTES, error=EPConfigError) for name, value in given.items()}
         num_ranks, tokens = sizes.pop("num_ranks"), sizes.pop("num_max_dispatch_tokens_per_rank")
         sizes["num_topk"] = min(8, sizes["num_experts"])
-        node = None if num_ranks <= MAX_RANKS_PER_NODE else _max_ranks_on_host(num_ranks)
+        node = expected_ranks_per_node(num_ranks)
         settings: dict[str, Any] = {**sizes, "num_max_tokens_per_rank": tokens, "low_latency": True, "ranks_per_node": node}
         num_bytes = _core.Buffer.size_hint(num_ranks, **settings)["total"]
         Buffer._hinted = num_ranks, (tokens, sizes["hidden"], sizes["num_topk"], sizes["num_experts"])
@@ -231,6 +229,13 @@ class Buffer(NormalCalls, LowLatencyCalls):
         return None if self._state.is_destroyed else Runtime(self._state)
 
 
-def _max_ranks_on_host(num_ranks: int) -> int:
-    """Return the largest number of ranks on a host, if all hosts have equally many."""
-    return max(size for size in range(1, MAX_RANKS_PER_NODE + 1) if num_ranks % size == 0)
+def placement(ranks: Communicator, num_qps_per_rank: int) -> tuple[int, NetworkOptions | None]:
+    """Return the ranks of a node and, if the ranks are on several hosts, what NVSHMEM starts with. Collective."""
+    on_host, num_ranks = ranks_per_host(ranks), ranks.Get_size()
+    node = declared_ranks_per_node(num_ranks) or on_host
+    if node != on_host and on_host % node:
+        raise EPConfigError(
+            f"DEEPEP_RT_RANKS_PER_NODE={node}, but a host holds {on_host} ranks; expected a divisor of {on_host}. Set it to one of them, "
+            f"or unset it."
+        )
+    return node, None if on_host == num_ranks else NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)

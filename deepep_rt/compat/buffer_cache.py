@@ -1,9 +1,10 @@
 """The `deepep_rt.Buffer`s that serve one Buffer of DeepEP V1. A call makes the Buffer that it needs.
 
 Hidden size, top-k and experts of a call are the same on all ranks. All ranks therefore see at the same call that they need a new Buffer.
-The number of tokens differs between ranks. Before a call with a new routing, each rank writes its number to `SharedCounts`. A rank with
-more tokens than the Buffer takes makes that call without tokens. The host waits in such a call for the counts of all ranks anyway. Then
-all ranks read `SharedCounts`. If a rank had too many tokens, all ranks make a larger Buffer and repeat the call. No message is needed.
+The number of tokens differs between ranks. A rank with more tokens than the Buffer takes makes a call with a new routing without tokens.
+The host waits in such a call for the counts of all ranks anyway. Then all ranks read the number of tokens of all ranks. If one had too
+many, all ranks make a larger Buffer and repeat the call. On one node the numbers lie in `SharedCounts`, and no message is needed. Between
+nodes the ranks exchange `MessageCounts` after the call. There a rank may also receive more rows than fit, so it says that too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from .._checks import argument_error, flag, whole_number
 from ..buffer import Buffer
 from ..comm.communicator import Communicator
 from ..comm.rendezvous import private_comm, timed_allgather
-from ..errors import EPError, EPInputError
+from ..config import MAX_TOPK
+from ..errors import EPError, EPInputError, EPOutOfMemoryError
+from ..network import NetworkOptions
 from ..results import DispatchResult
-from .config import nvl_bytes
+from .config import normal_bytes
+from .message_counts import MessageCounts
 from .shared_counts import SharedCounts
 
 _MIN_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little memory
@@ -45,16 +49,24 @@ class NormalBuffers:
     """Buffers of the normal mode, one for each `Shape`.
 
     Args:
-        comm: The ranks, all on one host.
+        comm: The ranks.
         num_bytes: Memory that a Buffer may take before a call needs more (`num_nvl_bytes`).
         num_slots: `num_slots` of each Buffer.
+        ranks_per_node: Ranks of each node.
+        network: What NVSHMEM starts with, or None.
     """
 
-    def __init__(self, comm: Communicator, num_bytes: int, num_slots: int) -> None:
+    def __init__(
+        self, comm: Communicator, num_bytes: int, num_slots: int, ranks_per_node: int, network: NetworkOptions | None = None
+    ) -> None:
         self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
-        self._counts = SharedCounts(comm, self._timeout_s)
+        self._network, self._ranks_per_node = network, ranks_per_node
+        self._is_one_node = ranks_per_node == comm.Get_size()
         self._private_comm = private_comm(
             comm, self._timeout_s, "the making of a Buffer", "all ranks to make it at the same time"
+        )
+        self._counts: SharedCounts | MessageCounts = (
+            SharedCounts(comm, self._timeout_s) if self._is_one_node else MessageCounts(self._private_comm.Dup(), self._timeout_s)
         )
         self._current: dict[Shape, Buffer] = {}
         self._outgrown: list[Buffer] = []  # the program may still hold their handles and results
@@ -62,10 +74,11 @@ class NormalBuffers:
     def shape_for_ranks(self, hidden: int, dtype: str, backend: str) -> Shape:
         """Return a shape for tokens that name ranks and no experts: an existing one, or one with an expert for each rank."""
         num_ranks = self._comm.Get_size()
+        num_topk = min(num_ranks, MAX_TOPK)
         for shape in self._current:
-            if (shape.hidden, shape.dtype, shape.backend) == (hidden, dtype, backend) and shape.num_topk >= num_ranks:
+            if (shape.hidden, shape.dtype, shape.backend) == (hidden, dtype, backend) and shape.num_topk >= num_topk:
                 return shape
-        return Shape(hidden, num_ranks, num_ranks, dtype, backend)
+        return Shape(hidden, num_topk, num_ranks, dtype, backend)
 
     def dispatch(
         self,
@@ -85,40 +98,49 @@ class NormalBuffers:
         Returns:
             The Buffer, the result, and the counts of all ranks.
         """
-        buffer = self.buffer_for(shape, num_tokens, 1)
+        buffer = self.buffer_for(shape, num_tokens, 0)
         while True:
-            self._counts.post([num_tokens, *counts])
-            problem = None
+            config, problem = buffer.config, None
+            mine = [num_tokens, 0, *counts]
+            self._counts.post(mine)
             try:
-                sent = send(buffer, num_tokens <= buffer.config.num_max_tokens_per_rank)
+                sent = send(buffer, num_tokens <= config.num_max_tokens_per_rank)
             except EPError as error:
-                if not error.call_made:
+                if isinstance(error, EPOutOfMemoryError) and error.num_recv_tokens:
+                    mine[1] = error.num_recv_tokens
+                    self._counts.post(mine)  # between nodes, the numbers travel after the call
+                elif not error.call_made:
                     raise
                 problem = error  # the other ranks have made the call, so this rank has to count it too
-            posted = self._counts.read(1 + len(counts))
-            if posted[:, 0].max() <= buffer.config.num_max_tokens_per_rank:
+            posted = self._counts.read(len(mine))
+            most_tokens, most_rows = posted[:, :2].max(axis=0).tolist()
+            if most_tokens <= config.num_max_tokens_per_rank and most_rows <= config.num_max_recv_tokens:
                 if problem is None:
-                    return buffer, sent, posted[:, 1:]
+                    return buffer, sent, posted[:, 2:]
                 try:
                     raise problem
                 finally:
                     del problem  # its traceback holds this frame, and with it the arguments of the call
-            buffer = self._make(shape, int(posted[:, 0].max()))
+            buffer = self._make(shape, max(most_tokens, config.num_max_tokens_per_rank), most_rows)
 
-    def buffer_for(self, shape: Shape, num_tokens: int, min_tokens: int) -> Buffer:
+    def buffer_for(self, shape: Shape, num_tokens: int, min_rows: int) -> Buffer:
         """Return the Buffer of a shape, or make one.
 
         Args:
             shape: The shape of the call.
             num_tokens: Tokens of this rank. A new Buffer takes them.
-            min_tokens: Tokens of a rank that the Buffer has to take. All ranks give the same number.
+            min_rows: Rows for a rank that the Buffer has to take. All ranks give the same number.
         """
-        buffer = self._current.get(shape)
+        buffer, min_tokens = self._current.get(shape), -(-min_rows // self._comm.Get_size())
         if buffer is None:
             hint = "all ranks to call dispatch, with the same hidden, number of experts and top-k"
             tokens = timed_allgather(self._private_comm, (num_tokens,), self._timeout_s, "the first dispatch of its kind", hint)
-            return self._make(shape, max(*(number for (number,) in tokens), min_tokens, self._initial_tokens(shape)))
-        return buffer if min_tokens <= buffer.config.num_max_tokens_per_rank else self._make(shape, min_tokens)
+            most_tokens = max(*(number for (number,) in tokens), min_tokens, self._initial_tokens(shape))
+            return self._make(shape, most_tokens, min_rows)
+        config = buffer.config
+        if min_tokens <= config.num_max_tokens_per_rank and min_rows <= config.num_max_recv_tokens:
+            return buffer
+        return self._make(shape, max(min_tokens, config.num_max_tokens_per_rank), min_rows)
 
     def check(self) -> None:
         """Raise the error that the next call would raise."""
@@ -128,21 +150,35 @@ class NormalBuffers:
     def destroy(self, in_touch: bool) -> None:
         """Destroy all Buffers. Collective. `in_touch`: whether all ranks are known to be alive."""
         with ExitStack() as stack:
+            stack.callback(self._counts.close, in_touch)
             for buffer in [*self._outgrown, *self._current.values()]:
                 stack.callback(buffer.destroy, in_touch)
 
-    def _make(self, shape: Shape, num_tokens: int) -> Buffer:
+    def _make(self, shape: Shape, num_tokens: int, num_rows: int) -> Buffer:
+        """Make a Buffer that takes `num_tokens` tokens of a rank and brings `num_rows` rows to a rank."""
         check_not_capturing(shape.backend)
-        made = Buffer(self._comm, num_max_tokens_per_rank=_rounded_up(num_tokens), num_slots=self._num_slots, **asdict(shape))
+        settings: dict[str, Any] = {"num_max_tokens_per_rank": _rounded_up(num_tokens), "num_slots": self._num_slots}
+        if not self._is_one_node:
+            settings |= {"ranks_per_node": self._ranks_per_node, "network": self._network}
+            settings["num_max_recv_tokens"] = self._most_rows(shape, settings["num_max_tokens_per_rank"], num_rows)
+        made = Buffer(self._comm, **settings, **asdict(shape))
         if shape in self._current:
             self._outgrown.append(self._current[shape])
         self._current[shape] = made
         return made
 
+    def _most_rows(self, shape: Shape, num_tokens: int, num_rows: int) -> int:
+        """Return the rows that a Buffer may bring to a rank: twice those that a rank sends, or more if calls have needed more."""
+        num_ranks, needed = self._comm.Get_size(), [_rounded_up(num_rows)]
+        if shape in self._current:
+            needed.append(self._current[shape].config.num_max_recv_tokens)
+        return min(max(2 * num_tokens * min(shape.num_topk, num_ranks), *needed), num_tokens * num_ranks)
+
     def _initial_tokens(self, shape: Shape) -> int:
         """Return a number of tokens for which `num_bytes` are enough."""
         tokens, sizes = _MIN_TOKENS, (shape.hidden, shape.num_topk, shape.num_experts, shape.dtype, self._num_slots)
-        while tokens < _MAX_INITIAL_TOKENS and nvl_bytes(self._comm.Get_size(), 2 * tokens, *sizes) <= self._num_bytes:
+        num_ranks, node = self._comm.Get_size(), self._ranks_per_node
+        while tokens < _MAX_INITIAL_TOKENS and normal_bytes(num_ranks, 2 * tokens, *sizes, node) <= self._num_bytes:
             tokens *= 2
         return tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._checks import whole_number
 from ..buffer import Buffer
-from ..config import MAX_RANKS_PER_NODE, MAX_SMS
+from ..config import MAX_EXPERTS, MAX_RANKS_PER_NODE, MAX_SMS, declared_ranks_per_node
 from ..errors import EPConfigError
 
 MOST_BYTES = 1 << 62
@@ -56,30 +56,52 @@ class Config:
 
         Args:
             hidden_bytes: Bytes of a row, at least two for each element.
-            num_ranks: Ranks of the group. More than 8 count as 8, the limit of a host.
+            num_ranks: Ranks of the group. Only those of one node count: 8, or `DEEPEP_RT_RANKS_PER_NODE`.
         """
         hidden_bytes = whole_number(hidden_bytes, "hidden_bytes", 1, MOST_BYTES)
-        num_ranks = min(whole_number(num_ranks, "num_ranks", 1, MOST_BYTES), MAX_RANKS_PER_NODE)
-        tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
-        return nvl_bytes(num_ranks, tokens, hidden_bytes // 2, _USUAL_TOPK, _USUAL_TOPK * num_ranks, "bfloat16")
+        num_ranks = whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
+        return self._num_bytes(hidden_bytes, min(num_ranks, declared_ranks_per_node(num_ranks) or MAX_RANKS_PER_NODE))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return 0: the normal mode serves one host, and takes no `num_rdma_bytes`.
+        """Return `num_rdma_bytes` for such a Buffer: the bytes that it takes on several nodes, in addition to `num_nvl_bytes`.
 
         Args:
-            hidden_bytes: Bytes of a row.
-            num_ranks: Ranks of the group.
+            hidden_bytes: Bytes of a row, at least two for each element.
+            num_ranks: Ranks of the group. Up to 8 are one node, which needs no such bytes, unless `DEEPEP_RT_RANKS_PER_NODE` declares
+                smaller nodes. More than 8 count as nodes of 8, or of the largest divisor below.
+
+        Example:
+            >>> config = Config(24, 8, 288, 16, 128)
+            >>> Buffer(group, config.get_nvl_buffer_size_hint(14336, 16), config.get_rdma_buffer_size_hint(14336, 16))
         """
-        whole_number(hidden_bytes, "hidden_bytes", 1, MOST_BYTES)
-        whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
-        return 0
+        hidden_bytes = whole_number(hidden_bytes, "hidden_bytes", 1, MOST_BYTES)
+        num_ranks = whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
+        node = expected_ranks_per_node(num_ranks)
+        if node == num_ranks:
+            return 0
+        return max(0, self._num_bytes(hidden_bytes, num_ranks, node) - self.get_nvl_buffer_size_hint(hidden_bytes, num_ranks))
+
+    def _num_bytes(self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None) -> int:
+        """Return the bytes of a Buffer for the tokens that DeepEP's rings hold."""
+        tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
+        experts = num_ranks * max(1, min(_USUAL_TOPK, MAX_EXPERTS // num_ranks))
+        return normal_bytes(
+            num_ranks, tokens, hidden_bytes // 2, min(_USUAL_TOPK, experts), experts, "bfloat16", ranks_per_node=ranks_per_node
+        )
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
 
-def nvl_bytes(
-    num_ranks: int, num_tokens: int, hidden: int, num_topk: int, num_experts: int, dtype: str, num_slots: int = 2
+def normal_bytes(
+    num_ranks: int,
+    num_tokens: int,
+    hidden: int,
+    num_topk: int,
+    num_experts: int,
+    dtype: str,
+    num_slots: int = 2,
+    ranks_per_node: int | None = None,
 ) -> int:
     """Return the GPU memory, in bytes, of a `deepep_rt.Buffer` for the normal mode with these sizes."""
     return Buffer.size_hint(
@@ -90,4 +112,14 @@ def nvl_bytes(
         num_experts=num_experts,
         dtype=dtype,
         num_slots=num_slots,
+        ranks_per_node=ranks_per_node,
     )["total"]
+
+
+def expected_ranks_per_node(num_ranks: int) -> int:
+    """Return the ranks of a node, for sizes that a program asks for before there is a group.
+
+    Without `DEEPEP_RT_RANKS_PER_NODE`, all nodes have equally many ranks, and as many as possible up to 8.
+    """
+    declared = declared_ranks_per_node(num_ranks)
+    return declared or max(size for size in range(1, MAX_RANKS_PER_NODE + 1) if num_ranks % size == 0)

@@ -11,12 +11,39 @@ from ..results import DispatchHandle, LowLatencyHandle
 
 
 def topk_idx_of_ranks(is_token_in_rank: torch.Tensor, num_topk: int, num_local_experts: int) -> torch.Tensor:
-    """Make a `topk_idx` that sends tokens to these ranks. The first expert of a rank stands for the rank."""
+    """Make a `topk_idx` that sends a token to these ranks, at most `num_topk`. The first expert of a rank stands for the rank."""
     num_tokens, num_ranks = is_token_in_rank.shape
     first = torch.arange(num_ranks, dtype=torch.int32, device=is_token_in_rank.device) * num_local_experts
+    chosen = torch.where(is_token_in_rank, first, -1)
+    if num_ranks > num_topk:
+        return chosen.sort(dim=1, descending=True).values[:, :num_topk].contiguous()
     topk_idx = torch.full((num_tokens, num_topk), -1, dtype=torch.int32, device=is_token_in_rank.device)
-    topk_idx[:, :num_ranks] = torch.where(is_token_in_rank, first, -1)
+    topk_idx[:, :num_ranks] = chosen
     return topk_idx
+
+
+def tokens_for_nodes(is_token_in_rank: torch.Tensor, ranks_per_node: int) -> torch.Tensor:
+    """Count the tokens for each node, `[num_nodes]` int32. A token counts once for a node."""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    is_in_node = is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(2)
+    return is_in_node.sum(0, dtype=torch.int32)
+
+
+def rank_prefix_sum(source_ranks: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Return `[num_ranks]` int32: the number of rows from ranks 0 to i. A negative source rank marks a row that did not arrive."""
+    cell = torch.where(source_ranks < 0, num_ranks, source_ranks).long()
+    counts = torch.zeros(num_ranks + 1, dtype=torch.int64, device=cell.device).scatter_add_(0, cell, torch.ones_like(cell))
+    return counts[:-1].cumsum(0, dtype=torch.int32)
+
+
+def source_meta(source_ranks: torch.Tensor, rank: int, ranks_per_node: int) -> torch.Tensor:
+    """Return `[rows, 8]` uint8: two int32 for each row. They are the node of its source, and a bit for this rank's number in its node.
+
+    Rows that did not arrive have -1 and no bit.
+    """
+    node = torch.div(source_ranks, ranks_per_node, rounding_mode="floor")
+    bit = torch.where(source_ranks < 0, 0, 1 << rank % ranks_per_node)
+    return torch.stack([node, bit], dim=1).int().view(torch.uint8)
 
 
 def rank_prefix_matrix(buffer: Buffer, handle: DispatchHandle) -> torch.Tensor:

@@ -62,14 +62,14 @@ class UnsupportedEntry(torch.Tensor):  # type: ignore[misc]  # torch is Any to m
     entries as a tuple. Each entry knows its handle. So does each copy, because checkpointing and hooks of saved tensors copy entries.
     """
 
-    handle: NormalHandle
+    handle: DispatchedHandle
     entry: str
 
     @staticmethod
-    def of(handle: NormalHandle, name: str) -> UnsupportedEntry:
+    def of(handle: DispatchedHandle, name: str) -> UnsupportedEntry:
         return _T._make_subclass(UnsupportedEntry, torch.empty(0, dtype=torch.int32, device="cpu"))._bind(handle, name)
 
-    def _bind(self, handle: NormalHandle, entry: str) -> UnsupportedEntry:
+    def _bind(self, handle: DispatchedHandle, entry: str) -> UnsupportedEntry:
         self.handle, self.entry = handle, entry
         return self
 
@@ -83,7 +83,7 @@ class UnsupportedEntry(torch.Tensor):  # type: ignore[misc]  # torch is Any to m
         if function not in _READS and function not in _COPIES and function is not _T.copy_:
             raise EPUnavailableError(
                 f"{source.entry} of a dispatch handle is not in this library, which sends without channels. "
-                f"Read rank_prefix_matrix [0], recv_src_idx [3] or is_token_in_rank [4]."
+                f"Read {source.handle.readable}."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
@@ -114,12 +114,30 @@ def handle_of(handle: Any) -> Any:
     return next((entry.handle for entry in entries if isinstance(entry, UnsupportedEntry)), handle)
 
 
-class NormalHandle(_Fields):
-    """The handle of `Buffer.dispatch`: the six entries of DeepEP's intranode handle, without the tables of channels.
+class DispatchedHandle(_Fields):
+    """What the handles of `Buffer.dispatch` on one node and on several nodes share.
+
+    Attributes:
+        is_token_in_rank: The argument of dispatch.
+    """
+
+    readable: ClassVar[str]
+    """The entries that a program may read, for messages."""
+
+    def __init__(self, buffer: Buffer, routing: DispatchHandle, is_token_in_rank: torch.Tensor) -> None:
+        self.buffer, self.routing, self.is_token_in_rank = buffer, routing, is_token_in_rank
+
+
+def _unsupported(name: str) -> Any:
+    """Make a property for an entry whose table this library lacks."""
+    return property(lambda handle: UnsupportedEntry.of(handle, name), doc="This library has no such table.")
+
+
+class NormalHandle(DispatchedHandle):
+    """The handle of `Buffer.dispatch` on one node: the six entries of DeepEP's intranode handle, without the tables of channels.
 
     Attributes:
         recv_src_idx: `[rows of recv_x]` int32, the token of each row at its source rank.
-        is_token_in_rank: The argument of dispatch.
     """
 
     _fields = (
@@ -130,32 +148,70 @@ class NormalHandle(_Fields):
         "is_token_in_rank",
         "send_head",
     )
+    readable = "rank_prefix_matrix [0], recv_src_idx [3] or is_token_in_rank [4]"
+
+    channel_prefix_matrix = _unsupported("channel_prefix_matrix")
+    recv_channel_prefix_matrix = _unsupported("recv_channel_prefix_matrix")
+    send_head = _unsupported("send_head")
 
     def __init__(
-        self, buffer: Buffer, routing: DispatchHandle, recv_src_idx: torch.Tensor, is_token_in_rank: torch.Tensor | None
+        self, buffer: Buffer, routing: DispatchHandle, is_token_in_rank: torch.Tensor, recv_src_idx: torch.Tensor
     ) -> None:
-        self.buffer, self.routing = buffer, routing
-        self.recv_src_idx, self.is_token_in_rank = recv_src_idx, is_token_in_rank
+        super().__init__(buffer, routing, is_token_in_rank)
+        self.recv_src_idx = recv_src_idx
 
     @cached_property
     def rank_prefix_matrix(self) -> torch.Tensor:
         """Entry (i, j) of `[num_ranks, num_ranks]` int32 counts the rows that rank j receives from the ranks 0 to i."""
         return handle_tables.rank_prefix_matrix(self.buffer, self.routing)
 
-    @property
-    def channel_prefix_matrix(self) -> UnsupportedEntry:
-        """This library has no such table."""
-        return UnsupportedEntry.of(self, "channel_prefix_matrix")
 
-    @property
-    def recv_channel_prefix_matrix(self) -> UnsupportedEntry:
-        """This library has no such table."""
-        return UnsupportedEntry.of(self, "recv_channel_prefix_matrix")
+class InternodeHandle(DispatchedHandle):
+    """The handle of `Buffer.dispatch` on several nodes: the ten entries of DeepEP's internode handle, without the tables of channels.
 
-    @property
-    def send_head(self) -> UnsupportedEntry:
-        """This library has no such table."""
-        return UnsupportedEntry.of(self, "send_head")
+    Rows come in the order of source ranks and tokens, as in DeepEP.
+    """
+
+    _fields = (
+        "is_token_in_rank",
+        "rdma_channel_prefix_matrix",
+        "gbl_channel_prefix_matrix",
+        "recv_rdma_channel_prefix_matrix",
+        "recv_rdma_rank_prefix_sum",
+        "recv_gbl_channel_prefix_matrix",
+        "recv_gbl_rank_prefix_sum",
+        "recv_src_meta",
+        "send_rdma_head",
+        "send_nvl_head",
+    )
+    readable = "is_token_in_rank [0], recv_gbl_rank_prefix_sum [6] or recv_src_meta [7]"
+
+    rdma_channel_prefix_matrix = _unsupported("rdma_channel_prefix_matrix")
+    gbl_channel_prefix_matrix = _unsupported("gbl_channel_prefix_matrix")
+    recv_rdma_channel_prefix_matrix = _unsupported("recv_rdma_channel_prefix_matrix")
+    recv_rdma_rank_prefix_sum = _unsupported("recv_rdma_rank_prefix_sum")
+    recv_gbl_channel_prefix_matrix = _unsupported("recv_gbl_channel_prefix_matrix")
+    send_rdma_head = _unsupported("send_rdma_head")
+    send_nvl_head = _unsupported("send_nvl_head")
+
+    def __init__(
+        self, buffer: Buffer, routing: DispatchHandle, is_token_in_rank: torch.Tensor, source_ranks: torch.Tensor, rank: int
+    ) -> None:
+        super().__init__(buffer, routing, is_token_in_rank)
+        self._source_ranks, self._rank = source_ranks, rank  # [rows of recv_x] int32; -1: no row
+
+    @cached_property
+    def recv_gbl_rank_prefix_sum(self) -> torch.Tensor:
+        """Entry i of `[num_ranks]` int32 counts the rows that this rank receives from the ranks 0 to i."""
+        return handle_tables.rank_prefix_sum(self._source_ranks, self.buffer.config.num_ranks)
+
+    @cached_property
+    def recv_src_meta(self) -> torch.Tensor:
+        """`[rows of recv_x, 8]` uint8: two int32 for each row, the node of its source, and the bit of this rank in its node.
+
+        DeepEP also sets the bits of the other ranks of the node that receive the token, which this rank does not know here.
+        """
+        return handle_tables.source_meta(self._source_ranks, self._rank, self.buffer.config.node_size)
 
 
 class ExpertHandle(_Fields):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,7 +16,8 @@ from .call_stream import CallStream
 from .checks import Tensors, check_handle, check_tensor, rows_and_scales, without_gradient
 from .config import Config
 from .events import EventOverlap
-from .handles import NormalHandle, handle_of
+from .handle_tables import tokens_for_nodes
+from .handles import DispatchedHandle, InternodeHandle, NormalHandle, handle_of
 from .normal_dispatch import NewDispatch, Routing, Rows, dispatch_known, dispatch_new
 
 
@@ -33,7 +34,7 @@ class NormalCalls(Calls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Count where tokens go. `dispatch` counts by itself, so only callers that need the numbers need this.
 
         Args:
@@ -44,11 +45,11 @@ class NormalCalls(Calls):
             allocate_on_comm_stream: Accepted without effect.
 
         Returns:
-            `num_tokens_per_rank` `[num_ranks]` int32, None (for DeepEP's RDMA ranks), `num_tokens_per_expert` `[num_experts]` int32,
-            `is_token_in_rank` `[num_tokens, num_ranks]` bool, and the event.
+            `num_tokens_per_rank` `[num_ranks]` int32, `num_tokens_per_rdma_rank` `[num_nodes]` int32 (None on one node),
+            `num_tokens_per_expert` `[num_experts]` int32, `is_token_in_rank` `[num_tokens, num_ranks]` bool, and the event.
 
         Example:
-            >>> per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 256)
+            >>> per_rank, per_node, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 256)
         """
         check_tensor(topk_idx, "topk_idx")
         if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
@@ -58,15 +59,17 @@ class NormalCalls(Calls):
             )
         num_experts = whole_number(num_experts, "num_experts", 1, MAX_EXPERTS, multiple_of=self._state.num_ranks)
         stream = CallStream(topk_idx, self.get_comm_stream, previous_event, async_finish)
+        state = self._state
         with stream.current():
-            per_rank, per_expert, in_rank = tensor_ops.dispatch_layout(topk_idx, num_experts, self._state.num_ranks)
-        stream.record_use(topk_idx, per_rank, per_expert, in_rank)
-        return per_rank, None, per_expert, in_rank, stream.finish(per_rank, per_expert, in_rank)
+            per_rank, per_expert, in_rank = tensor_ops.dispatch_layout(topk_idx, num_experts, state.num_ranks)
+            per_node = tokens_for_nodes(in_rank, state.ranks_per_node) if state.num_nodes > 1 else None
+        stream.record_use(topk_idx, per_rank, per_node, per_expert, in_rank)
+        return per_rank, per_node, per_expert, in_rank, stream.finish(per_rank, per_node, per_expert, in_rank)
 
     def dispatch(
         self,
         x: Tensors,
-        handle: NormalHandle | None = None,
+        handle: DispatchedHandle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
@@ -79,7 +82,7 @@ class NormalCalls(Calls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensors, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
+    ) -> tuple[Tensors, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchedHandle | None, EventOverlap]:
         """Send each token to the ranks that hold its experts, once to each rank.
 
         Args:
@@ -87,7 +90,7 @@ class NormalCalls(Calls):
                 `[num_tokens, hidden // 128]` float32.
             handle: Repeat the routing of an earlier dispatch, without counting. Give neither top-k argument then.
             num_tokens_per_rank: From `get_dispatch_layout`. Its values are not read.
-            num_tokens_per_rdma_rank: Not read.
+            num_tokens_per_rdma_rank: From `get_dispatch_layout`, and needed on several nodes without a handle. Its values are not read.
             is_token_in_rank: From `get_dispatch_layout`. It decides where tokens go if `topk_idx` is None.
             num_tokens_per_expert: From `get_dispatch_layout`. Its length is the number of experts. Needed without a handle.
             topk_idx: `[num_tokens, num_topk]` int64 or int32, expert numbers; -1 skips. Decides where tokens go.
@@ -107,7 +110,6 @@ class NormalCalls(Calls):
         Raises:
             EPInputError: If an argument is wrong or missing, or `num_nvl_bytes` was 0.
             EPConfigError: If no Buffer can have the sizes of the arguments.
-            EPUnavailableError: If the ranks are on several hosts.
             EPTimeoutError: If a peer did not answer.
 
         Example:
@@ -128,7 +130,7 @@ class NormalCalls(Calls):
             if topk_idx is not None or topk_weights is not None:
                 raise EPInputError("handle and top-k tensors were given; expected one of them. Leave the top-k tensors out.")
             handle = handle_of(handle)
-            check_handle(handle, NormalHandle, "dispatch")
+            check_handle(handle, DispatchedHandle, "dispatch")
             sent = dispatch_known(rows, handle)
             return self._received(stream, sent), None, None, None, None, stream.finish(x, scales)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -136,16 +138,21 @@ class NormalCalls(Calls):
                 "handle=None; expected num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert instead. "
                 "Pass the results of get_dispatch_layout."
             )
+        if num_tokens_per_rdma_rank is None and self._state.num_nodes > 1:
+            raise EPInputError(
+                f"num_tokens_per_rdma_rank=None with ranks on {self._state.num_nodes} nodes; expected a tensor. Pass the second result of "
+                f"get_dispatch_layout."
+            )
         routing = Routing(topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, expert_alignment, num_worst_tokens)
         made = dispatch_new(rows, routing, normal, self._state.rank, self._state.num_ranks)
-        experts, weights, made_handle = _routing_results(made, is_token_in_rank, topk_idx is not None, stream)
+        experts, weights, made_handle = self._routing_results(made, is_token_in_rank, topk_idx is not None, stream)
         received, counts = self._received(stream, made.sent), made.num_recv_tokens_per_expert_list
         return received, experts, weights, counts, made_handle, stream.finish(x, scales, made.topk_idx, topk_weights)
 
     def combine(
         self,
         x: torch.Tensor,
-        handle: NormalHandle,
+        handle: DispatchedHandle,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         config: Config | None = None,
@@ -170,7 +177,6 @@ class NormalCalls(Calls):
 
         Raises:
             EPInputError: If an argument is wrong.
-            EPUnavailableError: If the ranks are on several hosts.
             EPTimeoutError: If a peer did not answer.
 
         Example:
@@ -178,7 +184,7 @@ class NormalCalls(Calls):
         """
         self._state.normal_buffers()
         handle = handle_of(handle)
-        check_handle(handle, NormalHandle, "dispatch")
+        check_handle(handle, DispatchedHandle, "dispatch")
         check_tensor(x, "x")
         x, topk_weights = without_gradient(x), without_gradient(topk_weights)
         bias = tuple(map(without_gradient, bias)) if isinstance(bias, (tuple, list)) else without_gradient(bias)
@@ -190,25 +196,87 @@ class NormalCalls(Calls):
         sums, weight_sums = self._results(stream, back.x, back.topk_weights)
         return sums, weight_sums, stream.finish(x, topk_weights)
 
-    def internode_dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise EPUnavailableError: this library lacks it.
+    def internode_dispatch(
+        self,
+        x: Tensors,
+        handle: DispatchedHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensors, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchedHandle | None, EventOverlap]:
+        """Make a `dispatch` between nodes. `dispatch` does the same, and takes `num_worst_tokens` too.
+
+        Args, results and errors are those of `dispatch`.
 
         Raises:
-            EPUnavailableError: Always.
+            EPUnavailableError: If all ranks are on one node.
         """
-        raise EPUnavailableError(
-            "internode_dispatch is not in this library. Call low_latency_dispatch between hosts, and dispatch on one host."
+        self._check_several_nodes("dispatch")
+        return self.dispatch(
+            x,
+            handle,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            config=config,
+            previous_event=previous_event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
         )
 
-    def internode_combine(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise EPUnavailableError: this library lacks it.
+    def internode_combine(
+        self,
+        x: torch.Tensor,
+        handle: DispatchedHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Make a `combine` between nodes. `combine` does the same.
+
+        Args, results and errors are those of `combine`.
 
         Raises:
-            EPUnavailableError: Always.
+            EPUnavailableError: If all ranks are on one node.
         """
-        raise EPUnavailableError(
-            "internode_combine is not in this library. Call low_latency_combine between hosts, and combine on one host."
-        )
+        self._check_several_nodes("combine")
+        return self.combine(x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream)
+
+    def _check_several_nodes(self, call: str) -> None:
+        if self._state.num_nodes == 1:
+            raise EPUnavailableError(
+                f"internode_{call}: the {self._state.num_ranks} ranks are on one node; expected several. Call {call}, or declare nodes "
+                f"with DEEPEP_RT_RANKS_PER_NODE."
+            )
+
+    def _routing_results(
+        self, made: NewDispatch, is_token_in_rank: torch.Tensor, has_topk: bool, stream: CallStream
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, DispatchedHandle]:
+        """Return expert numbers, weights and the handle of a new dispatch.
+
+        They are copies, because programs hold them from step to step. One result would keep the memory of all results of the call.
+        """
+        sent, is_one_node = made.sent, self._state.num_nodes == 1
+        topk = (sent.recv_topk_idx, sent.recv_topk_weights) if has_topk else (None, None)
+        experts, weights, sources = _copied(stream, *topk, sent.recv_src_idx[:, 1 if is_one_node else 0])
+        if is_one_node:
+            return experts, weights, NormalHandle(made.buffer, sent.handle, is_token_in_rank, sources)
+        return experts, weights, InternodeHandle(made.buffer, sent.handle, is_token_in_rank, sources, self._state.rank)
 
     def _received(self, stream: CallStream, sent: DispatchResult) -> Tensors:
         rows, scales = self._results(stream, sent.recv_x, sent.recv_x_scales)
@@ -222,19 +290,6 @@ class NormalCalls(Calls):
         if config is None:
             return self.num_sms
         return instance(config, "config", Config, "Make one, or leave it out.").num_sms
-
-
-def _routing_results(
-    made: NewDispatch, is_token_in_rank: torch.Tensor, has_topk: bool, stream: CallStream
-) -> tuple[torch.Tensor | None, torch.Tensor | None, NormalHandle]:
-    """Return expert numbers, weights and the handle of a new dispatch.
-
-    They are copies, because programs hold them from step to step. One result would keep the memory of all results of the call.
-    """
-    sent = made.sent
-    topk = (sent.recv_topk_idx, sent.recv_topk_weights) if has_topk else (None, None)
-    experts, weights, source_tokens = _copied(stream, *topk, sent.recv_src_idx[:, 1])
-    return experts, weights, NormalHandle(made.buffer, sent.handle, source_tokens, is_token_in_rank)
 
 
 def _copied(stream: CallStream, *tensors: torch.Tensor | None) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from .call_stream import CallStream
 from .checks import backend_for, check_layout, check_tensor
 from .config import MOST_BYTES
 from .handle_tables import topk_idx_of_ranks
-from .handles import NormalHandle
+from .handles import DispatchedHandle
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class NewDispatch:
     """The expert numbers that the Buffer was given."""
 
 
-def dispatch_known(rows: Rows, handle: NormalHandle) -> DispatchResult:
+def dispatch_known(rows: Rows, handle: DispatchedHandle) -> DispatchResult:
     """Send rows along the routing of an earlier dispatch."""
     handle.buffer.num_sms = rows.num_sms
     return handle.buffer.dispatch(
@@ -95,7 +95,7 @@ def dispatch_new(rows: Rows, routing: Routing, normal: NormalBuffers, rank: int,
         )
 
     if routing.num_worst_tokens:
-        buffer = normal.buffer_for(shape, num_tokens, -(-routing.num_worst_tokens // num_ranks))
+        buffer = normal.buffer_for(shape, num_tokens, routing.num_worst_tokens)
         _check_room(num_tokens, buffer, routing.num_worst_tokens)
         return NewDispatch(buffer, send(buffer, True), [], topk_idx)
     buffer, sent, all_counts = normal.dispatch(shape, num_tokens, counts, send)
@@ -118,9 +118,23 @@ def _shape_and_topk_idx(
     shape = normal.shape_for_ranks(hidden, dtype, backend)
     with rows.stream.current():
         rows.stream.record_use(routing.is_token_in_rank)
+        check_number_of_ranks(routing, shape.num_topk, num_ranks)
         topk_idx = topk_idx_of_ranks(routing.is_token_in_rank, shape.num_topk, shape.num_experts // num_ranks)
         counts = [] if routing.num_worst_tokens else routing.num_tokens_per_expert.tolist()
     return shape, topk_idx, counts
+
+
+def check_number_of_ranks(routing: Routing, most: int, num_ranks: int) -> None:
+    """Raise EPInputError if a token without expert numbers goes to more ranks than a Buffer has choices. A capture cannot find that out."""
+    in_rank = routing.is_token_in_rank
+    if num_ranks <= most or not in_rank.shape[0] or (in_rank.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    found = int(in_rank.sum(1).max())
+    if found > most:
+        raise EPInputError(
+            f"is_token_in_rank sends a token to {found} ranks, and topk_idx=None; expected at most {most} ranks. Pass topk_idx, or split "
+            f"the batch."
+        )
 
 
 def _widest_dtype(x: torch.Tensor) -> str:

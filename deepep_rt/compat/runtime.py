@@ -10,13 +10,13 @@ from .base import BufferState, NoAttributeError
 
 
 class Runtime:
-    """The hosts of a Buffer's ranks. All other calls are methods of the Buffer.
+    """The nodes of a Buffer's ranks. All other calls are methods of the Buffer.
 
     Args:
         state: The state of the Buffer.
 
     Example:
-        >>> buffer.runtime.get_num_rdma_ranks()  # hosts
+        >>> buffer.runtime.get_num_rdma_ranks()  # nodes
     """
 
     def __init__(self, state: BufferState) -> None:
@@ -27,20 +27,20 @@ class Runtime:
         return True
 
     def is_internode_available(self) -> bool:
-        """Return False: the normal mode works on one host only."""
-        return False
+        """Return whether the ranks are on several nodes."""
+        return self._state.num_nodes > 1
 
     def get_num_rdma_ranks(self) -> int:
-        """Return the number of hosts."""
-        return self._state.num_ranks // self._state.ranks_per_host
+        """Return the number of nodes."""
+        return self._state.num_nodes
 
     def get_rdma_rank(self) -> int:
-        """Return the number of this rank's host."""
-        return self._state.rank // self._state.ranks_per_host
+        """Return the number of this rank's node."""
+        return self._state.rank // self._state.ranks_per_node
 
     def get_root_rdma_rank(self, is_global: bool) -> int:
-        """Return the rank on the first host with the same local number as this one (`is_global`), or that host's number, 0."""
-        return self._state.rank % self._state.ranks_per_host if is_global else 0
+        """Return the rank on the first node with the same local number as this one (`is_global`), or that node's number, 0."""
+        return self._state.rank % self._state.ranks_per_node if is_global else 0
 
     def get_local_device_id(self) -> int:
         """Return the number of PyTorch's current GPU, or -1 without a GPU."""

@@ -13,10 +13,11 @@ from typing import BinaryIO
 import numpy as np
 
 from ..comm.communicator import Communicator
+from ..config import MAX_EXPERTS
 from ..errors import EPTimeoutError, EPUnavailableError
 
 _PREFIX = "deepep_rt-"  # of the file's name
-_MAX_WORDS = 1 + (1 << 13)  # of a rank: its number of tokens, and a count for each expert
+_MAX_WORDS = 2 + MAX_EXPERTS  # of a rank: its numbers of tokens and rows, and a count for each expert
 
 
 class SharedCounts:
@@ -86,6 +87,9 @@ class SharedCounts:
                 )
         self._call += 1
         return found & 0xFFFFFFFF
+
+    def close(self, in_touch: bool) -> None:
+        """Do nothing: the memory goes with the last process that maps it."""
 
 
 def _make_file(num_bytes: int) -> Path:

@@ -15,36 +15,97 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 def test_size_hint_is_room_for_the_tokens_of_the_rings(num_ranks: int) -> None:
     """A Buffer with the hinted bytes holds that many tokens, within the bytes of rounding and of a wider top-k."""
     from deepep_rt import compat
-    from deepep_rt.compat.config import nvl_bytes
+    from deepep_rt.compat.config import normal_bytes
 
     config = compat.Config(24, 6, 256)
     hint = config.get_nvl_buffer_size_hint(2 * 7168, num_ranks)
-    room = [nvl_bytes(num_ranks, tokens, 7168, 8, 256, "bfloat16") for tokens in (3072 - 256, 3072 + 256)]
+    room = [normal_bytes(num_ranks, tokens, 7168, 8, 256, "bfloat16") for tokens in (3072 - 256, 3072 + 256)]
     assert room[0] < hint < room[1]
     assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
 
 
 @pytest.mark.parametrize("num_ranks", [9, 16, 72])
-def test_size_hints_of_more_ranks_than_a_host_holds(num_ranks: int) -> None:
-    """Programs ask before they choose a mode. A host holds up to 8 ranks, and all hosts hold equally many."""
+def test_size_hints_of_more_ranks_than_a_node_holds(num_ranks: int) -> None:
+    """Programs ask before they choose a mode. A node holds up to 8 ranks, and all nodes hold equally many."""
     from deepep_rt import Buffer, compat
+    from deepep_rt.compat.config import normal_bytes
 
-    config = compat.Config()
-    assert config.get_nvl_buffer_size_hint(2 * 7168, num_ranks) == config.get_nvl_buffer_size_hint(2 * 7168, 8)
-    assert config.get_rdma_buffer_size_hint(2 * 7168, num_ranks) == 0
+    config, node = compat.Config(), 3 if num_ranks == 9 else 8
+    nvl, rdma = (get(2 * 7168, num_ranks) for get in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint))
+    assert nvl == config.get_nvl_buffer_size_hint(2 * 7168, 8)
+    assert nvl + rdma == normal_bytes(num_ranks, 2560, 7168, 8, 8 * num_ranks, "bfloat16", ranks_per_node=node)
     sizes = dict(num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=4 * num_ranks, low_latency=True)
-    with_network = Buffer.size_hint(num_ranks, **sizes, ranks_per_node=3 if num_ranks == 9 else 8)["total"]
+    with_network = Buffer.size_hint(num_ranks, **sizes, ranks_per_node=node)["total"]
     assert compat.Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 4 * num_ranks) == with_network
 
 
-def test_the_normal_mode_alone_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_hints_of_declared_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepep_rt import EPConfigError, compat
+
+    config = compat.Config()
+    nvl = config.get_nvl_buffer_size_hint(2 * 1024, 2)
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "2")
+    assert config.get_nvl_buffer_size_hint(2 * 1024, 4) == nvl
+    assert config.get_rdma_buffer_size_hint(2 * 1024, 4) > 0
+    assert config.get_rdma_buffer_size_hint(2 * 1024, 2) == 0
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_RANKS_PER_NODE=2; expected a divisor"):
+        config.get_rdma_buffer_size_hint(2 * 1024, 5)
+
+
+def test_nodes_larger_than_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepep_rt import EPConfigError
+    from deepep_rt.compat import buffer
+
+    ranks = SimpleNamespace(Get_size=lambda: 8)
+    monkeypatch.setattr(buffer, "ranks_per_host", lambda ranks: 4)
+    assert buffer.placement(ranks, 12)[0] == 4
+    for declared, node in (("2", 2), ("4", 4)):
+        monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", declared)
+        assert buffer.placement(ranks, 12)[0] == node
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "8")
+    with pytest.raises(EPConfigError, match="DEEPEP_RT_RANKS_PER_NODE=8, but a host holds 4 ranks"):
+        buffer.placement(ranks, 12)
+
+
+@pytest.mark.parametrize("low_latency", [False, True])
+def test_bytes_for_the_network_count_between_nodes_only(monkeypatch: pytest.MonkeyPatch, low_latency: bool) -> None:
+    """In DeepEP they also hold low-latency rows, which take memory of their own here."""
     from mpi4py import MPI
 
-    from deepep_rt import EPUnavailableError, compat
+    from deepep_rt import compat
 
-    monkeypatch.setattr("deepep_rt.compat.buffer.ranks_per_host", lambda ranks: 0)
-    with pytest.raises(EPUnavailableError, match=r"num_nvl_bytes=10000000 .* several hosts; expected 0.*low_latency_mode=True"):
-        compat.Buffer(None, int(1e7), comm=MPI.COMM_SELF)
+    made: list[int] = []
+    monkeypatch.setattr("deepep_rt.compat.buffer.NormalBuffers", lambda ranks, num_bytes, *more: made.append(num_bytes))
+    for node in (1, 0):  # 0 stands for fewer ranks than the group has
+        monkeypatch.setattr("deepep_rt.compat.buffer.placement", lambda *_, node=node: (node, None))
+        compat.Buffer(None, 1000, 300, low_latency, comm=MPI.COMM_SELF)
+    assert made == [1000, 1000 if low_latency else 1300]
+
+
+def test_more_ranks_than_choices() -> None:
+    """Tokens without expert numbers may name 32 ranks of a larger group."""
+    import torch
+
+    from deepep_rt.compat.handle_tables import topk_idx_of_ranks
+
+    in_rank = torch.zeros((3, 40), dtype=torch.bool)
+    in_rank[0, [39, 2, 7]] = in_rank[2, 8:] = True
+    topk_idx = topk_idx_of_ranks(in_rank, 32, 4)
+    assert topk_idx.shape == (3, 32)
+    assert [sorted(row[row >= 0].tolist()) for row in topk_idx] == [[8, 28, 156], [], [4 * rank for rank in range(8, 40)]]
+
+
+def test_a_token_of_too_many_ranks() -> None:
+    import torch
+
+    from deepep_rt import EPInputError
+    from deepep_rt.compat.normal_dispatch import Routing, check_number_of_ranks
+
+    in_rank = torch.ones((3, 40), dtype=torch.bool)
+    routing = Routing(None, None, in_rank, torch.ones(40), 1, 0)
+    with pytest.raises(EPInputError, match="a token to 40 ranks, and topk_idx=None; expected at most 32 ranks"):
+        check_number_of_ranks(routing, 32, 40)
+    check_number_of_ranks(routing, 40, 40)
 
 
 def test_settings() -> None:

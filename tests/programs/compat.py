@@ -6,6 +6,8 @@ import copy
 import os
 import pickle
 import unittest.mock
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepep_v1
@@ -25,6 +27,7 @@ from deepep_rt import (
     EPUnavailableError,
 )
 from deepep_rt.comm.mpi import MpiCommunicator
+from deepep_rt.compat.message_counts import MessageCounts
 from deepep_rt.compat.shared_counts import SharedCounts
 
 
@@ -173,20 +176,67 @@ def check_a_smaller_topk(comm: MPI.Intracomm) -> None:
             buffer.low_latency_combine(y, topk_idx, weights, handle)
 
 
+@contextmanager
+def _nodes(num_nodes: int, size: int) -> Iterator[int]:
+    """Declare nodes, and return the ranks of a node."""
+    os.environ["DEEPEP_RT_RANKS_PER_NODE"] = str(size // num_nodes)
+    try:
+        yield size // num_nodes
+    finally:
+        del os.environ["DEEPEP_RT_RANKS_PER_NODE"]
+
+
+def check_internode(comm: MPI.Intracomm) -> None:
+    if comm.Get_size() == 1:
+        print("skipped: one rank is one node")
+        return
+    with _nodes(2, comm.Get_size()) as ranks_per_node:
+        deepep_v1.run_internode(World(comm, "cpu"), ranks_per_node)
+        deepep_v1.run_internode_growth(World(comm, "cpu"))
+        deepep_v1.run_handles_taken_apart(World(comm, "cpu"))
+
+
+def check_rows_that_do_not_fit(comm: MPI.Intracomm) -> None:
+    """One rank alone finds that a dispatch brings too many rows. All ranks make room, and repeat the call."""
+    here, size = World(comm, "cpu"), comm.Get_size()
+    if size < 4:
+        print("skipped: on fewer ranks, all rows fit")
+        return
+    real, num_needed = Buffer.dispatch, 128 * size - 1
+
+    def dispatch(self: Buffer, *args: Any, **kwargs: Any) -> Any:
+        sent = real(self, *args, **kwargs)
+        if self.config.num_max_recv_tokens < num_needed and comm.Get_rank() == 0:
+            error = EPOutOfMemoryError("too many rows")
+            error.num_recv_tokens = num_needed
+            raise error
+        return sent
+
+    x, topk_idx = torch.ones((4, 256), dtype=torch.bfloat16), deepep_v1.routing(here, 1, 4, 1, 2 * size, skip=0)
+    with _nodes(2, size), here.buffer(1) as buffer:
+        layout = deepep_v1.layout_of(buffer, topk_idx, 2 * size)
+        with unittest.mock.patch.object(Buffer, "dispatch", dispatch):
+            for _ in range(2):
+                recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=topk_idx, **layout)
+                assert handle.buffer.config.num_max_recv_tokens >= num_needed
+        assert torch.equal(buffer.combine(recv_x, handle)[0], x)
+        *_, handle, _ = buffer.dispatch(x.repeat(40, 1), topk_idx=topk_idx.repeat(40, 1), **layout)
+        assert handle.buffer.config.num_max_recv_tokens >= num_needed, "a larger Buffer keeps the room"
+
+
 def check_several_hosts(comm: MPI.Intracomm) -> None:
-    """On several hosts, a Buffer of both modes makes low-latency calls, and normal calls raise an error."""
+    """On several hosts, whose ranks share no memory, the Buffers of both modes send rows between them."""
     if comm.Get_size() == 1:
         print("skipped: one rank is on one host")
         return
     here, ranks = World(comm, "cpu"), comm.Get_size()
     x, topk_idx = torch.ones((4, 256), dtype=torch.bfloat16), deepep_v1.routing(here, 1, 4, 2, 2 * ranks, skip=0)
     one_each = unittest.mock.patch.object(MpiCommunicator, "ranks_on_host", lambda self: [self.Get_rank()])
-    with one_each, here.buffer(int(1e7), 1, low_latency_mode=True) as buffer:
+    no_memory = unittest.mock.patch("deepep_rt.compat.buffer_cache.SharedCounts", side_effect=OSError("another host"))
+    with one_each, no_memory, here.buffer(int(1e7), 1, low_latency_mode=True) as buffer:
         layout = deepep_v1.layout_of(buffer, topk_idx, 2 * ranks)
-        with raises(EPUnavailableError, f"{ranks} ranks are on {ranks} hosts", "low_latency_dispatch"):
-            buffer.dispatch(x, topk_idx=topk_idx, **layout)
-        with raises(EPUnavailableError, f"{ranks} ranks are on {ranks} hosts"):
-            buffer.combine(x, None)
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=topk_idx, **layout)
+        assert torch.equal(buffer.combine(recv_x, handle)[0], x * layout["is_token_in_rank"].sum(1, keepdim=True))
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, 2 * ranks, use_fp8=False)
         weights = torch.full(topk_idx.shape, 0.5)
         assert torch.equal(buffer.low_latency_combine(rows, topk_idx, weights, handle)[0], x)
@@ -239,6 +289,26 @@ def check_shared_counts(comm: MPI.Intracomm) -> None:
         counts.read(1)
     assert caught.error.peer == size - 1
     comm.Barrier()
+
+
+def check_message_counts(comm: MPI.Intracomm) -> None:
+    """A rank reads the numbers of all ranks. If a rank does not come, this read and all later ones raise."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    ranks = MpiCommunicator(comm)
+    counts = MessageCounts(ranks.Dup(), timeout_s=0.5)
+    for call in range(5):
+        counts.post([0])
+        counts.post([rank, call])
+        assert counts.read(2).tolist() == [[r, call] for r in range(size)]
+    counts.close(in_touch=True)
+    counts = MessageCounts(ranks.Dup(), timeout_s=0.5)
+    if rank != size - 1:
+        for _ in range(2):
+            counts.post([rank])
+            with raises(EPTimeoutError, f"rank {size - 1}", "the number of tokens"):
+                counts.read(1)
+    comm.Barrier()
+    counts.close(in_touch=True)
 
 
 def check_shared_counts_without_a_folder(comm: MPI.Intracomm) -> None:

@@ -7,6 +7,7 @@ decides whether Buffers use a process group of `torch.distributed` or a communic
 from .errors import run_errors
 from .growth import run_growth
 from .handles import run_handles_taken_apart
+from .internode import run_internode, run_internode_growth
 from .low_latency import run_low_latency, run_two_in_flight
 from .masks import run_lost_ranks, run_masks
 from .normal import run_normal, run_ranks_only
@@ -38,6 +39,8 @@ __all__ = [
     "run_growth",
     "run_handles_taken_apart",
     "run_lost_ranks",
+    "run_internode",
+    "run_internode_growth",
     "run_low_latency",
     "run_masks",
     "run_normal",

@@ -95,8 +95,8 @@ def _check_wrong_handles(
 
 def _check_unsupported_names(buffer: deep_ep.Buffer, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> None:
     for name in ("internode_dispatch", "internode_combine"):
-        with raises(EPUnavailableError, name):
-            getattr(buffer, name)(x)
+        with raises(EPUnavailableError, name, "on one node"):
+            getattr(buffer, name)(x, handle=None)
     with raises(EPUnavailableError, "get_local_buffer_tensor"):
         buffer.get_local_buffer_tensor(torch.uint8)
     with raises(EPUnavailableError, "runtime.intranode_dispatch"):

@@ -100,16 +100,18 @@ def run_handles_taken_apart(world: World) -> None:
             gc.collect()
             out.sum().backward()
             assert torch.equal(x.grad, copies.expand_as(x).to(x.dtype))
-        _check_unsupported_entries(buffer.dispatch(rows, topk_idx=topk_idx, **layout)[4])
+        handle = buffer.dispatch(rows, topk_idx=topk_idx, **layout)[4]
+        _check_unsupported_entries(
+            handle,
+            {1: "rdma_channel_prefix_matrix", 4: "recv_rdma_rank_prefix_sum", 8: "send_rdma_head", 9: "send_nvl_head"}
+            if len(handle) == 10
+            else {1: "channel_prefix_matrix", 2: "recv_channel_prefix_matrix", 5: "send_head"},
+        )
 
 
-def _check_unsupported_entries(handle: Any) -> None:
+def _check_unsupported_entries(handle: Any, names: dict[int, str]) -> None:
     """Read the attributes of unsupported entries, and copy them. A use of their elements raises an error with their name."""
-    for entry, name in (
-        (handle[1], "channel_prefix_matrix"),
-        (handle[2], "recv_channel_prefix_matrix"),
-        (handle[5], "send_head"),
-    ):
+    for entry, name in ((handle[index], name) for index, name in names.items()):
         assert (entry.shape, entry.size(), entry.dim(), entry.numel(), entry.nbytes) == ((0,), (0,), 1, 0, 0)
         assert (entry.dtype, entry.device.type, entry.layout, entry.is_contiguous()) == (torch.int32, "cpu", torch.strided, True)
         flags = (entry.requires_grad, entry.is_leaf, entry.grad_fn, entry._base, entry.is_sparse)

@@ -124,5 +124,5 @@ def tokens_in_ranks(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) ->
 
 def layout_of(buffer: deep_ep.Buffer, topk_idx: torch.Tensor, num_experts: int) -> dict[str, torch.Tensor]:
     """Return the results of `get_dispatch_layout` as arguments of `dispatch`."""
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
-    return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+    names = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank")
+    return dict(zip(names, buffer.get_dispatch_layout(topk_idx, num_experts), strict=False))

@@ -1,0 +1,171 @@
+"""The normal mode between nodes: the calls of DeepEP's program for several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from expect import raises
+
+from deepep_rt import EPInputError
+
+from .world import HIDDEN, World, deep_ep, difference, from_fp8, layout_of, routing, to_fp8, tokens_in_ranks
+
+
+def run_internode(world: World, ranks_per_node: int) -> None:
+    """Make the calls with rows of both kinds, with and without expert numbers, in order and on the communication stream."""
+    rank, ranks, tokens = world.rank, world.num_ranks, world.num_tokens + 3 * world.rank
+    num_topk, num_experts = 4, 4 * ranks
+    config = deep_ep.Config(24, 8, 512, 16, 128)
+    num_bytes = config.get_nvl_buffer_size_hint(2 * HIDDEN, ranks), config.get_rdma_buffer_size_hint(2 * HIDDEN, ranks)
+    x_rand = world.random_rows(tokens, 1)
+    x_fp8, scales = to_fp8(torch.full((tokens, HIDDEN), rank, dtype=torch.bfloat16, device=world.device))
+    weights = world.random_weights(tokens, num_topk, 2)
+    topk_idx = routing(world, 3, tokens, num_topk, num_experts)
+    in_rank = tokens_in_ranks(topk_idx, ranks, num_experts)
+    with world.buffer(*num_bytes, num_qps_per_rank=24) as buffer:
+        _check_runtime(buffer, rank, ranks, ranks_per_node)
+        layout = _check_layout(buffer, topk_idx, num_experts, in_rank, ranks_per_node)
+        for with_events in (False, True):
+            for x in (x_rand, (x_fp8, scales.T.contiguous().T)):
+                for with_topk in (False, True):
+                    given = layout | (dict(topk_idx=topk_idx, topk_weights=weights) if with_topk else {})
+                    _round_trip(world, buffer, x, given, config, with_events, ranks_per_node)
+        _check_worst(world, buffer, x_rand, layout | dict(topk_idx=topk_idx, topk_weights=weights))
+        _check_calls_by_their_own_names(buffer, x_rand, layout | dict(topk_idx=topk_idx), config)
+        with raises(EPInputError, "num_tokens_per_rdma_rank=None"):
+            buffer.dispatch(x_rand, topk_idx=topk_idx, **{**layout, "num_tokens_per_rdma_rank": None})
+
+
+def _check_runtime(buffer: deep_ep.Buffer, rank: int, ranks: int, ranks_per_node: int) -> None:
+    runtime = buffer.runtime
+    assert (runtime.is_available(), runtime.is_internode_available()) == (True, True)
+    assert (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank()) == (ranks // ranks_per_node, rank // ranks_per_node)
+    assert [runtime.get_root_rdma_rank(is_global) for is_global in (True, False)] == [rank % ranks_per_node, 0]
+
+
+def _check_layout(
+    buffer: deep_ep.Buffer, topk_idx: torch.Tensor, num_experts: int, in_rank: torch.Tensor, ranks_per_node: int
+) -> dict[str, torch.Tensor]:
+    """Check `get_dispatch_layout`, and return its results as arguments of `dispatch`."""
+    layout = layout_of(buffer, topk_idx, num_experts)
+    assert torch.equal(layout["is_token_in_rank"], in_rank)
+    assert layout["num_tokens_per_rank"].tolist() == in_rank.sum(0).tolist()
+    assert layout["num_tokens_per_expert"].tolist() == [int((topk_idx == e).sum()) for e in range(num_experts)]
+    nodes = in_rank.split(ranks_per_node, dim=1)
+    assert layout["num_tokens_per_rdma_rank"].tolist() == [int(node.any(1).sum()) for node in nodes]
+    assert layout["num_tokens_per_rdma_rank"].dtype == torch.int32
+    return layout
+
+
+def _round_trip(
+    world: World,
+    buffer: deep_ep.Buffer,
+    x: Any,
+    given: dict[str, Any],
+    config: deep_ep.Config,
+    with_events: bool,
+    ranks_per_node: int,
+) -> None:
+    with_topk, source = "topk_idx" in given, from_fp8(x) if isinstance(x, tuple) else x
+    in_rank = given["is_token_in_rank"]
+
+    def call(method: Callable[..., Any], **arguments: Any) -> Any:
+        previous = {"previous_event": buffer.capture()} if with_events else {}
+        *results, event = method(**arguments, **previous, config=config, async_finish=with_events)
+        if with_events:
+            event.current_stream_wait()
+        return results
+
+    recv, recv_idx, recv_weights, counts, handle = call(buffer.dispatch, x=x, **given)
+    recv_x = from_fp8(recv) if isinstance(recv, tuple) else recv
+    expected = _check_handle(world, handle, source, in_rank, ranks_per_node)
+    assert torch.equal(recv_x, expected)
+    assert counts == sum(world.gather(given["num_tokens_per_expert"].view(world.num_ranks, -1)))[world.rank].tolist()
+    if with_topk:
+        assert [int((recv_idx == e).sum()) for e in range(len(counts))] == counts
+        assert int((recv_idx >= 0).sum()) == sum(counts)
+        assert (recv_weights[recv_idx == -1] == 0).all()
+    else:
+        again, *others = call(buffer.dispatch, x=x, handle=handle)
+        assert others == [None] * 4
+        assert torch.equal(from_fp8(again) if isinstance(x, tuple) else again, expected)
+
+    bias = torch.ones_like(source), world.random_rows(len(source), 4)
+    more = dict(topk_weights=recv_weights) if with_topk else {}
+    combined, combined_weights = call(buffer.combine, x=recv_x, bias=bias, handle=handle, **more)
+    copies = in_rank.sum(1, keepdim=True)
+    assert difference(combined, source.float() * copies + bias[0].float() + bias[1].float()) < 1e-5
+    if with_topk:
+        assert torch.allclose(combined_weights, given["topk_weights"] * (given["topk_idx"] >= 0))
+    else:
+        assert combined_weights is None
+
+
+def _check_handle(world: World, handle: Any, source: torch.Tensor, in_rank: torch.Tensor, ranks_per_node: int) -> torch.Tensor:
+    """Check the entries of a handle, and return the rows that arrive: in the order of ranks, then tokens."""
+    rank, everywhere = world.rank, world.gather(in_rank)
+    counts = torch.tensor([int(sent[:, rank].sum()) for sent in everywhere])
+    assert len(handle) == 10
+    assert torch.equal(handle[0], in_rank)
+    prefix, meta = handle[-4], handle[-3]
+    assert prefix.dtype == torch.int32
+    assert prefix.tolist() == counts.cumsum(0).tolist()
+    assert (meta.shape, meta.dtype) == ((int(counts.sum()), 8), torch.uint8)
+    node, bits = meta.cpu().view(torch.int32).T
+    assert node.tolist() == (torch.arange(world.num_ranks) // ranks_per_node).repeat_interleave(counts).tolist()
+    assert (bits == 1 << rank % ranks_per_node).all()
+    return torch.cat([rows[sent[:, rank]] for rows, sent in zip(world.gather(source), everywhere, strict=True)])
+
+
+def _check_worst(world: World, buffer: deep_ep.Buffer, x: torch.Tensor, given: dict[str, Any]) -> None:
+    """Check results of fixed shape, for which the host does not wait."""
+    worst = world.num_ranks * (world.num_tokens + 3 * world.num_ranks)
+    known, known_idx, known_weights, *_ = buffer.dispatch(x, **given)
+    recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(x, **given, num_worst_tokens=worst)
+    assert (counts, len(recv_x), len(recv_idx), len(recv_weights)) == ([], worst, worst, worst)
+    num_recv = int(handle[-4][-1])
+    assert num_recv == len(known)
+    for result, expected in ((recv_x, known), (recv_idx, known_idx), (recv_weights, known_weights)):
+        assert torch.equal(result[:num_recv], expected)
+    assert (recv_idx[num_recv:] == -1).all()
+    combined, _, _ = buffer.combine(recv_x, handle)
+    assert difference(combined, x.float() * given["is_token_in_rank"].sum(1, keepdim=True)) < 1e-5
+
+
+def _check_calls_by_their_own_names(
+    buffer: deep_ep.Buffer, x: torch.Tensor, given: dict[str, Any], config: deep_ep.Config
+) -> None:
+    """Call `internode_dispatch` and `internode_combine`, also with the entries of a handle in a tuple."""
+    expected, *_, handle, _ = buffer.dispatch(x, **given)
+    recv_x, *_, again, _ = buffer.internode_dispatch(x, **given, config=config)
+    assert torch.equal(recv_x, expected)
+    repeated, *_ = buffer.internode_dispatch(x, tuple(again), config=config)
+    assert torch.equal(repeated, expected)
+    sums = [buffer.combine(recv_x, handle)[0], buffer.internode_combine(recv_x, list(again), config=config)[0]]
+    assert torch.equal(*sums)
+
+
+def run_internode_growth(world: World) -> None:
+    """Change the number of tokens between ranks and calls, and send all tokens to one rank. Earlier results stay valid."""
+    num_experts, num_topk, held = 8 * world.num_ranks, 1, []
+    with world.buffer(1, 1) as buffer:
+        for step, (tokens, more, to_one_rank) in enumerate(
+            [(7, 1, 0), (0, 0, 0), (5, 140, 0), (250, 0, 1), (600, 3, 1), (1, 0, 0)]
+        ):
+            if world.rank == step % world.num_ranks:
+                tokens += more
+            x = world.random_rows(tokens, step)
+            topk_idx = routing(world, step, tokens, num_topk, 8 if to_one_rank else num_experts, skip=0)
+            layout = layout_of(buffer, topk_idx, num_experts)
+            recv_x, recv_idx, _, counts, handle, _ = buffer.dispatch(x, **layout, topk_idx=topk_idx)
+            assert recv_x.shape[0] == handle[-4][-1]
+            assert [int((recv_idx == e).sum()) for e in range(8)] == counts
+            held.append((x, layout["is_token_in_rank"], recv_x, recv_x.clone(), handle))
+        for x, in_rank, recv_x, expected, handle in held:  # some of them lie in Buffers that were too small later
+            assert torch.equal(recv_x, expected)
+            combined, _, _ = buffer.combine(recv_x, handle)
+            assert difference(combined, x.float() * in_rank.sum(1, keepdim=True)) < 1e-5
+            again, *_ = buffer.dispatch(x, handle=handle)
+            assert torch.equal(again, expected)
