@@ -11,10 +11,12 @@ _log = logging.getLogger("deepep_rt")
 
 def too_many_rows(rank: int, num_recv: int, room: int) -> EPOutOfMemoryError:
     """Make the error of all ranks about a dispatch over several nodes that would bring more rows to `rank` than a Buffer has room for."""
-    return EPOutOfMemoryError(
+    error = EPOutOfMemoryError(
         f"num_max_recv_tokens={room}; expected at least {num_recv}, the rows that this dispatch brings to rank {rank}. Make the Buffer "
         f"with a larger num_max_recv_tokens, or pass num_worst_tokens to dispatch, which drops further rows. No row was sent"
     )
+    error.num_recv_tokens = num_recv
+    return error
 
 
 class OverflowLog:

@@ -29,20 +29,33 @@ def tokens_for_nodes(is_token_in_rank: torch.Tensor, ranks_per_node: int) -> tor
     return is_in_node.sum(0, dtype=torch.int32)
 
 
-def rank_prefix_sum(source_ranks: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Return `[num_ranks]` int32: the number of rows from ranks 0 to i. A negative source rank marks a row that did not arrive."""
-    cell = torch.where(source_ranks < 0, num_ranks, source_ranks).long()
-    counts = torch.zeros(num_ranks + 1, dtype=torch.int64, device=cell.device).scatter_add_(0, cell, torch.ones_like(cell))
-    return counts[:-1].cumsum(0, dtype=torch.int32)
+def rank_prefix_sum(buffer: Buffer, handle: DispatchHandle, num_recv_tokens: torch.Tensor) -> torch.Tensor:
+    """Return `[num_ranks]` int32: entry i counts the rows that this rank receives from the ranks 0 to i. Only for several nodes.
+
+    Args:
+        buffer: The Buffer of the dispatch.
+        handle: Its handle.
+        num_recv_tokens: `[1]`, the rows that arrived.
+    """
+    first = backend_of(buffer).tables.first_rows(handle, _pytorch()).to_framework()
+    return torch.cat([first[1:].int(), num_recv_tokens.clamp(max=handle.num_recv_rows).int()])
 
 
-def source_meta(source_ranks: torch.Tensor, rank: int, ranks_per_node: int) -> torch.Tensor:
-    """Return `[rows, 8]` uint8: two int32 for each row. They are the node of its source, and a bit for this rank's number in its node.
+def source_meta(ends: torch.Tensor, num_rows: int, rank: int, ranks_per_node: int) -> torch.Tensor:
+    """Return `[num_rows, 8]` uint8: two int32 for each row. They are the node of its source, and a bit for this rank's number in its node.
 
     Rows that did not arrive have -1 and no bit.
+
+    Args:
+        ends: The result of `rank_prefix_sum`.
+        num_rows: Rows of `recv_x`.
+        rank: This rank.
+        ranks_per_node: Ranks of a node.
     """
-    node = torch.div(source_ranks, ranks_per_node, rounding_mode="floor")
-    bit = torch.where(source_ranks < 0, 0, 1 << rank % ranks_per_node)
+    source = torch.searchsorted(ends, torch.arange(num_rows, dtype=ends.dtype, device=ends.device), right=True)
+    has_arrived = source < len(ends)
+    node = torch.where(has_arrived, torch.div(source, ranks_per_node, rounding_mode="floor"), -1)
+    bit = torch.where(has_arrived, 1 << rank % ranks_per_node, 0)
     return torch.stack([node, bit], dim=1).int().view(torch.uint8)
 
 

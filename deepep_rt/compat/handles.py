@@ -195,15 +195,15 @@ class InternodeHandle(DispatchedHandle):
     send_nvl_head = _unsupported("send_nvl_head")
 
     def __init__(
-        self, buffer: Buffer, routing: DispatchHandle, is_token_in_rank: torch.Tensor, source_ranks: torch.Tensor, rank: int
+        self, buffer: Buffer, routing: DispatchHandle, is_token_in_rank: torch.Tensor, num_recv_tokens: torch.Tensor, rank: int
     ) -> None:
         super().__init__(buffer, routing, is_token_in_rank)
-        self._source_ranks, self._rank = source_ranks, rank  # [rows of recv_x] int32; -1: no row
+        self._num_recv_tokens, self._rank = num_recv_tokens, rank
 
     @cached_property
     def recv_gbl_rank_prefix_sum(self) -> torch.Tensor:
         """Entry i of `[num_ranks]` int32 counts the rows that this rank receives from the ranks 0 to i."""
-        return handle_tables.rank_prefix_sum(self._source_ranks, self.buffer.config.num_ranks)
+        return handle_tables.rank_prefix_sum(self.buffer, self.routing, self._num_recv_tokens)
 
     @cached_property
     def recv_src_meta(self) -> torch.Tensor:
@@ -211,7 +211,8 @@ class InternodeHandle(DispatchedHandle):
 
         DeepEP also sets the bits of the other ranks of the node that receive the token, which this rank does not know here.
         """
-        return handle_tables.source_meta(self._source_ranks, self._rank, self.buffer.config.node_size)
+        ends, node_size = self.recv_gbl_rank_prefix_sum, self.buffer.config.node_size
+        return handle_tables.source_meta(ends, self.routing.num_recv_rows, self._rank, node_size)
 
 
 class ExpertHandle(_Fields):

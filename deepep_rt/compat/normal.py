@@ -271,12 +271,13 @@ class NormalCalls(Calls):
 
         They are copies, because programs hold them from step to step. One result would keep the memory of all results of the call.
         """
-        sent, is_one_node = made.sent, self._state.num_nodes == 1
+        sent = made.sent
         topk = (sent.recv_topk_idx, sent.recv_topk_weights) if has_topk else (None, None)
-        experts, weights, sources = _copied(stream, *topk, sent.recv_src_idx[:, 1 if is_one_node else 0])
-        if is_one_node:
-            return experts, weights, NormalHandle(made.buffer, sent.handle, is_token_in_rank, sources)
-        return experts, weights, InternodeHandle(made.buffer, sent.handle, is_token_in_rank, sources, self._state.rank)
+        if self._state.num_nodes > 1:
+            between_nodes = InternodeHandle(made.buffer, sent.handle, is_token_in_rank, sent.num_recv_tokens, self._state.rank)
+            return *_copied(stream, *topk), between_nodes
+        experts, weights, source_tokens = _copied(stream, *topk, sent.recv_src_idx[:, 1])
+        return experts, weights, NormalHandle(made.buffer, sent.handle, is_token_in_rank, source_tokens)
 
     def _received(self, stream: CallStream, sent: DispatchResult) -> Tensors:
         rows, scales = self._results(stream, sent.recv_x, sent.recv_x_scales)

@@ -127,6 +127,8 @@ def _check_worst(world: World, buffer: deep_ep.Buffer, x: torch.Tensor, given: d
     assert (counts, len(recv_x), len(recv_idx), len(recv_weights)) == ([], worst, worst, worst)
     num_recv = int(handle[-4][-1])
     assert num_recv == len(known)
+    node, bits = handle[-3].cpu().view(torch.int32).T
+    assert [(node >= 0).tolist(), (bits > 0).tolist()] == [[True] * num_recv + [False] * (worst - num_recv)] * 2
     for result, expected in ((recv_x, known), (recv_idx, known_idx), (recv_weights, known_weights)):
         assert torch.equal(result[:num_recv], expected)
     assert (recv_idx[num_recv:] == -1).all()
@@ -163,6 +165,8 @@ def run_internode_growth(world: World) -> None:
             assert recv_x.shape[0] == handle[-4][-1]
             assert [int((recv_idx == e).sum()) for e in range(8)] == counts
             held.append((x, layout["is_token_in_rank"], recv_x, recv_x.clone(), handle))
+        most = max(len(recv_x) / handle.buffer.config.num_max_sent_rows for _, _, recv_x, _, handle in held)
+        assert world.rank or world.num_ranks == 2 or most > 2, "the rows of one step need more room than a Buffer has at first"
         for x, in_rank, recv_x, expected, handle in held:  # some of them lie in Buffers that were too small later
             assert torch.equal(recv_x, expected)
             combined, _, _ = buffer.combine(recv_x, handle)
