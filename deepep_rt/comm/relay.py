@@ -1,0 +1,246 @@
+"""The host relay: a thread of each rank that carries puts between hosts over MPI. It makes no CUDA call.
+
+A kernel writes bytes into host memory and a descriptor into a ring there. The relay of its rank sends the bytes. The relay of the
+destination writes them into host memory at the same offset, and then the word of the put, for which a kernel waits. Puts arrive in any
+order: a word follows the bytes of its own put, and nothing else is promised.
+
+A relay lives as long as its Buffer. Each relay sends heartbeats, so that a rank can tell a relay that has ended from a slow network.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ..errors import EPError, EPUnavailableError
+from .communicator import Communicator
+from .relay_peers import HEARTBEATS_PER_TIMEOUT, RelayPeers
+from .relay_puts import Mirror, PutRing
+
+_SWITCH_INTERVAL_S = 1e-4  # with Python's 5 ms, each turn of the relay would wait that long for a main thread that computes
+_SPIN_S = 5e-4  # after traffic, while the relay polls without a pause
+_SPIN_WITH_PAYLOADS_S = 2e-2  # MPI moves large messages only while the relay polls
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 2e-5, 5e-4
+_LAST_WORDS_S = 1.0  # for the messages of a relay that fails
+_CLOSE_AFTER_FAILURE_S = 1.0
+_EXIT_S = 2.0  # at the end of a program that does not close its relay
+
+
+class Relay:
+    """Carries the puts of this rank, and brings those of other ranks into its memory. Collective.
+
+    Args:
+        comm: The ranks, over MPI.
+        address: The host memory that mirrors a part of symmetric memory, a multiple of 8. It stays allocated until `close` returns True.
+        num_bytes: Its size, a multiple of 8.
+        first: The offset from the base of symmetric memory at which it begins, a multiple of 8.
+        ring: Address of the ring of descriptors, all zero. Put i of this rank lies at i % depth; it is complete once its `sequence` is
+            i + 1, modulo 2**32.
+        depth: Entries of the ring, a power of two.
+        descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank` and `sequence`.
+        timeout_s: The Buffer's time limit. A relay that is silent for three quarters of it is an error.
+        first_put: The number of the first put, for tests.
+
+    Raises:
+        EPUnavailableError: if the ranks do not use MPI, or MPI does not allow several threads. The ranks agree on
+            `comm.relay_objection` before.
+        EPTimeoutError: if a rank does not arrive.
+
+    Example:
+        >>> relay = Relay(comm, memory.ctypes.data, memory.nbytes, 0, ring.ctypes.data, 256, ring.dtype, timeout_s=30.0)  # doctest: +SKIP
+        >>> relay.check()  # while the host waits; raises if a relay has failed  # doctest: +SKIP
+        >>> relay.close()  # on all ranks  # doctest: +SKIP
+        True
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        address: int,
+        num_bytes: int,
+        first: int,
+        ring: int,
+        depth: int,
+        descriptor: np.dtype,
+        timeout_s: float,
+        *,
+        first_put: int = 0,
+    ) -> None:
+        if comm.relay_objection:
+            raise EPUnavailableError(
+                f"rank {comm.Get_rank()} has {comm.relay_objection}; expected MPI with MPI_THREAD_MULTIPLE, which the relay of "
+                f"transport='mpi' needs. Start the program with mpirun, pass an mpi4py communicator, and leave mpi4py.rc.thread_level "
+                f"at 'multiple'."
+            )
+        self.rank, self.timeout_s = comm.Get_rank(), timeout_s
+        self._ring, self._mirror = PutRing(ring, depth, descriptor, first_put), Mirror(address, num_bytes, first)
+        self._comm: Any = comm.Dup()
+        self._peers = RelayPeers(self.rank, comm.Get_size(), timeout_s, time.monotonic())
+        self._error: EPError | None = None
+        self._woken = threading.Event()
+        self._close_at: float | None = None  # when to stop waiting for the other ranks
+        self._has_sent_end = self._is_finished = self._is_closed = False
+        self._traffic = self.make_traffic()
+        self._thread = threading.Thread(target=self._run, name=f"deepep_rt relay of rank {self.rank}", daemon=True)
+        _SwitchInterval.hold()
+        atexit.register(self._close_at_exit)  # before MPI_Finalize, which mpi4py calls last
+        self._thread.start()
+
+    def make_traffic(self) -> Any:
+        """Make the part that sends and receives. Tests replace it by a bad network."""
+        from .relay_traffic import RelayTraffic
+
+        return RelayTraffic(self._comm, self._ring, self._mirror, self._peers)
+
+    # --- the owner's side --------------------------------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> EPError | None:
+        """Why this Buffer's relays cannot go on, or None: the failure of this rank's relay, or that of another rank."""
+        if self._error is None and not self._is_closed:
+            stuck_s = self._peers.stuck_s(time.monotonic())
+            if stuck_s > self.timeout_s:
+                return self._own_error(
+                    f"has made no turn for {stuck_s:.3g} s; a call of MPI does not return, or holds Python's lock"
+                )
+            return self._peers.error()
+        return self._error
+
+    def check(self) -> None:
+        """Raise if a relay has failed, has ended, or is silent. Call it while the host waits.
+
+        Raises:
+            EPUnavailableError: about the relay of this rank.
+            EPTimeoutError: about the relay of another rank, which it names.
+        """
+        if (error := self.error) is not None:
+            raise error
+
+    def wake(self) -> None:
+        """End the pause of a relay that had nothing to do. A call of the Buffer does this, so that its first put leaves at once."""
+        self._woken.set()
+
+    def close(self, limit_s: float | None = None) -> bool:
+        """End the relay after its last put has left, and all puts of the other ranks have arrived. Collective; a second call does nothing.
+
+        Args:
+            limit_s: How long to wait for the other ranks. Default: `timeout_s`. After a failure the wait is a second at most.
+
+        Returns:
+            Whether MPI uses the memory no more. If not, a message was on its way to or from a rank that is lost, and the memory has to
+            stay allocated as long as the process.
+        """
+        if not self._is_closed:
+            self._close_at = time.monotonic() + (self.timeout_s if limit_s is None else limit_s)
+            self.wake()
+            self._thread.join(self._close_at - time.monotonic() + _LAST_WORDS_S + _CLOSE_AFTER_FAILURE_S)
+            if self._peers.any_failed:
+                self._error = self._error or self._peers.error()
+            self._is_closed = True
+            atexit.unregister(self._close_at_exit)
+            _SwitchInterval.release()
+            self._is_finished = self._is_finished and not self._thread.is_alive()
+            if self._is_finished and self._error is None and self._all_ended():
+                self._comm.Free()
+            else:
+                self._comm.retain(self._traffic)
+                self._comm.abandon()
+        return self._is_finished
+
+    def _close_at_exit(self) -> None:
+        self.close(_EXIT_S)
+
+    # --- the relay's thread ------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._error = self._own_error(f"failed: {cause}")
+            self._error.__cause__ = error
+            with suppress(Exception):  # MPI itself may be the cause
+                self._traffic.send_failure(cause)
+        finally:
+            self._finish()
+
+    def _serve(self) -> None:
+        """Work until the relay is closed."""
+        traffic, busy_at, pause = self._traffic, time.monotonic(), _FIRST_PAUSE_S
+        while not self._may_end():
+            moved = traffic.turn()
+            now = time.monotonic()
+            if self._peers.heartbeat_is_due(now) and not self._has_sent_end:  # the end is the last message
+                traffic.send_heartbeats()
+            if moved:
+                busy_at, pause = now, _FIRST_PAUSE_S
+            elif now - busy_at < (_SPIN_WITH_PAYLOADS_S if traffic.is_sending else _SPIN_S):
+                os.sched_yield()  # ranks often share cores
+            else:
+                self._pause(pause)
+                pause = min(1.1 * pause, _MAX_PAUSE_S, self.timeout_s / HEARTBEATS_PER_TIMEOUT)
+
+    def _pause(self, seconds: float) -> None:
+        if self._woken.wait(seconds):
+            self._woken.clear()
+
+    def _may_end(self) -> bool:
+        """Whether the relay was closed, and all ranks have everything that they sent each other."""
+        if self._close_at is None:
+            return False
+        now = time.monotonic()
+        if self._peers.any_failed:
+            self._close_at = min(self._close_at, now + _CLOSE_AFTER_FAILURE_S)
+        if now > self._close_at:
+            return True
+        if not self._has_sent_end and self._traffic.all_sent:
+            self._has_sent_end = True
+            self._traffic.send_end()
+        return self._has_sent_end and self._all_ended() and self._traffic.all_received and not self._traffic.is_sending
+
+    def _all_ended(self) -> bool:
+        return self._peers.ended.issuperset(self._peers.ranks)
+
+    def _finish(self) -> None:
+        """Leave no receive behind, and note whether MPI has stopped to use the memory."""
+        end = time.monotonic() + _LAST_WORDS_S
+        with suppress(Exception):
+            self._traffic.cancel()
+            while not (finished := self._traffic.is_finished()) and time.monotonic() < end:
+                time.sleep(1e-3)
+            self._is_finished = finished
+
+    def _own_error(self, found: str) -> EPError:
+        return EPUnavailableError(
+            f"the relay of rank {self.rank}, which sends over MPI for transport='mpi', {found}. Fix the cause, then make a new Buffer."
+        )
+
+
+class _SwitchInterval:
+    """Python's switch interval while relays live. It is a setting of the process, so the last relay restores it."""
+
+    _lock = threading.Lock()
+    _num_relays = 0
+    _before = 0.0
+
+    @classmethod
+    def hold(cls) -> None:
+        with cls._lock:
+            if cls._num_relays == 0:
+                cls._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(cls._before, _SWITCH_INTERVAL_S))
+            cls._num_relays += 1
+
+    @classmethod
+    def release(cls) -> None:
+        with cls._lock:
+            cls._num_relays -= 1
+            if cls._num_relays == 0 and sys.getswitchinterval() <= _SWITCH_INTERVAL_S:
+                sys.setswitchinterval(cls._before)

@@ -1,0 +1,147 @@
+"""The memory of a relay: the ring of descriptors that kernels write, and the memory that mirrors a part of symmetric memory.
+
+Kernels write both, and NumPy or MPI may do so too. All of it is host memory, pinned where a GPU reads and writes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+_SEQUENCE_MASK = (1 << 32) - 1
+_fence_lock = threading.Lock()
+
+
+class Put(NamedTuple):
+    """Bytes for another rank, and the word that follows them. `from_`, `to` and `word` are offsets from the base of symmetric memory."""
+
+    rank: int
+    """The destination at the sender, the source at the receiver."""
+    to: int
+    from_: int
+    num_bytes: int
+    word: int
+    value: int
+
+
+def fence() -> None:
+    """Order memory accesses around this call, also on CPUs that reorder them more than x86. Taking a lock does that in every Python."""
+    with _fence_lock:
+        pass
+
+
+class PutRing:
+    """Reads the descriptors of a ring in order.
+
+    Args:
+        address: Where the ring lies.
+        depth: Its entries, a power of two.
+        descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank` and `sequence`.
+        first_put: The number of the first put to read, for tests of large numbers.
+    """
+
+    def __init__(self, address: int, depth: int, descriptor: np.dtype, first_put: int = 0) -> None:
+        if depth < 1 or depth & (depth - 1):
+            raise ValueError(f"depth={depth}; expected a power of two, because numbers of puts wrap around at 2**32. Choose one.")
+        memory = host_memory(address, depth * descriptor.itemsize)
+        self._u64, self._u32, self._i32 = memory.cast("Q"), memory.cast("I"), memory.cast("i")
+        self._depth, self._num_bytes = depth, descriptor.itemsize
+        fields = descriptor.fields
+        assert fields is not None
+        at = {name: int(field[1]) for name, field in fields.items()}
+        self._from, self._to, self._count = at["from"] // 8, at["to"] // 8, at["num_bytes"] // 8
+        self._word, self._value = at["word"] // 8, at["value"] // 8
+        self._rank, self._sequence = at["rank"] // 4, at["sequence"] // 4
+        self.num_taken = first_put
+        """The puts that were read since the start of the ring."""
+
+    def is_next_complete(self) -> bool:
+        """Whether the ring holds a put that was not read."""
+        at = (self.num_taken % self._depth) * self._num_bytes // 4 + self._sequence
+        return self._u32[at] == (self.num_taken + 1) & _SEQUENCE_MASK
+
+    def take(self, limit: int) -> list[Put]:
+        """Return the next complete puts, at most `limit`.
+
+        Raises:
+            RuntimeError: if a kernel has overwritten an entry before the relay read it.
+        """
+        taken: list[Put] = []
+        while len(taken) < limit:
+            start = (self.num_taken % self._depth) * self._num_bytes
+            expected = (self.num_taken + 1) & _SEQUENCE_MASK
+            seen = self._u32[start // 4 + self._sequence]
+            if seen != expected:
+                self._check_sequence(seen, expected)
+                break
+            if not taken:
+                fence()  # the kernel wrote the sequence last, so read it first
+            taken.append(self._read(start))
+            self.num_taken += 1
+        return taken
+
+    def _read(self, start: int) -> Put:
+        q, u64 = start // 8, self._u64
+        rank = self._i32[start // 4 + self._rank]
+        return Put(rank, u64[q + self._to], u64[q + self._from], u64[q + self._count], u64[q + self._word], u64[q + self._value])
+
+    def _check_sequence(self, seen: int, expected: int) -> None:
+        before = (expected - self._depth) & _SEQUENCE_MASK
+        if seen not in (0, before):
+            raise RuntimeError(
+                f"the ring entry of put {self.num_taken} has the sequence {seen}; expected {expected}, or {before} of the "
+                f"put before it. A kernel overwrote an entry that was not sent yet, so a ring of {self._depth} entries is too small"
+            )
+
+
+class Mirror:
+    """Host memory that mirrors a part of symmetric memory.
+
+    Args:
+        address: Where it lies, a multiple of 8.
+        num_bytes: Its size, a multiple of 8.
+        first: The offset from the base of symmetric memory at which it begins, a multiple of 8.
+    """
+
+    def __init__(self, address: int, num_bytes: int, first: int) -> None:
+        if address % 8 or num_bytes % 8 or first % 8:
+            raise ValueError(f"address={address:#x}, num_bytes={num_bytes}, first={first}; expected multiples of 8. Align them.")
+        self._bytes = host_memory(address, num_bytes)
+        self._words = self._bytes.cast("Q")
+        self._first, self._num_bytes = first, num_bytes
+
+    def part(self, offset: int, num_bytes: int) -> memoryview:
+        """Return the bytes at an offset from the base of symmetric memory.
+
+        Raises:
+            ValueError: if they are not all in this memory.
+        """
+        start = offset - self._first
+        if not 0 <= start <= start + num_bytes <= self._num_bytes:
+            self._raise_outside(offset, num_bytes)
+        return self._bytes[start : start + num_bytes]
+
+    def store(self, word: int, value: int) -> None:
+        """Write a word of 8 bytes at an offset from the base of symmetric memory, after all bytes that were written before.
+
+        A memoryview of 8-byte items writes an item with one store on 64-bit CPUs, so a kernel never reads half of a word.
+        """
+        start = word - self._first
+        if start % 8 or not 0 <= start <= self._num_bytes - 8:
+            self._raise_outside(word, 8)
+        fence()
+        self._words[start // 8] = value
+
+    def _raise_outside(self, offset: int, num_bytes: int) -> None:
+        raise ValueError(
+            f"a put names {num_bytes} bytes at offset {offset}; expected a place from {self._first} to {self._first + self._num_bytes}, "
+            f"and words at multiples of 8"
+        )
+
+
+def host_memory(address: int, num_bytes: int) -> memoryview:
+    """Return memory of this process as a memoryview of bytes. The caller keeps the memory allocated."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
