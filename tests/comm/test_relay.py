@@ -1,0 +1,152 @@
+"""The relay without MPI: its ring, its memory, and what it knows of other ranks. Over MPI: tests/programs/relay.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import run_checks
+from memory_store import make_ranks
+
+from deepep_rt import EPUnavailableError
+from deepep_rt.comm.relay import Relay
+from deepep_rt.comm.relay_peers import RelayPeers
+from deepep_rt.comm.relay_puts import Mirror, Put, PutRing
+from deepep_rt.kernels import structs
+
+DESCRIPTOR = structs.Descriptor.dtype({})
+
+
+def test_relays_over_mpi() -> None:
+    output = run_checks(3, "relay")
+    assert "GB/s each way" in output
+
+
+def test_a_relay_needs_mpi() -> None:
+    with pytest.raises(
+        EPUnavailableError, match=r"rank 0 has .*, which carries no rows; expected MPI .* Start the program with mpirun"
+    ):
+        Relay(make_ranks()[0], 0, 64, 0, 0, 4, DESCRIPTOR, 1.0)
+
+
+# --- the ring ------------------------------------------------------------------------------------------------------------------------
+
+
+def write(ring: np.ndarray, number: int, **members: int) -> None:
+    for name, value in {**members, "sequence": (number + 1) % 2**32}.items():
+        ring[number % len(ring)][name] = value
+
+
+@pytest.fixture
+def ring() -> np.ndarray:
+    return np.zeros(4, DESCRIPTOR)
+
+
+def test_puts_are_read_in_order(ring: np.ndarray) -> None:
+    puts = PutRing(ring.ctypes.data, 4, DESCRIPTOR)
+    assert not puts.is_next_complete()
+    write(ring, 1, to=8)
+    assert puts.take(8) == [], "put 0 is not complete"
+    members: dict[str, int] = {
+        "from": 2**40,
+        "to": 3 << 33,
+        "num_bytes": 2**32 - 1,
+        "word": 1 << 44,
+        "value": 2**64 - 1,
+        "rank": 7,
+    }
+    write(ring, 0, **members)
+    assert puts.is_next_complete()
+    assert puts.take(1) == [Put(7, 3 << 33, 2**40, 2**32 - 1, 1 << 44, 2**64 - 1)]
+    assert [put.to for put in puts.take(8)] == [8]
+    assert puts.num_taken == 2
+    for number in range(2, 6):
+        write(ring, number, to=number)
+    assert [put.to for put in puts.take(8)] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("sequence", [5, 3, 2**32 - 7])
+def test_overwritten_entries_are_found(ring: np.ndarray, sequence: int) -> None:
+    puts = PutRing(ring.ctypes.data, 4, DESCRIPTOR)
+    ring[0]["sequence"] = sequence
+    with pytest.raises(RuntimeError, match=f"put 0 has the sequence {sequence}; expected 1.*a ring of 4 entries is too small"):
+        puts.take(1)
+
+
+def test_the_depth_is_a_power_of_two(ring: np.ndarray) -> None:
+    for depth in (0, 3, 6):
+        with pytest.raises(ValueError, match=f"depth={depth}; expected a power of two"):
+            PutRing(ring.ctypes.data, depth, DESCRIPTOR)
+
+
+# --- the memory ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_offsets_begin_at_the_first_one() -> None:
+    memory = np.zeros(64, np.uint8)
+    mirror = Mirror(memory.ctypes.data, 64, 1000)
+    mirror.part(1003, 2)[:] = b"ab"
+    mirror.store(1056, 2**64 - 2)
+    assert bytes(memory[3:5]) == b"ab"
+    assert memory.view(np.uint64)[7] == 2**64 - 2
+    assert len(mirror.part(1000, 64)) == 64
+    for offset, num_bytes in ((999, 1), (1000, 65), (1064, 1), (0, 8)):
+        with pytest.raises(ValueError, match=f"{num_bytes} bytes at offset {offset}; expected a place from 1000 to 1064"):
+            mirror.part(offset, num_bytes)
+    for word in (992, 1001, 1004, 1064):
+        with pytest.raises(ValueError, match="multiples of 8"):
+            mirror.store(word, 1)
+
+
+@pytest.mark.parametrize("wrong", [(4, 64, 0), (0, 60, 0), (0, 64, 4)])
+def test_memory_is_aligned(wrong: Any) -> None:
+    memory = np.zeros(128, np.uint8)
+    with pytest.raises(ValueError, match="expected multiples of 8"):
+        Mirror(memory.ctypes.data + wrong[0], *wrong[1:])
+
+
+# --- the peers -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peers() -> RelayPeers:
+    """Rank 1 of three ranks, with a limit of 80 s, so a heartbeat every 10 s."""
+    return RelayPeers(1, 3, 80.0, 1000.0)
+
+
+def test_heartbeats(peers: RelayPeers) -> None:
+    assert peers.ranks == [0, 2]
+    times = [1000.0, 1005.0, 1009.0, 1010.0, 1011.0, 1020.0]
+    assert [peers.heartbeat_is_due(now) for now in times] == [True, False, False, True, False, True]
+
+
+def test_silent_relays(peers: RelayPeers) -> None:
+    for now in range(1000, 1060):
+        peers.heartbeat_is_due(now)
+        peers.heard(2)
+        assert peers.error() is None
+    peers.heartbeat_is_due(1061.0)
+    error = peers.error()
+    assert error is not None
+    assert (error.rank, error.peer, error.phase) == (1, 0, "the relay")
+    assert "the relay of rank 0 has sent nothing for 61 s; expected a heartbeat every 10 s" in str(error)
+    peers.ended.add(0)
+    assert "the relay of rank 0 ended 61 s ago" in str(peers.error())
+    peers.failed(2, "KeyError: mine")
+    peers.failed(2, "a later cause")
+    assert "the relay of rank 2 failed: KeyError: mine. Fix the cause on rank 2" in str(peers.error())
+
+
+def test_a_process_that_was_stopped_blames_no_rank(peers: RelayPeers) -> None:
+    """It counts no more than the time of one heartbeat."""
+    peers.heartbeat_is_due(1001.0)
+    peers.heartbeat_is_due(5000.0)
+    assert peers.error() is None
+    assert peers.stuck_s(5003.0) == 3.0
+
+
+def test_one_rank_has_no_peers() -> None:
+    peers = RelayPeers(0, 1, 1.0, 0.0)
+    peers.heartbeat_is_due(100.0)
+    assert peers.error() is None

@@ -1,0 +1,150 @@
+"""A rank with a relay and without a GPU: Python writes the ring as a kernel would."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from deepep_rt.comm.convert import communicator_of
+from deepep_rt.comm.relay import Relay
+from deepep_rt.kernels import structs
+
+DESCRIPTOR = structs.Descriptor.dtype({})
+FIRST = 4096
+"""The offset at which the mirrored memory begins."""
+
+
+class RelayRank:
+    """The host memory of one rank, and its relay.
+
+    Args:
+        comm: The ranks.
+        num_bytes: The size of the memory.
+        depth: The entries of the ring.
+        first_put: The number of the first put.
+        settings: More arguments of the relay.
+    """
+
+    def __init__(self, comm: Any, num_bytes: int, depth: int = 64, first_put: int = 0, **settings: Any) -> None:
+        self.memory, self.ring = np.zeros(num_bytes, np.uint8), np.zeros(depth, DESCRIPTOR)
+        self.words = self.memory.view(np.uint64)
+        self.num_puts = first_put
+        for put in range(max(0, first_put - depth), first_put):
+            self.ring[put % depth]["sequence"] = (put + 1) % 2**32  # as the puts before left it
+        self.relay = Relay(
+            communicator_of(comm),
+            self.memory.ctypes.data,
+            num_bytes,
+            FIRST,
+            self.ring.ctypes.data,
+            depth,
+            DESCRIPTOR,
+            **{"timeout_s": 20.0, "first_put": first_put, **settings},
+        )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the relay has read the put that has the next entry of the ring."""
+        return self.num_puts - self.relay._ring.num_taken < len(self.ring)
+
+    def put(self, rank: int, to: int, start: int, num_bytes: int, word: int, value: int) -> None:
+        """Put bytes of this rank's memory, as a kernel does. `to`, `start` and `word` count from the start of the mirrored memory."""
+        assert self.has_room
+        entry = self.ring[self.num_puts % len(self.ring)]
+        sequence = entry["sequence"]  # of an earlier put, until the others are written
+        self.ring[self.num_puts % len(self.ring)] = (FIRST + start, FIRST + to, FIRST + word, value, num_bytes, rank, 0, sequence)
+        self.num_puts += 1
+        entry["sequence"] = self.num_puts % 2**32
+
+
+class Exchange:
+    """Puts of random sizes from every rank to every other one, with credits, as kernels make them.
+
+    A rank has `slots` places at every receiver. It fills a place again after the receiver has checked the bytes and put a credit back.
+
+    Args:
+        comm: The ranks.
+        num_puts: How many puts go from each rank to each other rank.
+        max_bytes: The size of a place, a multiple of 8.
+        slots: Places for each pair of ranks.
+        settings: Arguments of `RelayRank`.
+    """
+
+    def __init__(self, comm: Any, num_puts: int, max_bytes: int, slots: int = 4, **settings: Any) -> None:
+        self.comm, self.mine, self.num_ranks = comm, comm.Get_rank(), comm.Get_size()
+        self.peers = [rank for rank in range(self.num_ranks) if rank != self.mine]
+        self.num_puts, self.max_bytes, self.slots = num_puts, max_bytes, slots
+        places = self.num_ranks * slots
+        self._words_bytes, self._slots_bytes = places * 8, places * max_bytes
+        self.rank = RelayRank(comm, 2 * (self._words_bytes + self._slots_bytes), **settings)
+        self._sent, self._received = dict.fromkeys(self.peers, 0), dict.fromkeys(self.peers, 0)
+
+    def size_of(self, source: int, dest: int, number: int) -> int:
+        """Return the bytes of a put: often none or few, sometimes as many as fit."""
+        rng = random.Random(f"{source} {dest} {number}")
+        return min(rng.choice([0, rng.randrange(64), rng.randrange(9000), rng.randrange(self.max_bytes + 1)]), self.max_bytes)
+
+    def content(self, source: int, dest: int, number: int) -> np.ndarray:
+        return np.random.default_rng([source, dest, number]).integers(1, 256, self.size_of(source, dest, number), np.uint8)
+
+    def place(self, rank: int, number: int) -> int:
+        return rank * self.slots + number % self.slots
+
+    def step(self) -> bool:
+        """Make the puts that have room, check those that have arrived, and return whether there was any."""
+        moved = False
+        for peer in self.peers:
+            moved |= self._send(peer)
+            moved |= self._receive(peer)
+        return moved
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has sent and received everything, and has all its credits back."""
+        answered = all(
+            int(self.rank.words[self.num_ranks * self.slots + self.place(peer, number)]) == number // self.slots + 1
+            for peer in self.peers
+            for number in range(max(0, self.num_puts - self.slots), self.num_puts)
+        )
+        return answered and min([*self._sent.values(), *self._received.values()]) == self.num_puts
+
+    def run(self, limit_s: float = 60.0) -> None:
+        """Exchange everything."""
+        end = time.monotonic() + limit_s
+        while not self.is_over:
+            if not self.step():
+                self.rank.relay.check()
+                assert time.monotonic() < end, f"sent {self._sent}, received {self._received}"
+                time.sleep(5e-5)
+
+    def _send(self, peer: int) -> bool:
+        number = self._sent[peer]
+        at, turn = self.place(peer, number), number // self.slots
+        credit = self.rank.words[self.num_ranks * self.slots + at]
+        if number == self.num_puts or credit < turn or not self.rank.has_room:
+            return False
+        content = self.content(self.mine, peer, number)
+        start = 2 * self._words_bytes + at * self.max_bytes
+        self.rank.memory[start : start + content.size] = content
+        to = 2 * self._words_bytes + self._slots_bytes + self.place(self.mine, number) * self.max_bytes
+        self.rank.put(peer, to, start, content.size, 8 * self.place(self.mine, number), turn + 1)
+        self._sent[peer] = number + 1
+        return True
+
+    def _receive(self, peer: int) -> bool:
+        number = self._received[peer]
+        at, turn = self.place(peer, number), number // self.slots
+        if number == self.num_puts or self.rank.words[at] < turn + 1 or not self.rank.has_room:
+            return False
+        assert self.rank.words[at] == turn + 1
+        content, start = self.content(peer, self.mine, number), 2 * self._words_bytes + self._slots_bytes + at * self.max_bytes
+        here = self.rank.memory[start : start + self.max_bytes]
+        assert np.array_equal(here[: content.size], content), f"put {number} of rank {peer}, {content.size} bytes"
+        assert not here[content.size :].any(), "bytes after the put"
+        here[:] = 0
+        self.rank.put(peer, 0, 0, 0, self._words_bytes + 8 * self.place(self.mine, number), turn + 1)
+        self._received[peer] = number + 1
+        return True
