@@ -9,6 +9,7 @@ import typer
 
 from .._console import console, printing
 from ..errors import EPConfigError
+from ..network import TRANSPORTS
 from .options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 
 _WIDTH_OF_LOGS = 150  # enough for the table of 8 GPUs
@@ -27,6 +28,7 @@ def doctor(
     slots: Slots = 2,
     low_latency: Annotated[bool, typer.Option("--low-latency", help="Include the memory of the low-latency calls.")] = False,
     ranks_per_node: RanksPerNode = None,
+    transport: Annotated[str, typer.Option(help="Transport between nodes: auto, nvshmem or mpi.")] = "auto",
     network: Annotated[
         bool, typer.Option("--network", help="Measure latency and bandwidth between the ranks of this mpirun.")
     ] = False,
@@ -37,6 +39,8 @@ def doctor(
 
     if backend not in ("auto", "cuda", "host"):
         raise EPConfigError(f"--backend={backend!r}; expected auto, cuda or host. Choose one of them.")
+    if transport not in TRANSPORTS:
+        raise EPConfigError(f"--transport={transport!r}; expected auto, nvshmem or mpi. Choose one of them.")
     sizes = dict(
         num_max_tokens_per_rank=tokens,
         hidden=hidden,
@@ -47,7 +51,7 @@ def doctor(
         low_latency=low_latency,
         ranks_per_node=ranks_per_node,
     )
-    job, prints = report.examine(sizes, ranks, backend, measure_network=network)
+    job, prints = report.examine(sizes, ranks, backend, transport=transport, measure_network=network)
     if not prints:  # status 0: a launcher that sees a rank fail ends the others, perhaps before rank 0 has printed
         return
     found = report.findings(job)

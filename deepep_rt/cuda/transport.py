@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .. import _env
 from ..comm.communicator import Communicator
@@ -84,9 +84,21 @@ def _first(facts: Sequence[RankFacts], name: str) -> str:
 def find_facts(comm: Communicator, network: NetworkOptions) -> RankFacts:
     """Return what this rank finds."""
     remote = _env.nvshmem_transport() or network.nvshmem_remote_transport or ""
+    return facts_of(host_identity(), remote, list_nics(), comm.relay_objection)
+
+
+def facts_of(host: str, remote: str, nics: Sequence[Mapping[str, Any]], no_relay: str) -> RankFacts:
+    """Make the facts of a rank.
+
+    Args:
+        host: Identity of its host, which begins with the host's name.
+        remote: The transport of NVSHMEM that the user chose, or an empty text.
+        nics: The result of `nics.list_nics`.
+        no_relay: As in `RankFacts`.
+    """
     setting = f"NVSHMEM_REMOTE_TRANSPORT={remote}"
-    wish, no_nic = (setting, "") if remote not in ("", "none") else ("", setting if remote else nvshmem_objection(list_nics()))
-    return RankFacts(host_identity(), no_nic, comm.relay_objection, wish)
+    wish, no_nic = (setting, "") if remote not in ("", "none") else ("", setting if remote else nvshmem_objection(nics))
+    return RankFacts(host, no_nic, no_relay, wish)
 
 
 def agree_on_transport(comm: Communicator, network: NetworkOptions | None) -> Choice:

@@ -12,7 +12,7 @@ from .runner import ALONE, NetworkRequest, gather, launch_variables, run_probes
 
 
 def examine(
-    sizes: Mapping[str, Any], num_ranks: int | None, backend: str, *, measure_network: bool = False
+    sizes: Mapping[str, Any], num_ranks: int | None, backend: str, *, transport: str = "auto", measure_network: bool = False
 ) -> tuple[JobReport, bool]:
     """Examine this machine and gather the other ranks' reports. Collective under a launcher.
 
@@ -20,6 +20,7 @@ def examine(
         sizes: Arguments of `Config` except for `num_ranks`. `num_experts` is optional.
         num_ranks: Ranks of the Buffer. Default: the ranks of the launcher.
         backend: "auto", "cuda" or "host", as for `Buffer`.
+        transport: "auto", "nvshmem" or "mpi", as for `NetworkOptions`.
         measure_network: Whether to measure between the ranks.
 
     Returns:
@@ -36,7 +37,7 @@ def examine(
         rank = launch["rank"] if launch else 0
         if other_launch["size"] > 1:
             rank = rank or other_launch["local_rank"] or 0  # srun may have started torchrun, once on each host
-    return JobReport(reports, sizes, num_ranks, backend, failure, network), rank == 0
+    return JobReport(reports, sizes, num_ranks, backend, failure, network, transport), rank == 0
 
 
 def _ranks_per_node(sizes: Mapping[str, Any]) -> int | None:

@@ -37,6 +37,7 @@ class JobReport:
         backend: "auto", "cuda" or "host", as for `Buffer`.
         mpi_failure: The reason for which MPI did not deliver the other ranks' reports.
         network: What `network_rates.measure` found, or `failure`. None: nothing was to be measured.
+        transport: "auto", "nvshmem" or "mpi", as for `NetworkOptions`.
     """
 
     reports: Sequence[Mapping[str, Any]]
@@ -45,6 +46,7 @@ class JobReport:
     backend: str = "auto"
     mpi_failure: str | None = None
     network: Mapping[str, Any] | None = None
+    transport: str = "auto"
 
     @property
     def uses_gpus(self) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 from .. import _env
 from ..config import MAX_RANKS_PER_NODE
-from ..cuda.nics import is_up
 from ..errors import EPConfigError
 from ..kernels.layout import Layout
 from .facts import (
@@ -229,13 +228,6 @@ def _pairs(pairs: Sequence[tuple[str, ...]]) -> str:
     return first_few([f"{a[:8]} and {b[:8]}" + "".join(f" ({path})" for path in more) for a, b, *more in pairs])
 
 
-def _several_hosts(job: JobReport) -> Iterator[Finding]:
-    if len(job.hosts) > 1 and job.uses_gpus:
-        without = [host for host, reports in job.hosts.items() if not any(map(is_up, fact(reports[0], "network", "nics") or []))]
-        if without:
-            yield Finding.of("no-nic", "error", f"no usable NIC on {first_few(without)}")
-
-
 def _ranks_differ(job: JobReport) -> Iterator[Finding]:
     different = differences(job.reports)
     versions = [item for item in different if item in VERSIONS or item.startswith("package ")]
@@ -275,6 +267,5 @@ RULES: tuple[Callable[[JobReport], Iterator[Finding]], ...] = (
     _hidden_neighbours,
     _pcie_paths,
     _missing_nvlinks,
-    _several_hosts,
     _ranks_differ,
 )

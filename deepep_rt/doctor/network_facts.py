@@ -9,11 +9,52 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..cuda.transport import RankFacts, choose_transport, facts_of
+from ..errors import EPUnavailableError
+from ..network import Choice
 from .facts import JobReport, fact, gpu_of, path_between
 from .links import LINK_KINDS, LinkKind, nic_kind, tcp_kind
 
 _ARCH_LINKS = {8: ("nvlink3", "pcie4", 12), 9: ("nvlink4", "pcie5", 18), 10: ("nvlink5", "pcie5", 18)}
 """By major number of the architecture: kinds of NVLink and PCIe, and the links of a GPU with all of them."""
+
+
+NO_THREADS = "an MPI that allows no calls of a second thread (no MPI_THREAD_MULTIPLE)"
+
+
+def transport_of(job: JobReport) -> Choice | str:
+    """Choose the transport between the nodes of the job as a Buffer does.
+
+    Returns:
+        The choice with its reason, or the reason why no transport, or not the requested one, can work.
+    """
+    try:
+        return choose_transport(job.transport, [_rank_facts(report) for report in job.reports])
+    except EPUnavailableError as error:
+        return str(error)
+
+
+def _rank_facts(report: Mapping[str, Any]) -> RankFacts:
+    """Make the facts of a rank for the choice. Unknown facts are no objection."""
+    host = f"{fact(report, 'machine', 'host') or 'unknown'} {report['group']}"
+    remote = (fact(report, "settings", "variables") or {}).get("NVSHMEM_REMOTE_TRANSPORT", "")
+    no_relay = NO_THREADS if report.get("mpi_threads", "multiple") not in ("multiple", "unknown") else ""
+    nics = fact(report, "network", "nics")
+    return facts_of(host, remote, nics, no_relay) if nics is not None else RankFacts(host, "", no_relay)
+
+
+def has_several_nodes(job: JobReport) -> bool:
+    """Tell whether a Buffer would have several nodes: several hosts, or nodes that the user declared."""
+    declared = declared_ranks_per_node(job)
+    return len(job.hosts) > 1 or (declared is not None and declared < len(job.reports))
+
+
+def declared_ranks_per_node(job: JobReport) -> int | None:
+    """Return the ranks of a node that an option or the environment declares. None: those of a host."""
+    if "ranks_per_node" in job.sizes and job.sizes["ranks_per_node"] is not None:
+        return job.sizes["ranks_per_node"]
+    text = (fact(job.reports[0], "settings", "variables") or {}).get("DEEPEP_RT_RANKS_PER_NODE", "")
+    return int(text) if text.isascii() and text.isdigit() and int(text) else None
 
 
 @dataclass(frozen=True)

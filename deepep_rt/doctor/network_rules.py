@@ -6,11 +6,41 @@ import ipaddress
 from collections.abc import Callable, Iterator
 from itertools import combinations
 
+from ..cuda.nics import nvshmem_objection
+from ..network import Choice
 from .facts import Finding, JobReport, fact, first_few
-from .network_facts import link_summaries
+from .network_facts import has_several_nodes, link_summaries, transport_of
 
 SLOW = 0.5
 """A link is slow below this part of what to expect of it."""
+
+
+def _transport(job: JobReport) -> Iterator[Finding]:
+    """Find a requested transport that cannot work, and jobs that have only the slower one."""
+    if not job.uses_gpus or not has_several_nodes(job):
+        return
+    found = transport_of(job)
+    if isinstance(found, str):
+        yield Finding.of("no-transport", "error", found)
+    if job.transport == "mpi" or len(job.hosts) < 2:
+        return
+    without = {
+        host: objection
+        for host, reports in job.hosts.items()
+        if (nics := fact(reports[0], "network", "nics")) is not None and (objection := nvshmem_objection(nics))
+    }
+    wants = any((fact(report, "settings", "variables") or {}).get("NVSHMEM_REMOTE_TRANSPORT") for report in job.reports)
+    if without and not wants:
+        level = "warning" if isinstance(found, Choice) else "error"
+        takes = ". The relay over MPI carries the rows" if isinstance(found, Choice) else ""
+        yield Finding.of("no-nic", level, first_few([f"{host} has {objection}" for host, objection in without.items()]) + takes)
+
+
+def _threads(job: JobReport) -> Iterator[Finding]:
+    """Find an MPI that a relay cannot use, where NVSHMEM carries the rows. Else `no-transport` says it."""
+    levels = {report.get("mpi_threads", "multiple") for report in job.reports} - {"multiple", "unknown"}
+    if levels and job.uses_gpus and has_several_nodes(job) and isinstance(transport_of(job), Choice):
+        yield Finding.of("no-mpi-threads", "note", f"MPI grants the level {', '.join(sorted(levels))}")
 
 
 def _own_names(job: JobReport) -> Iterator[Finding]:
@@ -67,6 +97,8 @@ def _slow_pair(job: JobReport) -> Iterator[Finding]:
 
 
 NETWORK_RULES: tuple[Callable[[JobReport], Iterator[Finding]], ...] = (
+    _transport,
+    _threads,
     _own_names,
     _subnets,
     _measurement,

@@ -8,6 +8,7 @@ an MPI that does not start.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from .. import _env
 from ..errors import EPError
+from .gpus import loaded
 from .probes import PROBES
 
 PROBE_LIMIT_S = 30.0
@@ -114,8 +116,8 @@ def gather(
 
     Returns:
         This rank, the reports by rank, None, and the measurement. Each report gets `rank`, `local_rank` (number among the ranks of its
-        host), `group` (the lowest rank of that host) and `mpi_threads` (the level of thread support that MPI grants). If MPI fails: 0, this
-        report, the reason, and None. If only the measurement fails, it has `failure`.
+        host), `group` (the lowest rank of that host), `mpi_threads` (the level of thread support that MPI grants) and `mpi_cuda` (whether
+        MPI sends from GPU memory). If MPI fails: 0, this report, the reason, and None. If only the measurement fails, it has `failure`.
     """
     text = json.dumps({"report": report, "network": network and network._asdict()})
     child = [*_MODULE, "--gather"]
@@ -198,7 +200,7 @@ def _gather() -> None:
     rank, here = comm.Get_rank(), comm.ranks_on_host()
     levels = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
     threads = levels.get(MPI.Query_thread(), "unknown")
-    place = {"rank": rank, "local_rank": here.index(rank), "group": here[0], "mpi_threads": threads}
+    place = {"rank": rank, "local_rank": here.index(rank), "group": here[0], "mpi_threads": threads, "mpi_cuda": _knows_cuda()}
     reports = comm.allgather({**report, **place})
     write({"rank": rank, "reports": reports})
     if network is not None:
@@ -207,6 +209,13 @@ def _gather() -> None:
         nodes = nodes_of(reports, network["ranks_per_node"])
         with_gpus = network["with_gpus"] and all((each["facts"].get("driver") or {}).get("gpus") for each in reports)
         write({"network": measure(MPI.COMM_WORLD, nodes, with_gpus=with_gpus, announce=lambda part: write({"part": part}))})
+
+
+def _knows_cuda() -> bool | None:
+    """Ask MPI whether it sends from GPU memory. None: it does not say. MPICH answers only once it has started."""
+    path = loaded("libmpi")
+    query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None) if path else None
+    return None if query is None else bool(query())
 
 
 def nodes_of(reports: Sequence[dict[str, Any]], ranks_per_node: int | None) -> list[list[int]]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from .facts import Finding, JobReport, access_between, differences, fact, format_ranges, gpu_of, gpus, path_between
 from .findings import is_broken
-from .network_facts import link_summaries
+from .network_facts import has_several_nodes, link_summaries, transport_of
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _MAX_HOSTS = 4  # hosts with a table of GPUs
@@ -74,6 +74,7 @@ def _fact_rows(job: JobReport, report: Mapping[str, Any]) -> Iterable[tuple[str,
     yield "NVRTC", versioned("nvrtc")
     yield "nvJitLink", versioned("nvjitlink")
     yield "NVSHMEM", f"host {versioned('nvshmem_host')}\ndevice {versioned('nvshmem_device')}"
+    yield "Transport", _transport(job)
     yield "NICs", _nics(report)
     yield "IBGDA", _ibgda(report)
     yield "Addresses", _addresses(report)
@@ -87,7 +88,21 @@ def _mpi(report: Mapping[str, Any]) -> str:
     library, mpirun = fact(report, "mpi", "library"), fact(report, "mpi", "mpirun")
     ours = f"{library}  {fact(report, 'mpi', 'path')}, mpi4py {fact(report, 'mpi', 'mpi4py')}" if library else "not found"
     launcher = f"{fact(report, 'mpi', 'mpirun_family') or 'unknown'} {fact(report, 'mpi', 'mpirun_version') or ''}".strip()
-    return f"{ours}\nmpirun of {launcher}  {mpirun}" if mpirun else f"{ours}\nmpirun not found"
+    lines = [ours, f"mpirun of {launcher}  {mpirun}" if mpirun else "mpirun not found"]
+    if threads := report.get("mpi_threads"):
+        knows = {True: "yes", False: "no", None: "unknown"}[report.get("mpi_cuda")]
+        lines.append(f"threads: {threads} (the relay needs multiple); sends from GPU memory: {knows} (nothing needs it)")
+    return "\n".join(lines)
+
+
+def _transport(job: JobReport) -> str:
+    """Say which transport a Buffer would use between nodes, and why."""
+    if not has_several_nodes(job):
+        return "none needed: all ranks are one node"
+    if not job.uses_gpus:
+        return "none needed: the host backend sends its messages itself"
+    found = transport_of(job)
+    return f"none can work: {found}" if isinstance(found, str) else f"{found.name}: {found.reason}"
 
 
 def _nics(report: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from doctor_machines import (
     set_nvml,
     set_other_launch,
     set_paths,
+    set_threads,
 )
 from paths import ROOT
 
@@ -113,8 +114,14 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
      "host library is 3.3.9"),
     ("nvshmem-too-old", "error", ONE_PROCESS, set_facts("nvshmem_device", version="3.4.4"), "device library is 3.4.4"),
     ("nvshmem-mismatch", "error", ONE_PROCESS, set_facts("nvshmem_device", version="3.7.0"), "device 3.7.0"),
-    ("no-nic", "error", TWO_HOSTS, set_facts("network", nics=[]), "host0, host1"),
-    ("no-nic", "error", TWO_HOSTS, set_nic(usable=False), "host0, host1"),
+    ("no-transport", "error", dict(ranks=16, transport="nvshmem"), set_facts("network", nics=[]), "rank 0 on host0 has no RDMA NIC"),
+    ("no-transport", "error", dict(ranks=16, transport="mpi"), set_threads("serialized"), "host0 has an MPI that allows no calls"),
+    ("no-transport", "error", TWO_HOSTS, combined(set_threads("single"), set_facts("network", nics=[])), "neither transport can work"),
+    ("no-nic", "warning", TWO_HOSTS, set_facts("network", nics=[]), "host0 has no RDMA NIC, host1 has no RDMA NIC. The relay over MPI"),
+    ("no-nic", "warning", TWO_HOSTS, set_nic(usable=False), "host1 has NICs that this user may not open in /dev/infiniband (mlx5_0)"),
+    ("no-nic", "warning", TWO_HOSTS, set_nic(name="rdmap0s6"), "host0 has EFA NICs only"),
+    ("no-nic", "error", dict(ranks=16, transport="nvshmem"), set_nic(ports=DOWN), "host0 has NICs without an active port"),
+    ("no-mpi-threads", "note", TWO_HOSTS, set_threads("funneled"), "the level funneled"),
     ("nic-down", "warning", TWO_HOSTS, set_facts("network", nics=[
         {"name": "mlx5_0", "type": "", "usable": True, "ports": [{"port": "1", "state": "ACTIVE"}, {"port": "2", "state": "DOWN"}]}]),
      "mlx5_0:2 DOWN"),
@@ -211,7 +218,13 @@ QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, st
         dict(ranks=16, network=measured(link("near", 0, 1, 5), link("far", 0, 8, 40), gpus={"near": {"0": 330, "1": 335}})),
         combined(), {}),
     "rates of links that are not known": (
-        dict(ranks=16, network=measured(link("far", 0, 8, 0.01))), set_facts("network", nics=[], interfaces=[]), {"no-nic": "error"}),
+        dict(ranks=16, network=measured(link("far", 0, 8, 0.01))), set_facts("network", nics=[], interfaces=[]), {"no-nic": "warning"}),
+    "the relay needs no NIC": (dict(ranks=16, transport="mpi"), set_facts("network", nics=[]), {}),
+    "the relay needs no GPUDirect": (
+        dict(ranks=16, transport="mpi"), set_facts("network", peermem=False, open_driver=False), {"no-gpudirect": "note"}),
+    "a transport of NVSHMEM that needs no RDMA NIC": (
+        TWO_HOSTS, combined(set_facts("network", nics=[]), set_facts("settings", variables={"NVSHMEM_REMOTE_TRANSPORT": "ucx"})), {}),
+    "threads that no node needs": (dict(ranks=8), set_threads("single"), {}),
     "an NVSHMEM whose version is not known": (ONE_PROCESS, set_facts("nvshmem_device", version="unknown"), {}),
     "a library that is missing is no probe that failed": (ONE_PROCESS, fail_probe("nvrtc"), {"no-cuda-packages": "error"}),
 }  # fmt: skip

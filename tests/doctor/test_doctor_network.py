@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("typer")
 
 from doctor_command import Doctor, program
-from doctor_machines import link, machine, measured, set_facts, set_gpus, set_nic, set_nvml, set_paths
+from doctor_machines import SIZES, link, machine, measured, set_facts, set_gpus, set_nic, set_nvml, set_paths, set_threads
 from launch import python_on, run_checks
 from paths import ROOT
 
-from deepep_rt.doctor import addresses, network_facts, network_rates, runner
+from deepep_rt.doctor import addresses, network_facts, network_rates, report, runner, screen
 from deepep_rt.doctor.links import LINK_KINDS, nic_kind, tcp_kind
 from deepep_rt.errors import EPUnavailableError
 
@@ -43,8 +43,7 @@ def test_a_part_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         f"    rates.measure = lambda *_, announce, **__: ({hang})\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    report: dict[str, Any] = {"facts": {}, "failures": {}}
-    rank, reports, failure, network = runner.gather(report, 4, runner.NetworkRequest(limit_s=1))
+    rank, reports, failure, network = runner.gather({"facts": {}, "failures": {}}, 4, runner.NetworkRequest(limit_s=1))
     assert (rank, len(reports), failure) == (0, 1, None)
     assert reports[0]["mpi_threads"] == "multiple"
     assert network == {"failure": "did not end within 5 s, in this part: far, rank 0 with rank 1"}
@@ -175,6 +174,65 @@ def test_declared_nodes_of_one_host_are_linked_by_its_memory() -> None:
     (found,) = network_facts.link_summaries(job)
     assert found.kind == LINK_KINDS["host-memory"]
     assert (found.num_pairs, found.gb_s, found.slowest) == (2, 4.0, ((0, 4), 3.0))
+
+
+# --- transports --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "faults", "shown"),
+    [
+        (dict(ranks=8), [], "none needed: all ranks are one node"),
+        (dict(ranks=8, sizes={**SIZES, "ranks_per_node": 4}), [], "nvshmem: all ranks are on one host"),
+        (dict(ranks=16), [], "nvshmem: every host has a NIC that NVSHMEM can use"),
+        (
+            dict(ranks=16),
+            [set_nic(usable=False)],
+            "mpi: rank 0 on host0 has NICs that this user may not open in /dev/infiniband (mlx5_0)",
+        ),
+        (dict(ranks=16, transport="mpi"), [], "mpi: transport='mpi' was passed"),
+        (
+            dict(ranks=16, transport="mpi"),
+            [set_threads("single")],
+            "none can work: transport='mpi', but rank 0 on host0 has an MPI",
+        ),
+        (dict(ranks=16, backend="host"), [], "none needed: the host backend sends its messages itself"),
+    ],
+)
+def test_the_transport_and_its_reason_are_shown(options: dict[str, Any], faults: list[Any], shown: str) -> None:
+    job = machine(**options)
+    for fault in faults:
+        fault(job)
+    rows = dict(screen._fact_rows(job, job.reports[0]))
+    assert rows["Transport"].startswith(shown)
+    document = report.as_json(job, [])["transport"]
+    name, _, reason = shown.partition(": ")
+    if name == "none needed":
+        assert document is None
+    elif name == "none can work":
+        assert document["error"].startswith(reason)
+    else:
+        assert document == {"name": name, "reason": reason}
+
+
+def test_the_words_for_missing_threads_are_those_of_the_communicator() -> None:
+    text = (ROOT / "deepep_rt/comm/mpi.py").read_text()
+    assert network_facts.NO_THREADS in text
+
+
+def test_an_unknown_transport_is_refused(doctor: Doctor) -> None:
+    done = doctor.run(program("--transport", "pigeon"))
+    assert done.returncode == 1
+    assert "--transport='pigeon'; expected auto, nvshmem or mpi" in done.stderr
+
+
+def test_nodes_that_the_environment_declares() -> None:
+    job = machine(8)
+    assert not network_facts.has_several_nodes(job)
+    set_facts("settings", variables={"DEEPEP_RT_RANKS_PER_NODE": "4"})(job)
+    assert network_facts.has_several_nodes(job)
+    set_facts("settings", variables={"DEEPEP_RT_RANKS_PER_NODE": "many"})(job)
+    assert not network_facts.has_several_nodes(job)
 
 
 # --- addresses ---------------------------------------------------------------------------------------------------------------------

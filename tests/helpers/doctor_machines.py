@@ -62,6 +62,8 @@ def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 
         "rank": rank,
         "local_rank": rank % per_host,
         "group": rank - rank % per_host,
+        "mpi_threads": "multiple",
+        "mpi_cuda": False,
     }
 
 
@@ -174,6 +176,11 @@ def set_other_launch(size: int, local_rank: int | None) -> Callable[[JobReport],
             one["other_launch"] = {"size": size, "local_rank": local_rank}
 
     return change
+
+
+def set_threads(level: str) -> Callable[[JobReport], None]:
+    """Change the level of threads that MPI grants."""
+    return lambda job: [one.update(mpi_threads=level) for one in job.reports]  # type: ignore[func-returns-value]
 
 
 def set_nic(**facts: Any) -> Callable[[JobReport], None]:
