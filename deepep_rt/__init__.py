@@ -8,6 +8,7 @@ import logging
 
 from ._version import __version__ as __version__
 from .buffer import Buffer
+from .description import BufferDescription, LinkRates
 from .errors import (
     EPCacheError,
     EPCompileError,
@@ -34,6 +35,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "Buffer",
+    "BufferDescription",
     "CombineResult",
     "DispatchHandle",
     "DispatchResult",
@@ -50,5 +52,6 @@ __all__ = [
     "LowLatencyCombineResult",
     "LowLatencyDispatchResult",
     "LowLatencyHandle",
+    "LinkRates",
     "NetworkOptions",
 ]

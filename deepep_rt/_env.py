@@ -45,6 +45,11 @@ def debug() -> bool:
     return _flag("DEEPEP_RT_DEBUG")
 
 
+def remeasure() -> bool:
+    """`DEEPEP_RT_REMEASURE=1`: measure the links between ranks again, although rates of this topology were saved."""
+    return _flag("DEEPEP_RT_REMEASURE")
+
+
 def share_gpus() -> bool:
     """`DEEPEP_RT_SHARE_GPUS=1`: several ranks may use one GPU, for development. They take turns and are slow, except under MPS."""
     return _flag("DEEPEP_RT_SHARE_GPUS")
@@ -88,6 +93,7 @@ _READERS = {
     "DEEPEP_RT_TRUST_CACHE": trust_cache,
     "DEEPEP_RT_ARCH": arch,
     "DEEPEP_RT_DEBUG": debug,
+    "DEEPEP_RT_REMEASURE": remeasure,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
     "DEEPEP_RT_TIMEOUT_S": timeout_s,
     "DEEPEP_RT_RANKS_PER_NODE": ranks_per_node,

@@ -19,6 +19,7 @@ from .backends.inputs import (
     dispatch_inputs,
 )
 from .config import MAX_SMS, ROW_ALIGNMENT, Config, declared_ranks_per_node
+from .description import BufferDescription
 from .errors import EPConfigError
 from .kernels.layout import Layout
 from .network import NetworkOptions
@@ -207,6 +208,23 @@ class Buffer(LowLatencyCalls):
     def backend(self) -> str:
         """The backend in use, "cuda" or "host"."""
         return self._live().name
+
+    def describe(self) -> BufferDescription:
+        """Describe the Buffer: ranks, nodes, hosts and GPUs, the transport and the path between nodes with the reasons, what was measured
+        for them, and memory. This reads what the ranks found when they made the Buffer, and is not collective.
+
+        Returns:
+            The description. It prints as a table.
+
+        Raises:
+            EPDestroyedError: After `destroy()`.
+
+        Example:
+            >>> print(buffer.describe())
+            >>> buffer.describe().path
+            'hierarchical'
+        """
+        return self._live().description
 
     @property
     def num_sms(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..arrays.view import Framework, View
+from ..description import BufferDescription
 from ..results import (
     CombineResult,
     DispatchHandle,
@@ -38,6 +39,8 @@ class Backend(Protocol):
     """SMs of the next dispatch and combine."""
     info: BufferInfo
     call_lock: CallLock
+    description: BufferDescription
+    """See `Buffer.describe`."""
 
     @property
     def context(self) -> AbstractContextManager[Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 
 from ..comm.communicator import Communicator
 from ..config import Config
-from ..network import NetworkOptions
+from ..network import Choice, NetworkOptions
 from .agreement import agree, creation_comm, creation_timeout_s
 from .base import Backend
+from .path_choice import USUAL_RATES, agree_on_path, describe
 
 
 def make_backend(
@@ -31,16 +33,30 @@ def make_backend(
     """
     backend = agree(comm, config, backend, on_exhausted, network)
     comm = creation_comm(comm, creation_timeout_s(config.timeout_s))
-    # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.
+    hosts = tuple(comm.allgather(platform.node()))
     if backend == "host":
-        from .host.backend import HostBackend
-
-        return HostBackend(comm, config, serial)
+        return _host_backend(comm, config, serial, hosts)
+    # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.
     from ..cuda.topology import placed
     from ..cuda.transport import agree_on_transport
     from .cuda.backend import CudaBackend
 
-    config = placed(comm, config)
+    config, transport = placed(comm, config), Choice("", "")
     if config.has_network:
-        config = dataclasses.replace(config, transport=agree_on_transport(comm, network).name)
-    return CudaBackend(comm, config, serial, copy_when_full=on_exhausted == "copy", network=network)
+        transport = agree_on_transport(comm, network)
+        config = dataclasses.replace(config, transport=transport.name)
+    copy_when_full = on_exhausted == "copy"
+    return CudaBackend(comm, config, serial, copy_when_full=copy_when_full, network=network, hosts=hosts, transport=transport)
+
+
+def _host_backend(comm: Communicator, config: Config, serial: int, hosts: tuple[str, ...]) -> Backend:
+    from .host.backend import HostBackend
+    from .host.link_rates import measure_links
+
+    transport = Choice(comm.transport_name, "the host backend sends messages")
+    path = None
+    if config.has_network:
+        topology = {"backend": "host", "transport": transport.name, "ranks_per_node": config.node_size, "hosts": list(hosts)}
+        path = agree_on_path(comm, config, topology, USUAL_RATES["mpi"], measure_links)
+        config = dataclasses.replace(config, path=path.choice.name)
+    return HostBackend(comm, config, serial, describe("host", config, hosts, ("",) * config.num_ranks, transport, path))

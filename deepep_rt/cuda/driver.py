@@ -90,6 +90,11 @@ def device_uuid(ordinal: int) -> str:
     return bytes(ok(_device_uuid(ok(driver.cuDeviceGet(ordinal)))).bytes).hex()
 
 
+def device_name(ordinal: int) -> str:
+    """Return the name of a GPU, such as "NVIDIA H100 80GB HBM3"."""
+    return ok(driver.cuDeviceGetName(128, ok(driver.cuDeviceGet(ordinal)))).split(b"\0")[0].decode(errors="replace")
+
+
 def current_device() -> int:
     """Return the number of the current context's GPU."""
     return int(ok(driver.cuCtxGetDevice()))

@@ -128,6 +128,9 @@ class FakeCommunicator(TimedCollectives):
     def allgather(self, value: Any) -> list[Any]:
         return [value] * self._num_ranks
 
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        return value
+
     def Iallgather(self, mine: Any, all_ranks: Any) -> Any:
         all_ranks[:] = mine
         return SimpleNamespace(Test=lambda: True)
@@ -185,6 +188,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "release_stream": lambda stream: None,
         "free_bytes": lambda: 1 << 50,
         "num_sms": lambda ordinal: 132,
+        "device_name": lambda ordinal: "Fake GPU",
         "is_capturing": lambda stream: False,
         "capture_id": lambda stream: None,
         "wait_event": lambda stream, event: fake.waits.append((stream, event)),

@@ -98,6 +98,7 @@ class FakeDriver:
             "release_stream": lambda stream: None,
             "free_bytes": lambda: 1 << 50,
             "num_sms": lambda ordinal: 132,
+            "device_name": lambda ordinal: "Simulated GPU",
             "is_capturing": lambda stream: False,
             "capture_id": lambda stream: None,
             "wait_event": self._wait_event,

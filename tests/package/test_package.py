@@ -34,7 +34,7 @@ FILES = {
 LAYERS = [
     "errors _version _shim _env _checks _console",
     "arrays",
-    "config network traffic",
+    "config network traffic description",
     "results",
     "comm",
     "kernels",
@@ -138,9 +138,9 @@ def test_folders_load_nothing() -> None:
 
 
 PUBLIC = {
-    "deepep_rt": "Buffer NetworkOptions Event DispatchHandle DispatchResult CombineResult LowLatencyHandle LowLatencyDispatchResult "
-    "LowLatencyCombineResult EPError EPCacheError EPCompileError EPConfigError EPDestroyedError EPInputError EPOutOfMemoryError "
-    "EPTimeoutError EPUnavailableError __version__",
+    "deepep_rt": "Buffer BufferDescription LinkRates NetworkOptions Event DispatchHandle DispatchResult CombineResult LowLatencyHandle "
+    "LowLatencyDispatchResult LowLatencyCombineResult EPError EPCacheError EPCompileError EPConfigError EPDestroyedError EPInputError "
+    "EPOutOfMemoryError EPTimeoutError EPUnavailableError __version__",
     "deepep_rt.buffer": "Buffer",
     "deepep_rt.config": "Config",
     "deepep_rt.errors": "EPError EPTimeoutError",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
+import platform
 import time
 import unittest.mock
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from mpi4py import MPI
 from spmd import TIMEOUT_S, main, make_buffer, raises
 
 from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError
+from deepep_rt.comm.convert import communicator_of
 from deepep_rt.comm.timed_collectives import wait_all
 
 
@@ -111,6 +114,30 @@ def check_two_buffers_at_once(comm: MPI.Intracomm) -> None:
             requests = [comm.isend(number, (rank + 1) % ranks, tag=tag) for tag in (1, 2)]  # tags of the backend
             assert [comm.recv(source=(rank - 1) % ranks, tag=tag) for tag in (1, 2)] == [number, number]
             assert wait_all(requests, TIMEOUT_S)
+
+
+def check_descriptions(comm: MPI.Intracomm) -> None:
+    """All ranks have the same description. The path between nodes is chosen from rates that are measured once."""
+    size = comm.Get_size()
+    node = size // 2 if size % 2 == 0 else 1
+    with make_buffer(comm, num_experts=4 * size) as buffer:
+        plain = buffer.describe()
+    assert (plain.num_nodes, plain.path, plain.measured) == (1, "", None)
+    assert set(plain.hosts) == {platform.node()}
+    found = []
+    for remeasure in ("1", "0"):
+        variables = unittest.mock.patch.dict(os.environ, DEEPEP_RT_REMEASURE=remeasure)
+        with variables, make_buffer(comm, num_experts=4 * size, ranks_per_node=node) as buffer:
+            found.append(buffer.describe())
+            assert found[-1].path == ("" if node == size else buffer.config.path)
+    for description in found:
+        assert {str(description)} == set(communicator_of(comm).allgather(str(description)))
+        assert (description.measured is not None) == (1 < node < size)
+    assert (found[0].measured, found[0].path) == (found[1].measured, found[1].path)
+    with make_buffer(comm, num_experts=4 * size, ranks_per_node=node, path="direct") as buffer:
+        assert (buffer.describe().path or "direct", buffer.describe().measured) == ("direct", None)
+    with raises(EPDestroyedError):
+        buffer.describe()
 
 
 def check_subcommunicators(comm: MPI.Intracomm) -> None:

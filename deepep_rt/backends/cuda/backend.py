@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,10 +19,11 @@ from ...cuda.topology import choose_device
 from ...errors import EPOutOfMemoryError, EPUnavailableError
 from ...jit import current_gpu
 from ...kernels.layout import Layout
-from ...network import NetworkOptions
+from ...network import Choice, NetworkOptions
 from ..agreement import announce
 from ..call_lock import CallLock
 from ..calls import BufferInfo, Call
+from ..path_choice import USUAL_RATES, AgreedPath, Measure, agree_on_path, describe
 from .handle_tables import CudaHandleTables
 from .low_latency import LowLatency
 from .runtime import CudaRuntime
@@ -29,6 +31,9 @@ from .throughput import Throughput
 
 _ALLOCATOR: SymmetricAllocator = nvshmem
 _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
+MEASURE: Measure | None = None
+"""Measures the links of GPUs for `path="auto"`. None: the usual rates of the transport decide."""
+
 _MIN_DESTROY_TIMEOUT_S = 30.0  # ranks may end their work at different times
 
 
@@ -41,6 +46,8 @@ class CudaBackend:
         serial: The Buffer's number in this process, by which it knows its handles.
         copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
         network: Options for the start of NVSHMEM, if this Buffer starts it.
+        hosts: Name of each rank's host.
+        transport: The transport to other nodes, with the reason.
     """
 
     name = "cuda"
@@ -53,17 +60,25 @@ class CudaBackend:
         *,
         copy_when_full: bool,
         network: NetworkOptions | None = None,
+        hosts: tuple[str, ...],
+        transport: Choice,
     ) -> None:
         self.comm = comm = communicator.Dup()
-        self._config, self._consensus = config, Consensus(comm)
+        self._consensus = Consensus(comm)
         allocator: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else _ALLOCATOR
-        self.info = BufferInfo(serial, config, choose_device(comm, self._consensus, allocator))
-        layout = Layout(config)
+        device = choose_device(comm, self._consensus, allocator)
         with self._consensus.step():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # other Buffers of this process may have left free memory there
-            free_bytes, arch = driver.free_bytes(), current_gpu.target_arch()
+            free_bytes, arch, name = driver.free_bytes(), current_gpu.target_arch(), driver.device_name(device)
             allocator.check_available()
+        path, gpus = None, tuple(comm.allgather(f"{name} ({arch})"))
+        if config.has_network:
+            path = self._agree_on_path(config, hosts, gpus)
+            config = dataclasses.replace(config, path=path.choice.name)
+        self._config, layout = config, Layout(config)
+        self.info = BufferInfo(serial, config, device)
+        self.description = describe(self.name, config, hosts, gpus, transport, path, layout.size_hint)
         self.call_lock = CallLock(self.context)
         self.tables = CudaHandleTables(self.info, layout)
         all_free_bytes, archs = zip(*comm.allgather((free_bytes, arch)), strict=True)
@@ -95,6 +110,16 @@ class CudaBackend:
         if config.has_network:
             between_groups = f" and {_TRANSPORT_NAMES[config.transport]} between groups of {config.node_size}"
         announce(comm, f"CUDA ({arch})", f"NVLink or PCIe peer access{between_groups}", layout.size_hint["total"])
+
+    def _agree_on_path(self, config: Config, hosts: Sequence[str], gpus: Sequence[str]) -> AgreedPath:
+        topology = {
+            "backend": self.name,
+            "transport": config.transport,
+            "ranks_per_node": config.node_size,
+            "hosts": list(hosts),
+            "gpus": list(gpus),
+        }
+        return agree_on_path(self.comm, config, topology, USUAL_RATES[config.transport], MEASURE)
 
     def _allocate(self, allocator: SymmetricAllocator, num_bytes: int, network: NetworkOptions | None) -> SymmetricMemory:
         """Allocate symmetric memory on all ranks, or on none."""

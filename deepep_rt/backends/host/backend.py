@@ -19,6 +19,7 @@ from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
 from ...comm.rendezvous import agree_on_measurement, begin_measurement
 from ...config import Config
+from ...description import BufferDescription
 from ...errors import EPError, EPOutOfMemoryError
 from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineResult, LowLatencyDispatchResult
 from ..agreement import announce
@@ -42,11 +43,13 @@ class HostBackend:
         comm: The ranks. The backend duplicates it, so its messages stay apart from the caller's.
         config: The sizes of the Buffer.
         serial: The number of the Buffer in this process.
+        description: For `Buffer.describe`.
     """
 
     name = "host"
 
-    def __init__(self, comm: Communicator, config: Config, serial: int) -> None:
+    def __init__(self, comm: Communicator, config: Config, serial: int, description: BufferDescription) -> None:
+        self.description = description
         self._comm: Communicator | None = comm.Dup()
         self._comm.timeout_s = config.timeout_s
         self._config = config

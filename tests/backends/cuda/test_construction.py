@@ -6,6 +6,7 @@ import ctypes
 import gc
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,10 @@ from deepep_rt import (
     EPOutOfMemoryError,
     EPTimeoutError,
     EPUnavailableError,
+    LinkRates,
     NetworkOptions,
 )
+from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda.low_latency import LowLatency
 from deepep_rt.comm.consensus import Consensus
 from deepep_rt.cuda import driver, nvshmem
@@ -219,6 +222,25 @@ def test_hosts_allocate_for_themselves_with_a_relay(fake: FakeGpu, make: Any, mo
     with pytest.raises(EPUnavailableError, match="another rank"):
         make(ranks_per_node=2, network=relay)
     assert fake.freed.count(BASE) == 2
+
+
+def test_the_description_of_a_buffer(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path))
+    with make() as buffer:
+        found = buffer.describe()
+    assert (found.backend, found.num_nodes, found.transport, found.path) == ("cuda", 1, "", "")
+    assert found.gpus == ("Fake GPU (sm_90)",) * 4
+    assert found.memory["total"] == Layout(buffer.config).size_hint["total"]
+    with make(ranks_per_node=2) as buffer:
+        found = buffer.describe()
+    assert (found.transport, found.transport_reason) == ("nvshmem", "all ranks are on one host")
+    assert found.path == buffer.config.path != "auto"
+    assert "nothing was measured" in found.path_reason
+    rates = LinkRates(1e9, 1e-6, 100e9, 1e-6)
+    monkeypatch.setattr(cuda_backend, "MEASURE", lambda comm, config: rates)
+    with make(ranks_per_node=2) as buffer:
+        found = buffer.describe()
+    assert (found.path, buffer.config.path, found.measured) == ("direct", "direct", rates)
 
 
 def test_calls_after_destroy(fake: FakeGpu, make: Any) -> None:

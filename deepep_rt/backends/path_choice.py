@@ -1,0 +1,142 @@
+"""The choice of the path between nodes, from rates of links and the rows that a token is expected to cause."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _env
+from ..comm.communicator import Communicator
+from ..config import Config
+from ..description import BufferDescription, LinkRates
+from ..errors import EPConfigError
+from ..network import Choice
+from ..traffic import expected_traffic
+from . import saved_rates
+
+Measure = Callable[[Communicator, Config], LinkRates]
+"""Measures the links of all ranks at the same time, and returns the same rates on all of them. Collective."""
+
+_MARGIN = 0.1  # within it the hierarchical path is taken: it sends fewer messages, and its rates depend less on other jobs
+
+USUAL_RATES = {
+    "nvshmem": LinkRates(near_bytes_per_s=150e9, near_latency_s=15e-6, far_bytes_per_s=43e9, far_latency_s=25e-6),
+    "mpi": LinkRates(near_bytes_per_s=150e9, near_latency_s=15e-6, far_bytes_per_s=1.5e9, far_latency_s=100e-6),
+}
+"""Rates by transport for ranks that nothing was measured on: H800 over NVLink and 400 Gb/s InfiniBand, and a relay over TCP."""
+
+
+def call_times(config: Config, rates: LinkRates) -> dict[str, float]:
+    """Return the expected seconds of a dispatch by path, with all tokens and the widest rows.
+
+    A token crosses the network once for each far node, or once for each far rank. The hierarchical path passes all rows on in the node.
+    """
+    traffic = expected_traffic(config.num_nodes, config.node_size, config.num_topk, config.num_experts)
+    num_bytes = config.num_max_tokens_per_rank * config.row_bytes
+    return {
+        "hierarchical": rates.far_latency_s
+        + rates.near_latency_s
+        + max(
+            num_bytes * traffic.far_nodes / rates.far_bytes_per_s,
+            num_bytes * (traffic.far_ranks + traffic.near_ranks) / rates.near_bytes_per_s,
+        ),
+        "direct": rates.far_latency_s
+        + max(num_bytes * traffic.far_ranks / rates.far_bytes_per_s, num_bytes * traffic.near_ranks / rates.near_bytes_per_s),
+    }
+
+
+def choose_path(config: Config, rates: LinkRates, origin: str) -> Choice:
+    """Choose the path of a Buffer with several nodes.
+
+    Args:
+        config: Its sizes, and the path that the caller asked for.
+        rates: Rates of the links.
+        origin: The origin of the rates, in words, for the reason.
+    """
+    if config.path != "auto":
+        return Choice(config.path, f"path={config.path!r} was passed")
+    if config.node_size == 1:
+        return Choice("hierarchical", "both paths are the same with nodes of one rank")
+    times = call_times(config, rates)
+    name = "direct" if times["direct"] < (1 - _MARGIN) * times["hierarchical"] else "hierarchical"
+    figures = ", ".join(f"{time * 1e6:.0f} us {path}" for path, time in times.items())
+    margin = "" if name == min(times, key=lambda path: times[path]) else f", which is less than {_MARGIN:.0%} faster"
+    return Choice(name, f"expected for a dispatch: {figures}{margin} ({origin})")
+
+
+@dataclass(frozen=True)
+class AgreedPath:
+    """The path that all ranks agreed on. `measured` are the rates for the choice, or None if nothing was measured."""
+
+    choice: Choice
+    measured: LinkRates | None = None
+
+
+def agree_on_path(
+    comm: Communicator, config: Config, topology: Mapping[str, Any], usual: LinkRates, measure: Measure | None
+) -> AgreedPath:
+    """Let rank 0 choose the path of a Buffer with several nodes. Collective.
+
+    Rates are measured once for a topology and kept on disk. `DEEPEP_RT_REMEASURE=1` on rank 0 measures them again.
+
+    Args:
+        comm: The ranks.
+        config: The sizes that they agreed on.
+        topology: Everything that the rates depend on, as values that JSON can hold.
+        usual: The rates to assume without a measurement.
+        measure: Measures the rates. None: the backend cannot.
+
+    Raises:
+        EPConfigError: on every rank, if the variable is wrong on rank 0.
+        EPTimeoutError: if a rank does not come.
+    """
+    rates, origin, is_first = None, "nothing was measured; these are usual rates", comm.Get_rank() == 0
+    if config.path == "auto" and config.node_size > 1 and measure is not None:
+        rates = _saved(comm, topology)
+        origin = "measured earlier"
+        if rates is None:
+            rates, origin = measure(comm, config), "measured now"
+            if is_first:
+                saved_rates.save(topology, rates)
+    choice = tuple(choose_path(config, rates or usual, origin)) if is_first else None
+    return AgreedPath(Choice(*comm.bcast(choice)), rates)
+
+
+def _saved(comm: Communicator, topology: Mapping[str, Any]) -> LinkRates | None:
+    """Return the rates that rank 0 finds on disk, or None on all ranks."""
+    values, problem = None, ""
+    if comm.Get_rank() == 0:
+        try:
+            values = None if _env.remeasure() else saved_rates.load(topology)
+        except EPConfigError as error:
+            problem = str(error)
+    values, problem = comm.bcast((values and dataclasses.astuple(values), problem))
+    if problem:
+        raise EPConfigError(f"rank 0 cannot make this Buffer: {problem}")
+    return None if values is None else LinkRates(*values)
+
+
+def describe(
+    backend: str,
+    config: Config,
+    hosts: tuple[str, ...],
+    gpus: tuple[str, ...],
+    transport: Choice,
+    path: AgreedPath | None,
+    memory: Mapping[str, int] | None = None,
+) -> BufferDescription:
+    """Describe a Buffer from what its ranks found and agreed on. `path` is None with one node."""
+    chosen = AgreedPath(Choice("", "")) if path is None else path
+    return BufferDescription(
+        backend,
+        config.num_ranks,
+        config.node_size,
+        hosts,
+        gpus,
+        *transport,
+        *chosen.choice,
+        measured=chosen.measured,
+        memory=dict(memory or {}),
+    )
