@@ -27,7 +27,8 @@ class StoreCommunicator(TimedCollectives):
     """The ranks of a group. All ranks make it at the same time, and make the same calls.
 
     Args:
-        store: An object with the methods `set`, `get`, `check` and `delete_key` of `torch.distributed.Store`.
+        store: An object with the methods `set`, `get`, `check` and `delete_key` of `torch.distributed.Store`. If it has `multi_get`, as
+            `has_extended_api` says, a collective takes one request instead of one for each rank.
         name: Prefix of all keys. It is the same on all ranks, and no other communicator has it.
         rank: The number of this process.
         size: The number of ranks.
@@ -143,9 +144,9 @@ class StoreCommunicator(TimedCollectives):
             if not self._ask("check", keys):
                 return False, None
             values = []
-            for key in keys:
+            for key, data in zip(keys, self._get_all(keys), strict=True):
                 with self._checked(key):
-                    values.append(store_values.unpack(self._ask("get", key)))
+                    values.append(store_values.unpack(data))
             # All ranks have joined this collective, so they have read the keys of earlier ones.
             for key in [key for earlier, key in self._unread if earlier < number]:
                 self._ask("delete_key", key)
@@ -155,6 +156,12 @@ class StoreCommunicator(TimedCollectives):
             return True, values
 
         return Request(poll, lambda: [rank for rank, key in enumerate(keys) if not self._ask("check", [key])])
+
+    def _get_all(self, keys: list[str]) -> list[bytes]:
+        """Return the values of several keys, in one request if the store can do that."""
+        if getattr(self._store, "has_extended_api", bool)():
+            return self._ask("multi_get", keys)
+        return [self._ask("get", key) for key in keys]
 
     # --- messages ----------------------------------------------------------------------------------------------------------------
 

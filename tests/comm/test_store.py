@@ -43,6 +43,16 @@ def test_collectives(ranks: list[StoreCommunicator]) -> None:
     assert len(ranks[0]._store.held) == 3, "all keys but the last are deleted"
 
 
+def test_a_collective_reads_all_ranks_in_one_request(ranks: list[StoreCommunicator]) -> None:
+    store = ranks[0]._store
+    requests: list[list[str]] = []
+    store.has_extended_api = lambda: True
+    store.multi_get = lambda keys: requests.append(keys) or [store.held[key] for key in keys]
+    store.get = None
+    assert on_all(ranks, lambda comm: comm.allgather(comm.Get_rank())) == [[0, 1, 2]] * 3
+    assert [len(keys) for keys in requests] == [3, 3, 3]
+
+
 def test_messages(ranks: list[StoreCommunicator]) -> None:
     a, b, _ = ranks
     for number in range(3):

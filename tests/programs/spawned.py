@@ -112,6 +112,11 @@ def check_all(backend: str) -> None:
     deepep_v1.run_normal(world)
     deepep_v1.run_growth(world)
     deepep_v1.run_low_latency(world)
+    if backend == "host" and world.num_ranks > 1:
+        os.environ["DEEPEP_RT_RANKS_PER_NODE"] = "1"  # between nodes, numbers of tokens travel over the store
+        deepep_v1.run_internode(world, 1)
+        deepep_v1.run_internode_growth(world)
+        del os.environ["DEEPEP_RT_RANKS_PER_NODE"]
     assert "mpi4py.MPI" not in sys.modules
     dist.barrier()
     if dist.get_rank() == 0:
