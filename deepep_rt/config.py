@@ -19,6 +19,9 @@ MAX_TOPK = 32
 MAX_EXPERTS = 1 << 13
 MAX_SMS = 1 << 10
 MAX_RANKS_PER_NODE = 8
+MAX_NODES = 32
+"""Nodes of a Buffer with throughput calls."""
+
 PATHS = ("auto", "hierarchical", "direct")
 """Ways of rows between nodes: see `Buffer`."""
 
@@ -231,6 +234,10 @@ class Config:
     def num_nodes(self) -> int:
         """The number of groups of ranks that reach each other over NVLink."""
         return self.num_ranks // self.node_size
+
+    def node_of(self, rank: int) -> int | None:
+        """Return the node of a rank; None for an unknown rank, or if there is one node."""
+        return rank // self.node_size if self.has_network and rank >= 0 else None
 
     @cached_property
     def has_relay(self) -> bool:

@@ -196,6 +196,7 @@ Report = CStruct(
     u64 other_choice;  // combine got another choice than its dispatch: 1 << 63, index in topk_idx, now + 1, then + 1 (32, 16, 16 bits)
     u64 no_room;       // rows exceed num_worst_tokens: rows that arrived, rows that fit (32 bits each)
     u64 full_expert;   // rows of a low-latency dispatch exceed an expert's room: the expert + 1, the rows (32 bits each)
+    u64 too_many;      // rows exceed the memory of a rank: the rank + 1, the rows (32 bits each)
     """,
 )
 
@@ -320,6 +321,13 @@ PHASES = {
     "kPhaseLlCombineRoom": (10, "room for the rows of a low-latency combine"),
     "kPhaseLlWeights": (11, "the weights of a low-latency combine"),
     "kPhaseLlCombineRows": (12, "the rows of a low-latency combine"),
+    "kPhaseNodeCounts": (13, "the token counts of another node"),
+    "kPhaseNodeHello": (14, "the start of the call on another node"),
+    "kPhaseNodeRoom": (15, "room for rows on another node"),
+    "kPhaseNodeRows": (16, "the rows of dispatch from another node"),
+    "kPhaseNodeSums": (17, "the sums of combine from another node"),
+    "kPhaseExposedRows": (18, "the rows of combine on another rank of this node"),
+    "kPhaseNodeBlocks": (19, "another thread block of this GPU"),
 }
 """The kinds of waits on the device: the number in a Report, and the name in messages."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config import MAX_RANKS_PER_NODE, Config
+from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
 from .structs import CStruct
 
 _COMMON = """
@@ -49,6 +49,7 @@ class Kernel:
         is_local: Whether it works on arrays of one rank without a Buffer (jit/local_kernels.py).
         needs_fp8: Whether it needs a GPU that converts to FP8.
         low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
+        over_nodes: Whether it serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node.
         scale_up_only: Whether all ranks must reach each other directly.
         overlaps: Whether it may start while its predecessor ends. Its source calls overlap_kernels() first.
         max_stack_bytes: Its declared stack frame. CI fails if the frame is larger or registers spill.
@@ -63,19 +64,24 @@ class Kernel:
     is_local: bool = False
     needs_fp8: bool = False
     low_latency: bool = False
+    over_nodes: bool = False
     scale_up_only: bool = False
     overlaps: bool = False
     max_stack_bytes: int = 0
 
     def fits(self, config: Config) -> bool:
         """Return whether a Buffer of these sizes can launch the kernel."""
+        if self.over_nodes:
+            return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE
         if not self.low_latency:
-            return config.num_ranks <= MAX_RANKS_PER_NODE  # with more ranks a Buffer has only low-latency calls
+            return not config.has_network and config.num_ranks <= MAX_RANKS_PER_NODE
         return config.fits_low_latency and not (self.scale_up_only and config.has_network)
 
     def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
         """Return whether the kernel, compiled with these constants, contains NVSHMEM's device library."""
-        return self.low_latency and constants["kRanksPerNode"] < constants["kNumRanks"]
+        if not (self.low_latency or self.over_nodes):
+            return False
+        return constants["kRanksPerNode"] < constants["kNumRanks"] and not constants["kHasRelay"]
 
     @property
     def source(self) -> str:
@@ -153,6 +159,84 @@ KERNELS: dict[str, Kernel] = {
             threads="kCombineThreads",
             shared="kCombineSharedBytes",
             per_dtype=True,
+        ),
+        Kernel(
+            "route_nodes",
+            _COMMON
+            + """
+    i32 num_tokens;
+    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
+    u64 handle;             // out
+    i32 idx_bytes;          // 4 or 8
+    i32 expert_alignment;
+    i32 check;              // report expert numbers out of range
+    i32 to_host;            // write the received counts to the mailbox
+""",
+            folder="nodes",
+            threads="kRouteThreads",
+            over_nodes=True,
+            max_stack_bytes=8,  # arguments of NVSHMEM's functions
+        ),
+        Kernel(
+            "dispatch_nodes",
+            _COMMON
+            + """
+    i32 row_bytes;
+    u64 x;                  // [num_tokens, row_bytes]
+    u64 scales;             // [num_tokens, scale_bytes], or 0
+    u64 topk_idx;           // [num_tokens, kNumTopk], or 0
+    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
+    u64 handle;
+    u64 recv_x_offset;      // where this rank receives rows: offsets from its symmetric base
+    u64 recv_scales_offset;
+    u64 recv_topk_idx_offset;
+    u64 recv_topk_weights_offset;
+    u64 recv_src_idx_offset;
+    i64 capacity;           // rows that fit there
+    u64 num_recv;              // for the caller: [1] int32
+    u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
+    i32 scale_bytes;
+    i32 idx_bytes;
+    i32 missing_rows;       // rows for which this rank has no memory; then no rank sends rows
+    i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
+    i32 chunk_topk_idx;
+    i32 chunk_weights;
+    i32 chunk_scales;
+    i32 chunk_rows;
+    u64 call_signature;     // all ranks must agree on it
+""",
+            folder="nodes",
+            threads="kNodesThreads",
+            over_nodes=True,
+            max_stack_bytes=8,  # arguments of NVSHMEM's functions
+        ),
+        Kernel(
+            "combine_nodes",
+            _COMMON
+            + """
+    i32 num_tokens;
+    u64 y;                  // [rows received in dispatch, kRowBytes]
+    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
+    u64 bias_0;             // [num_tokens, kRowBytes], or 0
+    u64 bias_1;
+    u64 handle;
+    u64 out;                // [num_tokens, kRowBytes]
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
+    u64 exposed_offset;     // where this rank exposes rows: offsets from its symmetric base
+    u64 exposed_weights_offset;
+    u64 sums;               // staging for what other nodes send
+    u64 sum_weights;
+    i64 capacity;           // rows of y
+    u64 call_signature;     // all ranks must agree on it
+    i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
+    i32 chunk_weights;
+    i32 chunk_rows;
+""",
+            folder="nodes",
+            threads="kNodesThreads",
+            per_dtype=True,
+            over_nodes=True,
+            max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
         Kernel(
             "ll_dispatch",

@@ -56,6 +56,11 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kStageBytes": pitch,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
+        # NVSHMEM's functions use up to 158 registers, so a block has 256 threads.
+        "kNodesThreads": 256,
+        "kFillWarps": 2,
+        "kEmptyWarps": 2,
+        "kExposeWarps": 2,
         "kDispatchItemsPerTicket": 4,
         "kDispatchCopyWarps": dispatch_copy_warps,
         "kDispatchStages": dispatch_stages,
