@@ -70,13 +70,23 @@ class EPTimeoutError(EPError, TimeoutError):
         expected: The value that it waited for, the sequence number of a call.
         seen: The last value that it read.
         call_idx: Sequence number of the call on this rank, counted from 1.
+        node: The node of the peer, if the Buffer has several nodes; otherwise None.
     """
 
     def __init__(
-        self, message: str, *, rank: int, peer: int, phase: str, expected: int = 0, seen: int = 0, call_idx: int = 0
+        self,
+        message: str,
+        *,
+        rank: int,
+        peer: int,
+        phase: str,
+        expected: int = 0,
+        seen: int = 0,
+        call_idx: int = 0,
+        node: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.peer, self.phase = rank, peer, phase
+        self.rank, self.peer, self.phase, self.node = rank, peer, phase, node
         self.expected, self.seen, self.call_idx = expected, seen, call_idx
 
     def __reduce__(self) -> Any:

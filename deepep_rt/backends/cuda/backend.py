@@ -26,6 +26,7 @@ from ..calls import BufferInfo, Call
 from ..path_choice import USUAL_RATES, AgreedPath, Measure, agree_on_path, describe
 from .handle_tables import CudaHandleTables
 from .low_latency import LowLatency
+from .nodes import NodesThroughput
 from .runtime import CudaRuntime
 from .throughput import Throughput
 
@@ -91,9 +92,15 @@ class CudaBackend:
                 self.runtime = CudaRuntime(
                     self.info, layout, comm, self._memory, arch, self.context, self.call_lock, self._resources
                 )
-                self.throughput = Throughput(self.runtime, copy_when_full)
+                self.throughput = (
+                    NodesThroughput(self.runtime, layout.nodes, copy_when_full)
+                    if layout.nodes
+                    else Throughput(self.runtime, copy_when_full)
+                )
                 self.low_latency = LowLatency(self.runtime, archs)
                 driver.synchronize(0)
+            if self.runtime.network is not None:
+                self.runtime.network.start_relay()
         except Exception:
             if self._all_ranks_free(self._memory.consensus is None, config.timeout_s):
                 self._release()
@@ -171,6 +178,8 @@ class CudaBackend:
         try:
             self._destroy(in_touch, error)
         finally:
+            if runtime.network is not None:
+                runtime.network.close()
             self.low_latency.close()
 
     def _destroy(self, in_touch: bool, error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ from ...comm.communicator import Communicator
 from ...comm.failure_notice import FailureNotice
 from ...config import Config
 from ...cuda import driver
-from ...errors import EPError, EPInputError, EPTimeoutError, EPUnavailableError
+from ...errors import EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels import structs
 from .status_page import StatusPage
 
@@ -31,12 +31,19 @@ class Monitor:
         page: Its status page.
         state: Address of the kernels' State.
         check_ended: Raises if the Buffer was destroyed. It runs while the host waits.
+        check_network: Raises if the network failed. It runs while the host waits.
     """
 
     def __init__(
-        self, comm: Communicator, config: Config, page: StatusPage, state: int, check_ended: Callable[[], None] = lambda: None
+        self,
+        comm: Communicator,
+        config: Config,
+        page: StatusPage,
+        state: int,
+        check_ended: Callable[[], None] = lambda: None,
+        check_network: Callable[[], None] | None = None,
     ) -> None:
-        self._check_ended = check_ended
+        self._check_ended, self._check_network = check_ended, check_network
         self._config, self._page, self._rank = config, page, comm.Get_rank()
         self._failure_notice = FailureNotice(comm)
         self._abort_flag = state + structs.offset(structs.State.dtype({}), "abort")
@@ -66,7 +73,7 @@ class Monitor:
         """At the end of a call, raise what kernels found wrong in its arguments or in those of an earlier call. This call was made."""
         try:
             self._page.check_inputs()
-        except EPInputError as error:
+        except (EPInputError, EPOutOfMemoryError) as error:
             error.call_made = True
             raise
 
@@ -82,8 +89,10 @@ class Monitor:
         try:
             if failed := self._failure_notice.failed_peers():
                 error = self._failure_notice.error(failed[0], "a call on the GPU")
-        except EPUnavailableError as lost_store:  # the process that held the ranks' store has ended
-            error = lost_store
+            elif self._check_network is not None:
+                self._check_network()
+        except (EPUnavailableError, EPTimeoutError) as lost:  # the ranks' store, or the network between nodes, has ended
+            error = lost
         if error is not None:
             self._error = error
             driver.write_int32_now(self._abort_flag, 1)

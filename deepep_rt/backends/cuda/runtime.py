@@ -23,6 +23,7 @@ from ...results import Views
 from ..call_lock import CallLock
 from ..calls import BufferInfo
 from .monitor import Monitor
+from .network_memory import NetworkMemory
 from .status_page import StatusPage
 from .stream_order import CallOrder
 from .transfer import to_device, to_host
@@ -62,15 +63,17 @@ class CudaRuntime:
         self.is_destroyed = False
         self.launchers: dict[tuple[str, str | None], Launcher] = {}
         self._arch, self._resources = arch, resources
-        for region in ("control", "low_latency"):  # flags start at zero
-            if self.regions.sizes[region]:
+        for region in ("control", "low_latency", "network"):  # flags start at zero
+            if self.regions.sizes.get(region):
                 driver.fill(self.address_of_region(region), 0, self.regions.sizes[region])
         self.state = driver.allocate(layout.local.num_bytes)
         resources.callback(driver.free, self.state)
         driver.fill(self.state, 0, layout.local.num_bytes)
+        self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
         self.page = StatusPage(layout, self.rank)
         resources.callback(self.page.free)
-        self.monitor = Monitor(comm, self.config, self.page, self.state, call_lock.check)
+        check_network = self.network.check if self.network else None
+        self.monitor = Monitor(comm, self.config, self.page, self.state, call_lock.check, check_network)
         self.order = CallOrder(self.device, self.context, self.monitor.check)
         resources.callback(driver.release_stream, self.order.own_stream)
         self.stream_pool = StreamPool()

@@ -12,7 +12,7 @@ from ...cuda import driver
 from ...errors import EPInputError, EPTimeoutError
 from ...kernels import structs
 from ...kernels.layout import Layout
-from ..overflow import OverflowLog
+from ..overflow import OverflowLog, too_many_rows
 
 _LOW_HALF = 0xFFFFFFFF
 _BROKEN = "The buffer cannot be used any more"
@@ -97,6 +97,8 @@ class StatusPage:
                 self._overflow.warn_of_rows(rows >> 32, rows & _LOW_HALF)
             if rows := self._pop("full_expert"):
                 self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.worst_recv_tokens)
+            if rows := self._pop("too_many"):
+                raise too_many_rows((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
             if choice := self._pop("other_choice"):
                 raise self._other_choice(choice)
 
@@ -140,8 +142,10 @@ class StatusPage:
         call_idx = expected
         if number in structs.ROOM_PHASES:  # the kernel waits for the call that used the same ring slot before
             call_idx += self._config.low_latency_ring_depth
+        node = self._config.node_of(peer)
+        where = "" if node is None else f" on node {node}"
         return EPTimeoutError(
-            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}: {phase}, call {call_idx} of its kind "
+            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}{where}: {phase}, call {call_idx} of its kind "
             f"(rank {peer} was at {seen}); expected rank {peer} to be alive and to make the same calls. "
             f"Check that it does, or raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. {_BROKEN}",
             rank=rank,
@@ -150,6 +154,7 @@ class StatusPage:
             expected=expected,
             seen=seen,
             call_idx=call_idx,
+            node=node,
         )
 
     def _struct(self, region: str, struct: structs.CStruct) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...arrays.view import HOST, View
@@ -11,9 +11,10 @@ from ...comm.rendezvous import agree_on_measurement, begin_measurement
 from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
 from ...cuda import driver
 from ...errors import EPInputError, EPUnavailableError
-from ...results import CombineResult, DispatchHandle, DispatchResult, Views
+from ...results import CombineResult, DispatchHandle, DispatchResult
 from ..calls import Call, CombineInputs, DispatchInputs
 from .result_memory import ResultMemory
+from .result_views import combine_views, dispatch_views, dtypes_of
 from .runtime import CudaRuntime, address_of
 
 _NUM_MEASUREMENTS = 3
@@ -82,8 +83,8 @@ class Throughput:
         if needs_counts:
             num_rows, counts_list = self._monitor.await_counts()
         owner, base = self.results.keep(reserved, parts.offsets["x"] + num_rows * row_bytes, call)
-        make_views = self._dispatch_views(
-            arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream
+        make_views = dispatch_views(
+            self._runtime, arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
         handle = known or DispatchHandle(x.shape[0], num_rows, counts_list, self._runtime.info.serial, tables, {})
         self._monitor.check_inputs()
@@ -155,55 +156,14 @@ class Throughput:
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx.itemsize if idx else 0,
                 "rows_per_copy": rows_per_copy(row_bytes),
-                "call_signature": call_signature.pack("dispatch", *_dtypes(*arrays), scale_bytes),
+                "call_signature": call_signature.pack("dispatch", *dtypes_of(*arrays), scale_bytes),
             },
         )
-
-    def _dispatch_views(
-        self,
-        arrays: Sequence[Any],
-        offsets: dict[str, int],
-        num_rows: int,
-        *,
-        rows: tuple[int, Any],
-        counts: tuple[int, Any],
-        stream: int,
-    ) -> Callable[[], Views]:
-        """Return the function that makes the results of a dispatch.
-
-        Args:
-            arrays: x, topk_idx, topk_weights, scales: results have their dtypes and shapes, but for the number of rows.
-            offsets: Of the results, from the address in `rows`.
-            num_rows: Rows of the results.
-            rows: An address, and the owner of the memory there.
-            counts: The same, for the counts.
-            stream: The stream of the call.
-        """
-        framework = arrays[0].framework
-        # The function does not hold the arguments: the caller may drop them before it reads the results.
-        formats = [(view.dtype, view.shape[1:]) if view else None for view in arrays]
-
-        def make_views() -> Views:
-            result = self._runtime.result
-            named = zip(("x", "topk_idx", "topk_weights", "scales"), formats, strict=True)
-            results = {name: (format_[0], (num_rows, *format_[1])) for name, format_ in named if format_}
-            results["src_idx"] = "int32", (num_rows, 2)
-            (base, rows_owner), (counts_base, counts_owner) = rows, counts
-            views: Views = {
-                name: result(base + offsets[name], shape, dtype, rows_owner, framework, stream)
-                for name, (dtype, shape) in results.items()
-            }
-            for name, shape in (("num_recv", (1,)), ("num_recv_per_expert", (self._config.num_local_experts,))):
-                ptr = counts_base + self._counts_offsets[name]
-                views[name] = result(ptr, shape, "int32", counts_owner, framework, stream)
-            return views
-
-        return make_views
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """Launch one kernel: rows arrive in the staging region of the tokens' ranks, which add them up."""
         self._check_peer_access()
-        config, stream, handle = self._config, call.stream, inputs.handle
+        stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
         x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
         staging = self._layout.staging(x.row_bytes).offsets
@@ -227,21 +187,12 @@ class Throughput:
                 "recv_x_offset": staging_offset + staging["x"],
                 "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
                 "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack("combine", *_dtypes(x, None, weights)),
+                "call_signature": call_signature.pack("combine", *dtypes_of(x, None, weights)),
             },
         )
         given = inputs.topk_weights, *inputs.biases
         self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
-        dtype, framework, with_weights = x.dtype, x.framework, weights is not None
-
-        def make_views() -> Views:
-            result = self._runtime.result
-            views: Views = {"x": result(out, (num_tokens, config.hidden), dtype, owner, framework, stream)}
-            if with_weights:
-                shape = num_tokens, config.num_topk
-                views["topk_weights"] = result(out_weights, shape, "float32", owner, framework, stream)
-            return views
-
+        make_views = combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
         self._monitor.check_inputs()
         views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
         return CombineResult(self._order.event(call), views)
@@ -279,7 +230,3 @@ class Throughput:
                 f"some ranks of this Buffer have no direct access to each other; expected up to {MAX_RANKS_PER_NODE} ranks over NVLink or "
                 f"PCIe for dispatch and combine. Use the low-latency calls"
             )
-
-
-def _dtypes(*views: View | None) -> list[Any]:
-    return [view.dtype if view else None for view in views]

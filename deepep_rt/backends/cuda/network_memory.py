@@ -1,0 +1,89 @@
+"""Network memory: what kernels put to other nodes, and what arrives from there; with a relay, the relay too."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from ...comm.communicator import Communicator
+from ...cuda import driver
+from ...cuda.symmetric_memory import SymmetricMemory
+from ...errors import EPUnavailableError
+from ...kernels import structs
+from ...kernels.layout import Layout
+
+
+class NetworkMemory:
+    """The network memory of one rank, and the relay that carries it. Collective.
+
+    With NVSHMEM it is the last part of symmetric memory. A relay works on pinned host memory, which mirrors this part at the same offsets.
+
+    Args:
+        comm: The ranks.
+        layout: Of the Buffer.
+        memory: Its symmetric memory.
+        state: Address of its local memory, whose NetworkState the constructor writes.
+        resources: Releases what the constructor acquires.
+    """
+
+    def __init__(self, comm: Communicator, layout: Layout, memory: SymmetricMemory, state: int, resources: ExitStack) -> None:
+        self._first, self._size = layout.network_start, layout.symmetric.num_bytes - layout.network_start
+        self._comm, self._layout, self._resources = comm, layout, resources
+        self.base, self.ring = memory.ptr, 0
+        """Address of offset 0 of symmetric memory, for offsets of network memory; and the address of the ring of descriptors, or 0."""
+        self._relay: Any = None
+        self._may_free = True
+        num_entries = layout.num_ring_entries
+        if layout.config.has_relay:
+            self.base = self._pinned(self._size) - self._first
+            self.ring = self._pinned(num_entries * structs.Descriptor.size({}))
+        values = np.zeros(1, structs.NetworkState.dtype({}))
+        values["base"], values["ring"], values["ring_mask"] = self.base, self.ring, num_entries - 1
+        driver.copy_async(state + layout.local.offsets["network"], values.ctypes.data, values.nbytes, 0)
+        driver.synchronize(0)
+
+    def start_relay(self) -> None:
+        """Start the relay, if there is one. Collective."""
+        if not self.ring:
+            return
+        descriptor, config = structs.Descriptor.dtype({}), self._layout.config
+        self._resources.callback(self.close)  # before the memory is freed
+        self._relay = start_relay(
+            self._comm,
+            self.base + self._first,
+            self._size,
+            self._first,
+            self.ring,
+            self._layout.num_ring_entries,
+            descriptor,
+            config.timeout_s,
+        )
+
+    def check(self) -> None:
+        """Raise if a relay has failed. Call it while the host waits."""
+        if self._relay is not None:
+            self._relay.check()
+
+    def close(self) -> None:
+        """End the relay. Its memory is freed with the other resources, unless the relay may still use it."""
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            self._may_free = relay.close()
+
+    def _pinned(self, num_bytes: int) -> int:
+        ptr = driver.allocate_pinned(num_bytes)
+        self._resources.callback(self._free, ptr)
+        ctypes.memset(ptr, 0, num_bytes)
+        return ptr
+
+    def _free(self, ptr: int) -> None:
+        if self._may_free:
+            driver.free_pinned(ptr)
+
+
+def start_relay(*arguments: Any) -> Any:
+    """Start the relay of this rank. Tests replace it by a network of their own."""
+    raise EPUnavailableError("transport='mpi' has no relay in this version. Use transport='nvshmem'.")

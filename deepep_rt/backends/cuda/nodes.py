@@ -1,0 +1,219 @@
+"""The throughput calls of the CUDA backend over several nodes: dispatch and combine through flows between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...arrays.view import HOST, View
+from ...comm import call_signature
+from ...config import COMBINE_DTYPES, MAX_NODES, MAX_ROUTE_BLOCKS, ROUTE_THREADS
+from ...errors import EPInputError, EPUnavailableError
+from ...kernels.nodes_layout import NodesLayout
+from ...results import CombineResult, DispatchHandle, DispatchResult
+from ..calls import Call, CombineInputs, DispatchInputs
+from ..overflow import too_many_rows
+from .result_memory import ResultMemory
+from .result_views import combine_views, dispatch_views, dtypes_of
+from .runtime import CudaRuntime, address_of
+
+
+class NodesThroughput:
+    """Dispatch and combine as kernel launches over symmetric memory of each node, and network memory between nodes.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        nodes: The layout of these calls.
+        copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
+    """
+
+    def __init__(self, runtime: CudaRuntime, nodes: NodesLayout, copy_when_full: bool) -> None:
+        config, layout = runtime.config, runtime.layout
+        self.num_sms = config.num_sms
+        """SMs of the next calls."""
+        self._runtime, self._order, self._monitor = runtime, runtime.order, runtime.monitor
+        self._config, self._layout, self._nodes = config, layout, nodes
+        self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
+        self._counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
+        self.results = ResultMemory(
+            runtime.memory.ptr, runtime.regions, config.num_slots, runtime.order, runtime.stream_pool, copy_when_full
+        )
+        if config.num_nodes <= MAX_NODES:
+            for kernel in ("route_nodes", "dispatch_nodes"):
+                runtime.launcher(kernel)
+            if config.dtype in COMBINE_DTYPES:
+                runtime.launcher("combine_nodes", config.dtype)
+
+    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
+        """Launch the routing, unless a handle gives it, wait for the counts if only they tell the size, and launch the dispatch of rows."""
+        self._check_num_nodes()
+        known, stream = inputs.handle, call.stream
+        self._order.enqueue_waits(call)
+        needs_counts = known is None and inputs.num_worst_tokens is None
+        if needs_counts and call.capture is not None:
+            raise EPInputError(
+                "num_worst_tokens=None in a CUDA graph capture, where the host cannot wait for counts; expected a number of rows. Pass "
+                "num_worst_tokens=, or handle="
+            )
+        arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
+        x, idx, _, scales = arrays
+        counts_list = None
+        if known is None:
+            counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
+            counts = tables.ptr + self._layout.handle.offsets["counts"]
+            self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
+            num_rows = inputs.num_worst_tokens or 0
+            if needs_counts:
+                self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
+                num_rows, counts_list = self._monitor.await_counts()
+        else:
+            num_rows, tables, counts_list = known.num_recv_rows, known.routing, known.num_recv_tokens_per_expert_list
+            counts_owner = self._counts.acquire(stream, call.caller_stream)
+            counts = counts_owner.ptr
+        too_many = num_rows if num_rows > self._config.num_max_recv_tokens else 0
+        capacity = 0 if too_many else num_rows
+        scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
+        parts = self._layout.result(capacity, x.row_bytes, scale_bytes, idx_bytes, idx is not None)
+        reserved = self.results.reserve(parts.num_bytes, call)
+        self._launch_dispatch(arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
+        given = inputs.topk_idx, inputs.topk_weights, inputs.scales
+        self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
+        if too_many:
+            self._runtime.synchronize()  # raises what the kernels of all ranks report
+            raise too_many_rows(self._runtime.rank, too_many, self._config.num_max_recv_tokens)
+        owner, base = self.results.keep(reserved, parts.num_bytes, call)
+        make_views = dispatch_views(
+            self._runtime, arrays, parts.offsets, capacity, rows=(base, owner), counts=(counts, counts_owner), stream=stream
+        )
+        handle = known or DispatchHandle(x.shape[0], capacity, counts_list, self._runtime.info.serial, tables, {})
+        self._monitor.check_inputs()
+        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
+        return DispatchResult(handle, self._order.event(call), views)
+
+    def _launch_route(self, idx: View, tables: int, expert_alignment: int, needs_counts: bool, stream: int) -> None:
+        if needs_counts:
+            self._runtime.page.expect_counts()
+        num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
+        self._runtime.launcher("route_nodes")(
+            stream,
+            max(num_blocks, 1),
+            {
+                "num_tokens": idx.shape[0],
+                "topk_idx": idx.ptr,
+                "handle": tables,
+                "idx_bytes": idx.itemsize,
+                "expert_alignment": expert_alignment,
+                "check": self._config.check_inputs,
+                "to_host": needs_counts,
+            },
+        )
+
+    def _launch_dispatch(
+        self,
+        arrays: Sequence[Any],
+        tables: int,
+        offset: int,
+        parts: dict[str, int],
+        capacity: int,
+        missing_rows: int,
+        counts: int,
+        stream: int,
+    ) -> None:
+        """Launch the dispatch kernel.
+
+        Args:
+            arrays: x, topk_idx, topk_weights, scales.
+            tables: Address of the handle's tables.
+            offset: Of the result in symmetric memory.
+            parts: Offsets in the result.
+            capacity: Rows that fit.
+            missing_rows: Rows that arrive, if they are more than fit the memory of the Buffer; otherwise 0.
+            counts: Address of the caller's counts.
+            stream: The call's stream.
+        """
+        x, idx, weights, scales = arrays
+        scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
+        chunk = self._nodes.chunk(x.row_bytes, scale_bytes, idx_bytes, weights is not None)
+        counts_offsets = self._layout.counts.offsets
+        self._runtime.launcher("dispatch_nodes")(
+            stream,
+            self.num_sms,
+            {
+                "row_bytes": x.row_bytes,
+                "x": x.ptr,
+                "scales": address_of(scales),
+                "topk_idx": address_of(idx),
+                "topk_weights": address_of(weights),
+                "handle": tables,
+                **{
+                    f"recv_{name}_offset": offset + parts[name] for name in ("x", "scales", "topk_idx", "topk_weights", "src_idx")
+                },
+                "capacity": capacity,
+                "num_recv": counts + counts_offsets["num_recv"],
+                "num_recv_per_expert": counts + counts_offsets["num_recv_per_expert"],
+                "scale_bytes": scale_bytes,
+                "idx_bytes": idx_bytes,
+                "missing_rows": missing_rows,
+                "chunk_tokens": chunk.num_tokens,
+                **{f"chunk_{name}": chunk.offsets[name] for name in ("topk_idx", "weights", "scales", "rows")},
+                "call_signature": call_signature.pack("dispatch", *dtypes_of(*arrays), scale_bytes),
+            },
+        )
+
+    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
+        """Launch one kernel: each node adds up its rows of a token, and the token's rank adds up the sums of the nodes."""
+        self._check_num_nodes()
+        stream, handle = call.stream, inputs.handle
+        self._order.enqueue_waits(call)
+        x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
+        staging = {
+            name: self._runtime.regions.offsets["landing"] + at for name, at in self._nodes.staging(x.row_bytes).offsets.items()
+        }
+        num_tokens = handle.num_tokens
+        parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
+        owner = self.results.allocate_sums(parts.num_bytes, call)
+        out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
+        chunk, base = self._nodes.chunk(x.row_bytes, 0, 0, weights is not None), self._runtime.memory.ptr
+        self._runtime.launcher("combine_nodes", x.dtype)(
+            stream,
+            self.num_sms,
+            {
+                "num_tokens": num_tokens,
+                "y": x.ptr,
+                "topk_weights": address_of(weights),
+                "bias_0": address_of(biases[0]) if biases else 0,
+                "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
+                "handle": handle.routing.ptr,
+                "out": out,
+                "out_topk_weights": out_weights,
+                "exposed_offset": staging["exposed"],
+                "exposed_weights_offset": staging["exposed_weights"],
+                "sums": base + staging["sums"],
+                "sum_weights": base + staging["sum_weights"],
+                "capacity": handle.num_recv_rows,
+                "call_signature": call_signature.pack("combine", *dtypes_of(x, None, weights)),
+                "chunk_tokens": chunk.num_tokens,
+                "chunk_weights": chunk.offsets["weights"],
+                "chunk_rows": chunk.offsets["rows"],
+            },
+        )
+        given = inputs.topk_weights, *inputs.biases
+        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
+        make_views = combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
+        self._monitor.check_inputs()
+        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
+        return CombineResult(self._order.event(call), views)
+
+    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
+        """See `Buffer.copy_ceiling`."""
+        raise EPUnavailableError(
+            f"this Buffer has {self._config.num_nodes} nodes; expected one, because the measurement writes to all ranks directly. Make a "
+            f"Buffer over the ranks of one node"
+        )
+
+    def _check_num_nodes(self) -> None:
+        if self._config.num_nodes > MAX_NODES:
+            raise EPUnavailableError(
+                f"this Buffer has {self._config.num_nodes} nodes; expected at most {MAX_NODES} for dispatch and combine. Use the "
+                f"low-latency calls, or fewer nodes"
+            )
