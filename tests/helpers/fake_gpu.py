@@ -18,6 +18,7 @@ from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.arrays.view import Framework, View
 from deepep_rt.backends import agreement, factory
 from deepep_rt.backends.cuda import backend as cuda_backend
+from deepep_rt.backends.cuda import network_memory
 from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
 from deepep_rt.cuda import driver, nvshmem
@@ -251,6 +252,7 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(factory, "agree", lambda *_: "cuda")
     monkeypatch.setattr(placement, "placed", lambda communicator, config: config)
     monkeypatch.setattr(agreement, "announce", lambda *_: None)
+    monkeypatch.setattr(network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True))
 
     def make(**sizes: Any) -> Buffer:
         defaults = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32, timeout_s=1.0, check_inputs=False)

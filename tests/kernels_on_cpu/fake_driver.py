@@ -18,7 +18,7 @@ from cuda.bindings import driver as cuda
 from deepep_rt.arrays import frameworks
 from deepep_rt.backends import agreement, factory
 from deepep_rt.backends.cuda import backend as cuda_backend
-from deepep_rt.backends.cuda import monitor, runtime
+from deepep_rt.backends.cuda import monitor, network_memory, runtime
 from deepep_rt.comm import convert
 from deepep_rt.cuda import driver, nvshmem, stream_memory, topology
 from deepep_rt.cuda.stream_memory import StreamMemory
@@ -86,6 +86,7 @@ class FakeDriver:
         patch(nvshmem, "check_available", lambda: None)
         patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
+        patch(network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True))
         patch(agreement, "announce", lambda *_: None)
         patch(topology, "placed", lambda comm, config: dataclasses.replace(config, transport=self.transport))
         patches.setitem(frameworks.FRAMEWORK_OF_CLASS, DeviceArray, DeviceArrays())

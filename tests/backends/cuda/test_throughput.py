@@ -160,7 +160,7 @@ def test_ranks_without_peer_access(fake: FakeGpu, make: Any, monkeypatch: pytest
         handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
     fake.pop_launches()
     monkeypatch.setattr(nvshmem.allocate, "peers", (BASE, BASE + (1 << 36), 0, 0))
-    with make(ranks_per_node=2, low_latency=True) as buffer:
+    with make(low_latency=True) as buffer:
         handle.buffer_serial = buffer._info.serial
         for call in (
             lambda: buffer.dispatch(*arguments(fake), num_worst_tokens=40),

@@ -1,0 +1,169 @@
+"""Throughput calls over several nodes, on the CPU. The network carries puts in pieces, late and in any order (network.cpp)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
+from deepep_rt.kernels import nodes_layout, structs
+from tests.kernels_on_cpu import compiler
+from tests.kernels_on_cpu.machine import Machine
+from tests.kernels_on_cpu.rounds import ThroughputRound, broken, seeds, throughput_rounds
+
+pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
+
+SIZES = dict(num_max_tokens_per_rank=40, hidden=64, num_topk=2, num_experts=8, num_sms=2)
+TWO_BY_TWO = dict(**SIZES, ranks_per_node=2)
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch):
+    """Make chunks of four tokens and two slots, so that chunks wait for credits."""
+    monkeypatch.setattr(nodes_layout, "_CHUNK_BYTES", 512)
+    monkeypatch.setattr(nodes_layout, "_MOST_SLOTS", 2)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_relay_between_two_nodes(seed):
+    with Machine(4, seed, num_sms=(None, 1)[seed % 2], weak_memory=True, transport="mpi") as machine:
+        throughput_rounds(machine, machine.buffers(**TWO_BY_TWO), seed, 4)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_direct_path(seed):
+    with Machine(4, seed, "sm_80", num_sms=(None, 1)[seed % 2]) as machine:
+        throughput_rounds(machine, machine.buffers(**TWO_BY_TWO, path="direct"), seed, 4)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_nodes_of_one_rank(seed):
+    with Machine(3, seed) as machine:
+        throughput_rounds(machine, machine.buffers(**{**SIZES, "num_experts": 6}, ranks_per_node=1), seed, 4)
+
+
+def crossings(inputs, config, group_size):
+    """Count the tokens that go from each rank to each group of ranks on another node, `[rank, group]`."""
+    counts = np.zeros((config.num_ranks, config.num_ranks // group_size), int)
+    for rank, mine in enumerate(inputs):
+        owner = np.where(mine.topk_idx >= 0, mine.topk_idx // config.num_local_experts, -1)
+        for group in range(counts.shape[1]):
+            if group * group_size // config.node_size != rank // config.node_size:
+                counts[rank, group] = ((owner >= 0) & (owner // group_size == group)).any(1).sum()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("path", "compiled_before"), [("hierarchical", ("sm_90", "mpi", True)), ("direct", ("sm_80", "nvshmem", False))]
+)
+def test_bytes_on_the_network(path, compiled_before):
+    """On the hierarchical path each token crosses the network once for each other node, and so does each sum."""
+    arch, transport, weak_memory = compiled_before
+    with Machine(4, 0, arch, weak_memory=weak_memory, transport=transport) as machine:
+        buffers = machine.buffers(**TWO_BY_TWO, path=path)
+        inputs, config, nodes = (
+            ThroughputRound(machine, buffers, 7).inputs,
+            buffers[0].config,
+            buffers[0]._backend.runtime.layout.nodes,
+        )
+        sent = {}
+
+        def dispatch(rank):
+            arrays = [machine.put(rank, array) for array in (inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)]
+            sent[rank] = buffers[rank].dispatch(*arrays, num_worst_tokens=config.num_max_recv_tokens)
+
+        def combine(rank):
+            y = np.ones((config.num_max_recv_tokens, config.hidden), inputs[rank].x.dtype)
+            buffers[rank].combine(machine.put(rank, y), sent[rank].handle)
+
+        tokens = crossings(inputs, config, config.node_size if path == "hierarchical" else 1)
+        sizes = buffers[0]._backend.runtime.layout.constants
+        hellos = config.num_ranks * (config.num_nodes - 1) * structs.Hello.size(sizes)
+        counts = config.num_ranks * nodes.num_flows * structs.FlowCounts.size(sizes)
+        for call, idx_bytes, others in ((dispatch, inputs[0].topk_idx.itemsize, counts + hellos), (combine, 0, hellos)):
+            before = machine.put_bytes
+            machine.each_rank(call)
+            chunk = nodes.chunk(config.row_bytes, 0, idx_bytes, with_weights=call is dispatch)
+            heads = (-(-tokens // chunk.num_tokens)).sum() * chunk.offsets["rows"]
+            assert machine.put_bytes - before == tokens.sum() * config.row_bytes + heads + others
+
+
+def test_a_silent_node_is_named():
+    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO)
+        made = ThroughputRound(machine, buffers, 5)
+        machine.each_rank(lambda rank: made.run(rank))
+        machine.cut(2, 0)
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2 on node 1: ") as caught:
+            machine.each_rank(lambda rank: ThroughputRound(machine, buffers, 6).run(rank))
+        assert (caught.value.rank, caught.value.peer, caught.value.node) == (0, 2, 1)
+        for buffer in buffers:
+            with pytest.raises(EPTimeoutError):
+                buffer.check()
+
+
+def test_ranks_that_differ():
+    """No rank sends rows, all ranks raise, and the Buffers stay usable."""
+    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO)
+        made = ThroughputRound(machine, buffers, 5)
+
+        def dispatch(rank):
+            inputs = made.inputs[rank]
+            weights = None if rank == 3 else machine.put(rank, inputs.topk_weights)
+            x, idx = machine.put(rank, inputs.x), machine.put(rank, inputs.topk_idx)
+            buffers[rank].dispatch(x, idx, weights, num_worst_tokens=buffers[rank].config.num_max_recv_tokens)
+
+        machine.each_rank(dispatch)
+        for buffer in buffers:
+            with pytest.raises(EPInputError, match=r"rank 3.*topk_weights|topk_weights.*rank 3"):
+                buffer.check()
+        throughput_rounds(machine, buffers, 1, 1)
+
+
+def test_more_rows_than_a_rank_has_memory_for():
+    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO, num_max_recv_tokens=60)
+        x = np.zeros((40, 64), np.float16)
+        idx = np.tile(np.array([[2, 3]], np.int32), (40, 1))  # all tokens go to rank 1
+        errors = {}
+
+        def dispatch(rank):
+            try:
+                buffers[rank].dispatch(machine.put(rank, x), machine.put(rank, idx))
+                buffers[rank].synchronize()
+            except EPOutOfMemoryError as error:
+                errors[rank] = str(error)
+
+        machine.each_rank(dispatch)
+        assert len(errors) == 4
+        assert len(set(errors.values())) == 1
+        assert "num_max_recv_tokens=60; expected at least 160, the rows that this dispatch brings to rank 1" in errors[0]
+        throughput_rounds(machine, buffers, 1, 1)
+
+
+ONE_A_NODE = 2, dict(**{**SIZES, "num_experts": 4}, ranks_per_node=1)
+TWO_A_NODE = 4, TWO_BY_TWO
+
+
+@pytest.mark.parametrize(
+    ("sizes", "file", "pattern"),
+    [
+        pytest.param(ONE_A_NODE, "nodes/nodes.cuh", r"ok = wait_tag\(p, word,[^;]*;", id="credits"),
+        pytest.param(ONE_A_NODE, "nodes/nodes.cuh", r"ok = wait_tag\(p, kNetworkArrived[^;]*;", id="chunks"),
+        pytest.param(ONE_A_NODE, "nodes/combine_nodes.cu", r"ok = wait_epoch\(p, staged_flag[^;]*;", id="staged-sums"),
+        pytest.param(TWO_A_NODE, "nodes/combine_nodes.cu", r"ok = await_row\(p, epoch, index, at_row\);", id="exposed-rows"),
+    ],
+)
+def test_a_missing_wait_fails(tmp_path, sizes, file, pattern):
+    folder, (num_ranks, settings) = broken(tmp_path, file, pattern, ";"), sizes
+
+    def fails(seed):
+        try:
+            with Machine(num_ranks, seed, cuda_src=folder, transport="mpi") as machine:
+                throughput_rounds(machine, machine.buffers(**settings), seed, 4)
+        except (AssertionError, EPTimeoutError):
+            return True
+        return False
+
+    assert any(fails(seed) for seed in range(20))
