@@ -9,9 +9,10 @@ from launch import QUICK_XLA, python_on, run_example
 from paths import ROOT
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_dispatch_combine(num_ranks):
-    lines = run_example(num_ranks, "dispatch_combine.py", "--tokens", "40", "--hidden", "256")
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (3, ""), (4, "2")])
+def test_dispatch_combine(num_ranks, ranks_per_node):
+    sizes = ["--tokens", "40", "--hidden", "256"]
+    lines = run_example(num_ranks, "dispatch_combine.py", *sizes, DEEPEP_RT_RANKS_PER_NODE=ranks_per_node)
     assert lines[-1] == "OK"
     assert [line.split()[0] for line in lines[1:-1]] == ["dispatch", "combine"]
     assert all("GB/s" in line for line in lines[:-1])
@@ -42,9 +43,9 @@ def test_low_latency_decode(num_ranks, options, kind):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_moe_jax(num_ranks):
-    first, *steps, last, end = run_example(num_ranks, "moe_jax.py", **QUICK_XLA)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (4, "2")])
+def test_moe_jax(num_ranks, ranks_per_node):
+    first, *steps, last, end = run_example(num_ranks, "moe_jax.py", **QUICK_XLA, DEEPEP_RT_RANKS_PER_NODE=ranks_per_node)
     assert first.startswith(f"host: {num_ranks} ranks")
     assert [line.split(":")[0] for line in steps] == [f"step {step:3}" for step in range(0, 50, 6)]
     assert "largest difference" in last

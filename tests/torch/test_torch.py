@@ -114,19 +114,21 @@ def test_tensors_without_rows() -> None:
             dispatch(buffer, x, idx.to_sparse())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gradients_and_groups(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (2, ""), (4, "2")])
+def test_gradients_and_groups(num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both programs run in one job, because importing PyTorch takes longer than most of the checks."""
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)
     output = run_checks(num_ranks, "torch_autograd", "torch_groups")
     assert "check_a_layer" in output
     assert "check_subgroups" in output
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (2, ""), (4, "2")])
 @pytest.mark.parametrize("options", [[], ["--distributed", "gloo"]], ids=["mpi", "distributed"])
-def test_example(num_ranks: int, options: list[str]) -> None:
+def test_example(num_ranks: int, ranks_per_node: str, options: list[str]) -> None:
     """The example itself compares its loss curve with that of one rank."""
-    lines = run_example(num_ranks, "moe_torch.py", *options, MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
+    more = dict(MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1", DEEPEP_RT_RANKS_PER_NODE=ranks_per_node)
+    lines = run_example(num_ranks, "moe_torch.py", *options, **more)
     assert lines[0].startswith(f"host: {num_ranks} ranks")
     steps = [line for line in lines if line.startswith("step ")]
     first, last = ([float(word.strip(",")) for word in line.split() if "." in word] for line in (steps[0], steps[-1]))
