@@ -10,7 +10,7 @@ from ..config import Config
 from ..network import Choice, NetworkOptions
 from .agreement import agree, creation_comm, creation_timeout_s
 from .base import Backend
-from .path_choice import USUAL_RATES, agree_on_path, describe
+from .path_choice import agree_on_path, describe, usual_rates
 
 
 def make_backend(
@@ -57,6 +57,6 @@ def _host_backend(comm: Communicator, config: Config, serial: int, hosts: tuple[
     path = None
     if config.has_network:
         topology = {"backend": "host", "transport": transport.name, "ranks_per_node": config.node_size, "hosts": list(hosts)}
-        path = agree_on_path(comm, config, topology, USUAL_RATES["mpi"], measure_links)
+        path = agree_on_path(comm, config, topology, usual_rates("mpi", len(set(hosts))), measure_links)
         config = dataclasses.replace(config, path=path.choice.name)
     return HostBackend(comm, config, serial, describe("host", config, hosts, ("",) * config.num_ranks, transport, path))

@@ -21,11 +21,27 @@ Measure = Callable[[Communicator, Config], LinkRates]
 
 _MARGIN = 0.1  # within it the hierarchical path is taken: it sends fewer messages, and its rates depend less on other jobs
 
-USUAL_RATES = {
-    "nvshmem": LinkRates(near_bytes_per_s=150e9, near_latency_s=15e-6, far_bytes_per_s=43e9, far_latency_s=25e-6),
-    "mpi": LinkRates(near_bytes_per_s=150e9, near_latency_s=15e-6, far_bytes_per_s=1.5e9, far_latency_s=100e-6),
-}
-"""Rates by transport for ranks that nothing was measured on: H800 over NVLink and 400 Gb/s InfiniBand, and a relay over TCP."""
+_NEAR_BYTES_PER_S, _NEAR_LATENCY_S = 150e9, 15e-6  # H800 over NVLink
+_FAR_BYTES_PER_S = {"nvshmem": 43e9, "mpi": 1.5e9}  # a NIC of 400 Gb/s, and a relay over TCP
+_FAR_LATENCY_S = {"nvshmem": 25e-6, "mpi": 100e-6}
+_RELAY_ON_ONE_HOST = 3.3e9  # bytes a second through shared memory
+_LINE_SHARE = 0.86  # of a NIC's line rate, that rows reach
+
+
+def usual_rates(transport: str, num_hosts: int, line_rate: float = 0.0) -> LinkRates:
+    """Return the rates to expect of links that nothing was measured on.
+
+    Args:
+        transport: "nvshmem" or "mpi".
+        num_hosts: Hosts that hold the ranks. With one host, nodes are declared, and no NIC is between them.
+        line_rate: Bytes a second of a NIC's port, or 0 if it is not known.
+    """
+    far = _FAR_BYTES_PER_S[transport]
+    if num_hosts == 1:
+        far = _NEAR_BYTES_PER_S if transport == "nvshmem" else _RELAY_ON_ONE_HOST
+    elif transport == "nvshmem" and line_rate:
+        far = _LINE_SHARE * line_rate
+    return LinkRates(_NEAR_BYTES_PER_S, _NEAR_LATENCY_S, far, _FAR_LATENCY_S[transport])
 
 
 def call_times(config: Config, rates: LinkRates) -> dict[str, float]:

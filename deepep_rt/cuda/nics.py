@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,17 @@ def read_text(path: Path) -> str:
 def is_up(nic: Mapping[str, Any]) -> bool:
     """Return whether this user may use a NIC, and a port of it is active."""
     return nic["usable"] and any(port["state"] == "ACTIVE" for port in nic["ports"])
+
+
+def line_rate(nics: Sequence[Mapping[str, Any]]) -> float:
+    """Return the bytes a second of the fastest active port, or 0 if the kernel tells of none.
+
+    Args:
+        nics: The result of `list_nics`.
+    """
+    ports = [port for nic in nics if is_up(nic) for port in nic["ports"] if port["state"] == "ACTIVE"]
+    found = [re.match(r"([\d.]+) Gb/sec", port["rate"]) for port in ports]
+    return max((float(match[1]) * 1e9 / 8 for match in found if match), default=0.0)
 
 
 def nvshmem_objection(nics: Sequence[Mapping[str, Any]]) -> str:

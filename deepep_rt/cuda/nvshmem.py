@@ -112,7 +112,8 @@ def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) ->
     pes = {pe for pe, _ in members}
     if len(pes) != len(members) or len({total for _, total in members}) != 1:
         raise EPConfigError(
-            "the ranks of this Buffer belong to different NVSHMEM runtimes; expected one runtime. Make the first Buffer over all ranks."
+            "the ranks of this Buffer belong to different NVSHMEM runtimes; expected one runtime. Make the first Buffer over all ranks, "
+            "and all Buffers with one transport."
         )
     if _runtime.comm is None and _runtime.num_pes != len(members):
         raise EPConfigError(

@@ -13,7 +13,7 @@ from memory_store import make_ranks, on_all, outcome
 
 from deepep_rt import EPConfigError, LinkRates
 from deepep_rt.backends import saved_rates
-from deepep_rt.backends.path_choice import USUAL_RATES, AgreedPath, agree_on_path, call_times, choose_path
+from deepep_rt.backends.path_choice import AgreedPath, agree_on_path, call_times, choose_path, usual_rates
 from deepep_rt.config import Config
 
 RATES = LinkRates(100e9, 10e-6, 50e9, 20e-6)
@@ -79,7 +79,7 @@ def _agree(measured: list[LinkRates], **changes: Any) -> AgreedPath:
 
     def agree(comm: Any) -> AgreedPath:
         mine = iter(measured)
-        return agree_on_path(comm, _config(**changes), TOPOLOGY, USUAL_RATES["mpi"], lambda comm, config: next(mine))
+        return agree_on_path(comm, _config(**changes), TOPOLOGY, usual_rates("mpi", 2), lambda comm, config: next(mine))
 
     first, *others = on_all(make_ranks(), agree)
     assert others == [first, first]
@@ -106,15 +106,24 @@ def test_nothing_is_measured_for_a_path_of_the_caller(folder: Path) -> None:
 
 
 def test_without_a_measurement_usual_rates_decide(folder: Path) -> None:
-    found = on_all(make_ranks(), lambda comm: agree_on_path(comm, _config(), TOPOLOGY, USUAL_RATES["nvshmem"], None))
+    found = on_all(make_ranks(), lambda comm: agree_on_path(comm, _config(), TOPOLOGY, usual_rates("nvshmem", 2), None))
     assert found == [found[0]] * 3
     assert found[0].measured is None
     assert "nothing was measured" in found[0].choice.reason
 
 
+def test_usual_rates_follow_the_kind_of_link() -> None:
+    ndr, hdr, relay = usual_rates("nvshmem", 2), usual_rates("nvshmem", 2, 25e9), usual_rates("mpi", 2, 25e9)
+    assert hdr.far_bytes_per_s == pytest.approx(21.5e9)
+    assert hdr == dataclasses.replace(ndr, far_bytes_per_s=hdr.far_bytes_per_s)
+    assert relay.far_bytes_per_s < usual_rates("mpi", 1).far_bytes_per_s < hdr.far_bytes_per_s
+    one_host = usual_rates("nvshmem", 1, 25e9)
+    assert one_host.far_bytes_per_s == one_host.near_bytes_per_s
+
+
 def test_a_wrong_variable_on_rank_0_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_REMEASURE", "perhaps")
-    usual = USUAL_RATES["mpi"]
+    usual = usual_rates("mpi", 2)
     for error in on_all(
         make_ranks(), lambda comm: outcome(lambda: agree_on_path(comm, _config(), TOPOLOGY, usual, lambda *_: usual))
     ):

@@ -108,6 +108,17 @@ def test_settings_of_nvshmem_count_as_a_wish(
     assert facts.no_nic == ("" if wish else "NVSHMEM_REMOTE_TRANSPORT=none")
 
 
+def test_the_line_rate_of_active_ports() -> None:
+    def nic(state: str, rate: str, usable: bool = True) -> dict[str, Any]:
+        return {"name": "mlx5_0", "usable": usable, "ports": [{"state": state, "rate": rate}]}
+
+    slow, fast = nic("ACTIVE", "100 Gb/sec (4X EDR)"), nic("ACTIVE", "400 Gb/sec (4X NDR)")
+    assert nics.line_rate([slow, fast]) == 50e9
+    others = [nic("DOWN", "800 Gb/sec (4X XDR)"), nic("ACTIVE", "800 Gb/sec", usable=False), nic("ACTIVE", "")]
+    assert nics.line_rate([slow, *others]) == 12.5e9
+    assert nics.line_rate(others) == 0
+
+
 def test_nics_that_nvshmem_can_use(tmp_path: Path) -> None:
     def add(name: str, state: str, verbs: str) -> list[dict[str, Any]]:
         folder = tmp_path / "sys/class/infiniband" / name

@@ -13,6 +13,7 @@ from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
 from ...config import Config
 from ...cuda import driver, nvshmem
+from ...cuda.nics import line_rate, list_nics
 from ...cuda.relay_memory import RelayAllocator
 from ...cuda.symmetric_memory import SymmetricAllocator, SymmetricMemory
 from ...cuda.topology import choose_device
@@ -23,7 +24,7 @@ from ...network import Choice, NetworkOptions
 from ..agreement import announce
 from ..call_lock import CallLock
 from ..calls import BufferInfo, Call
-from ..path_choice import USUAL_RATES, AgreedPath, Measure, agree_on_path, describe
+from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
 from .handle_tables import CudaHandleTables
 from .low_latency import LowLatency
 from .nodes import NodesThroughput
@@ -126,7 +127,8 @@ class CudaBackend:
             "hosts": list(hosts),
             "gpus": list(gpus),
         }
-        return agree_on_path(self.comm, config, topology, USUAL_RATES[config.transport], MEASURE)
+        usual = usual_rates(config.transport, len(set(hosts)), line_rate(list_nics()))  # those of rank 0 count
+        return agree_on_path(self.comm, config, topology, usual, MEASURE)
 
     def _allocate(self, allocator: SymmetricAllocator, num_bytes: int, network: NetworkOptions | None) -> SymmetricMemory:
         """Allocate symmetric memory on all ranks, or on none."""
