@@ -3,6 +3,7 @@
 import argparse
 import functools
 import importlib
+import platform
 import sys
 import warnings
 
@@ -46,8 +47,14 @@ def array_library(on_gpu):
         return np
     import cupy
 
-    cupy.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cupy.cuda.runtime.getDeviceCount()).use()
+    cupy.cuda.Device(rank_on_host() % cupy.cuda.runtime.getDeviceCount()).use()
     return cupy
+
+
+def rank_on_host():
+    """Return the number of this rank among the ranks of its host, as Buffers count them."""
+    hosts = comm.allgather(platform.node())
+    return hosts[: comm.rank].count(platform.node())
 
 
 def need(module):

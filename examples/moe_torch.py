@@ -6,7 +6,7 @@ mpirun -n 4 python examples/moe_torch.py --distributed gloo   # with it; on GPUs
 
 import os
 
-from common import MPI, comm, compare, need, parse, say
+from common import comm, compare, need, parse, rank_on_host, say
 
 torch = need("torch")
 
@@ -64,7 +64,7 @@ def main():
     args.experts -= args.experts % comm.size
     args.device = torch.device("cpu")
     if args.backend != "host" and torch.cuda.is_available():
-        args.device = torch.device("cuda", comm.Split_type(MPI.COMM_TYPE_SHARED).rank % torch.cuda.device_count())
+        args.device = torch.device("cuda", rank_on_host() % torch.cuda.device_count())
         torch.cuda.set_device(args.device)
     if args.distributed:
         initialize(args.distributed)
