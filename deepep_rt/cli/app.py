@@ -15,7 +15,7 @@ from .. import _env
 from .. import _shim as compat_shim
 from .._console import console
 from .._version import __version__
-from ..config import COMBINE_DTYPES, Config
+from ..config import COMBINE_DTYPES, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from ..jit import build, compiler, current_gpu
 from ..kernels.layout import Layout
@@ -103,7 +103,7 @@ def compile_(
         num_experts=experts,
         dtype=dtype,
         num_slots=slots,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=declared_ranks_per_node(ranks) if ranks_per_node is None else ranks_per_node,
         on_timeout=on_timeout,
     )
     jobs = [

@@ -116,8 +116,12 @@ def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: py
     low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.scale_up_only}
     monkeypatch.setattr(cli, "KERNELS", low_latency)
     sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
-    rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--slots", "3", "--ranks-per-node", "2", "--on-timeout", "mask")
+    settings = ["--arch", "sm_90", *sizes, "--slots", "3", "--on-timeout", "mask"]
+    rows = terminal.json("compile", *settings, "--ranks-per-node", "2")
     assert all(row["nvshmem"] for row in rows)
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "2")
+    assert [row["constants"] for row in terminal.json("compile", *settings)] == [row["constants"] for row in rows]
+    monkeypatch.delenv("DEEPEP_RT_RANKS_PER_NODE")
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, ranks_per_node=2, on_timeout="mask", timeout_s=3.0)
     for kernel in low_latency.values():

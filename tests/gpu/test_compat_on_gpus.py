@@ -55,6 +55,17 @@ def test_program(name, program, comm):
     torch.cuda.synchronize()
 
 
+def test_program_between_nodes(program, comm, monkeypatch):
+    """Declare two nodes on one host."""
+    if comm.Get_size() % 2:
+        pytest.skip("two nodes of as many ranks need an even number of ranks")
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", str(comm.Get_size() // 2))
+    world = program.World(comm, "cuda")
+    program.run_internode(world, comm.Get_size() // 2)
+    program.run_internode_growth(world)
+    program.run_handles_taken_apart(world)
+
+
 @pytest.mark.parametrize("name", ["run_normal", "run_low_latency"])
 def test_program_with_a_group_and_deepeps_settings(name, program, comm):
     """Use gloo, because ranks may share a GPU. DeepEP's tests make the GPU and bfloat16 the default of new tensors."""
