@@ -62,6 +62,9 @@ class Buffer(NormalCalls, LowLatencyCalls):
     """True: `dispatch` and `combine` copy their results to PyTorch's memory, which programs may resize and `record_stream`."""
     num_slots: int = 2
     """The number of largest dispatch results that fit a new Buffer at once. If a program holds more, the Buffer copies them."""
+    network: NetworkOptions | None = None
+    """How new Buffers reach ranks of other nodes, such as `NetworkOptions(transport="mpi")`. None: with IBGDA between hosts, if every
+    host has a NIC that NVSHMEM can use, and otherwise over MPI."""
     _hinted: tuple[int, tuple[int, int, int, int]] = 0, (0, 0, 0, 0)  # ranks; tokens, hidden, top-k and experts
 
     def __init__(
@@ -93,7 +96,10 @@ class Buffer(NormalCalls, LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = flag(explicitly_destroy, "explicitly_destroy", error=EPConfigError)
-        node, network = placement(ranks, num_qps_per_rank)
+        node, is_one_host = placement(ranks)
+        network = self.network
+        if network is None and not is_one_host:
+            network = NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
         normal = None
         if num_nvl_bytes:
             num_bytes = num_nvl_bytes + (num_rdma_bytes if node < self.group_size and not low_latency_mode else 0)
@@ -229,8 +235,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
         return None if self._state.is_destroyed else Runtime(self._state)
 
 
-def placement(ranks: Communicator, num_qps_per_rank: int) -> tuple[int, NetworkOptions | None]:
-    """Return the ranks of a node and, if the ranks are on several hosts, what NVSHMEM starts with. Collective."""
+def placement(ranks: Communicator) -> tuple[int, bool]:
+    """Return the ranks of a node, and whether all ranks are on one host. Collective."""
     on_host, num_ranks = ranks_per_host(ranks), ranks.Get_size()
     node = declared_ranks_per_node(num_ranks) or on_host
     if node != on_host and on_host % node:
@@ -238,4 +244,4 @@ def placement(ranks: Communicator, num_qps_per_rank: int) -> tuple[int, NetworkO
             f"DEEPEP_RT_RANKS_PER_NODE={node}, but a host holds {on_host} ranks; expected a divisor of {on_host}. Set it to one of them, "
             f"or unset it."
         )
-    return node, None if on_host == num_ranks else NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
+    return node, on_host == num_ranks

@@ -58,13 +58,13 @@ def test_nodes_larger_than_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     ranks = SimpleNamespace(Get_size=lambda: 8)
     monkeypatch.setattr(buffer, "ranks_per_host", lambda ranks: 4)
-    assert buffer.placement(ranks, 12)[0] == 4
+    assert buffer.placement(ranks)[0] == 4
     for declared, node in (("2", 2), ("4", 4)):
         monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", declared)
-        assert buffer.placement(ranks, 12)[0] == node
+        assert buffer.placement(ranks)[0] == node
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "8")
     with pytest.raises(EPConfigError, match="DEEPEP_RT_RANKS_PER_NODE=8, but a host holds 4 ranks"):
-        buffer.placement(ranks, 12)
+        buffer.placement(ranks)
 
 
 @pytest.mark.parametrize("low_latency", [False, True])
@@ -77,7 +77,7 @@ def test_bytes_for_the_network_count_between_nodes_only(monkeypatch: pytest.Monk
     made: list[int] = []
     monkeypatch.setattr("deepep_rt.compat.buffer.NormalBuffers", lambda ranks, num_bytes, *more: made.append(num_bytes))
     for node in (1, 0):  # 0 stands for fewer ranks than the group has
-        monkeypatch.setattr("deepep_rt.compat.buffer.placement", lambda *_, node=node: (node, None))
+        monkeypatch.setattr("deepep_rt.compat.buffer.placement", lambda ranks, node=node: (node, True))
         compat.Buffer(None, 1000, 300, low_latency, comm=MPI.COMM_SELF)
     assert made == [1000, 1000 if low_latency else 1300]
 
@@ -294,7 +294,7 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
 
     made: list[dict] = []
     monkeypatch.setattr("deepep_rt.compat.buffer.LowLatencyBuffers", lambda ranks, **settings: made.append(settings))
-    ibgda = NetworkOptions(ibgda=True, connections_per_peer=12)
+    ibgda, relay = NetworkOptions(ibgda=True, connections_per_peer=12), NetworkOptions(transport="mpi")
     for ranks_on_host, options, settings in (
         (1, {}, {"on_timeout": "raise"}),
         (1, {"allow_nvlink_for_low_latency_mode": False}, {"on_timeout": "raise", "ranks_per_node": 1}),
@@ -303,6 +303,10 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("deepep_rt.compat.buffer.ranks_per_host", lambda ranks, here=ranks_on_host: here)
         compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF, **options)
         assert made.pop() == settings
+        monkeypatch.setattr(compat.Buffer, "network", relay)
+        compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF, **options)
+        assert made.pop() == {**settings, "network": relay}
+        monkeypatch.setattr(compat.Buffer, "network", None)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
