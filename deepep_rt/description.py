@@ -27,8 +27,13 @@ class LinkRates:
     far_latency_s: float
 
     def __str__(self) -> str:
-        near = f"near {self.near_bytes_per_s / 1e9:.3g} GB/s and {self.near_latency_s * 1e6:.3g} us"
-        return f"{near}, far {self.far_bytes_per_s / 1e9:.3g} GB/s and {self.far_latency_s * 1e6:.3g} us"
+        near = f"near {_figure(self.near_bytes_per_s / 1e9)} GB/s and {_figure(self.near_latency_s * 1e6)} us"
+        return f"{near}, far {_figure(self.far_bytes_per_s / 1e9)} GB/s and {_figure(self.far_latency_s * 1e6)} us"
+
+
+def _figure(value: float) -> str:
+    """Format with three digits, and without an exponent for large values."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
