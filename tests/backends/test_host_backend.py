@@ -47,8 +47,9 @@ def test_masked_ranks(num_ranks: int, masked_ranks: dict[int, Future[str]]) -> N
     masked_ranks[num_ranks].result()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, ""), (8, "4")])
 @pytest.mark.parametrize("scenario", LATE)
-def test_late_rank(scenario: str, num_ranks: int) -> None:
+def test_late_rank(scenario: str, num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)
     output = launch(num_ranks, "late", scenario)
     assert output.count("passed") == num_ranks, output

@@ -20,21 +20,22 @@ HIDDEN = 4096  # 20 rows of it are beyond what MPI sends eagerly
 
 
 def _expect_timeout(buffer: Buffer, comm: MPI.Intracomm, call, phase: str, call_idx: int, peer: int) -> None:
-    rank, start = comm.Get_rank(), time.monotonic()
-    with raises(
-        EPTimeoutError, f"rank {rank} waited", f"rank {peer}", phase, "0.6 s", "timeout_s", "DEEPEP_RT_TIMEOUT_S"
-    ) as caught:
+    rank, start, node = comm.Get_rank(), time.monotonic(), buffer.config.node_of(peer)
+    where = f"rank {peer}" if node is None else f"rank {peer} on node {node}"
+    with raises(EPTimeoutError, f"rank {rank} waited", where, phase, "0.6 s", "timeout_s", "DEEPEP_RT_TIMEOUT_S") as caught:
         call()
     waited_s = time.monotonic() - start
     assert TIMEOUT_S * 0.9 <= waited_s < TIMEOUT_S + 5, waited_s
     error = caught.error
-    assert (error.rank, error.peer, error.phase, error.call_idx) == (rank, peer, phase, call_idx), vars(error)
+    found = (error.rank, error.peer, error.node, error.phase, error.call_idx)
+    assert found == (rank, peer, node, phase, call_idx), vars(error)
     for later in (call, buffer.synchronize):  # the Buffer stays broken, and raises at once
         start = time.monotonic()
         with raises(EPTimeoutError, "broken", phase) as caught:
             later()
         assert time.monotonic() - start < TIMEOUT_S / 2
-        assert (caught.error.rank, caught.error.peer, caught.error.phase) == (rank, peer, phase)
+        error = caught.error
+        assert (error.rank, error.peer, error.node, error.phase) == (rank, peer, node, phase)
 
 
 def _make_scene(comm: MPI.Intracomm):

@@ -58,7 +58,7 @@ class HostBackend:
         self.context = contextlib.nullcontext()  # there is no device to make current
         self.call_lock = CallLock(self.context)
         self.num_sms = config.num_sms  # has no effect here; GPUs use it
-        self._channel = MessageChannel(self._comm, config.timeout_s, config.on_timeout == "mask", self.call_lock.check)
+        self._channel = MessageChannel(self._comm, config, self.call_lock.check)
         self._hooks = Hooks(config.num_slots, self.call_lock)
         overflow = OverflowLog(self._channel.rank)
         self._throughput = Throughput(self.info, self._channel, CallAgreement(config, self._channel), overflow)

@@ -27,6 +27,7 @@ import numpy as np
 
 from ...comm.communicator import Communicator
 from ...comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
+from ...config import Config
 from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError
 from ...kernels.structs import PHASES
 
@@ -42,15 +43,13 @@ class MessageChannel:
 
     Args:
         comm: A communicator that carries no other messages.
-        timeout_s: How long a peer may be silent.
-        masks_silent: Whether a low-latency call masks silent peers instead of raising.
+        config: How long a peer may be silent, whether low-latency calls then mask it, and the nodes, which errors name.
         check_destroyed: Raises if the Buffer was destroyed. Every wait calls it.
     """
 
-    def __init__(
-        self, comm: Communicator, timeout_s: float, masks_silent: bool, check_destroyed: Callable[[], None] = lambda: None
-    ) -> None:
-        self._comm, self._timeout_s, self._masks_silent, self._check_destroyed = comm, timeout_s, masks_silent, check_destroyed
+    def __init__(self, comm: Communicator, config: Config, check_destroyed: Callable[[], None] = lambda: None) -> None:
+        self._comm, self._timeout_s, self._check_destroyed = comm, config.timeout_s, check_destroyed
+        self._masks_silent, self._node_of = config.on_timeout == "mask", config.node_of
         self.rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
         self._call_idx = 0
         self._failure: EPTimeoutError | None = None
@@ -86,7 +85,8 @@ class MessageChannel:
         """Raise if an earlier call timed out."""
         if (first := self._failure) is not None:
             text = f"this Buffer is broken because an earlier call failed. Make a new Buffer. The earlier error: {first}"
-            raise EPTimeoutError(text, rank=first.rank, peer=first.peer, phase=first.phase, call_idx=first.call_idx)
+            rank, peer, phase = first.rank, first.peer, first.phase
+            raise EPTimeoutError(text, rank=rank, peer=peer, phase=phase, call_idx=first.call_idx, node=first.node)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -277,7 +277,9 @@ class MessageChannel:
         if failed := self._failure_notice.failed_peers():
             waiting = [transfer for transfer in transfers if transfer.peer in failed and not transfer.is_done()]
             if waiting:
-                self._fail(waiting, self._failure_notice.error(waiting[0].peer, phase, self._call_idx))
+                error = self._failure_notice.error(waiting[0].peer, phase, self._call_idx)
+                error.node = self._node_of(error.peer)
+                self._fail(waiting, error)
 
     def _mask_silent(self, silent: list[_Transfer], phase: str) -> None:
         for transfer in silent:
@@ -306,9 +308,10 @@ class MessageChannel:
 
     def _timeout(self, silent: list[_Transfer], phase: str) -> EPTimeoutError:
         first = silent[0].peer
-        others = sorted({transfer.peer for transfer in silent} - {first})
+        others, node = sorted({transfer.peer for transfer in silent} - {first}), self._node_of(first)
+        where = "" if node is None else f" on node {node}"
         return EPTimeoutError(
-            f"rank {self.rank} waited {self._timeout_s:g} s for rank {first}: {phase} did not come "
+            f"rank {self.rank} waited {self._timeout_s:g} s for rank {first}{where}: {phase} did not come "
             f"(call {self._call_idx} of this rank{f'; ranks {others} were silent too' if others else ''}). "
             f"Check that all ranks make the same calls in the same order and that rank {first} is alive. "
             f"If it is only slow, raise timeout_s (DEEPEP_RT_TIMEOUT_S)",
@@ -316,6 +319,7 @@ class MessageChannel:
             peer=first,
             phase=phase,
             call_idx=self._call_idx,
+            node=node,
         )
 
 
