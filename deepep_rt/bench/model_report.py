@@ -52,7 +52,8 @@ def run(asked: Asked, files: Sequence[Path], out: Path | None, *, as_json: bool)
 
     Args:
         asked: Figures and sizes.
-        files: Results of `bench` on GPUs of one host, which give the near figures. Default: those of 8 H200s.
+        files: Results of `bench` on GPUs of one host, which give the near figures. Default: the newest ones in this folder, or those of 8
+            H200s.
         out: The folder to write to.
         as_json: Print JSON instead of tables.
 
@@ -63,7 +64,7 @@ def run(asked: Asked, files: Sequence[Path], out: Path | None, *, as_json: bool)
         _check(name, getattr(asked, name), above_zero=True)
     for name in ("near_us", "nic_us", "nic_message_us", "groups"):
         _check(name, getattr(asked, name), above_zero=False)
-    found = predict(asked, files)
+    found = predict(asked, files or newest_results(Path()))
     if out is not None:
         check_writable(None, out, "--out")
         (out / "model.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -98,6 +99,22 @@ def node_numbers(text: str | None) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
+def newest_results(folder: Path) -> list[Path]:
+    """Find the results of the newest folder that `bench` wrote on several GPUs of one host. Empty: there are none.
+
+    Args:
+        folder: Where `bench` was called. It writes to `bench-DATE-TIME` there.
+    """
+    for made in sorted(folder.glob("bench-*"), reverse=True):
+        files = [made / name for name in ("throughput.json", "low_latency.json") if (made / name).is_file()]
+        try:
+            if files and model.near_of_results([read(file) for file in files]):
+                return files
+        except EPConfigError:  # measured without GPUs, or damaged
+            continue
+    return []
+
+
 def machine_of(asked: Asked, files: Sequence[Path]) -> model.Machine:
     """Put the figures of results, of options and of the kind of NIC together. Options win."""
     results = [read(file) for file in files]
@@ -117,7 +134,7 @@ def machine_of(asked: Asked, files: Sequence[Path]) -> model.Machine:
     line = asked.nic_gb_s or NIC_KINDS[asked.nic].gb_s
     us = published.FITTED_US if asked.nic_us is None else asked.nic_us
     far = model.Link(line * (asked.nic_share or FITTED_SHARE), us, line, asked.nic_message_us)
-    source = ", ".join(file.name for file in files) or "8 H200s (docs/benchmarks.md)"
+    source = ", ".join(str(Path(file.parent.name) / file.name) for file in files) or "8 H200s (docs/benchmarks.md)"
     changed = " changed by options" if asked.near_gb_s or asked.near_us is not None else ""
     node_size = asked.node_size or (sizes.pop() if sizes else 8)
     return model.Machine(

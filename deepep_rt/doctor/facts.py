@@ -73,6 +73,14 @@ class JobReport:
         asked = any(v.get("NVSHMEM_REMOTE_TRANSPORT", "none") != "none" or "NVSHMEM_IB_ENABLE_IBGDA" in v for v in variables)
         return len(self.hosts) > 1 or asked
 
+    @property
+    def declared_ranks_per_node(self) -> int | None:
+        """The ranks of a node that an option or the environment declares. None: those of a host."""
+        if self.sizes.get("ranks_per_node") is not None:
+            return self.sizes["ranks_per_node"]
+        text = (fact(self.reports[0], "settings", "variables") or {}).get("DEEPEP_RT_RANKS_PER_NODE", "")
+        return int(text) if text.isascii() and text.isdigit() and int(text) else None
+
     def config(self) -> Config:
         """Make the Buffer's configuration.
 
@@ -83,7 +91,11 @@ class JobReport:
         fixed = {"timeout_s": 1.0, "check_inputs": False}
         there = len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE
         ranks = there if self.num_ranks is None else self.num_ranks
-        config = Config(**{**fixed, "num_experts": 32 * ranks, **self.sizes, "num_ranks": ranks})
+        declared = self.declared_ranks_per_node
+        if declared is not None and self.sizes.get("ranks_per_node") is None:
+            declared = min(declared, ranks)  # a Buffer of fewer ranks is one node
+        sizes = {**fixed, "num_experts": 32 * ranks, **self.sizes, "num_ranks": ranks, "ranks_per_node": declared}
+        config = Config(**sizes)
         host = len(next(iter(self.hosts.values())))
         if config.ranks_per_node is None and len(self.hosts) > 1 and ranks == len(self.reports) and ranks % host == 0:
             config = dataclasses.replace(config, ranks_per_node=host)  # as Buffer does

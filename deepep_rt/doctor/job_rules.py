@@ -124,7 +124,7 @@ def _placement(job: JobReport) -> Iterator[Finding]:
     held = {host: [report["rank"] for report in reports] for host, reports in job.hosts.items()}
     sizes = {len(ranks) for ranks in held.values()}
     gaps = any(ranks[-1] - ranks[0] != len(ranks) - 1 for ranks in held.values())
-    node = job.sizes.get("ranks_per_node") or max(sizes)
+    node = job.declared_ranks_per_node or max(sizes)
     if job.uses_gpus and (len(sizes) > 1 or gaps or node > MAX_RANKS_PER_NODE):
         yield Finding.of(
             "uneven-hosts", "error", "; ".join(f"{host} holds ranks {format_ranges(ranks)}" for host, ranks in held.items())
@@ -216,7 +216,7 @@ def _neighbours(job: JobReport, reports: Sequence[Mapping[str, Any]]) -> list[tu
     """List the pairs of GPUs that exchange rows directly. For a single process: all pairs that it sees."""
     if len(reports) == 1:
         return list(combinations([gpu["uuid"] for gpu in gpus(reports[0])], 2))
-    node = job.sizes.get("ranks_per_node") or len(reports)
+    node = job.declared_ranks_per_node or len(reports)
     groups: dict[int, list[str]] = {}
     for report in reports:
         if (gpu := gpu_of(report)) is not None:

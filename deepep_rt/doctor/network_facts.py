@@ -45,16 +45,8 @@ def _rank_facts(report: Mapping[str, Any]) -> RankFacts:
 
 def has_several_nodes(job: JobReport) -> bool:
     """Tell whether a Buffer would have several nodes: several hosts, or nodes that the user declared."""
-    declared = declared_ranks_per_node(job)
+    declared = job.declared_ranks_per_node
     return len(job.hosts) > 1 or (declared is not None and declared < len(job.reports))
-
-
-def declared_ranks_per_node(job: JobReport) -> int | None:
-    """Return the ranks of a node that an option or the environment declares. None: those of a host."""
-    if "ranks_per_node" in job.sizes and job.sizes["ranks_per_node"] is not None:
-        return job.sizes["ranks_per_node"]
-    text = (fact(job.reports[0], "settings", "variables") or {}).get("DEEPEP_RT_RANKS_PER_NODE", "")
-    return int(text) if text.isascii() and text.isdigit() and int(text) else None
 
 
 @dataclass(frozen=True)

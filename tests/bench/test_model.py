@@ -148,6 +148,21 @@ def test_near_figures_come_from_results() -> None:
         assert model.throughput(work, machine, 1, "dispatch").us == pytest.approx(measured, rel=0.08)
 
 
+def test_the_newest_results_of_this_folder_are_taken(tmp_path: Path) -> None:
+    for name, source in (("bench-2026-11-22-100000", NEAR_FILES[0]), ("bench-2026-11-21-100000", NEAR_FILES[0])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "throughput.json").write_text(source.read_text())
+    on_host = json.loads(NEAR_FILES[0].read_text())
+    on_host["settings"]["backend"] = "host"
+    (tmp_path / "bench-2026-11-23-100000").mkdir()
+    (tmp_path / "bench-2026-11-23-100000/throughput.json").write_text(json.dumps(on_host))
+    (tmp_path / "bench-2026-11-24-100000").mkdir()
+    found = model_report.newest_results(tmp_path)
+    assert found == [tmp_path / "bench-2026-11-22-100000/throughput.json"]
+    assert model_report.machine_of(Asked(), found).where.startswith("near: bench-2026-11-22-100000/throughput.json; far: ib-ndr")
+    assert model_report.newest_results(tmp_path / "bench-2026-11-24-100000") == []
+
+
 def test_results_of_other_machines_are_refused() -> None:
     with pytest.raises(EPConfigError, match="expected one of several GPUs of one host"):
         model.near_of_results([read(RESULTS / "h200x4_2026-11-22_low_latency_nvshmem.json")])

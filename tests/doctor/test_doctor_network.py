@@ -18,6 +18,7 @@ from launch import python_on, run_checks
 from paths import ROOT
 
 from deepep_rt.doctor import addresses, network_facts, network_rates, report, runner, screen
+from deepep_rt.doctor.findings import findings
 from deepep_rt.doctor.links import LINK_KINDS, nic_kind, tcp_kind
 from deepep_rt.errors import EPUnavailableError
 
@@ -231,6 +232,12 @@ def test_nodes_that_the_environment_declares() -> None:
     assert not network_facts.has_several_nodes(job)
     set_facts("settings", variables={"DEEPEP_RT_RANKS_PER_NODE": "4"})(job)
     assert network_facts.has_several_nodes(job)
+    assert job.config().num_nodes == 2
+    assert findings(job) == []
+    set_facts("settings", variables={"DEEPEP_RT_RANKS_PER_NODE": "16"})(job)
+    assert job.config().num_nodes == 1, "a Buffer of fewer ranks is one node"
+    set_facts("settings", variables={"DEEPEP_RT_RANKS_PER_NODE": "3"})(job)
+    assert "ranks_per_node=3; expected a divisor" in findings(job)[0].what
     set_facts("settings", variables={"DEEPEP_RT_RANKS_PER_NODE": "many"})(job)
     assert not network_facts.has_several_nodes(job)
 

@@ -22,6 +22,7 @@ pytest.importorskip("typer")
 from gpu_buffers import make  # noqa: E402
 
 from deepep_rt import Buffer  # noqa: E402
+from deepep_rt.doctor import network_rates  # noqa: E402
 from deepep_rt.doctor import runner as doctor_run  # noqa: E402
 from deepep_rt.doctor.facts import JobReport, gpu_of  # noqa: E402
 from deepep_rt.doctor.findings import findings  # noqa: E402
@@ -50,6 +51,16 @@ def findings_text(answer, *levels):
 def only_rank_0(comm):
     if comm.Get_rank():
         pytest.skip("rank 0 runs it")
+
+
+def test_rates_between_ranks(comm):
+    """`doctor --network` on this job's ranks: over MPI, and between the GPUs of the node with a Buffer."""
+    found = network_rates.measure(comm, [list(range(comm.Get_size()))], with_gpus=True, announce=lambda part: None)
+    assert "reason" not in found["gpus"], found["gpus"]
+    if comm.Get_size() > 1:
+        assert found["gpus"]["near"]["0"] > 1
+        assert {link["where"] for link in found["links"]} == {"near"}
+        assert found["links"][0]["gb_s"] > 0
 
 
 @pytest.mark.usefixtures("only_rank_0")
