@@ -121,6 +121,8 @@ class NormalBuffers:
                     raise problem
                 finally:
                     del problem  # its traceback holds this frame, and with it the arguments of the call
+            if most_rows > config.num_max_recv_tokens:
+                _take_late_report(buffer)
             buffer = self._make(shape, max(most_tokens, config.num_max_tokens_per_rank), most_rows)
 
     def buffer_for(self, shape: Shape, num_tokens: int, min_rows: int) -> Buffer:
@@ -266,6 +268,15 @@ def check_not_capturing(backend: str) -> None:
             "a CUDA graph is being captured; expected an earlier call of these sizes outside of a capture. "
             "Make one before the capture."
         )
+
+
+def _take_late_report(buffer: Buffer) -> None:
+    """Take the report about rows that do not fit. GPUs of other ranks make it after the call, and a later call would raise it."""
+    try:
+        buffer.synchronize()
+    except EPOutOfMemoryError as error:
+        if not error.num_recv_tokens:
+            raise
 
 
 def _rounded_up(num_tokens: int) -> int:
