@@ -239,6 +239,21 @@ KERNELS: dict[str, Kernel] = {
             max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
         Kernel(
+            "link_rates",
+            _COMMON
+            + """
+    i32 kind;               // what moves: bytes near, bytes far, words near, words far
+    i32 num_chunks;
+    i64 num_bytes;          // of a chunk
+    u64 src;                // [num_bytes]
+    u64 recv_offset;        // where this rank receives bytes: offset from its symmetric base
+""",
+            folder="nodes",
+            threads="kNodesThreads",
+            over_nodes=True,
+            max_stack_bytes=8,  # arguments of NVSHMEM's functions
+        ),
+        Kernel(
             "ll_dispatch",
             _COMMON
             + """

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from ...arrays.view import View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
-from ...config import Config
+from ...config import MAX_NODES, Config
 from ...cuda import driver, nvshmem
 from ...cuda.nics import line_rate, list_nics
 from ...cuda.relay_memory import RelayAllocator
 from ...cuda.symmetric_memory import SymmetricAllocator, SymmetricMemory
 from ...cuda.topology import choose_device
+from ...description import LinkRates
 from ...errors import EPOutOfMemoryError, EPUnavailableError
 from ...jit import current_gpu
 from ...kernels.layout import Layout
@@ -26,6 +28,7 @@ from ..call_lock import CallLock
 from ..calls import BufferInfo, Call
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
 from .handle_tables import CudaHandleTables
+from .link_rates import measure_links
 from .low_latency import LowLatency
 from .nodes import NodesThroughput
 from .runtime import CudaRuntime
@@ -33,7 +36,7 @@ from .throughput import Throughput
 
 _ALLOCATOR: SymmetricAllocator = nvshmem
 _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
-MEASURE: Measure | None = None
+MEASURE: Callable[..., LinkRates] | None = measure_links
 """Measures the links of GPUs for `path="auto"`. None: the usual rates of the transport decide."""
 
 _MIN_DESTROY_TIMEOUT_S = 30.0  # ranks may end their work at different times
@@ -75,8 +78,13 @@ class CudaBackend:
             free_bytes, arch, name = driver.free_bytes(), current_gpu.target_arch(), driver.device_name(device)
             allocator.check_available()
         path, gpus = None, tuple(comm.allgather(f"{name} ({arch})"))
+        self._config = config
         if config.has_network:
-            path = self._agree_on_path(config, hosts, gpus)
+            measure = None
+            if MEASURE is not None and config.num_nodes <= MAX_NODES:
+                allocate = functools.partial(self._allocate, allocator, network=network)
+                measure = functools.partial(MEASURE, device=device, arch=arch, context=self.context, allocate=allocate)
+            path = self._agree_on_path(config, hosts, gpus, measure)
             config = dataclasses.replace(config, path=path.choice.name)
         self._config, layout = config, Layout(config)
         self.info = BufferInfo(serial, config, device)
@@ -119,7 +127,7 @@ class CudaBackend:
             between_groups = f" and {_TRANSPORT_NAMES[config.transport]} between groups of {config.node_size}"
         announce(comm, f"CUDA ({arch})", f"NVLink or PCIe peer access{between_groups}", layout.size_hint["total"])
 
-    def _agree_on_path(self, config: Config, hosts: Sequence[str], gpus: Sequence[str]) -> AgreedPath:
+    def _agree_on_path(self, config: Config, hosts: Sequence[str], gpus: Sequence[str], measure: Measure | None) -> AgreedPath:
         topology = {
             "backend": self.name,
             "transport": config.transport,
@@ -128,7 +136,7 @@ class CudaBackend:
             "gpus": list(gpus),
         }
         usual = usual_rates(config.transport, len(set(hosts)), line_rate(list_nics()))  # those of rank 0 count
-        return agree_on_path(self.comm, config, topology, usual, MEASURE)
+        return agree_on_path(self.comm, config, topology, usual, measure)
 
     def _allocate(self, allocator: SymmetricAllocator, num_bytes: int, network: NetworkOptions | None) -> SymmetricMemory:
         """Allocate symmetric memory on all ranks, or on none."""

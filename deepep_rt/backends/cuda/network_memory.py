@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...comm.communicator import Communicator
+from ...comm.relay import Relay
 from ...cuda import driver
 from ...cuda.symmetric_memory import SymmetricMemory
-from ...errors import EPUnavailableError
 from ...kernels import structs
 from ...kernels.layout import Layout
 
@@ -84,6 +84,5 @@ class NetworkMemory:
             driver.free_pinned(ptr)
 
 
-def start_relay(*arguments: Any) -> Any:
-    """Start the relay of this rank. Tests replace it by a network of their own."""
-    raise EPUnavailableError("transport='mpi' has no relay in this version. Use transport='nvshmem'.")
+start_relay = Relay
+"""Tests replace it by a network of their own."""

@@ -7,15 +7,19 @@ from typing import Any
 
 from ...arrays.view import HOST, View
 from ...comm import call_signature
+from ...comm.rendezvous import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_ROUTE_BLOCKS, ROUTE_THREADS
 from ...errors import EPInputError, EPUnavailableError
 from ...kernels.nodes_layout import NodesLayout
 from ...results import CombineResult, DispatchHandle, DispatchResult
 from ..calls import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
+from .link_rates import far_bandwidth
 from .result_memory import ResultMemory
 from .result_views import combine_views, dispatch_views, dtypes_of
 from .runtime import CudaRuntime, address_of
+
+_MAX_MEASURED_BYTES = 1 << 30
 
 
 class NodesThroughput:
@@ -205,11 +209,12 @@ class NodesThroughput:
         return CombineResult(self._order.event(call), views)
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
-        """See `Buffer.copy_ceiling`."""
-        raise EPUnavailableError(
-            f"this Buffer has {self._config.num_nodes} nodes; expected one, because the measurement writes to all ranks directly. Make a "
-            f"Buffer over the ranks of one node"
-        )
+        """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceiling`."""
+        self._check_num_nodes()
+        runtime, config = self._runtime, self._config
+        agree_on_measurement(runtime.comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+        num_bytes = min(iterations * num_rows * row_bytes * (config.num_ranks - config.node_size), _MAX_MEASURED_BYTES)
+        return far_bandwidth(runtime, num_bytes, self.num_sms)
 
     def _check_num_nodes(self) -> None:
         if self._config.num_nodes > MAX_NODES:

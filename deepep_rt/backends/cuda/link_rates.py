@@ -1,0 +1,139 @@
+"""Measure the links between the GPUs of a Buffer with several nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from ...comm.communicator import Communicator
+from ...comm.consensus import Consensus
+from ...comm.rendezvous import begin_measurement
+from ...config import Config
+from ...cuda import driver
+from ...cuda.symmetric_memory import SymmetricMemory
+from ...description import LinkRates
+from ...kernels.layout import Layout
+from ..call_lock import CallLock
+from ..calls import BufferInfo
+from .runtime import CudaRuntime
+
+NEAR_BYTES, FAR_BYTES, NEAR_WORDS, FAR_WORDS = range(4)
+"""What the kernel `link_rates` moves."""
+
+_NUM_MEASUREMENTS = 3
+_NUM_STEPS = 64  # of words
+_NEAR_BYTES = 1 << 20
+_FAR_BYTES = 1 << 26  # of all flows of a rank
+_WORD_BYTES = 16
+_NUM_SERIAL = 0  # no call of a user knows this Buffer
+
+
+def measure_links(
+    comm: Communicator,
+    config: Config,
+    *,
+    device: int,
+    arch: str,
+    context: driver.CurrentContext,
+    allocate: Callable[[int], SymmetricMemory],
+) -> LinkRates:
+    """Measure the links while all ranks send at the same time; see `path_choice.Measure`.
+
+    The ranks make memory and a relay for the measurement alone, because the form of a Buffer depends on its result.
+
+    Args:
+        comm: The ranks.
+        config: The sizes that they agreed on.
+        device: The GPU of this rank.
+        arch: Its target.
+        context: Its context.
+        allocate: Allocates symmetric memory of a size on all ranks, or on none.
+
+    Raises:
+        EPTimeoutError: if a rank is silent.
+    """
+    config = _small(config)
+    layout, consensus = Layout(config), Consensus(comm)
+    memory = allocate(layout.symmetric.num_bytes)
+    with ExitStack() as resources:
+        resources.callback(consensus.free)
+        resources.callback(memory.free)
+        with consensus.step():
+            info = BufferInfo(_NUM_SERIAL, config, device)
+            runtime = CudaRuntime(info, layout, comm, memory, arch, context, CallLock(context), resources)
+            driver.synchronize(0)
+        assert runtime.network is not None
+        runtime.network.start_relay()
+        rates = measured_rates(runtime)
+        runtime.network.close()
+        consensus.all_ok(True, "end the measurement of links", config.timeout_s)
+    return rates
+
+
+def measured_rates(runtime: CudaRuntime) -> LinkRates:
+    """Measure the links of a Buffer's memory. Collective. Return the same rates on all ranks."""
+    nodes = runtime.layout.nodes
+    assert nodes is not None
+    steps = min(_NUM_STEPS, nodes.num_exposed_chunks)
+    return LinkRates(
+        near_bytes_per_s=near_bandwidth(runtime, _NEAR_BYTES, 8),
+        near_latency_s=launch_seconds(runtime, NEAR_WORDS, steps, 0, 1) / steps,
+        far_bytes_per_s=far_bandwidth(runtime, _FAR_BYTES, runtime.config.num_sms),
+        far_latency_s=launch_seconds(runtime, FAR_WORDS, _NUM_STEPS, _WORD_BYTES, 1) / _NUM_STEPS,
+    )
+
+
+def near_bandwidth(runtime: CudaRuntime, num_bytes: int, repetitions: int) -> float:
+    """Return the bytes a second that each rank writes to the other ranks of its node, while all ranks do."""
+    others = runtime.config.node_size - 1
+    sizes = runtime.regions.sizes
+    num_bytes = min(num_bytes, sizes["landing"] // runtime.config.node_size, sizes["pool"]) // 16 * 16
+    seconds = launch_seconds(runtime, NEAR_BYTES, repetitions, num_bytes, runtime.config.num_sms)
+    return repetitions * max(others, 1) * num_bytes / seconds
+
+
+def far_bandwidth(runtime: CudaRuntime, num_bytes: int, num_sms: int) -> float:
+    """Return the bytes a second that each rank puts to other nodes, while all ranks do. Nothing is copied at the two ends."""
+    nodes = runtime.layout.nodes
+    assert nodes is not None
+    num_chunks = max(1, num_bytes // (nodes.num_flows * nodes.slot_bytes))
+    seconds = launch_seconds(runtime, FAR_BYTES, num_chunks, nodes.slot_bytes, num_sms)
+    return num_chunks * nodes.num_flows * nodes.slot_bytes / seconds
+
+
+def launch_seconds(runtime: CudaRuntime, kind: int, num_chunks: int, num_bytes: int, num_sms: int) -> float:
+    """Return the median time of a launch of `link_rates` on the slowest rank. The first launch does not count."""
+    stream, comm, timeout_s = runtime.order.own_stream, runtime.comm, runtime.config.timeout_s
+    launch = runtime.launcher("link_rates")
+    values = {
+        "kind": kind,
+        "num_chunks": num_chunks,
+        "num_bytes": num_bytes,
+        "src": runtime.address_of_region("pool"),
+        "recv_offset": runtime.regions.offsets["landing"],
+    }
+    times: list[float] = []
+    for _ in range(1 + _NUM_MEASUREMENTS):
+        begin_measurement(comm, timeout_s)
+        begin = driver.CudaEvent(stream, timing=True)
+        launch(stream, num_sms, values)
+        end = driver.CudaEvent(stream, timing=True)
+        driver.synchronize(stream)
+        runtime.monitor.check()
+        times.append(driver.elapsed_ms(begin, end) / 1e3)
+    return _slowest(comm, statistics.median(times[1:]))
+
+
+def _slowest(comm: Communicator, seconds: float) -> float:
+    every: Sequence[float] = comm.allgather(seconds)
+    return max(every)
+
+
+def _small(config: Config) -> Config:
+    """Return sizes for the measurement: the nodes and rows of a Buffer, with little memory."""
+    tokens = min(config.num_max_tokens_per_rank, 512)
+    return dataclasses.replace(
+        config, num_max_tokens_per_rank=tokens, num_slots=1, low_latency=False, path="hierarchical", recv_limit=None, num_topk=1
+    )
