@@ -252,6 +252,7 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(factory, "agree", lambda *_: "cuda")
     monkeypatch.setattr(placement, "placed", lambda communicator, config: config)
     monkeypatch.setattr(agreement, "announce", lambda *_: None)
+    monkeypatch.setattr(cuda_backend, "MEASURE", None)
     monkeypatch.setattr(network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True))
 
     def make(**sizes: Any) -> Buffer:

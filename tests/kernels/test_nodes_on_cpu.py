@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
+from deepep_rt.backends.cuda import link_rates
+from deepep_rt.cuda import driver
 from deepep_rt.kernels import nodes_layout, structs
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
@@ -167,3 +169,17 @@ def test_a_missing_wait_fails(tmp_path, sizes, file, pattern):
         return False
 
     assert any(fails(seed) for seed in range(20))
+
+
+@pytest.mark.parametrize("transport", ["nvshmem", "mpi"])
+def test_measurement_of_links(transport, monkeypatch):
+    """All that is measured moves, and calls work after it."""
+    monkeypatch.setattr(driver, "elapsed_ms", lambda begin, end: 2.0)
+    with Machine(4, 0, weak_memory=True, transport=transport) as machine:
+        buffers = machine.buffers(**TWO_BY_TWO)
+        before = machine.put_bytes
+        rates = machine.each_rank(lambda rank: link_rates.measured_rates(buffers[rank]._backend.runtime))
+        assert machine.put_bytes > before
+        assert len(set(rates)) == 1
+        assert rates[0].near_latency_s == 0.002 / min(64, buffers[0]._backend.runtime.layout.nodes.num_exposed_chunks)
+        throughput_rounds(machine, buffers, 1, 1)

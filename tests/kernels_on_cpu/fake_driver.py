@@ -16,17 +16,23 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from deepep_rt.arrays import frameworks
-from deepep_rt.backends import agreement, factory
+from deepep_rt.backends import agreement, factory, path_choice
 from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import monitor, network_memory, runtime
 from deepep_rt.comm import convert
+from deepep_rt.config import Config
 from deepep_rt.cuda import driver, nvshmem, stream_memory, topology
 from deepep_rt.cuda.stream_memory import StreamMemory
 from deepep_rt.jit import current_gpu, launch, loader
+from deepep_rt.network import Choice
 
 from . import compiler
 from .device_arrays import DeviceArray, DeviceArrays, callers_stream
 from .gpus import Gpus, KernelLaunch, Stream
+
+
+def _path_of(config: Config) -> Choice:
+    return Choice("hierarchical" if config.path == "auto" else config.path, "for a test")
 
 
 class _LastingMemory(StreamMemory):
@@ -86,6 +92,7 @@ class FakeDriver:
         patch(nvshmem, "check_available", lambda: None)
         patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
+        patch(cuda_backend, "agree_on_path", lambda comm, config, *_: path_choice.AgreedPath(_path_of(config)))
         patch(network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True))
         patch(agreement, "announce", lambda *_: None)
         patch(topology, "placed", lambda comm, config: dataclasses.replace(config, transport=self.transport))

@@ -237,7 +237,7 @@ def test_the_description_of_a_buffer(make: Any, monkeypatch: pytest.MonkeyPatch,
     assert found.path == buffer.config.path != "auto"
     assert "nothing was measured" in found.path_reason
     rates = LinkRates(1e9, 1e-6, 100e9, 1e-6)
-    monkeypatch.setattr(cuda_backend, "MEASURE", lambda comm, config: rates)
+    monkeypatch.setattr(cuda_backend, "MEASURE", lambda comm, config, **_: rates)
     with make(ranks_per_node=2) as buffer:
         found = buffer.describe()
     assert (found.path, buffer.config.path, found.measured) == ("direct", "direct", rates)
