@@ -99,7 +99,7 @@ class Bench:
 
     def cases(self, buffer: Buffer, sets: list[Inputs], num_tokens: int) -> Iterator[tuple[str, Callable[[int], Any]]]:
         """Yield each work and the function that makes its call."""
-        worst = self.comm.size * num_tokens
+        worst = min(self.comm.size * num_tokens, buffer.config.num_max_recv_tokens)
         for name in ("bf16", "fp8"):
             rows = [getattr(s, name) for s in sets]
             scales = [s.scales if name == "fp8" else None for s in sets]
