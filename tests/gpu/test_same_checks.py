@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from transports import transports
+import transports
 
 from deepep_rt.jit import current_gpu
 from deepep_rt.kernels.tuning import has_fp8
@@ -43,17 +43,25 @@ def _checks():
         import low_latency_errors
         import low_latency_hooks
         import masks
+        import nodes
         import rounds
     except ImportError:  # without MPI, pytest only collects these tests
         return []
     found = []
     for_low_latency = (low_latency, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
-    for module in (dispatch, combine, buffers, buffer_failures, consensus, rounds, bad_calls, *for_low_latency):
+    on_nodes = transports.nodes()
+    settings_of = {
+        **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls), on_nodes[:1]),
+        **dict.fromkeys((dispatch, combine, rounds), on_nodes),
+        nodes: on_nodes[1:],  # its checks declare nodes, and this declares the path
+        **dict.fromkeys(for_low_latency, transports.transports()),
+    }
+    for module, all_settings in settings_of.items():
         checks = [
             f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_") and name not in HOST_ONLY
         ]
         for check in sorted(checks, key=lambda f: f.__code__.co_firstlineno):
-            for name, settings in transports() if module in for_low_latency else [("nvlink", {})]:
+            for name, settings in all_settings:
                 found.append(pytest.param(check, settings, id=f"{module.__name__}-{check.__name__}-{name}"))
     return found
 

@@ -27,6 +27,15 @@ def test_rounds_pass(comm):
         assert 0 < times["p50_us"] <= times["p99_us"] <= times["max_us"], call
 
 
+@pytest.mark.parametrize("ranks", ["1 a node", "2 nodes"])
+def test_rounds_on_several_nodes_pass(comm, ranks):
+    if comm.size % 2:
+        pytest.skip("an odd number of ranks")
+    on_nodes = {**sizes(comm), "ranks_per_node": 1 if ranks == "1 a node" else comm.size // 2}
+    document = soak.run(soak.Asked(rounds=180, seed=3, backend="cuda", sizes=on_nodes, progress_s=5))
+    assert document is None or document["status"] == "passed", json.dumps(document["mismatches"], indent=1)
+
+
 def test_shapes_of_a_real_run_pass(comm):
     """Run the default shapes: rows of 7168 and of odd sizes, 4096 tokens, time-outs that mask."""
     document = soak.run(soak.Asked(rounds=150, seed=0, backend="cuda", sizes={"rounds_per_buffer": 25}, timeout_s=120))
