@@ -32,6 +32,9 @@ def run_internode(world: World, ranks_per_node: int) -> None:
                 for with_topk in (False, True):
                     given = layout | (dict(topk_idx=topk_idx, topk_weights=weights) if with_topk else {})
                     _round_trip(world, buffer, x, given, config, with_events, ranks_per_node)
+        if rank == 0:  # it makes a wrong call, and then the right one, in which the others wait for it
+            with raises(EPInputError, "topk_weights"):
+                buffer.dispatch(x_rand, **layout, topk_idx=topk_idx, topk_weights=weights[:2])
         _check_worst(world, buffer, x_rand, layout | dict(topk_idx=topk_idx, topk_weights=weights))
         _check_calls_by_their_own_names(buffer, x_rand, layout | dict(topk_idx=topk_idx), config)
         with raises(EPInputError, "num_tokens_per_rdma_rank=None"):
