@@ -1,0 +1,224 @@
+"""Throughput calls over declared nodes on GPUs, against the host backend with the same nodes, bit for bit: both paths, both transports."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+torch = pytest.importorskip("torch")
+
+from gpu_buffers import cpu, make, poison, routing, rows, same  # noqa: E402
+from gpu_throughput import round_trip, same_dispatch  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, NetworkOptions  # noqa: E402
+
+
+def _topologies():
+    """Name the node sizes that this number of ranks allows, largest first, and both paths where they differ."""
+    size = MPI.COMM_WORLD.Get_size()
+    nodes = [node for node in range(size // 2, 0, -1) if size % node == 0]
+    return [(node, path) for node in nodes for path in ("hierarchical", "direct") if node > 1 or path == "hierarchical"]
+
+
+@pytest.fixture(
+    params=_topologies(), ids=lambda topology: f"{MPI.COMM_WORLD.Get_size() // topology[0]}x{topology[0]}-{topology[1]}"
+)
+def topology(request):
+    return request.param
+
+
+@pytest.fixture(params=["nvshmem", "mpi"])
+def settings(request, topology):
+    node, path = topology
+    return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=request.param), num_sms=16)
+
+
+def pair(comm, settings, **sizes):
+    """Make a Buffer on GPUs and one of the host backend, with the same sizes and nodes."""
+    common = dict(num_max_recv_tokens=None, **sizes)
+    return make(comm, **common, **settings), make(comm, "host", **common, ranks_per_node=settings["ranks_per_node"])
+
+
+def dispatch_to_the_end(buffer, *arrays):
+    """Dispatch, and wait for the call: on some ranks only the wait finds out about the others."""
+    buffer.dispatch(*arrays)
+    buffer.synchronize()
+
+
+def test_sizes(comm, settings):
+    for hidden, num_topk, idx_dtype in (
+        (7168, 8, torch.int64),
+        (520, 4, torch.int32),
+        (2880, 32, torch.int64),
+        (7184, 1, torch.int32),
+    ):
+        gpu, host = pair(comm, settings, hidden=hidden, num_topk=num_topk)
+        with gpu, host:
+            poison(gpu)
+            round_trip(comm, gpu, host, 1, 37 + 11 * comm.Get_rank(), num_topk, idx_dtype=idx_dtype)
+            round_trip(comm, gpu, host, 2, 0 if comm.Get_rank() % 2 else 500, num_topk, idx_dtype=idx_dtype)
+            round_trip(comm, gpu, host, 3, 64, num_topk, idx_dtype=idx_dtype, one_rank=True)
+
+
+def test_payloads(comm, settings):
+    gpu, host = pair(comm, settings)
+    with gpu, host:
+        for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float16, torch.bfloat16):
+            poison(gpu)
+            got, _ = round_trip(comm, gpu, host, 5, 130, 8, dtype=dtype, scales=True)
+            assert got.recv_x.dtype == dtype
+    gpu, host = pair(comm, settings, hidden=1024, dtype="float32")
+    with gpu, host:
+        idx, weights = routing(comm, 6, 100, 8, gpu.config.num_experts)
+        x = rows(comm, 6, 100, 1024, dtype=torch.float32)
+        got, want = gpu.dispatch(x, idx, weights), host.dispatch(*cpu(x, idx, weights))
+        same_dispatch(got, want)
+        y = rows(comm, 7, got.recv_x.shape[0], 1024, dtype=torch.float32)
+        same(gpu.combine(y, got.handle).x, host.combine(y.cpu(), want.handle).x)
+
+
+def test_rounds(comm, settings):
+    """Calls of all sizes without pauses, with a delay on one rank in every fifth round, and results that live on."""
+    rng = np.random.default_rng(7)  # the same on all ranks
+    gpu, host = pair(comm, settings, hidden=1024, num_max_tokens_per_rank=256)
+    with gpu, host:
+        held = []
+        for i in range(60):
+            late = int(rng.integers(comm.Get_size()))
+            if i % 5 == 0 and comm.Get_rank() == late:
+                torch.cuda._sleep(int(20e6))
+            gpu.num_sms = (16, 3, 8)[i % 3]
+            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
+            held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
+            if len(held) > i % 3:
+                same_dispatch(*held.pop(0))
+
+
+def test_known_routing_and_fixed_size(comm, settings):
+    gpu, host = pair(comm, settings)
+    with gpu, host:
+        got, want = round_trip(comm, gpu, host, 20, 100, 8)
+        x = rows(comm, 21, 100, 7168)
+        same(gpu.dispatch(x, handle=got.handle).recv_x, host.dispatch(x.cpu(), handle=want.handle).recv_x)
+        idx, weights = routing(comm, 23, 100, 8, gpu.config.num_experts)
+        for limit in (100 * comm.Get_size(), 60, 0):
+            fixed = gpu.dispatch(x, idx, weights, num_worst_tokens=limit)
+            reference = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=limit)
+            kept = min(limit, int(reference.num_recv_tokens[0]))
+            same_dispatch(fixed, reference, kept)
+            assert (fixed.recv_topk_idx[kept:] == -1).all()
+            y = rows(comm, 24, limit, 7168)
+            same(gpu.combine(y, fixed.handle).x, host.combine(y.cpu(), reference.handle).x)
+
+
+def test_graph(comm, settings):
+    """Capture once, and replay with changed inputs, also between ordinary calls."""
+    gpu, host = pair(comm, settings, hidden=1024)
+    with gpu, host:
+        worst = 256 * comm.Get_size()
+        x = rows(comm, 30, 256, 1024)
+        idx, weights = routing(comm, 30, 256, 8, gpu.config.num_experts)
+
+        def step():
+            sent = gpu.dispatch(x, idx, weights, num_worst_tokens=worst)
+            return sent, gpu.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
+
+        step()
+        torch.cuda.synchronize()
+        comm.Barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sent, back = step()
+        out, out_weights = back.x, back.topk_weights
+        for seed in range(31, 36):
+            new_idx, new_weights = routing(comm, seed, 256, 8, gpu.config.num_experts)
+            x.copy_(rows(comm, seed, 256, 1024)), idx.copy_(new_idx), weights.copy_(new_weights)
+            graph.replay()
+            want = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=worst)
+            kept = int(want.num_recv_tokens[0])
+            same_dispatch(sent, want, kept)
+            reference = host.combine(want.recv_x, want.handle, topk_weights=want.recv_topk_weights)
+            same(out, reference.x)
+            same(out_weights, reference.topk_weights)
+            round_trip(comm, gpu, host, seed, 50, 8)
+        graph.reset()
+
+
+def test_low_latency_calls_in_between(comm, settings):
+    gpu, host = pair(comm, settings, hidden=1024, num_max_tokens_per_rank=64, low_latency=True)
+    with gpu, host:
+        for seed in range(6):
+            round_trip(comm, gpu, host, 10 * seed, 60, 8)
+            x = rows(comm, seed, 50, 1024)
+            idx, weights = routing(comm, seed, 50, 8, gpu.config.num_experts)
+            sent, want = gpu.low_latency_dispatch(x, idx, use_fp8=False), host.low_latency_dispatch(*cpu(x, idx), use_fp8=False)
+            counts = want.num_recv_tokens_per_expert
+            same(sent.num_recv_tokens_per_expert, counts)
+            for expert, count in enumerate(counts.tolist()):
+                same(sent.recv_x[expert, :count], want.recv_x[expert, :count])
+            got = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle, allow_multiple_reduction=False)
+            same(
+                got.x,
+                host.low_latency_combine(want.recv_x, *cpu(idx, weights), want.handle, allow_multiple_reduction=False).x,
+            )
+
+
+def test_ranks_that_differ(comm, settings):
+    gpu, host = pair(comm, settings, hidden=512)
+    with gpu, host:
+        idx, weights = routing(comm, 1, 40, 8, gpu.config.num_experts)
+        x = rows(comm, 1, 40, 512)
+        gpu.dispatch(x, idx, None if comm.Get_rank() == comm.Get_size() - 1 else weights, num_worst_tokens=400)
+        torch.cuda.synchronize()
+        with pytest.raises(EPInputError, match="topk_weights"):
+            gpu.check()
+        round_trip(comm, gpu, host, 2, 40, 8)
+
+
+def test_too_many_rows(comm, settings):
+    with make(comm, hidden=512, num_max_recv_tokens=100, **settings) as gpu:
+        idx = torch.zeros(80, 8, dtype=torch.int64, device="cuda") + torch.arange(8, device="cuda")
+        with pytest.raises(EPOutOfMemoryError, match=r"num_max_recv_tokens=100; expected at least \d+.* rank 0"):
+            dispatch_to_the_end(gpu, rows(comm, 1, 80, 512), idx)
+        comm.Barrier()
+
+
+def test_a_silent_rank_is_named(comm, settings):
+    last = comm.Get_size() - 1
+    gpu = make(comm, hidden=512, timeout_s=2.0, **settings)
+    x, (idx, weights) = rows(comm, 1, 40, 512), routing(comm, 1, 40, 8, gpu.config.num_experts)
+    if comm.Get_rank() != last:
+        with pytest.raises(EPTimeoutError) as caught:
+            dispatch_to_the_end(gpu, x, idx, weights)
+        error = caught.value
+        assert error.rank == comm.Get_rank()
+        assert error.node is None or error.node == error.peer // settings["ranks_per_node"]
+    comm.Barrier()
+    gpu.destroy(in_touch=False)
+
+
+def test_describe(comm, settings):
+    with make(comm, hidden=512, **settings) as gpu:
+        text = str(gpu.describe())
+        assert settings["path"] in text
+        assert gpu.config.transport == settings["network"].transport
+
+
+def test_measured_path(comm, monkeypatch):
+    """`path="auto"` measures the links. The rates are positive, and all ranks choose the same path."""
+    if comm.Get_size() < 4:
+        pytest.skip("nodes of two ranks need four ranks")
+    monkeypatch.setenv("DEEPEP_RT_REMEASURE", "1")
+    for transport in ("nvshmem", "mpi"):
+        with make(comm, ranks_per_node=2, network=NetworkOptions(transport=transport)) as gpu:
+            found = gpu.describe()
+            assert min(vars(found.measured).values()) > 0
+            assert len(set(comm.allgather(gpu.config.path))) == 1
+            if comm.Get_rank() == 0:
+                print(f"\n{transport}: {found}")
+            assert gpu.copy_ceiling(7168, 256, 2) > 0
