@@ -86,6 +86,19 @@ def test_throughput(arch, seed):
         throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
 
 
+@pytest.mark.parametrize("seed", seeds(2))
+def test_mixed_architectures(seed):
+    """GPUs with and without the copy engine and FP8 work together."""
+    with Machine(2, seed, ["sm_80", "sm_90"], weak_memory=seed % 2 == 1) as machine:
+        throughput_rounds(machine, machine.buffers(**{**THROUGHPUT, "num_experts": 4}), seed, 3)
+        buffers = machine.buffers(**LOW_LATENCY)
+        low_latency_rounds(machine, buffers, seed, 3, format=dict(use_fp8=False))
+        made = LowLatencyRound(machine, buffers, 1, format=dict()).all()  # with FP8, which one rank cannot convert to
+        machine.run()
+        made.options["format"] = dict(use_fp8=False)
+        made.check()
+
+
 # --- broken kernels -------------------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,25 +46,24 @@ class FakeDriver:
 
     Args:
         gpus: One for each rank.
-        num_ranks: Their number.
-        arch: The architecture that kernels are compiled for.
+        archs: The architecture that the kernels of each rank are compiled for.
         cuda_src: The folder of the kernels; None: that of the package.
         weak_memory: Whether the scheduler delays stores.
         pause: Lets other work go on while the host waits.
     """
 
     def __init__(
-        self, gpus: Gpus, num_ranks: int, arch: str, cuda_src: Path | None, weak_memory: bool, pause: Callable[[], None]
+        self, gpus: Gpus, archs: Sequence[str], cuda_src: Path | None, weak_memory: bool, pause: Callable[[], None]
     ) -> None:
-        self.gpus, self.num_ranks, self.pause = gpus, num_ranks, pause
+        self.gpus, self.num_ranks, self.pause = gpus, len(archs), pause
         self.current_rank = 0  # the rank whose Buffer is made or called
         self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
         self.transport = "nvshmem"  # between nodes
         self.numbers = itertools.count(1000)  # of streams and events
         self.events: dict[int, tuple[Stream, int]] = {}
-        self._arch, self._cuda_src, self._weak_memory = arch, cuda_src, weak_memory
+        self._archs, self._cuda_src, self._weak_memory = archs, cuda_src, weak_memory
         self._functions: list[Any] = [None]
-        for rank in range(num_ranks):
+        for rank in range(self.num_ranks):
             gpus.streams[callers_stream(rank)] = Stream(rank)
 
     def stream(self, number: int) -> Stream:
@@ -85,7 +84,7 @@ class FakeDriver:
         patch(monitor, "os", SimpleNamespace(sched_yield=self.pause))
         patch(runtime, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
         patch(loader, "load", self._load)
-        patch(current_gpu, "target_arch", lambda: self._arch)
+        patch(current_gpu, "target_arch", lambda: self._archs[self.current_rank])
         patch(cuda_backend, "choose_device", lambda comm, *_: comm.Get_rank())
         patch(stream_memory, "StreamMemory", _LastingMemory)
         patch(nvshmem, "allocate", functools.partial(_SymmetricMemory, self))

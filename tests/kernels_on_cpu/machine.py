@@ -17,7 +17,7 @@ import gc
 import random
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Machine(AbstractContextManager):
     Args:
         num_ranks: Ranks, each with a GPU.
         seed: Decides the order in which threads run.
-        arch: The architecture that kernels are compiled for, "sm_80" or "sm_90".
+        arch: The architecture that kernels are compiled for, "sm_80" or "sm_90"; or that of each rank.
         num_sms: Blocks that run on a GPU at a time; None: no limit.
         cuda_src: The folder of the kernels; None: that of the package.
         weak_memory: Delay stores in the memory of other GPUs, in any order that releases and fences allow.
@@ -65,7 +65,7 @@ class Machine(AbstractContextManager):
         self,
         num_ranks: int,
         seed: int = 0,
-        arch: str = "sm_90",
+        arch: str | Sequence[str] = "sm_90",
         *,
         num_sms: int | None = None,
         cuda_src: Path | None = None,
@@ -75,7 +75,7 @@ class Machine(AbstractContextManager):
         self.num_ranks = num_ranks
         self._random = random.Random(seed)
         self._gpus = Gpus(num_ranks, seed, num_sms, weak_memory)
-        self._driver = FakeDriver(self._gpus, num_ranks, arch, cuda_src, weak_memory, self._pause)
+        self._driver = FakeDriver(self._gpus, [arch] * num_ranks if isinstance(arch, str) else arch, cuda_src, weak_memory, self._pause)
         self._driver.transport = transport
         self._num_idle_pauses = 0  # of the host, since work was queued
         self._buffers: list[Buffer] = []
