@@ -253,7 +253,9 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(placement, "placed", lambda communicator, config: config)
     monkeypatch.setattr(agreement, "announce", lambda *_: None)
     monkeypatch.setattr(cuda_backend, "MEASURE", None)
-    monkeypatch.setattr(network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True))
+    monkeypatch.setattr(
+        network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None)
+    )
 
     def make(**sizes: Any) -> Buffer:
         defaults = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32, timeout_s=1.0, check_inputs=False)
@@ -272,7 +274,7 @@ def routed(buffer: Buffer, num_rows: int, counts: list[int]) -> Any:
     """Return an `on_launch` that acts as the routing kernel: it reports counts to the host."""
 
     def act(call: SimpleNamespace) -> None:
-        if call.kernel == "route" and call.to_host:
+        if call.kernel in ("route", "route_nodes") and call.to_host:
             page = buffer._backend.runtime.page
             page.mailbox["num_recv"], page.mailbox["num_recv_per_expert"] = num_rows, counts
             page.counted.value = 1

@@ -92,7 +92,9 @@ class FakeDriver:
         patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
         patch(cuda_backend, "agree_on_path", lambda comm, config, *_: path_choice.AgreedPath(_path_of(config)))
-        patch(network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True))
+        patch(
+            network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None)
+        )
         patch(agreement, "announce", lambda *_: None)
         patch(topology, "placed", lambda comm, config: dataclasses.replace(config, transport=self.transport))
         patches.setitem(frameworks.FRAMEWORK_OF_CLASS, DeviceArray, DeviceArrays())

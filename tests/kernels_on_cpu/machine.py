@@ -75,7 +75,9 @@ class Machine(AbstractContextManager):
         self.num_ranks = num_ranks
         self._random = random.Random(seed)
         self._gpus = Gpus(num_ranks, seed, num_sms, weak_memory)
-        self._driver = FakeDriver(self._gpus, [arch] * num_ranks if isinstance(arch, str) else arch, cuda_src, weak_memory, self._pause)
+        self._driver = FakeDriver(
+            self._gpus, [arch] * num_ranks if isinstance(arch, str) else arch, cuda_src, weak_memory, self._pause
+        )
         self._driver.transport = transport
         self._num_idle_pauses = 0  # of the host, since work was queued
         self._buffers: list[Buffer] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,6 +36,8 @@ class NetworkMemory:
         self.base, self.ring = memory.ptr, 0
         """Address of offset 0 of symmetric memory, for offsets of network memory; and the address of the ring of descriptors, or 0."""
         self._relay: Any = None
+        self.wake: Callable[[], None] = _do_nothing
+        """Wake the relay before kernels put something."""
         self._may_free = True
         num_entries = layout.num_ring_entries
         if layout.config.has_relay:
@@ -61,6 +64,7 @@ class NetworkMemory:
             descriptor,
             config.timeout_s,
         )
+        self.wake = self._relay.wake
 
     def check(self) -> None:
         """Raise if a relay has failed. Call it while the host waits."""
@@ -82,6 +86,9 @@ class NetworkMemory:
     def _free(self, ptr: int) -> None:
         if self._may_free:
             driver.free_pinned(ptr)
+
+
+def _do_nothing() -> None: ...
 
 
 start_relay = Relay

@@ -37,6 +37,8 @@ class NodesThroughput:
         """SMs of the next calls."""
         self._runtime, self._order, self._monitor = runtime, runtime.order, runtime.monitor
         self._config, self._layout, self._nodes = config, layout, nodes
+        assert runtime.network is not None
+        self._network = runtime.network
         self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
         self._counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
         self.results = ResultMemory(
@@ -97,6 +99,7 @@ class NodesThroughput:
     def _launch_route(self, idx: View, tables: int, expert_alignment: int, needs_counts: bool, stream: int) -> None:
         if needs_counts:
             self._runtime.page.expect_counts()
+        self._network.wake()
         num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
         self._runtime.launcher("route_nodes")(
             stream,
@@ -139,6 +142,7 @@ class NodesThroughput:
         scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
         chunk = self._nodes.chunk(x.row_bytes, scale_bytes, idx_bytes, weights is not None)
         counts_offsets = self._layout.counts.offsets
+        self._network.wake()
         self._runtime.launcher("dispatch_nodes")(
             stream,
             self.num_sms,
@@ -178,6 +182,7 @@ class NodesThroughput:
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
         chunk, base = self._nodes.chunk(x.row_bytes, 0, 0, weights is not None), self._runtime.memory.ptr
+        self._network.wake()
         self._runtime.launcher("combine_nodes", x.dtype)(
             stream,
             self.num_sms,

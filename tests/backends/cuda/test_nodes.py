@@ -1,0 +1,102 @@
+"""The throughput calls of the CUDA backend over several nodes, on a fake GPU that records requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, region, routed
+
+from deepep_rt import EPInputError, EPOutOfMemoryError, NetworkOptions
+from deepep_rt.backends.cuda import network_memory
+from deepep_rt.cuda import driver
+
+__all__ = ["fake", "make"]
+
+RELAY = dict(ranks_per_node=2, network=NetworkOptions(transport="mpi"))
+
+
+def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
+    with make(**RELAY) as buffer:
+        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+        x, idx, weights = arguments(fake)
+        sent = buffer.dispatch(x, idx, weights)
+        route, dispatch = fake.pop_launches()
+        assert (route.kernel, route.num_tokens, route.to_host) == ("route_nodes", 10, 1)
+        assert (dispatch.kernel, dispatch.handle, dispatch.capacity, dispatch.missing_rows) == (
+            "dispatch_nodes",
+            route.handle,
+            30,
+            0,
+        )
+        assert sent.num_recv_tokens_per_expert_list == [3, 4, 5, 6, 0, 0, 6, 6]
+        assert (like(sent.recv_x), like(sent.recv_src_idx)) == (("bfloat16", (30, 256)), ("int32", (30, 2)))
+        for name, array in {"x": sent.recv_x, "topk_idx": sent.recv_topk_idx, "src_idx": sent.recv_src_idx}.items():
+            assert array.ptr == BASE + getattr(dispatch, f"recv_{name}_offset"), name
+
+        back = buffer.combine(Array(fake, "bfloat16", 30, 256), sent.handle, topk_weights=Array(fake, "float32", 30, 4))
+        (combine,) = fake.pop_launches()
+        assert (combine.kernel, combine.num_tokens, combine.capacity, combine.handle) == (
+            "combine_nodes",
+            10,
+            30,
+            dispatch.handle,
+        )
+        landing, nodes = region(buffer, "landing"), buffer._backend.runtime.layout.nodes
+        assert landing.start <= combine.sum_weights < combine.sums
+        assert combine.sums + nodes.num_max_node_sums * 512 <= BASE + combine.exposed_weights_offset
+        assert BASE + combine.exposed_offset + buffer.config.num_max_recv_tokens * 512 <= landing.stop
+        assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
+
+
+def test_a_chunk_fits_its_slot(fake: FakeGpu, make: Any) -> None:
+    with make(**RELAY, hidden=7168) as buffer:
+        for dtype, scale_words in (("bfloat16", 0), ("uint8", 56)):
+            x, scales = Array(fake, dtype, 10, 7168), Array(fake, "float32", 10, scale_words) if scale_words else None
+            buffer.dispatch(x, *arguments(fake)[1:], x_scales=scales, num_worst_tokens=40)
+            dispatch = fake.pop_launches()[-1]
+            nodes = buffer._backend.runtime.layout.nodes
+            assert 1 <= dispatch.chunk_tokens <= 32
+            assert dispatch.chunk_rows + dispatch.chunk_tokens * dispatch.row_bytes <= nodes.slot_bytes
+            assert dispatch.chunk_scales + dispatch.chunk_tokens * dispatch.scale_bytes <= dispatch.chunk_rows
+            assert dispatch.chunk_rows % 128 == 0
+
+
+def test_calls_wake_the_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[str] = []
+
+    class Relay:
+        def __init__(self, *_: object) -> None: ...
+        def check(self) -> None: ...
+        def close(self) -> bool:
+            return True
+
+        def wake(self) -> None:
+            woken.append("wake")
+
+    monkeypatch.setattr(network_memory, "start_relay", Relay)
+    with make(**RELAY) as buffer:
+        fake.on_launch = lambda call: woken.append(call.kernel)
+        handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
+        buffer.combine(Array(fake, "bfloat16", 40, 256), handle)
+        assert woken == ["wake", "route_nodes", "wake", "dispatch_nodes", "wake", "combine_nodes"]
+
+
+def test_more_rows_than_fit(fake: FakeGpu, make: Any) -> None:
+    """The kernel runs, so that all ranks hear of it, and the host raises."""
+    with make(**RELAY, num_max_recv_tokens=20) as buffer:
+        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+        with pytest.raises(EPOutOfMemoryError, match="num_max_recv_tokens=20; expected at least 30"):
+            buffer.dispatch(*arguments(fake))
+        assert (fake.pop_launches()[-1].capacity, fake.pop_launches()) == (0, [])
+
+
+def test_no_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(**RELAY) as buffer:
+        monkeypatch.setattr(driver, "capture_id", lambda stream: 7)
+        with pytest.raises(EPInputError, match="num_worst_tokens=None in a CUDA graph capture"):
+            buffer.dispatch(*arguments(fake))
+        assert fake.pop_launches() == []
