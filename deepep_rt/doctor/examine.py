@@ -31,7 +31,7 @@ def examine(
     report = {**run_probes(), "launch": launch, "other_launch": other_launch}
     rank, reports, failure, network = 0, [{**report, **ALONE}], None, None
     if fact(report, "mpi", "error") is None:
-        request = NetworkRequest(_ranks_per_node(sizes), with_gpus=backend != "host") if measure_network else None
+        request = NetworkRequest(_ranks_per_node(sizes), backend != "host", transport) if measure_network else None
         rank, reports, failure, network = gather(report, network=request)
     if len(reports) == 1:  # without MPI's answer, the launcher's variables tell the rank
         rank = launch["rank"] if launch else 0

@@ -55,11 +55,11 @@ class LinkSummary:
 
     Attributes:
         where: "near" or "far".
-        medium: "MPI" (from host memory) or "GPU".
+        medium: "MPI" (from host memory), or "GPU" with the transport between nodes.
         num_pairs: Measured pairs of ranks. For GPUs: nodes.
         us: Median of a small message one way in microseconds. None: not measured.
         gb_s: Median bandwidth of large messages in GB/s, in the slower direction of each pair.
-        slowest: The slowest pair (ranks) or node (its number), and its GB/s.
+        slowest: The slowest pair (ranks) or node (its number), and its GB/s. Nothing and `gb_s` where only the slowest rank is known.
         together_gb_s: Median bandwidth of one direction while all pairs send both ways. None: not measured.
         kind: The kind of link, for what to expect. None: unknown.
     """
@@ -93,12 +93,23 @@ def link_summaries(job: JobReport) -> list[LinkSummary]:
         for on_one_host, each in groups.items():
             if any("gb_s" in link for link in each):
                 found.append(_summary(where, each, LINK_KINDS["host-memory"] if on_one_host else far_kind(job)))
-    rates = {int(node): gb_s for node, gb_s in (measured.get("gpus") or {}).get("near", {}).items()}
+    gpus = measured.get("gpus") or {}
+    rates, far = {int(node): gb_s for node, gb_s in gpus.get("near", {}).items()}, gpus.get("far")
     if rates:
         slowest = min(rates, key=lambda node: rates[node])
-        median = statistics.median(rates.values())
-        found.append(LinkSummary("near", "GPU", len(rates), None, median, ((slowest,), rates[slowest]), None, gpu_kind(job)))
+        median, us = statistics.median(rates.values()), far and far.get("near_us")
+        found.append(LinkSummary("near", "GPU", len(rates), us, median, ((slowest,), rates[slowest]), None, gpu_kind(job)))
+    if far:
+        kind, num_nodes = _far_gpu_kind(job, far["transport"]), len(measured["nodes"])
+        medium = f"GPU over {far['transport']}"
+        found.append(LinkSummary("far", medium, num_nodes, far.get("us"), far["gb_s"], ((), far["gb_s"]), None, kind))
     return found
+
+
+def _far_gpu_kind(job: JobReport, transport: str) -> LinkKind | None:
+    if len(job.hosts) > 1:
+        return far_kind(job)
+    return LINK_KINDS["host-memory"] if transport == "mpi" else gpu_kind(job)
 
 
 def slower_gb_s(link: Mapping[str, Any]) -> float:
@@ -151,13 +162,13 @@ def host_kind(report: Mapping[str, Any]) -> LinkKind | None:
 
 
 def gpu_kind(job: JobReport) -> LinkKind | None:
-    """Return the kind of link between the GPUs of the first node, with the line rate of as many NVLinks as there are. None: unknown."""
-    node = (job.network or {}).get("nodes", [[]])[0]
-    gpus = [gpu for rank in node if (gpu := gpu_of(job.reports[rank])) is not None]
+    """Return the kind of link between the GPUs of the first host, with the line rate of as many NVLinks as there are. None: unknown."""
+    here = next(iter(job.hosts.values()))
+    gpus = [gpu for report in here if (gpu := gpu_of(report)) is not None]
     uuids = list(dict.fromkeys(gpu["uuid"] for gpu in gpus))
     if len(uuids) < 2 or not (arch := re.match(r"sm_(\d+)\d", gpus[0]["arch"])):
         return None
-    path = path_between(job.reports[node[0]], uuids[0], uuids[1]) or ""
+    path = path_between(here[0], uuids[0], uuids[1]) or ""
     nvlink, pcie, links = _ARCH_LINKS.get(int(arch[1]), _ARCH_LINKS[max(_ARCH_LINKS)])
     if not path.startswith("NV"):
         return LINK_KINDS[pcie]

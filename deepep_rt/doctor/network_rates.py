@@ -1,6 +1,6 @@
 """Measure latency and bandwidth between ranks over MPI, from host memory (`doctor --network`).
 
-The relay of `NetworkOptions(transport="mpi")` gets these rates. Between GPUs of a node, a Buffer measures what its kernels reach.
+The relay of `NetworkOptions(transport="mpi")` gets these rates. Between GPUs, Buffers measure what their kernels reach.
 `runner` calls `measure` in the child process that starts MPI, because MPI or a network may hang.
 """
 
@@ -35,15 +35,21 @@ Pair = tuple[int, int]
 
 
 def measure(
-    comm: Intracomm, nodes: Sequence[Sequence[int]], *, with_gpus: bool, announce: Callable[[str], None]
+    comm: Intracomm,
+    nodes: Sequence[Sequence[int]],
+    *,
+    with_gpus: bool,
+    announce: Callable[[str], None],
+    transport: str = "auto",
 ) -> dict[str, Any]:
     """Measure between neighbours within nodes, and between the same ranks of neighbouring nodes. Collective.
 
     Args:
         comm: All ranks.
         nodes: The ranks of each node.
-        with_gpus: Also measure between the GPUs of each node, with a Buffer.
+        with_gpus: Also measure between the GPUs, with Buffers.
         announce: Called with the part that begins, so that a part that hangs can be named.
+        transport: The transport between the GPUs of different nodes, as for `NetworkOptions`.
 
     Returns:
         `links`: a dictionary for each pair of ranks, with `where` ("near" or "far"), `ranks`, `us` (a small message one way), `gb_s` and
@@ -62,8 +68,8 @@ def measure(
                 links.setdefault(pair, {"where": where, "ranks": list(pair)}).update(rates)
     found: dict[str, Any] = {"nodes": [list(node) for node in nodes], "links": list(links.values())}
     if with_gpus:
-        announce("between the GPUs of a node")
-        found["gpus"] = measure_gpus(comm, nodes)
+        announce("between the GPUs")
+        found["gpus"] = measure_gpus(comm, nodes, transport)
     return found
 
 
@@ -201,27 +207,58 @@ def _wait(requests: Sequence[Any]) -> None:
 # --- between GPUs ------------------------------------------------------------------------------------------------------------------
 
 
-def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Measure between the GPUs of each node with `Buffer.copy_ceiling`: every rank pushes rows to all others of its node. Collective.
+def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]], transport: str) -> dict[str, Any]:
+    """Measure between the GPUs with Buffers, while all ranks send at the same time. Collective.
+
+    Args:
+        comm: All ranks.
+        nodes: The ranks of each node.
+        transport: As for `NetworkOptions`.
 
     Returns:
-        `near`: the rate in GB/s of each node's slowest rank, by the number of the node. Without it `reason`: why there is no Buffer.
+        `near`: GB/s that the slowest rank of a node pushes to the others, by the number of the node. With several nodes `far`: `gb_s` that
+        the slowest rank puts to other nodes, `transport`, and `near_us` and `us` (a word one way, near and far) if the Buffer measured
+        them. Instead `reason`: why there is no Buffer.
     """
+    found: dict[str, Any] = {}
+    if len({len(node) for node in nodes}) > 1:
+        return {"reason": "the nodes have different numbers of ranks"}
+    try:
+        if len(nodes) > 1:  # first, because NVSHMEM starts over the ranks of the first Buffer
+            found["far"] = _far_gpus(comm, len(nodes[0]), transport)
+        if len(nodes[0]) > 1:
+            mine = next(i for i, node in enumerate(nodes) if comm.Get_rank() in node)
+            found["near"] = {str(mine): _near_gpus(comm, mine)}
+    except EPError as error:
+        found = {"reason": f"rank {comm.Get_rank()}: {error}"}
+    answers = comm.allgather(found)  # also after a failure of some ranks, so that all of them come here once
+    for answer in answers:
+        if "reason" in answer:
+            return answer
+        found.get("near", {}).update(answer.get("near", {}))
+    return found
+
+
+def _far_gpus(comm: Intracomm, node_size: int, transport: str) -> dict[str, Any]:
+    from ..buffer import Buffer
+    from ..network import NetworkOptions
+
+    network, sizes = NetworkOptions(transport=transport), _sizes(comm.Get_size(), node_size)
+    with Buffer(comm, **sizes, network=network) as buffer:
+        rate, description = buffer.copy_ceiling(), buffer.describe()
+    measured = description.measured
+    latencies = {} if measured is None else {"near_us": 1e6 * measured.near_latency_s, "us": 1e6 * measured.far_latency_s}
+    return {"gb_s": rate / 1e9, "transport": description.transport, **latencies}
+
+
+def _near_gpus(comm: Intracomm, node: int) -> float:
     from ..buffer import Buffer
 
-    rank = comm.Get_rank()
-    mine = next(i for i, node in enumerate(nodes) if rank in node)
-    group = comm.Split(mine, rank)
-    rate, reason = 0.0, None
-    try:
-        sizes = dict(num_max_tokens_per_rank=2048, hidden=7168, num_topk=1, num_experts=group.Get_size(), num_slots=1)
-        with Buffer(group, **sizes, backend="cuda", ranks_per_node=group.Get_size(), timeout_s=60) as buffer:  # type: ignore[arg-type]
-            rate = buffer.copy_ceiling() / 1e9
-    except EPError as error:
-        reason = f"rank {rank}: {error}"
-    answers = comm.allgather((mine, rate, reason))
-    group.Free()
-    reasons = [why for _, _, why in answers if why is not None]
-    if reasons:
-        return {"reason": reasons[0]}
-    return {"near": {str(node): gb_s for node, gb_s, _ in answers if len(nodes[node]) > 1}}
+    group: Any = comm.Split(node, comm.Get_rank())
+    with Buffer(group, **_sizes(group.Get_size(), group.Get_size())) as buffer:
+        return buffer.copy_ceiling() / 1e9
+
+
+def _sizes(num_ranks: int, node_size: int) -> dict[str, Any]:
+    experts = dict(num_topk=1, num_experts=num_ranks, ranks_per_node=node_size)
+    return dict(num_max_tokens_per_rank=2048, hidden=7168, num_slots=1, backend="cuda", timeout_s=60, **experts)

@@ -91,9 +91,9 @@ def _slow_pair(job: JobReport) -> Iterator[Finding]:
     for found in link_summaries(job):
         which, gb_s = found.slowest
         if found.num_pairs > 1 and gb_s < SLOW * found.gb_s:
-            names = f"node {which[0]}" if len(which) == 1 else f"ranks {which[0]} and {which[1]}"
+            names = f"node {which[0]} reaches" if len(which) == 1 else f"ranks {which[0]} and {which[1]} reach"
             where = f"{found.where}, {found.medium}"
-            yield Finding.of("slow-pair", "warning", f"{where}: {names} reach {gb_s:.3g} GB/s, the median is {found.gb_s:.3g}")
+            yield Finding.of("slow-pair", "warning", f"{where}: {names} {gb_s:.3g} GB/s, the median is {found.gb_s:.3g}")
 
 
 NETWORK_RULES: tuple[Callable[[JobReport], Iterator[Finding]], ...] = (

@@ -148,11 +148,13 @@ class NetworkRequest(NamedTuple):
     Attributes:
         ranks_per_node: Ranks of a node. None: those of a host.
         with_gpus: Whether to measure between GPUs too.
+        transport: The transport between them, as for `NetworkOptions`.
         limit_s: Limit in seconds.
     """
 
     ranks_per_node: int | None = None
     with_gpus: bool = False
+    transport: str = "auto"
     limit_s: float = NETWORK_LIMIT_S
 
 
@@ -208,7 +210,8 @@ def _gather() -> None:
 
         nodes = nodes_of(reports, network["ranks_per_node"])
         with_gpus = network["with_gpus"] and all((each["facts"].get("driver") or {}).get("gpus") for each in reports)
-        write({"network": measure(MPI.COMM_WORLD, nodes, with_gpus=with_gpus, announce=lambda part: write({"part": part}))})
+        options: dict[str, Any] = {"with_gpus": with_gpus, "transport": network["transport"]}
+        write({"network": measure(MPI.COMM_WORLD, nodes, announce=lambda part: write({"part": part}), **options)})
 
 
 def _knows_cuda() -> bool | None:

@@ -216,7 +216,7 @@ def _rates_table(job: JobReport) -> Any:
     rows = []
     for found in link_summaries(job):
         which, gb_s = found.slowest
-        name = f"node {which[0]}" if found.medium == "GPU" else " and ".join(map(str, which))
+        name = f"node {which[0]}" if len(which) == 1 else " and ".join(map(str, which)) or "of all ranks"
         us, together = ("-" if value is None else f"{value:.3g}" for value in (found.us, found.together_gb_s))
         cells = [
             f"{found.where}, {found.medium}",

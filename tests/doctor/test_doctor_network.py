@@ -17,6 +17,7 @@ from doctor_machines import SIZES, link, machine, measured, set_facts, set_gpus,
 from launch import python_on, run_checks
 from paths import ROOT
 
+from deepep_rt.description import BufferDescription, LinkRates
 from deepep_rt.doctor import addresses, network_facts, network_rates, report, runner, screen
 from deepep_rt.doctor.findings import findings
 from deepep_rt.doctor.links import LINK_KINDS, nic_kind, tcp_kind
@@ -94,6 +95,7 @@ def test_rates_between_gpus_come_from_a_buffer(monkeypatch: pytest.MonkeyPatch) 
         def __init__(self, *arguments: Any, **sizes: Any) -> None:
             assert sizes["backend"] == "cuda"
             assert sizes["ranks_per_node"] == 2
+            self.num_experts, self.network = sizes["num_experts"], sizes.get("network")
 
         def __enter__(self) -> Measured:
             return self
@@ -101,17 +103,26 @@ def test_rates_between_gpus_come_from_a_buffer(monkeypatch: pytest.MonkeyPatch) 
         def __exit__(self, *_: object) -> None: ...
 
         def copy_ceiling(self) -> float:
-            return 3.3e11
+            return 4.3e10 if self.network else 3.3e11
+
+        def describe(self) -> BufferDescription:
+            measured = LinkRates(3e11, 2e-6, 4e10, 9e-6)
+            return BufferDescription("cuda", 4, 2, ("a",) * 4, ("",) * 4, transport=self.network.transport, measured=measured)
 
     comm: Any = OneRank()
     monkeypatch.setattr(deepep_rt.buffer, "Buffer", Measured)
-    assert network_rates.measure_gpus(comm, [[0, 1], [2, 3]]) == {"near": {"0": 330.0}}
+    assert network_rates.measure_gpus(comm, [[0, 1]], "auto") == {"near": {"0": 330.0}}
+    assert network_rates.measure_gpus(comm, [[0, 1], [2, 3]], "mpi") == {
+        "far": {"gb_s": 43.0, "transport": "mpi", "near_us": pytest.approx(2), "us": pytest.approx(9)},
+        "near": {"0": 330.0},
+    }
+    assert "different numbers" in network_rates.measure_gpus(comm, [[0, 1], [2]], "auto")["reason"]
 
     def unavailable(*_: Any, **__: Any) -> None:
         raise EPUnavailableError("no memory")
 
     monkeypatch.setattr(deepep_rt.buffer, "Buffer", unavailable)
-    assert network_rates.measure_gpus(comm, [[0, 1]]) == {"reason": "rank 0: no memory"}
+    assert network_rates.measure_gpus(comm, [[0, 1]], "auto") == {"reason": "rank 0: no memory"}
 
 
 # --- what to expect ----------------------------------------------------------------------------------------------------------------
@@ -175,6 +186,18 @@ def test_declared_nodes_of_one_host_are_linked_by_its_memory() -> None:
     (found,) = network_facts.link_summaries(job)
     assert found.kind == LINK_KINDS["host-memory"]
     assert (found.num_pairs, found.gb_s, found.slowest) == (2, 4.0, ((0, 4), 3.0))
+
+
+def test_rates_between_gpus_of_different_nodes() -> None:
+    gpus = {"near": {"0": 330.0, "1": 331.0}, "far": {"gb_s": 44.0, "transport": "nvshmem", "near_us": 2.0, "us": 9.0}}
+    near, far = network_facts.link_summaries(machine(16, network=measured(gpus=gpus)))
+    assert (near.us, far.us, far.medium, far.kind) == (2.0, 9.0, "GPU over nvshmem", LINK_KINDS["ib-ndr"])
+    one_host = machine(8, network=measured(gpus={"far": {"gb_s": 3.0, "transport": "mpi"}}, per_node=4, ranks=8))
+    (relay,) = network_facts.link_summaries(one_host)
+    assert (relay.us, relay.kind) == (None, LINK_KINDS["host-memory"])
+    gpus["far"]["transport"] = "nvshmem"
+    declared = network_facts.link_summaries(machine(8, network=measured(gpus=gpus, per_node=4, ranks=8)))
+    assert [found.kind.about for found in declared if found.kind] == ["18 NVLinks"] * 2
 
 
 # --- transports --------------------------------------------------------------------------------------------------------------------
