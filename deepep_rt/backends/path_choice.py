@@ -102,17 +102,18 @@ def agree_on_path(
         config: The sizes that they agreed on.
         topology: Everything that the rates depend on, as values that JSON can hold.
         usual: The rates to assume without a measurement.
-        measure: Measures the rates. None: the backend cannot.
+        measure: Measures the rates. None: the ranks cannot measure now, but may have saved rates.
 
     Raises:
         EPConfigError: on every rank, if the variable is wrong on rank 0.
         EPTimeoutError: if a rank does not come.
     """
     rates, origin, is_first = None, "nothing was measured; these are usual rates", comm.Get_rank() == 0
-    if config.path == "auto" and config.node_size > 1 and measure is not None:
+    if config.path == "auto" and config.node_size > 1:
         rates = _saved(comm, topology)
-        origin = "measured earlier"
-        if rates is None:
+        if rates is not None:
+            origin = "measured earlier"
+        elif measure is not None:
             rates, origin = measure(comm, config), "measured now"
             if is_first:
                 saved_rates.save(topology, rates)

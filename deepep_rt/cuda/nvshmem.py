@@ -59,6 +59,11 @@ def check_sharing(ranks_per_gpu: Sequence[int]) -> None:
         )
 
 
+def is_shared(comm: Communicator) -> bool:
+    """Return whether ranks outside of `comm` have to allocate at the same time: whether NVSHMEM runs over more ranks."""
+    return _runtime is not None and comm.Get_size() < _runtime.num_pes
+
+
 def load() -> Any:
     """Load NVSHMEM's Python bindings and its host library.
 

@@ -34,6 +34,14 @@ class RelayAllocator:
         if self._needs_nvshmem:
             nvshmem.check_sharing(ranks_per_gpu)
 
+    def is_shared(self, comm: Communicator) -> bool:
+        """Return whether ranks outside of `comm` have to allocate on this host at the same time. Collective."""
+        group = comm.sub_comm(comm.ranks_on_host())
+        try:
+            return self._needs_nvshmem and nvshmem.is_shared(group)
+        finally:
+            group.Free()
+
     def allocate(
         self,
         comm: Communicator,

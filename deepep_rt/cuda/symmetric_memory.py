@@ -53,6 +53,9 @@ class SymmetricAllocator(Protocol):
     def check_sharing(self, ranks_per_gpu: Sequence[int]) -> None:
         """Raise EPConfigError if the library cannot start with so many ranks on each GPU."""
 
+    def is_shared(self, comm: Communicator) -> bool:
+        """Return whether ranks outside of `comm` have to allocate at the same time. Collective; the answers of ranks may differ."""
+
     def allocate(
         self,
         comm: Communicator,

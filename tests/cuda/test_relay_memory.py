@@ -69,3 +69,13 @@ def test_nodes_of_one_rank_do_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -
     assert freed == [4096]
     with pytest.raises(EPConfigError, match="some share one"):
         RelayAllocator(2).check_sharing([1, 2])
+
+
+@pytest.mark.parametrize(("num_pes", "is_shared"), [(2, False), (4, True)])
+def test_other_buffers_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch, num_pes: int, is_shared: bool) -> None:
+    """NVSHMEM runs over one host, so only its ranks count."""
+    ranks = FakeRanks(4, rank=1, hosts=HOSTS)
+    assert not RelayAllocator(2).is_shared(ranks)
+    monkeypatch.setattr(nvshmem, "_runtime", SimpleNamespace(num_pes=num_pes))
+    assert RelayAllocator(2).is_shared(ranks) == is_shared
+    assert not RelayAllocator(1).is_shared(ranks)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from ... import _env
 from ...arrays.view import View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
@@ -81,7 +82,7 @@ class CudaBackend:
         self._config = config
         if config.has_network:
             measure = None
-            if MEASURE is not None and config.num_nodes <= MAX_NODES:
+            if MEASURE is not None and config.num_nodes <= MAX_NODES and self._may_measure(allocator):
                 allocate = functools.partial(self._allocate, allocator, network=network)
                 measure = functools.partial(MEASURE, device=device, arch=arch, context=self.context, allocate=allocate)
             path = self._agree_on_path(config, hosts, gpus, measure)
@@ -126,6 +127,15 @@ class CudaBackend:
         if config.has_network:
             between_groups = f" and {_TRANSPORT_NAMES[config.transport]} between groups of {config.node_size}"
         announce(comm, f"CUDA ({arch})", f"NVLink or PCIe peer access{between_groups}", layout.size_hint["total"])
+
+    def _may_measure(self, allocator: SymmetricAllocator) -> bool:
+        """Return whether all ranks may measure links. Collective.
+
+        Ranks of other Buffers would have to allocate memory for it too, and may have saved rates. A complete kernel cache has no kernel
+        for it.
+        """
+        comm = self.comm
+        return not any(comm.allgather(allocator.is_shared(comm) or _env.assert_cached()))
 
     def _agree_on_path(self, config: Config, hosts: Sequence[str], gpus: Sequence[str], measure: Measure | None) -> AgreedPath:
         topology = {

@@ -57,19 +57,33 @@ def measure_links(
     config = _small(config)
     layout, consensus = Layout(config), Consensus(comm)
     memory = allocate(layout.symmetric.num_bytes)
-    with ExitStack() as resources:
-        resources.callback(consensus.free)
-        resources.callback(memory.free)
+    resources, is_sound = ExitStack(), True
+    resources.callback(memory.free)
+    try:
         with consensus.step():
             info = BufferInfo(_NUM_SERIAL, config, device)
             runtime = CudaRuntime(info, layout, comm, memory, arch, context, CallLock(context), resources)
+            runtime.launcher("link_rates")
             driver.synchronize(0)
-        assert runtime.network is not None
-        runtime.network.start_relay()
-        rates = measured_rates(runtime)
-        runtime.network.close()
-        consensus.all_ok(True, "end the measurement of links", config.timeout_s)
+        is_sound = False  # from now on, peers write to this memory
+        rates = _with_relay(runtime)
+        is_sound = True
+    finally:
+        # After a failure, a peer may still write, or may never come to free its memory.
+        all_ok = consensus.all_ok(is_sound, "end the measurement of links", config.timeout_s)
+        if memory.all_free(all_ok, config.timeout_s):
+            resources.close()
+            consensus.free()
     return rates
+
+
+def _with_relay(runtime: CudaRuntime) -> LinkRates:
+    assert runtime.network is not None
+    try:
+        runtime.network.start_relay()
+        return measured_rates(runtime)
+    finally:
+        runtime.network.close()
 
 
 def measured_rates(runtime: CudaRuntime) -> LinkRates:

@@ -27,7 +27,9 @@ from deepep_rt import (
     NetworkOptions,
 )
 from deepep_rt.backends.cuda import backend as cuda_backend
+from deepep_rt.backends.cuda import link_rates
 from deepep_rt.backends.cuda.low_latency import LowLatency
+from deepep_rt.backends.cuda.monitor import Monitor
 from deepep_rt.comm.consensus import Consensus
 from deepep_rt.cuda import driver, nvshmem
 from deepep_rt.jit import loader
@@ -241,6 +243,58 @@ def test_the_description_of_a_buffer(make: Any, monkeypatch: pytest.MonkeyPatch,
     with make(ranks_per_node=2) as buffer:
         found = buffer.describe()
     assert (found.path, buffer.config.path, found.measured) == ("direct", "direct", rates)
+
+
+@pytest.fixture
+def measured(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measure links as on a GPU."""
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_backend, "MEASURE", link_rates.measure_links)
+    monkeypatch.setattr(driver, "elapsed_ms", lambda begin, end: 2.0)
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_buffer_measures_in_memory_of_its_own(fake: FakeGpu, make: Any) -> None:
+    with make(ranks_per_node=2) as buffer:
+        assert buffer.describe().measured is not None
+        assert {call.kernel for call in fake.pop_launches()} == {"link_rates"}
+        assert fake.freed.count(BASE) == 1
+    with make(ranks_per_node=2) as buffer:
+        assert "measured earlier" in buffer.describe().path_reason
+    assert not fake.pop_launches()
+    assert fake.requests.count("allocate") + fake.requests.count("allocate_pinned") == sum(
+        fake.requests.count(name) for name in ("free", "free_pinned")
+    )
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("reason", ["groups", "cache"])
+def test_no_rank_measures_if_one_cannot(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Other groups of NVSHMEM's ranks may have saved rates, and would allocate nothing for a measurement."""
+    if reason == "groups":
+        monkeypatch.setattr(nvshmem, "_runtime", SimpleNamespace(num_pes=8))
+    else:
+        monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
+    with make(ranks_per_node=2) as buffer:
+        assert "nothing was measured" in buffer.describe().path_reason
+    assert not fake.pop_launches()
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("fails", ["kernel", "wait"])
+def test_a_measurement_that_fails(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Memory that a peer may still write to stays allocated."""
+
+    def fail(*_: Any) -> None:
+        raise EPTimeoutError("rank 1 is silent", rank=0, peer=1, phase="links")
+
+    module, name = (loader, "load") if fails == "kernel" else (Monitor, "check")
+    monkeypatch.setattr(module, name, fail)
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: mine)
+    with pytest.raises(EPTimeoutError, match="rank 1 is silent"):
+        make(ranks_per_node=2)
+    fake.outside_context.clear()  # the constructor works in the context that is current
+    assert fake.freed.count(BASE) == (fails == "kernel")
 
 
 def test_calls_after_destroy(fake: FakeGpu, make: Any) -> None:
