@@ -70,8 +70,8 @@ class Buffer(LowLatencyCalls):
             If several Buffers make such calls at the same time, on different streams, their SMs must fit on the GPU together. A call that
             waits for its peers keeps its SMs, and ranks that started with different Buffers would wait for each other.
         ranks_per_node: Consecutive ranks that reach each other over NVLink, a divisor of the number of ranks. They are a node; rows
-            between nodes take the network. Default: `DEEPEP_RT_RANKS_PER_NODE`, or the ranks of a host. (The host backend takes all
-            ranks for one node then.) With 1, all rows between ranks take the network.
+            between nodes take the network. Default: `DEEPEP_RT_RANKS_PER_NODE`, or the ranks of a host. With 1, all rows between
+            ranks take the network. (If hosts hold different numbers of ranks, the host backend takes all ranks for one node.)
         network: How NVSHMEM reaches the ranks on other hosts. It takes effect when NVSHMEM starts, with the first Buffer of the process.
         on_timeout: What a low-latency call does with a silent peer: "raise", or "mask" it (see `mask_rank`) and continue without it.
         check_inputs: Report expert numbers out of range from the device, in this call or a later one. Without it GPUs skip them. (The host

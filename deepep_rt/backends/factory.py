@@ -7,6 +7,7 @@ import platform
 
 from ..comm.communicator import Communicator
 from ..config import Config
+from ..cuda.topology import placed, placed_on_hosts
 from ..network import Choice, NetworkOptions
 from .agreement import agree, creation_comm, creation_timeout_s
 from .base import Backend
@@ -20,7 +21,7 @@ def make_backend(
 
     Args:
         comm: The ranks of the Buffer.
-        config: The sizes. On GPUs, the backend's own `info.config` also says which ranks share a node.
+        config: The sizes. The backend's own `info.config` also says which ranks share a node.
         backend: "auto", "cuda" or "host".
         serial: The Buffer's number in this process.
         on_exhausted: "copy" or "error".
@@ -35,9 +36,8 @@ def make_backend(
     comm = creation_comm(comm, creation_timeout_s(config.timeout_s))
     hosts = tuple(comm.allgather(platform.node()))
     if backend == "host":
-        return _host_backend(comm, config, serial, hosts)
+        return _host_backend(comm, placed_on_hosts(comm, config), serial, hosts)
     # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.
-    from ..cuda.topology import placed
     from ..cuda.transport import agree_on_transport
     from .cuda.backend import CudaBackend
 

@@ -33,6 +33,20 @@ def placed(comm: Communicator, config: Config) -> Config:
     return config
 
 
+def placed_on_hosts(comm: Communicator, config: Config) -> Config:
+    """Return a Config whose nodes are the hosts, as `placed` does, for a backend that needs no NVLink. Collective.
+
+    It serves any placement: if the hosts hold different numbers of ranks, or ranks in another order, all ranks are one node.
+    """
+    if config.ranks_per_node is not None:
+        return config
+    try:
+        host = ranks_per_host(comm)
+    except EPConfigError:
+        return config
+    return dataclasses.replace(config, ranks_per_node=host) if host < config.num_ranks else config
+
+
 def ranks_per_host(comm: Communicator) -> int:
     """Return the number of ranks on each host. Collective.
 

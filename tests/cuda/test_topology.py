@@ -40,6 +40,23 @@ def test_ranks_per_node_defaults_to_the_ranks_of_a_host(hosts, asked, found):
     assert topology.placed(ranks, Config(4, 16, 128, 2, 4, ranks_per_node=asked)).ranks_per_node == found
 
 
+@pytest.mark.parametrize(
+    ("hosts", "asked", "found"),
+    [
+        ([[0, 1, 2, 3]], None, None),
+        ([[0, 1], [2, 3]], None, 2),
+        ([[0, 1], [2, 3]], 4, 4),
+        ([[0, 1], [2, 3]], 1, 1),
+        ([[0, 1, 2], [3]], None, None),
+        ([[0, 2], [1, 3]], None, None),
+    ],
+)
+def test_the_host_backend_serves_every_placement(hosts, asked, found):
+    """It has the nodes of the CUDA backend where that one works, so that both give the same bits."""
+    ranks = FakeRanks(hosts=hosts, gather=_hosts_of(hosts))
+    assert topology.placed_on_hosts(ranks, Config(4, 16, 128, 2, 4, ranks_per_node=asked)).ranks_per_node == found
+
+
 def test_a_node_is_within_a_host():
     hosts = [[0, 1], [2, 3]]
     with pytest.raises(EPConfigError, match="a host holds 2 ranks"):
