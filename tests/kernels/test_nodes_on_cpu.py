@@ -175,6 +175,8 @@ def test_a_missing_wait_fails(tmp_path, sizes, file, pattern):
 def test_measurement_of_links(transport, monkeypatch):
     """All that is measured moves, and calls work after it."""
     monkeypatch.setattr(driver, "elapsed_ms", lambda begin, end: 2.0)
+    for name in ("_NEAR_BYTES", "_FAR_BYTES"):
+        monkeypatch.setattr(link_rates, name, 1 << 13)
     with Machine(4, 0, weak_memory=True, transport=transport) as machine:
         buffers = machine.buffers(**TWO_BY_TWO)
         before = machine.put_bytes
