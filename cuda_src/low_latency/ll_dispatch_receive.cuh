@@ -17,6 +17,11 @@ __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 star
   if (before < waited) add_relaxed_gpu(at<u64>(p.wait_stats, 0) + source, waited - before);
 }
 
+// The first word of a header, which says whether the header of a scale-out source is there: other words may arrive before it, in parts.
+__device__ __forceinline__ u64 first_word(const Params& p, const LlHeader* header, int source) {
+  return is_scale_out(p, source) ? ld_acquire_sys(&header->num_tokens) : ld_relaxed_sys(&header->num_tokens);
+}
+
 // Warp 0 waits for the headers of all sources, for its block. False: the wait timed out, or a source differs.
 __device__ inline bool read_headers(const Params& p, const Call& call, u64 start, Sources& sources) {
   bool ok = true;
@@ -28,7 +33,7 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
     if (source < kNumRanks && !call.excluded[source]) {
       const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
       const bool arrived = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
-        tokens = ld_relaxed_sys(&header->num_tokens), rows = ld_relaxed_sys(&header->num_rows),
+        tokens = first_word(p, header, source), rows = ld_relaxed_sys(&header->num_rows),
         call_signature = ld_relaxed_sys(&header->call_signature);
         const bool is_whole = static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
                               static_cast<u32>(call_signature) == call.received;
@@ -63,8 +68,16 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
   const int thread = threadIdx.x - 32;
   bool ok = true;
   auto header_of = [&](int source) { return at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source)); };
+  auto is_there = [&](int source) {
+    if (!is_scale_out(p, source) || static_cast<u32>(first_word(p, header_of(source), source)) == call.received) return true;
+    return awaited && wait_epoch(p, &header_of(source)->num_tokens, call.received, kPhaseLlCounts, source);
+  };
   auto read_word = [&](int source, const u64* word) {
     if (call.excluded[source]) return 0u;
+    if (!is_there(source)) {
+      ok = false;
+      return 0u;
+    }
     u64 found = ld_relaxed_sys(word);
     if (static_cast<u32>(found) != call.received) ok &= awaited && wait_word(p, word, call.received, kPhaseLlCounts, source, found);
     return static_cast<u32>(found >> 32);
