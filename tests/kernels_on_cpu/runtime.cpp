@@ -286,10 +286,11 @@ bool all_wait() {
       Fiber& f = w->lanes[__builtin_ctz(left)];
       f.steps_left = kIdleSteps;
       const uint64_t before = idle_steps;
+      const uint32_t ready = w->ready;
       yields_left = 0;
       if (!_setjmp(scheduler)) resume(f);
       current = nullptr, running = nullptr;
-      waits = error.empty() && idle_steps >= before + kIdleSteps;
+      waits = error.empty() && idle_steps >= before + kIdleSteps && w->ready == ready;
     }
     if (!waits) {
       if (!w->ready && w->index >= 0) {
@@ -483,9 +484,9 @@ void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
   now = 1 + rng.below(1u << 30), turn = 0, idle_steps = 0;
   most_steps = 1 << rng.below(8), most_yields = 1 << rng.below(8);
   delivery_chance = 1 << rng.below(8);
-  reset_network(num_gpus);
   freeze_chance = rng.below(4) ? 1 << (2 + rng.below(8)) : 0;
   network_chance = 1 << Random{~seed}.below(8);
+  reset_network(num_gpus);
 }
 
 void gpu_set_sms(int gpu, int num_sms) { gpus[gpu].num_sms = num_sms; }
@@ -518,6 +519,8 @@ int gpu_advance(long num_turns) {
       stop("no thread can run");
       return 3;
     }
+    // A network often waits for nothing but the end of its stalls.
+    if (has_network() && idle_steps > 16 * 32 * runnable.size() && network_is_idle(turn) && thaw()) idle_steps = 0;
     if (pending.empty() && all_may_wait && network_is_idle(turn)) {
       if (thaw())
         idle_steps = 0;
