@@ -21,8 +21,14 @@ __device__ inline void send_headers(const Params& p, const Call& call, u32 dispa
   }
 }
 
-// Called by all threads of block 0.
+// Called by all threads of block 0. A scale-out rank gets weights only if it has a row of this rank. Otherwise it would not wait for them,
+// and they could arrive after those of a later call.
 __device__ inline void send_weights(const Params& p, const Call& call) {
+  __shared__ bool has_row[kHasScaleOut ? kNumRanks : 1];
+  if constexpr (kHasScaleOut) {
+    for (int r = threadIdx.x; r < kNumRanks; r += kLlThreads) has_row[r] = false;
+    __syncthreads();
+  }
   const u32 epoch = call.sent;
   const u64 there = weights_offset(epoch, p.rank);
   const u64 staged = kLlStagedWeights + static_cast<u64>(epoch % kRingDepth) * kNumMaxTokens * kNumTopk * sizeof(u64);
@@ -31,13 +37,18 @@ __device__ inline void send_weights(const Params& p, const Call& call) {
     for (int r = 0; r < kNumRanks; ++r) {
       if (!call.excluded[r] && !is_scale_out(p, r)) st_relaxed_sys(at<u64>(p.peers[r], there) + i, word);
     }
-    if (kHasScaleOut) at<u64>(p.peers[p.rank], staged)[i] = word;
+    if constexpr (kHasScaleOut) {
+      at<u64>(p.peers[p.rank], staged)[i] = word;
+      const int expert = at<const short>(p.handle, kLlHandleChoices)[i];
+      if (expert >= 0) has_row[expert / kNumLocalExperts] = true;
+    }
   }
   if (!kHasScaleOut || p.num_tokens == 0) return;
   __syncthreads();
   for (int r = warp_idx(); r < kNumRanks; r += kWarps) {
     const u64 num_bytes = static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(u64);
-    if (!call.excluded[r] && is_scale_out(p, r)) put(p, r, there, staged, num_bytes, weight_flag_offset(epoch, p.rank), epoch);
+    if (!call.excluded[r] && is_scale_out(p, r) && has_row[r])
+      put(p, r, there, staged, num_bytes, weight_flag_offset(epoch, p.rank), epoch);
   }
 }
 

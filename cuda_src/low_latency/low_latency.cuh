@@ -11,7 +11,7 @@
 // Reuse of memory: inboxes have kRingDepth ring slots, selected by the epoch. When a kernel starts, it acknowledges to each rank the calls
 // that this rank has received. This rank has read the data of these calls and has written kEmptySentinel back. A sender waits for the
 // acknowledgement of kRingDepth calls ago before it writes. The two halves of a call may therefore run far apart in time. This makes
-// staging memory for the network reusable too. Only weights for a rank without tokens may still be in flight then, and no rank reads those.
+// staging memory for the network reusable too: the receiver of a put waits for its word.
 //
 // Masked ranks: a kernel sends nothing to a masked rank, waits for nothing from it, and does not acknowledge to it. The kernel reads the
 // masks when it starts.
@@ -52,6 +52,25 @@ __device__ __forceinline__ u64 tagged_word(u32 value, u32 epoch) { return static
 // Index of a rank's part in the ring slot of an epoch.
 __device__ __forceinline__ u64 ring_slot(u32 epoch, int rank) { return static_cast<u64>(epoch % kRingDepth) * kNumRanks + rank; }
 
+// The word in which `source` acknowledges to this rank that it has received a call. A network may deliver words in any order. So each ring
+// slot has a word, and a rank gets no two of them at once: its next call in this ring slot waits for the word.
+__device__ __forceinline__ u64 ack_idx(const Params& p, u32 epoch, int rank) {
+  return is_scale_out(p, rank) ? ring_slot(epoch, rank) : rank;
+}
+
+// Called by one thread of the GPU for each scale-out rank. It acknowledges each call once, because a word that is sent again could arrive
+// after the next word of its ring slot. A rank that was masked gets the words that it missed.
+__device__ inline void acknowledge(const Params& p, u64 acks, int rank, u32 received) {
+  u32* acked = at<u32>(p.state, kLocalLlAcked) + (acks == kLlDispatchAcks ? 0 : kNumRanks) + rank;
+  u32 last = *acked;
+  if (!has_reached(last + kRingDepth, received)) last = received - kRingDepth;
+  while (last != received) {
+    ++last;
+    signal(p, rank, acks + ring_slot(last, p.rank) * sizeof(u64), last);
+  }
+  *acked = received;
+}
+
 // Called by warp 0. With a send half, it waits until the ring slot of this call is free at each rank. `acks`: where ranks acknowledge
 // received calls. `phase`: the name of these waits in reports. `also_excluded`: more ranks to exclude, or null.
 __device__ inline void acquire_credits(const Params& p, const LlProgress* progress, u64 acks, u32 phase, const u32* also_excluded,
@@ -69,6 +88,13 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
     excluded_too[i] = ld_relaxed_gpu((also_excluded ? also_excluded : masked_at(p, 0)) + r);
   }
   const u32 sent = progress->sent + 1, received = progress->received + 1, tickets_before = progress->tickets_before;
+  if constexpr (kHasScaleOut) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int r = min(32 * i + lane_idx(), kNumRanks - 1);
+      if (is_scale_out(p, r)) held[i] = ld_relaxed_sys(theirs + ack_idx(p, sent, r));
+    }
+  }
   const bool is_replayed_too_early = p.phases == (kLlSend | kLlReceive) && sent != received;  // a hook is open
   bool failed = was_aborted(p) || is_replayed_too_early;
 #pragma unroll
@@ -80,7 +106,7 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
       // because they never store before a branch is decided. By the model this must be a release, and an acquire where the peer waits.
       const u64 mine = acks + p.rank * sizeof(u64);
       if (is_scale_out(p, r)) {
-        signal(p, r, mine, received - 1);
+        acknowledge(p, acks, r, received - 1);
       } else {
         st_relaxed_sys(at<u64>(p.peers[r], mine), received - 1);
       }
@@ -94,7 +120,8 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
     bool excluded = (masked[i] | excluded_too[i]) != 0;
     // An acknowledgement guards only later writes and no reads, so relaxed loads are enough.
     const bool has_room = !(p.phases & kLlSend) || excluded || has_reached(static_cast<u32>(held[i]), sent - kRingDepth);
-    if (!has_room && !wait_count(p, theirs + r, sent - kRingDepth, phase, r)) (kMasksOnTimeout ? excluded : failed) = true;
+    if (!has_room && !wait_count(p, theirs + ack_idx(p, sent, r), sent - kRingDepth, phase, r))
+      (kMasksOnTimeout ? excluded : failed) = true;
     call.excluded[r] = excluded;
   }
   failed = __any_sync(~0u, failed);

@@ -86,10 +86,11 @@ class Layout:
         rows = max(ranks, topk) * tokens  # one from each rank, or one for each choice
         header, message, row = self.low_latency_header_stride, self.low_latency_message_stride, self.low_latency_row_bytes
         scale_out = int(config.has_network)  # only a network needs signals and staging
+        acks = slots * ranks if config.has_network else ranks  # a network may deliver words in any order
         return arrange(
             [
-                ("dispatch_acks", ranks * 8),
-                ("combine_acks", ranks * 8),
+                ("dispatch_acks", acks * 8),
+                ("combine_acks", acks * 8),
                 ("heartbeats", ranks * 8),
                 ("headers", slots * ranks * header),
                 ("combine_headers", slots * ranks * structs.LlCombineHeader.size({})),
@@ -157,6 +158,7 @@ class Layout:
                 ("heartbeat_sent", 8),  # time of this rank's last heartbeat
                 ("waits", 2 * ranks * 8),  # nanoseconds that receivers waited for each source, by the epoch's parity
                 ("network", structs.NetworkState.size({})),
+                ("ll_acked", 2 * ranks * 4),  # low-latency dispatches, then combines, that this rank has acknowledged to scale-out ranks
                 *(self.nodes.local if self.nodes else ()),
             ]
         )
