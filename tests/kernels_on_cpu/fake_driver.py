@@ -121,7 +121,7 @@ class FakeDriver:
             "allocate_pinned": gpus.allocate,
             "free": gpus.free,
             "free_async": lambda ptr, stream: self.stream(stream).append(lambda: gpus.free(ptr) or True),
-            "free_pinned": gpus.free,
+            "free_pinned": lambda ptr: None,  # puts in flight may still arrive there, so it lives as long as the machine
             "CudaEvent": functools.partial(_Event, self),
             "CurrentContext": functools.partial(_Context, self),
         }

@@ -106,7 +106,9 @@ class Gpus:
         """Return NVSHMEM's number of a rank."""
         return self._lib.gpu_first_pe() + gpu
 
-    def relay(self, allocation: int, rank: int, memory: tuple[int, int], begins_at: int, ring: tuple[int, int]) -> None:
+    def relay(
+        self, allocation: int, rank: int, memory: tuple[int, int], begins_at: int, ring: tuple[int, int], entry_bytes: int
+    ) -> None:
         """Carry what a rank's kernels put by descriptors.
 
         Args:
@@ -115,8 +117,8 @@ class Gpus:
             memory: Address and bytes of its network memory, in pinned memory.
             begins_at: The offset in symmetric memory to which it corresponds.
             ring: Address and entries of its ring.
+            entry_bytes: The bytes of an entry.
         """
-        entry_bytes = 64
         for ptr, num_bytes in (memory, (ring[0], ring[1] * entry_bytes)):
             self._lib.gpu_share(-1, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
         self._lib.gpu_relay(
