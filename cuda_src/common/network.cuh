@@ -15,6 +15,17 @@ __device__ __forceinline__ bool is_scale_out(const Params& p, int rank) {
   return kHasScaleOut && rank / kRanksPerNode != p.rank / kRanksPerNode;
 }
 
+// The address of offset 0, for offsets of network memory of this rank.
+__device__ __forceinline__ u64 network_base(const Params& p) {
+  if constexpr (kHasRelay) return at<const NetworkState>(p.state, kLocalNetwork)->base;
+  return p.peers[p.rank];
+}
+
+// The address of offset 0, for what `source` sends to this rank: symmetric memory, or network memory.
+__device__ __forceinline__ u64 inbox_base(const Params& p, int source) {
+  return kHasRelay && is_scale_out(p, source) ? network_base(p) : p.peers[p.rank];
+}
+
 #ifdef NVSHMEM_MAJOR_VERSION  // only the prelude of a kernel that puts through NVSHMEM includes it
 
 // Called by a whole warp; does not wait.
@@ -24,7 +35,7 @@ __device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_
                                   NVSHMEM_SIGNAL_SET, p.pes[rank]);
 }
 
-// The same, but after it returns the caller may write to `from` again.
+// The same, but after it returns the caller may write to `from` again. With a relay, wait.cuh has this function.
 __device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
   const u64 base = p.peers[p.rank];
   nvshmemx_putmem_signal_warp(at<void>(base, to), at<void>(base, from), num_bytes, at<unsigned long>(base, flag), value, NVSHMEM_SIGNAL_SET,
@@ -42,7 +53,10 @@ __device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
 //
 // The ring needs no test for room: a rank claims an entry again only after the receiver has answered the put that had it, and the ring has
 // an entry for each put that may be without an answer.
-__device__ inline void relay(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
+//
+// `is_awaited`: the relay writes Descriptor::sent when it needs the bytes no more. Returns the entry, and its sequence in `sequence`.
+__device__ inline const Descriptor* relay(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value, bool is_awaited,
+                                          u32& sequence) {
   NetworkState* network = at<NetworkState>(p.state, kLocalNetwork);
   const u32 number = add_relaxed_gpu(&network->next, 1);
   Descriptor* entry = at<Descriptor>(network->ring, 0) + (number & network->ring_mask);
@@ -52,22 +66,25 @@ __device__ inline void relay(const Params& p, int rank, u64 to, u64 from, u64 nu
   st_relaxed_sys(&entry->value, value);
   st_relaxed_sys(&entry->num_bytes, num_bytes);
   st_relaxed_sys(&entry->rank, rank);
-  st_release_sys(&entry->sequence, number + 1);
+  st_relaxed_sys(&entry->is_awaited, static_cast<u32>(is_awaited));
+  sequence = number + 1;
+  st_release_sys(&entry->sequence, sequence);
+  return entry;
 }
 
 // As above. Without a relay and without NVSHMEM, all ranks are in one scale-up domain, and no kernel calls these functions.
 __device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
   if constexpr (kHasRelay) {
     __syncwarp();
-    if (lane_idx() == 0) relay(p, rank, to, from, num_bytes, flag, value);
+    u32 sequence;
+    if (lane_idx() == 0) relay(p, rank, to, from, num_bytes, flag, value, false, sequence);
     __syncwarp();
   }
 }
 
 __device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
-  if constexpr (kHasRelay) relay(p, rank, 0, 0, 0, to, value);
+  u32 sequence;
+  if constexpr (kHasRelay) relay(p, rank, 0, 0, 0, to, value, false, sequence);
 }
-
-__device__ inline void put_and_wait(const Params&, int, u64, u64, u64, u64, u64) {}
 
 #endif

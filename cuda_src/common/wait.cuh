@@ -48,7 +48,7 @@ __device__ inline void mask_rank(const Params& p, int rank) {
 constexpr int kHeartbeatsPerTimeout = 8;
 
 __device__ __forceinline__ u64 last_heartbeat(const Params& p, int peer) {
-  return ld_relaxed_sys(at<const u64>(p.peers[p.rank], kLlHeartbeats) + peer);
+  return ld_relaxed_sys(at<const u64>(inbox_base(p, peer), kLlHeartbeats) + peer);
 }
 
 // Only one thread of the GPU sends each heartbeat. This rank gets one too, because it may wait for itself.
@@ -132,6 +132,26 @@ __device__ inline bool wait_word(const Params& p, const u64* word, u32 epoch, u3
     return seen == epoch;
   });
 }
+
+#ifndef NVSHMEM_MAJOR_VERSION
+
+// Called by a whole warp. A put through a relay; after it returns the caller may write to `from` again. The wait may time out.
+__device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
+  if constexpr (kHasRelay) {
+    __syncwarp();
+    if (lane_idx() == 0) {
+      u32 sequence;
+      const Descriptor* entry = relay(p, rank, to, from, num_bytes, flag, value, true, sequence);
+      wait_until(p, sequence, kPhaseRelay, p.rank, [&](u32& seen) {
+        seen = ld_relaxed_sys(&entry->sent);
+        return seen == sequence;
+      });
+    }
+    __syncwarp();
+  }
+}
+
+#endif
 
 __device__ inline void report_bad_expert(const Params& p, int token, i64 expert) {
   Report* report = at<Report>(p.status_page, kStatusPageReport);

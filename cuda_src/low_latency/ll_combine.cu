@@ -12,7 +12,7 @@ __device__ inline void send_entry(const Params& p, const Call& call, const WarpG
   const bool scale_out = is_scale_out(p, entry.source);
   const u64 staged = staged_offset(epoch, idx), row_bytes = sizeof(Vec16) * kRowVecs;
   auto row_for = [&](int which) {
-    return scale_out ? at<Vec16>(p.peers[p.rank], staged) : at<Vec16>(p.peers[entry.source], row_offset(epoch, which, entry.token));
+    return scale_out ? at<Vec16>(network_base(p), staged) : at<Vec16>(p.peers[entry.source], row_offset(epoch, which, entry.token));
   };
   if (p.reduce_early) {
     const bool ok = entry.await_weight(p, epoch);

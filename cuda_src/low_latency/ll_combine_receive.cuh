@@ -10,7 +10,7 @@ __device__ inline bool compare_headers(const Params& p, const Call& call, u32 di
     u64 call_signature = 0, theirs = 0;
     bool differs = false;
     if (rank < kNumRanks && !call.excluded[rank]) {
-      const LlCombineHeader* header = at<const LlCombineHeader>(p.peers[p.rank], header_offset(call.received, rank));
+      const LlCombineHeader* header = at<const LlCombineHeader>(inbox_base(p, rank), header_offset(call.received, rank));
       const bool arrived = wait_word(p, &header->call_signature, call.received, kPhaseLlCombineRows, rank, call_signature) &&
                            wait_word(p, &header->dispatch_epoch, call.received, kPhaseLlCombineRows, rank, theirs);
       differs = arrived && (call_signature >> 32 != p.call_signature || theirs >> 32 != dispatch_epoch);
@@ -77,12 +77,12 @@ struct Rows {
   // dispatch.
   __device__ inline Rows(const Params& p, const Call& call, int token, const Choice& choice, bool reports, bool& ok) {
     const int lane = lane_idx(), expert = choice.expert;
-    const u64 mine = p.peers[p.rank];
     int rank = first_choice_of(expert, call.excluded), key = rank;  // rows are added in the order of their keys
     if (!p.reduce_early) {
       rank = expert >= 0 && !call.excluded[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
       key = rank >= 0 ? lane : -1;
     }
+    const u64 mine = inbox_base(p, rank);
     int position = 0, from = 0;
     for (int k = 0; k < kNumTopk; ++k) {
       const int other = __shfl_sync(~0u, key, k);

@@ -38,7 +38,7 @@ __device__ inline void send_weights(const Params& p, const Call& call) {
       if (!call.excluded[r] && !is_scale_out(p, r)) st_relaxed_sys(at<u64>(p.peers[r], there) + i, word);
     }
     if constexpr (kHasScaleOut) {
-      at<u64>(p.peers[p.rank], staged)[i] = word;
+      at<u64>(network_base(p), staged)[i] = word;
       const int expert = at<const short>(p.handle, kLlHandleChoices)[i];
       if (expert >= 0) has_row[expert / kNumLocalExperts] = true;
     }
@@ -56,7 +56,7 @@ __device__ inline void send_weights(const Params& p, const Call& call) {
 __device__ inline float late_weight(const Params& p, u32 epoch, int source, int token, bool& ok) {
   const int lane = lane_idx();
   if (lane >= kNumTopk) return 0.f;
-  const u64 mine = p.peers[p.rank];
+  const u64 mine = inbox_base(p, source);
   u64 word = 0;
   if (is_scale_out(p, source)) ok = wait_epoch(p, at<const u64>(mine, weight_flag_offset(epoch, source)), epoch, kPhaseLlWeights, source);
   const u64* words = at<const u64>(mine, weights_offset(epoch, source)) + token * kNumTopk;

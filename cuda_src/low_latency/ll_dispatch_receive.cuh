@@ -31,7 +31,7 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
     u64 tokens = 0, rows = 0, call_signature = 0, arrival_ns = start;
     bool differs = false;
     if (source < kNumRanks && !call.excluded[source]) {
-      const LlHeader* header = at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source));
+      const LlHeader* header = at<const LlHeader>(inbox_base(p, source), header_offset(call.received, source));
       const bool arrived = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
         tokens = first_word(p, header, source), rows = ld_relaxed_sys(&header->num_rows),
         call_signature = ld_relaxed_sys(&header->call_signature);
@@ -67,7 +67,7 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
   constexpr int kThreads = kLlThreads - 32;
   const int thread = threadIdx.x - 32;
   bool ok = true;
-  auto header_of = [&](int source) { return at<const LlHeader>(p.peers[p.rank], header_offset(call.received, source)); };
+  auto header_of = [&](int source) { return at<const LlHeader>(inbox_base(p, source), header_offset(call.received, source)); };
   auto is_there = [&](int source) {
     if (!is_scale_out(p, source) || static_cast<u32>(first_word(p, header_of(source), source)) == call.received) return true;
     return awaited && wait_epoch(p, &header_of(source)->num_tokens, call.received, kPhaseLlCounts, source);
@@ -185,7 +185,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
   const Params& p = r.p;
   const int lane = lane_idx();
   const u32 epoch = r.shared.call.received, bit = 1u << token % 32;
-  const u64 mine = p.peers[p.rank];
+  const u64 mine = inbox_base(p, source);
   const u32* arrival_bitmap = r.arrival_bitmap + source * kLlBitmapWords;
   if (!(arrival_bitmap[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
@@ -271,7 +271,7 @@ __device__ inline void decide_source_status(const Params& p, u64 start, Call& ca
   for (int i = threadIdx.x; i < kNumRanks * kHeaderWords; i += kLlThreads) {
     const int source = i % kNumRanks, w = i / kNumRanks;
     if (call.excluded[source]) continue;
-    const u64* word = at<const u64>(p.peers[p.rank], header_offset(call.received, source)) + w;
+    const u64* word = at<const u64>(inbox_base(p, source), header_offset(call.received, source)) + w;
     u64 arrival_ns = start;
     const bool arrived = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32& seen) {
       seen = static_cast<u32>(ld_relaxed_sys(word));

@@ -23,7 +23,7 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
   const int lane = lane_idx();
   const bool scale_out = is_scale_out(p, rank);
   const u64 there = header_offset(epoch, p.rank), staged = kLlStagedHeaders + ring_slot(epoch, rank) * kLlHeaderStride;
-  LlHeader* header = scale_out ? at<LlHeader>(p.peers[p.rank], staged) : at<LlHeader>(p.peers[rank], there);
+  LlHeader* header = scale_out ? at<LlHeader>(network_base(p), staged) : at<LlHeader>(p.peers[rank], there);
   const u64 num_tokens = tagged_word(p.num_tokens, epoch);
   if (lane == 0 && !scale_out) st_relaxed_sys(&header->num_tokens, num_tokens);
   if (lane == 0) st_relaxed_sys(&header->call_signature, tagged_word(p.call_signature, epoch));
@@ -66,7 +66,7 @@ struct Receivers {
       message = left ? at<LlMessage>(one, 0) : nullptr;
       left &= left - 1;
     }
-    staged = __any_sync(~0u, scale_out) ? at<LlMessage>(p.peers[p.rank], staged_offset(epoch, token)) : nullptr;
+    staged = __any_sync(~0u, scale_out) ? at<LlMessage>(network_base(p), staged_offset(epoch, token)) : nullptr;
   }
 
   template <class Write>

@@ -52,10 +52,11 @@ __device__ __forceinline__ u64 tagged_word(u32 value, u32 epoch) { return static
 // Index of a rank's part in the ring slot of an epoch.
 __device__ __forceinline__ u64 ring_slot(u32 epoch, int rank) { return static_cast<u64>(epoch % kRingDepth) * kNumRanks + rank; }
 
-// The word in which `source` acknowledges to this rank that it has received a call. A network may deliver words in any order. So each ring
-// slot has a word, and a rank gets no two of them at once: its next call in this ring slot waits for the word.
-__device__ __forceinline__ u64 ack_idx(const Params& p, u32 epoch, int rank) {
-  return is_scale_out(p, rank) ? ring_slot(epoch, rank) : rank;
+// The word in which another rank acknowledges to this rank that it has received a call. A network may deliver words in any order. So each
+// ring slot has a word for a scale-out rank. That rank never sends it two of them at once: its next call in this ring slot comes after this
+// rank has seen the word.
+__device__ __forceinline__ const u64* ack_from(const Params& p, u64 acks, u32 epoch, int rank) {
+  return at<const u64>(inbox_base(p, rank), acks) + (is_scale_out(p, rank) ? ring_slot(epoch, rank) : rank);
 }
 
 // Called by one thread of the GPU for each scale-out rank. It acknowledges each call once, because a word that is sent again could arrive
@@ -92,7 +93,7 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int r = min(32 * i + lane_idx(), kNumRanks - 1);
-      if (is_scale_out(p, r)) held[i] = ld_relaxed_sys(theirs + ack_idx(p, sent, r));
+      if (is_scale_out(p, r)) held[i] = ld_relaxed_sys(ack_from(p, acks, sent, r));
     }
   }
   const bool is_replayed_too_early = p.phases == (kLlSend | kLlReceive) && sent != received;  // a hook is open
@@ -120,8 +121,7 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
     bool excluded = (masked[i] | excluded_too[i]) != 0;
     // An acknowledgement guards only later writes and no reads, so relaxed loads are enough.
     const bool has_room = !(p.phases & kLlSend) || excluded || has_reached(static_cast<u32>(held[i]), sent - kRingDepth);
-    if (!has_room && !wait_count(p, theirs + ack_idx(p, sent, r), sent - kRingDepth, phase, r))
-      (kMasksOnTimeout ? excluded : failed) = true;
+    if (!has_room && !wait_count(p, ack_from(p, acks, sent, r), sent - kRingDepth, phase, r)) (kMasksOnTimeout ? excluded : failed) = true;
     call.excluded[r] = excluded;
   }
   failed = __any_sync(~0u, failed);

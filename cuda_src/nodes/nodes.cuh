@@ -43,8 +43,6 @@ __device__ __forceinline__ int flow_from(const Params& p, int other) {
   return node < theirs ? node : node - 1;
 }
 
-__device__ __forceinline__ u64 network_base(const Params& p) { return at<const NetworkState>(p.state, kLocalNetwork)->base; }
-
 __device__ __forceinline__ u64 tag_of(u32 epoch, u32 number) { return static_cast<u64>(epoch) << 32 | number; }
 
 // Waits until a word of network memory has a tag. Then the caller may read what was put with it.

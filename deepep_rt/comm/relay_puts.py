@@ -25,6 +25,8 @@ class Put(NamedTuple):
     num_bytes: int
     word: int
     value: int
+    awaited: int | None = None
+    """The number of the put in its ring, if a kernel waits until its bytes may change."""
 
 
 def fence() -> None:
@@ -39,7 +41,8 @@ class PutRing:
     Args:
         address: Where the ring lies.
         depth: Its entries, a power of two.
-        descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank` and `sequence`.
+        descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank`, `is_awaited`,
+            `sent` and `sequence`.
         first_put: The number of the first put to read, for tests of large numbers.
     """
 
@@ -55,6 +58,7 @@ class PutRing:
         self._from, self._to, self._count = at["from"] // 8, at["to"] // 8, at["num_bytes"] // 8
         self._word, self._value = at["word"] // 8, at["value"] // 8
         self._rank, self._sequence = at["rank"] // 4, at["sequence"] // 4
+        self._is_awaited, self._sent = at["is_awaited"] // 4, at["sent"] // 4
         self.num_taken = first_put
         """The puts that were read since the start of the ring."""
 
@@ -86,7 +90,16 @@ class PutRing:
     def _read(self, start: int) -> Put:
         q, u64 = start // 8, self._u64
         rank = self._i32[start // 4 + self._rank]
-        return Put(rank, u64[q + self._to], u64[q + self._from], u64[q + self._count], u64[q + self._word], u64[q + self._value])
+        awaited = self.num_taken if self._u32[start // 4 + self._is_awaited] else None
+        to, from_, num_bytes = u64[q + self._to], u64[q + self._from], u64[q + self._count]
+        return Put(rank, to, from_, num_bytes, u64[q + self._word], u64[q + self._value], awaited)
+
+    def mark_sent(self, put: Put) -> None:
+        """Tell the kernel that waits for a put, if one does, that the bytes may change."""
+        if put.awaited is not None:
+            fence()
+            start = (put.awaited % self._depth) * self._num_bytes
+            self._u32[start // 4 + self._sent] = (put.awaited + 1) & _SEQUENCE_MASK
 
     def _check_sequence(self, seen: int, expected: int) -> None:
         before = (expected - self._depth) & _SEQUENCE_MASK

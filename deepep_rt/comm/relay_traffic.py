@@ -145,6 +145,7 @@ class RelayTraffic:
         box = self._outboxes[put.rank]
         if put.num_bytes <= MAX_INLINE_BYTES:
             self._add_record(box, put, 0, bytes(self._mirror.part(put.from_, put.num_bytes)) if put.num_bytes else b"")
+            self._ring.mark_sent(put)
         elif box.num_payloads < _MAX_PAYLOADS:
             self._send_payload(box, put)
         else:
@@ -158,6 +159,7 @@ class RelayTraffic:
 
         def sent() -> None:
             box.num_payloads -= 1
+            self._ring.mark_sent(put)
             if box.waiting:
                 self._send_payload(box, box.waiting.popleft())
 

@@ -158,7 +158,10 @@ class Layout:
                 ("heartbeat_sent", 8),  # time of this rank's last heartbeat
                 ("waits", 2 * ranks * 8),  # nanoseconds that receivers waited for each source, by the epoch's parity
                 ("network", structs.NetworkState.size({})),
-                ("ll_acked", 2 * ranks * 4),  # low-latency dispatches, then combines, that this rank has acknowledged to scale-out ranks
+                (
+                    "ll_acked",
+                    2 * ranks * 4,
+                ),  # low-latency dispatches, then combines, that this rank has acknowledged to scale-out ranks
                 *(self.nodes.local if self.nodes else ()),
             ]
         )

@@ -229,7 +229,9 @@ Descriptor = CStruct(
     u64 value;
     u64 num_bytes;   // 0: only the word
     i32 rank;        // the receiver
-    i32 unused[4];
+    u32 is_awaited;  // 1: a kernel waits for `sent`
+    u32 sent;        // the same as `sequence`; the relay writes it when the bytes here may change, if that is awaited
+    i32 unused[2];
     u32 sequence;    // number of the descriptor since the start, plus 1; written last
     """,
 )
@@ -328,6 +330,7 @@ PHASES = {
     "kPhaseNodeSums": (17, "the sums of combine from another node"),
     "kPhaseExposedRows": (18, "the rows of combine on another rank of this node"),
     "kPhaseNodeBlocks": (19, "another thread block of this GPU"),
+    "kPhaseRelay": (20, "the relay of this rank, which still sends a row"),
 }
 """The kinds of waits on the device: the number in a Report, and the name in messages."""
 

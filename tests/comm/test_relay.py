@@ -66,6 +66,15 @@ def test_puts_are_read_in_order(ring: np.ndarray) -> None:
     assert [put.to for put in puts.take(8)] == [2, 3, 4, 5]
 
 
+def test_only_awaited_puts_are_marked(ring: np.ndarray) -> None:
+    puts = PutRing(ring.ctypes.data, 4, DESCRIPTOR, first_put=2**32 - 2)
+    for number, is_awaited in ((2**32 - 2, 1), (2**32 - 1, 1), (2**32, 0)):
+        write(ring, number, is_awaited=is_awaited)
+    for put in reversed(puts.take(3)):
+        puts.mark_sent(put)
+    assert ring["sent"].tolist() == [0, 0, 2**32 - 1, 0], "number 2**32 - 1 has the sequence 0"
+
+
 @pytest.mark.parametrize("sequence", [5, 3, 2**32 - 7])
 def test_overwritten_entries_are_found(ring: np.ndarray, sequence: int) -> None:
     puts = PutRing(ring.ctypes.data, 4, DESCRIPTOR)

@@ -50,14 +50,22 @@ class RelayRank:
         """Whether the relay has read the put that has the next entry of the ring."""
         return self.num_puts - self.relay._ring.num_taken < len(self.ring)
 
-    def put(self, rank: int, to: int, start: int, num_bytes: int, word: int, value: int) -> None:
+    def put(self, rank: int, to: int, start: int, num_bytes: int, word: int, value: int, is_awaited: bool = False) -> None:
         """Put bytes of this rank's memory, as a kernel does. `to`, `start` and `word` count from the start of the mirrored memory."""
         assert self.has_room
         entry = self.ring[self.num_puts % len(self.ring)]
-        sequence = entry["sequence"]  # of an earlier put, until the others are written
-        self.ring[self.num_puts % len(self.ring)] = (FIRST + start, FIRST + to, FIRST + word, value, num_bytes, rank, 0, sequence)
+        entry["from"], entry["to"], entry["word"] = FIRST + start, FIRST + to, FIRST + word
+        entry["value"], entry["num_bytes"], entry["rank"], entry["is_awaited"] = value, num_bytes, rank, is_awaited
         self.num_puts += 1
         entry["sequence"] = self.num_puts % 2**32
+
+    def wait_until_sent(self, limit_s: float = 20.0) -> None:
+        """Wait until the bytes of the last put, which is awaited, may change."""
+        entry, end = self.ring[(self.num_puts - 1) % len(self.ring)], time.monotonic() + limit_s
+        while entry["sent"] != entry["sequence"]:
+            self.relay.check()
+            assert time.monotonic() < end
+            time.sleep(5e-5)
 
 
 class Exchange:
@@ -70,13 +78,14 @@ class Exchange:
         num_puts: How many puts go from each rank to each other rank.
         max_bytes: The size of a place, a multiple of 8.
         slots: Places for each pair of ranks.
+        awaits: Whether some puts wait until their bytes may change.
         settings: Arguments of `RelayRank`.
     """
 
-    def __init__(self, comm: Any, num_puts: int, max_bytes: int, slots: int = 4, **settings: Any) -> None:
+    def __init__(self, comm: Any, num_puts: int, max_bytes: int, slots: int = 4, awaits: bool = True, **settings: Any) -> None:
         self.comm, self.mine, self.num_ranks = comm, comm.Get_rank(), comm.Get_size()
         self.peers = [rank for rank in range(self.num_ranks) if rank != self.mine]
-        self.num_puts, self.max_bytes, self.slots = num_puts, max_bytes, slots
+        self.num_puts, self.max_bytes, self.slots, self.awaits = num_puts, max_bytes, slots, awaits
         places = self.num_ranks * slots
         self._words_bytes, self._slots_bytes = places * 8, places * max_bytes
         self.rank = RelayRank(comm, 2 * (self._words_bytes + self._slots_bytes), **settings)
@@ -130,7 +139,11 @@ class Exchange:
         start = 2 * self._words_bytes + at * self.max_bytes
         self.rank.memory[start : start + content.size] = content
         to = 2 * self._words_bytes + self._slots_bytes + self.place(self.mine, number) * self.max_bytes
-        self.rank.put(peer, to, start, content.size, 8 * self.place(self.mine, number), turn + 1)
+        is_awaited = self.awaits and number % 8 == 0
+        self.rank.put(peer, to, start, content.size, 8 * self.place(self.mine, number), turn + 1, is_awaited)
+        if is_awaited:
+            self.rank.wait_until_sent()
+            self.rank.memory[start : start + content.size] = 0
         self._sent[peer] = number + 1
         return True
 

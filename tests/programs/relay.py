@@ -174,7 +174,7 @@ def check_a_relay_that_fails(comm: MPI.Intracomm) -> None:
 
 def check_a_failure_in_the_middle_of_puts(comm: MPI.Intracomm) -> None:
     """Messages of all kinds are on their way. No receive is left that could take a later message."""
-    exchange, victim = Exchange(comm, 10**6, 64 << 10), 1
+    exchange, victim = Exchange(comm, 10**6, 64 << 10, awaits=False), 1
     end = time.monotonic() + 0.2
     while time.monotonic() < end:
         exchange.step()
