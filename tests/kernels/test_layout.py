@@ -172,6 +172,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "source_status": ranks * 4,
         "heartbeat_sent": 8,
         "network": structs.NetworkState.size({}),
+        "ll_acked": 2 * ranks * 4,
         "waits": 2 * ranks * 8,
     }
     assert layout.counts.sizes == counts

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from deepep_rt import EPTimeoutError
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
-from tests.kernels_on_cpu.rounds import LOW_LATENCY, LowLatencyRound, low_latency_rounds, overlapped_rounds, seeds
+from tests.kernels_on_cpu.rounds import LOW_LATENCY, LowLatencyRound, broken, fails, low_latency_rounds, overlapped_rounds, seeds
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
@@ -19,22 +20,28 @@ def options_of(seed):
     return dict(num_sms=(None, 1, 2)[seed % 3], weak_memory=seed % 2 == 1)
 
 
+TRANSPORTS = pytest.mark.parametrize("transport", ["nvshmem", "mpi"])
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("seed", seeds(3))
-def test_two_nodes(seed):
-    with Machine(2, seed, **options_of(seed)) as machine:
+def test_two_nodes(transport, seed):
+    with Machine(2, seed, transport=transport, **options_of(seed)) as machine:
         low_latency_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 4)
         assert machine.put_bytes > 0
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("seed", seeds(2))
-def test_open_hooks(seed):
-    with Machine(2, seed, **options_of(seed)) as machine:
+def test_open_hooks(transport, seed):
+    with Machine(2, seed, transport=transport, **options_of(seed)) as machine:
         overlapped_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 6)
 
 
-@pytest.mark.parametrize("seed", seeds(2))
-def test_nodes_of_two_ranks(seed):
-    with Machine(4, seed, **options_of(seed)) as machine:
+@TRANSPORTS
+@pytest.mark.parametrize("seed", seeds(1))
+def test_nodes_of_two_ranks(transport, seed):
+    with Machine(4, seed, transport=transport, **options_of(seed + (transport == "mpi"))) as machine:
         low_latency_rounds(machine, machine.buffers(**TWO_BY_TWO), seed, 3)
 
 
@@ -45,10 +52,11 @@ def test_headers_that_arrive_in_parts(seed):
         low_latency_rounds(machine, machine.buffers(**FOUR_BY_ONE), seed, 2)
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("seed", seeds(1))
-def test_lost_node_is_masked(seed):
+def test_lost_node_is_masked(transport, seed):
     """The other nodes go on without it, in this call and in the next ones."""
-    with Machine(3, seed) as machine:
+    with Machine(3, seed, transport=transport) as machine:
         buffers = machine.buffers(**{**FOUR_BY_ONE, "num_experts": 6}, on_timeout="mask")
         LowLatencyRound(machine, buffers, seed, reduce=True).all()
         machine.run()
@@ -59,3 +67,38 @@ def test_lost_node_is_masked(seed):
         for made in rounds:
             made.check(live=[0, 2])
         assert [buffers[r].query_masked_ranks() for r in (0, 2)] == [[1], [1]]
+
+
+def test_lost_node_is_named():
+    with Machine(2, 0, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_ONE)
+        LowLatencyRound(machine, buffers, 1, hooks=False).all()
+        machine.run()
+        machine.cut(source=1)
+        LowLatencyRound(machine, buffers, 2, hooks=False).all()
+        machine.run()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1"):
+            buffers[0].check()
+
+
+# --- broken kernels -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern", "replacement"),
+    [
+        pytest.param(
+            "common/network.cuh", r"st_release_sys\(&entry->sequence", "st_relaxed_sys(&entry->sequence", id="no-release"
+        ),
+        pytest.param(
+            "low_latency/ll_dispatch_receive.cuh",
+            r"if \(lane == 0\) ok = wait_epoch\(p, at<const u64>\(mine, flag_offset",
+            "if (false) ok = wait_epoch(p, at<const u64>(mine, flag_offset",
+            id="no-wait-for-the-word",
+        ),
+    ],
+)
+def test_broken_kernels_fail(tmp_path, file, pattern, replacement):
+    folder = broken(tmp_path, file, pattern, replacement)
+    options = dict(transport="mpi", weak_memory=True)
+    assert fails(folder, lambda machine, seed: overlapped_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 8), **options)

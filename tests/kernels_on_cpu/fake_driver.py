@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import itertools
 import time
@@ -21,7 +20,7 @@ from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import monitor, network_memory, runtime
 from deepep_rt.comm import convert
 from deepep_rt.config import Config
-from deepep_rt.cuda import driver, nvshmem, stream_memory, topology
+from deepep_rt.cuda import driver, nvshmem, stream_memory, topology, transport
 from deepep_rt.cuda.stream_memory import StreamMemory
 from deepep_rt.jit import current_gpu, launch, loader
 from deepep_rt.network import Choice
@@ -89,6 +88,7 @@ class FakeDriver:
         patch(stream_memory, "StreamMemory", _LastingMemory)
         patch(nvshmem, "allocate", functools.partial(_SymmetricMemory, self))
         patch(nvshmem, "check_available", lambda: None)
+        patch(cuda_backend, "RelayAllocator", lambda node_size: nvshmem)
         patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
         patch(cuda_backend, "agree_on_path", lambda comm, config, *_: path_choice.AgreedPath(_path_of(config)))
@@ -96,7 +96,8 @@ class FakeDriver:
             network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None)
         )
         patch(agreement, "announce", lambda *_: None)
-        patch(topology, "placed", lambda comm, config: dataclasses.replace(config, transport=self.transport))
+        patch(topology, "placed", lambda comm, config: config)
+        patch(transport, "agree_on_transport", lambda comm, network: Choice(self.transport, "for a test"))
         patches.setitem(frameworks.FRAMEWORK_OF_CLASS, DeviceArray, DeviceArrays())
 
     def _driver_functions(self) -> dict[str, Any]:

@@ -114,6 +114,7 @@ class Machine(AbstractContextManager):
             made.append(Buffer(_Rank(self.num_ranks, rank), **{"timeout_s": 1.0, "check_inputs": False, **sizes}))
             self._gpus.clock_step_ns = made[-1].config.timeout_s * 1e9 / 8
         self._buffers += made
+        assert made[0].config.transport == self._driver.transport or not made[0].config.has_network
         if made[0].config.has_relay:
             relays.connect(self._gpus, next(self._driver.numbers), made)
         return made

@@ -32,6 +32,16 @@ struct Piece {
   std::vector<char> bytes;
 };
 
+// As in deepep_rt/kernels/structs.py.
+struct Descriptor {
+  uint64_t from, to, word, value, num_bytes;
+  int32_t rank;
+  uint32_t is_awaited, sent;
+  int32_t unused[2];
+  uint32_t sequence;
+};
+static_assert(sizeof(Descriptor) == 64);
+
 struct Put {
   int source, target;
   const char* from;
@@ -39,19 +49,12 @@ struct Put {
   uint64_t value, held_until;
   std::vector<Piece> pieces;  // that have not arrived
   std::shared_ptr<size_t> num_unread;
+  Descriptor* entry;  // whose `sent` the relay writes, or null
 };
-
-// As in deepep_rt/kernels/structs.py.
-struct Descriptor {
-  uint64_t from, to, word, value, num_bytes;
-  int32_t rank, unused[4];
-  uint32_t sequence;
-};
-static_assert(sizeof(Descriptor) == 64);
 
 struct Relay {
   int allocation, rank;
-  const Descriptor* ring;
+  Descriptor* ring;
   uint32_t num_entries, next;
 };
 
@@ -70,7 +73,7 @@ bool is_cut(int source, int target) {
 
 // Splits a put at random places, and holds some puts back.
 std::shared_ptr<size_t> start(int source, int target, const char* from, char* to, size_t num_bytes, char* word, uint64_t value) {
-  Put put = {source, target, from, to, word, value, 0, {}, std::make_shared<size_t>(0)};
+  Put put = {source, target, from, to, word, value, 0, {}, std::make_shared<size_t>(0), nullptr};
   num_put_bytes += num_bytes;
   if (is_cut(source, target)) return put.num_unread;
   for (size_t begin = 0; begin < num_bytes;) {
@@ -102,7 +105,7 @@ void advance(size_t i) {
   if (!piece.is_read) {
     piece.bytes.assign(put.from + piece.begin, put.from + piece.end);
     piece.is_read = true;
-    --*put.num_unread;
+    if (--*put.num_unread == 0 && put.entry) put.entry->sent = put.entry->sequence;
     if (random_below(2)) return;
   }
   memcpy(put.to + piece.begin, piece.bytes.data(), num_bytes);
@@ -113,7 +116,8 @@ void advance(size_t i) {
 uint32_t found_by(const Relay& relay) { return relay.ring[relay.next % relay.num_entries].sequence - 1; }
 
 void take(Relay& relay) {
-  const Descriptor d = relay.ring[relay.next % relay.num_entries];
+  Descriptor& entry = relay.ring[relay.next % relay.num_entries];
+  const Descriptor d = entry;
   const std::string who = "the relay of rank " + std::to_string(relay.rank);
   const std::vector<Memory>& all = memories[relay.allocation];
   if (d.rank < 0 || d.rank >= static_cast<int>(all.size()) || d.rank == relay.rank)
@@ -123,6 +127,9 @@ void take(Relay& relay) {
       (d.num_bytes && !(mine.holds(mine.at(d.from), d.num_bytes) && theirs.holds(theirs.at(d.to), d.num_bytes))))
     return stop(who + " found a put that is not in network memory");
   start(relay.rank, d.rank, mine.at(d.from), theirs.at(d.to), d.num_bytes, theirs.at(d.word), d.value);
+  const bool is_lost = is_cut(relay.rank, d.rank);
+  if (d.is_awaited && is_lost) entry.sent = d.sequence;
+  if (d.is_awaited && !is_lost) in_flight.back().entry = &entry;
   ++relay.next;
 }
 
@@ -234,9 +241,9 @@ int gpu_first_pe() { return kFirstPe; }
 void gpu_symmetric(int allocation, int rank, char* memory, size_t num_bytes) { add_memory(allocation, rank, memory, num_bytes, 0); }
 
 // Network memory in pinned memory of the host, and the ring of the relay that carries it.
-void gpu_relay(int allocation, int rank, char* memory, size_t num_bytes, uint64_t begins_at, const void* ring, unsigned num_entries) {
+void gpu_relay(int allocation, int rank, char* memory, size_t num_bytes, uint64_t begins_at, void* ring, unsigned num_entries) {
   add_memory(allocation, rank, memory, num_bytes, begins_at);
-  relays.push_back({allocation, rank, static_cast<const Descriptor*>(ring), num_entries, 0});
+  relays.push_back({allocation, rank, static_cast<Descriptor*>(ring), num_entries, 0});
 }
 
 // Loses all later puts from a rank to a rank (-1: all ranks). Puts in flight still arrive, except `all`.

@@ -511,8 +511,8 @@ int gpu_advance(long num_turns) {
     if (grids.empty()) return 4;
     start_blocks();
     if (!pending.empty() && rng.below(2)) do_pending();
-    if (rng.below(delivery_chance) == 0 && deliver_stores()) note_progress();
     const bool all_may_wait = idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size();
+    if ((all_may_wait || rng.below(delivery_chance) == 0) && deliver_stores()) note_progress();
     if (has_network() && (all_may_wait || rng.below(network_chance) == 0)) carry_some();
     if (runnable.empty() && !pending.empty()) continue;
     if (runnable.empty()) {
