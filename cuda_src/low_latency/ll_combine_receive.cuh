@@ -77,12 +77,13 @@ struct Rows {
   // dispatch.
   __device__ inline Rows(const Params& p, const Call& call, int token, const Choice& choice, bool reports, bool& ok) {
     const int lane = lane_idx(), expert = choice.expert;
+    u64 mine = p.peers[p.rank];
     int rank = first_choice_of(expert, call.excluded), key = rank;  // rows are added in the order of their keys
     if (!p.reduce_early) {
       rank = expert >= 0 && !call.excluded[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
       key = rank >= 0 ? lane : -1;
     }
-    const u64 mine = inbox_base(p, rank);
+    if constexpr (kHasRelay) mine = inbox_base(p, rank);
     int position = 0, from = 0;
     for (int k = 0; k < kNumTopk; ++k) {
       const int other = __shfl_sync(~0u, key, k);

@@ -121,7 +121,8 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
     bool excluded = (masked[i] | excluded_too[i]) != 0;
     // An acknowledgement guards only later writes and no reads, so relaxed loads are enough.
     const bool has_room = !(p.phases & kLlSend) || excluded || has_reached(static_cast<u32>(held[i]), sent - kRingDepth);
-    if (!has_room && !wait_count(p, ack_from(p, acks, sent, r), sent - kRingDepth, phase, r)) (kMasksOnTimeout ? excluded : failed) = true;
+    if (!has_room && !wait_count(p, kHasScaleOut ? ack_from(p, acks, sent, r) : theirs + r, sent - kRingDepth, phase, r))
+      (kMasksOnTimeout ? excluded : failed) = true;
     call.excluded[r] = excluded;
   }
   failed = __any_sync(~0u, failed);
