@@ -10,7 +10,6 @@ A relay lives as long as its Buffer. Each relay sends heartbeats, so that a rank
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import time
@@ -25,8 +24,9 @@ from .relay_peers import HEARTBEATS_PER_TIMEOUT, RelayPeers
 from .relay_puts import Mirror, PutRing
 
 _SWITCH_INTERVAL_S = 1e-4  # with Python's 5 ms, each turn of the relay would wait that long for a main thread that computes
-_SPIN_S = 5e-4  # after traffic, while the relay polls without a pause
-_SPIN_WITH_PAYLOADS_S = 2e-2  # MPI moves large messages only while the relay polls
+# After traffic the relay polls without a pause, then with short ones. MPI moves bytes only while it is polled, also those of sends that it
+# calls complete, so pauses grow only after a while.
+_SPIN_S, _SHORT_PAUSES_S = 5e-3, 0.1
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 2e-5, 5e-4
 _LAST_WORDS_S = 1.0  # for the messages of a relay that fails
 _CLOSE_AFTER_FAILURE_S = 1.0
@@ -181,15 +181,11 @@ class Relay:
                 traffic.send_heartbeats()
             if moved:
                 busy_at, pause = now, _FIRST_PAUSE_S
-            elif now - busy_at < (_SPIN_WITH_PAYLOADS_S if traffic.is_sending else _SPIN_S):
-                os.sched_yield()  # ranks often share cores
-            else:
-                self._pause(pause)
-                pause = min(1.1 * pause, _MAX_PAUSE_S, self.timeout_s / HEARTBEATS_PER_TIMEOUT)
-
-    def _pause(self, seconds: float) -> None:
-        if self._woken.wait(seconds):
-            self._woken.clear()
+            elif (idle_s := now - busy_at) > _SPIN_S:
+                self._woken.wait(pause)
+                self._woken.clear()
+                if idle_s > _SHORT_PAUSES_S:
+                    pause = min(1.1 * pause, _MAX_PAUSE_S, self.timeout_s / HEARTBEATS_PER_TIMEOUT)
 
     def _may_end(self) -> bool:
         """Whether the relay was closed, and all ranks have everything that they sent each other."""

@@ -21,7 +21,7 @@ from .relay_puts import Mirror, Put, PutRing
 
 MAX_INLINE_BYTES = 4 << 10  # larger puts have a message of their own
 _MESSAGE_BYTES = 16 << 10
-_NUM_RECEIVES = 16  # posted at any time
+_MAX_RECEIVES, _MAX_RECEIVES_PER_RANK = 64, 4  # posted at any time; at least one for each rank
 _MAX_PUTS_PER_TURN = 64  # so that a flood of small puts does not keep a turn from moving the bytes of large ones
 # Messages on their way to a rank at once. A turn costs time for each, and more payloads would only keep small messages waiting. While
 # these are on their way, further records gather into one message.
@@ -65,12 +65,18 @@ class RelayTraffic:
     def __init__(self, comm: Any, ring: PutRing, mirror: Mirror, peers: RelayPeers) -> None:
         self._comm, self._ring, self._mirror, self._peers = comm, ring, mirror, peers
         self._rank, num_ranks = comm.Get_rank(), comm.Get_size()
-        self._buffers = [memoryview(bytearray(_MESSAGE_BYTES)) for _ in range(_NUM_RECEIVES)]
-        self._receives = [comm.Recv_init([buffer, MPI.BYTE], MPI.ANY_SOURCE, _RECORDS_TAG) for buffer in self._buffers]
+        # Each receive names its source: with MPICH 5.0.2, receives from any source missed messages that came over TCP.
+        count = max(1, min(_MAX_RECEIVES_PER_RANK, _MAX_RECEIVES // num_ranks))
+        sources = [source for source in range(num_ranks) for _ in range(count)]
+        self._buffers = [memoryview(bytearray(_MESSAGE_BYTES)) for _ in sources]
+        self._receives = [
+            comm.Recv_init([buffer, MPI.BYTE], source, _RECORDS_TAG)
+            for buffer, source in zip(self._buffers, sources, strict=True)
+        ]
         MPI.Prequest.Startall(self._receives)
         # One Testsome a turn looks at all requests: the posted receives, then those of `_then`, with what each completion calls.
         self._requests: list[Any] = list(self._receives)
-        self._then: list[Callable[[], None] | None] = [None] * _NUM_RECEIVES
+        self._then: list[Callable[[], None] | None] = [None] * len(self._receives)
         self._outboxes = [_Outbox(rank) for rank in range(num_ranks)]
         self._with_records: dict[int, _Outbox] = {}  # by rank
         self._messages_received = [0] * num_ranks
@@ -97,7 +103,7 @@ class RelayTraffic:
     @property
     def is_sending(self) -> bool:
         """Whether bytes are on their way."""
-        return len(self._requests) > _NUM_RECEIVES
+        return len(self._requests) > len(self._receives)
 
     @property
     def all_sent(self) -> bool:
@@ -112,15 +118,16 @@ class RelayTraffic:
 
     @property
     def _num_outgoing(self) -> int:
-        return len(self._requests) - _NUM_RECEIVES - len(self._incoming)
+        return len(self._requests) - len(self._receives) - len(self._incoming)
 
     def _finish(self, completed: Sequence[int]) -> None:
-        arrived = [i for i in completed if i < _NUM_RECEIVES]
+        num_receives = len(self._receives)
+        arrived = [i for i in completed if i < num_receives]
         for i in arrived:
             self._read_message(self._buffers[i])
         if arrived:
             MPI.Prequest.Startall([self._receives[i] for i in arrived])
-        done = [i for i in completed if i >= _NUM_RECEIVES]
+        done = [i for i in completed if i >= num_receives]
         if done:
             then = [self._then[i] for i in done]
             for i in reversed(done if len(done) == 1 else sorted(done)):  # the last one takes the place of the one that is done
