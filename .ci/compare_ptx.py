@@ -139,16 +139,20 @@ def read(result: Path) -> dict[Variant, str]:
 
 
 def pairs(old: dict[Variant, str], new: dict[Variant, str]) -> list[tuple[Variant, Variant]]:
-    """Match the variants. Kernels of one configuration that have no namesake are matched in the order of the table."""
+    """Match the variants. If as many kernels of a configuration have no namesake on both sides, the table's order matches them.
+
+    Otherwise a configuration has gained or lost kernels. The script prints them, and compares the others.
+    """
     matched = []
     for configuration, arch in dict.fromkeys(key[:2] for key in [*old, *new]):
         ours = [key for key in old if key[:2] == (configuration, arch)]
         theirs = [key for key in new if key[:2] == (configuration, arch)]
         old_only, new_only = [key for key in ours if key not in new], [key for key in theirs if key not in old]
-        if len(old_only) != len(new_only):
-            raise SystemExit(f"{configuration}, {arch}: the kernels differ: {old_only} and {new_only}")
-        renamed = dict(zip(old_only, new_only, strict=True))
-        matched += [(key, renamed.get(key, key)) for key in ours]
+        renamed = dict(zip(old_only, new_only, strict=False)) if len(old_only) == len(new_only) else {}
+        for what, keys in (("only old", old_only), ("only new", new_only)):
+            if keys and not renamed:
+                print(f"{what}   {arch}  {configuration:22}  {', '.join(key[2] for key in keys)}")
+        matched += [(key, renamed.get(key, key)) for key in ours if key in new or key in renamed]
     return matched
 
 
