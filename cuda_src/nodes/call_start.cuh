@@ -109,23 +109,27 @@ __device__ inline u32 agree(const Params& p, u32 epoch, u32 serial, const NodeWi
   u64* verdict_at = &at<State>(p.state, 0)->nodes_verdict;
   u32 verdict = kFailed;
   if (blockIdx.x == 0) {
-    if (lane < kRanksPerNode) publish(p, epoch, lane, mine);
-    __syncwarp();
-    verdict = decide(p, epoch, serial);
+    // After a time-out the handle may be incomplete. Other ranks would take its numbers for a difference between the calls.
+    if (!__any_sync(~0u, was_aborted(p))) {
+      if (lane < kRanksPerNode) publish(p, epoch, lane, mine);
+      __syncwarp();
+      verdict = decide(p, epoch, serial);
+    }
     __syncwarp();
     if (lane == 0) {
       fence_release_sys();
       st_relaxed_sys(verdict_at, static_cast<u64>(verdict) << 32 | epoch);
     }
   } else if (lane == 0) {
-    u64 found = 0;
-    const bool ok = wait_until(p, epoch, kPhaseNodeBlocks, p.rank, [&](u32& seen) {
+    // This wait has no limit: block 0 waits with limits, and always writes a verdict. A limit here would end before that of block 0,
+    // and the report would not name the silent rank.
+    u64 found;
+    do {
       found = ld_acquire_sys(verdict_at);
-      seen = static_cast<u32>(found);
-      return seen == epoch;
-    });
-    verdict = ok ? static_cast<u32>(found >> 32) : kFailed;
+    } while (static_cast<u32>(found) != epoch);
+    verdict = static_cast<u32>(found >> 32);
   }
+  __syncwarp();  // all lanes read windows after what lane 0 acquired
   return __shfl_sync(~0u, was_aborted(p) ? kFailed : verdict, 0);
 }
 

@@ -47,7 +47,9 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   mine.call_signature = p.call_signature;
   mine.serial = serial;
   mine.missing_rows = 0;
-  const u32 verdict = agree(p, epoch, serial, mine);
+  u32 verdict = agree(p, epoch, serial, mine);
+  // No rank has positions if the ranks did not agree on the dispatch of this routing.
+  if (verdict == kAgreed && *at<const u32>(p.handle, kHandleDispatched) != serial) verdict = kNoRoom;
   if (lane < kRanksPerNode && verdict == kAgreed) {
     const NodeWindow* window = window_at(p.peers[p.rank], epoch, lane);
     const bool is_own = lane == near_index(p.rank);
@@ -146,6 +148,7 @@ __device__ inline bool fill_chunk(const Params& p, const Routes& routes, u32 epo
       if (row >= routes.capacity[fan_begin + lane]) row = -1;  // dispatch had no room for it
     }
     const bool ok = row < 0 || await_row(p, epoch, fan_begin + lane, row);
+    __syncwarp();  // all lanes read after what each lane acquired
     if (!__all_sync(~0u, ok)) return false;
     u64 rows[kFan];
     float weight = 0;

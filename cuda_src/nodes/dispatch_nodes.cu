@@ -298,8 +298,10 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
     wait_epoch(p, at<u32>(p.peers[p.rank], kControlNodeFlags) + lane, epoch, kPhaseDispatchRows, near_rank(p, lane));
   }
   __syncwarp();
-  if (__any_sync(~0u, routes.verdict != kAgreed || was_aborted(p))) poison_results(p);
+  const bool failed = __any_sync(~0u, routes.verdict != kAgreed || was_aborted(p));
+  if (failed) poison_results(p);
   if (lane == 0) {
+    if (!failed) *at<u32>(p.handle, kHandleDispatched) = serial;
     state->nodes_blocks = state->nodes_copied = state->nodes_filled = state->nodes_emptied = state->nodes_reduced = 0;
     state->nodes_epoch = epoch;
   }

@@ -69,6 +69,7 @@ __device__ inline bool await_credit(const Params& p, u32 epoch, int flow, int ch
     const u64 word = kNetworkCredits + slot_of(flow, chunk) * sizeof(u64);
     ok = wait_tag(p, word, epoch, chunk - kNumSlots + 1, kPhaseNodeRoom, far_end(p, flow));
   }
+  __syncwarp();  // all lanes write after what lane 0 acquired
   return __shfl_sync(~0u, ok, 0);
 }
 
@@ -86,6 +87,7 @@ __device__ inline bool await_chunk(const Params& p, u32 epoch, int flow, int chu
   if (lane_idx() == 0) {
     ok = wait_tag(p, kNetworkArrived + slot_of(flow, chunk) * sizeof(u64), epoch, chunk + 1, phase, far_end(p, flow));
   }
+  __syncwarp();  // all lanes read after what lane 0 acquired
   return __shfl_sync(~0u, ok, 0);
 }
 

@@ -26,7 +26,7 @@ struct Shared {
   i32 rows_before[kNumBuckets][kWarps];  // tokens of each warp in each bucket; later, the position of its next token
   i32 num_rows[kNumBuckets];             // of this block
   i32 first_row[kNumBuckets];            // tokens of the blocks before it
-  bool failed;                           // the counts of another block did not arrive
+  bool failed;                           // the counts of another block did not arrive, or an earlier wait timed out
   bool is_incomplete;                    // the counts of a rank did not arrive; its own word, because warps may still read `failed`
 };
 
@@ -259,6 +259,7 @@ __device__ inline bool forward(const Params& p, u32 epoch) {
     const int source = far_end(p, flow);
     bool ok = true;
     if (lane == 0) ok = wait_tag(p, count_word(epoch, flow), epoch, 1, kPhaseNodeCounts, source);
+    __syncwarp();  // all lanes read after what lane 0 acquired
     if (!__shfl_sync(~0u, ok, 0)) return false;
     const FlowCounts* counts = at<const FlowCounts>(network_base(p), flow_counts_at(kNetworkRecvCounts, epoch, flow));
     if (lane == 0) at<i32>(p.handle, kHandleFlowRecv)[flow] = counts->num_tokens;
@@ -330,7 +331,10 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_nodes(const
   if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
   for (int i = threadIdx.x; i < kNumBuckets * kWarps; i += kRouteThreads) shared.rows_before[i / kWarps][i % kWarps] = 0;
-  if (threadIdx.x == 0) shared.failed = shared.is_incomplete = false;
+  if (threadIdx.x == 0) {
+    shared.failed = was_aborted(p);  // then no rank may take what this rank sends for counts
+    shared.is_incomplete = false;
+  }
   __syncthreads();
 
   count(p, shared);

@@ -10,7 +10,18 @@ _log = logging.getLogger("deepep_rt")
 
 
 def too_many_rows(rank: int, num_recv: int, room: int) -> EPOutOfMemoryError:
-    """Make the error of all ranks about a dispatch over several nodes that would bring more rows to `rank` than a Buffer has room for."""
+    """Make the error of all ranks about a dispatch over several nodes that would bring more rows to `rank` than it has memory for.
+
+    Args:
+        rank: The rank.
+        num_recv: The rows.
+        room: `num_max_recv_tokens`. If the rows are no more, earlier results take the memory for them.
+    """
+    if num_recv <= room:
+        return EPOutOfMemoryError(
+            f"rank {rank} has no room in its pool for the result of this dispatch ({num_recv} rows); expected room on all ranks. Drop "
+            f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'. No row was sent"
+        )
     error = EPOutOfMemoryError(
         f"num_max_recv_tokens={room}; expected at least {num_recv}, the rows that this dispatch brings to rank {rank}. Make the Buffer "
         f"with a larger num_max_recv_tokens, or pass num_worst_tokens to dispatch, which drops further rows. No row was sent"

@@ -329,7 +329,6 @@ PHASES = {
     "kPhaseNodeRows": (16, "the rows of dispatch from another node"),
     "kPhaseNodeSums": (17, "the sums of combine from another node"),
     "kPhaseExposedRows": (18, "the rows of combine on another rank of this node"),
-    "kPhaseNodeBlocks": (19, "another thread block of this GPU"),
     "kPhaseRelay": (20, "the relay of this rank, which still sends a row"),
 }
 """The kinds of waits on the device: the number in a Report, and the name in messages."""

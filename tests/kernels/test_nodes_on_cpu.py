@@ -11,7 +11,7 @@ from deepep_rt.cuda import driver
 from deepep_rt.kernels import nodes_layout, structs
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
-from tests.kernels_on_cpu.rounds import ThroughputRound, broken, seeds, throughput_rounds
+from tests.kernels_on_cpu.rounds import ThroughputRound, assert_same, broken, seeds, throughput_rounds
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
@@ -90,8 +90,9 @@ def test_bytes_on_the_network(path, compiled_before):
             assert machine.put_bytes - before == tokens.sum() * config.row_bytes + heads + others
 
 
-def test_a_silent_node_is_named():
-    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+@pytest.mark.parametrize("seed", seeds(3))
+def test_a_silent_node_is_named(seed):
+    with Machine(4, seed, weak_memory=True, transport="mpi") as machine:
         buffers = machine.buffers(**TWO_BY_TWO)
         made = ThroughputRound(machine, buffers, 5)
         machine.each_rank(lambda rank: made.run(rank))
@@ -99,6 +100,28 @@ def test_a_silent_node_is_named():
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2 on node 1: ") as caught:
             machine.each_rank(lambda rank: ThroughputRound(machine, buffers, 6).run(rank))
         assert (caught.value.rank, caught.value.peer, caught.value.node) == (0, 2, 1)
+        for rank, buffer in enumerate(buffers):
+            with pytest.raises(EPTimeoutError) as caught:
+                buffer.check()
+            assert caught.value.peer != rank
+
+
+def dispatch(machine, buffer, rank, inputs, *, with_weights=True):
+    """Dispatch the tokens of a rank without a wait for the counts."""
+    weights = machine.put(rank, inputs.topk_weights) if with_weights else None
+    x, idx = machine.put(rank, inputs.x), machine.put(rank, inputs.topk_idx)
+    return buffer.dispatch(x, idx, weights, num_worst_tokens=buffer.config.num_max_recv_tokens)
+
+
+def test_a_node_that_comes_late():
+    """Ranks that have timed out say nothing more, so the others do not take what they say for a wrong call."""
+    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO)
+        inputs = ThroughputRound(machine, buffers, 5).inputs
+        for ranks in ((0, 1), (2, 3)):
+            for rank in ranks:
+                dispatch(machine, buffers[rank], rank, inputs[rank])
+            machine.run()
         for buffer in buffers:
             with pytest.raises(EPTimeoutError):
                 buffer.check()
@@ -109,14 +132,13 @@ def test_ranks_that_differ():
     with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
         buffers = machine.buffers(**TWO_BY_TWO)
         made = ThroughputRound(machine, buffers, 5)
-
-        def dispatch(rank):
-            inputs = made.inputs[rank]
-            weights = None if rank == 3 else machine.put(rank, inputs.topk_weights)
-            x, idx = machine.put(rank, inputs.x), machine.put(rank, inputs.topk_idx)
-            buffers[rank].dispatch(x, idx, weights, num_worst_tokens=buffers[rank].config.num_max_recv_tokens)
-
-        machine.each_rank(dispatch)
+        y = np.ones((buffers[0].config.num_max_recv_tokens, 64), made.inputs[0].x.dtype)
+        back = []
+        for rank, buffer in enumerate(buffers):
+            sent = dispatch(machine, buffer, rank, made.inputs[rank], with_weights=rank != 3)
+            back.append(buffer.combine(machine.put(rank, y), sent.handle))
+        machine.run()
+        assert all(np.isnan(result.x.astype(np.float32)).all() for result in back)
         for buffer in buffers:
             with pytest.raises(EPInputError, match=r"rank 3.*topk_weights|topk_weights.*rank 3"):
                 buffer.check()
@@ -142,6 +164,34 @@ def test_more_rows_than_a_rank_has_memory_for():
         assert len(set(errors.values())) == 1
         assert "num_max_recv_tokens=60; expected at least 160, the rows that this dispatch brings to rank 1" in errors[0]
         throughput_rounds(machine, buffers, 1, 1)
+
+
+def test_a_rank_without_room():
+    """All ranks raise, and the Buffers stay usable once there is room."""
+    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO, num_slots=1, on_exhausted="error")
+        made = ThroughputRound(machine, buffers, 5)
+        errors = {}
+
+        def arguments(rank):
+            return machine.put(rank, made.inputs[rank].x), machine.put(rank, made.inputs[rank].topk_idx)
+
+        def run(rank):
+            kept = dispatch(machine, buffers[rank], rank, made.inputs[rank])
+            if rank != 1:
+                del kept
+            try:
+                buffers[rank].dispatch(*arguments(rank))
+                buffers[rank].synchronize()
+            except EPOutOfMemoryError as error:
+                errors[rank] = str(error)
+
+        machine.each_rank(run)
+        assert len(errors) == 4
+        assert all(text.startswith("rank 1 has no room in its pool") for text in errors.values())
+        again = machine.each_rank(lambda rank: buffers[rank].dispatch(*arguments(rank)))
+        for rank, expected in enumerate(made.expected):
+            assert_same(again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
 
 
 ONE_A_NODE = 2, dict(**{**SIZES, "num_experts": 4}, ranks_per_node=1)

@@ -130,6 +130,7 @@ def launch_seconds(runtime: CudaRuntime, kind: int, num_chunks: int, num_bytes: 
     }
     times: list[float] = []
     for _ in range(1 + _NUM_MEASUREMENTS):
+        runtime.synchronize()  # the kernel and a call on another stream may not run at the same time
         begin_measurement(comm, timeout_s)
         begin = driver.CudaEvent(stream, timing=True)
         launch(stream, num_sms, values)

@@ -9,13 +9,14 @@ from ...arrays.view import HOST, View
 from ...comm import call_signature
 from ...comm.rendezvous import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_ROUTE_BLOCKS, ROUTE_THREADS
-from ...errors import EPInputError, EPUnavailableError
+from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...kernels.nodes_layout import NodesLayout
+from ...kernels.regions import Map
 from ...results import CombineResult, DispatchHandle, DispatchResult
 from ..calls import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
 from .link_rates import far_bandwidth
-from .result_memory import ResultMemory
+from .result_memory import Reservation, ResultMemory
 from .result_views import combine_views, dispatch_views, dtypes_of
 from .runtime import CudaRuntime, address_of
 
@@ -63,24 +64,34 @@ class NodesThroughput:
             )
         arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         x, idx, _, scales = arrays
-        counts_list = None
+        scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
+
+        def reserve(num_rows: int) -> tuple[Reservation, Map]:
+            parts = self._layout.result(num_rows, x.row_bytes, scale_bytes, idx_bytes, idx is not None)
+            return self.results.reserve(parts.num_bytes, call), parts
+
+        capacity, too_many, counts_list = inputs.num_worst_tokens or 0, 0, None
+        if known is not None:
+            capacity, tables, counts_list = known.num_recv_rows, known.routing, known.num_recv_tokens_per_expert_list
+        if not needs_counts:  # without room this rank makes no call at all
+            reserved, parts = reserve(capacity)
         if known is None:
             counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
             self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
-            num_rows = inputs.num_worst_tokens or 0
-            if needs_counts:
-                self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
-                num_rows, counts_list = self._monitor.await_counts()
         else:
-            num_rows, tables, counts_list = known.num_recv_rows, known.routing, known.num_recv_tokens_per_expert_list
             counts_owner = self._counts.acquire(stream, call.caller_stream)
             counts = counts_owner.ptr
-        too_many = num_rows if num_rows > self._config.num_max_recv_tokens else 0
-        capacity = 0 if too_many else num_rows
-        scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
-        parts = self._layout.result(capacity, x.row_bytes, scale_bytes, idx_bytes, idx is not None)
-        reserved = self.results.reserve(parts.num_bytes, call)
+        if needs_counts:
+            self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
+            capacity, counts_list = self._monitor.await_counts()
+            try:
+                if capacity > self._config.num_max_recv_tokens:
+                    raise too_many_rows(self._runtime.rank, capacity, self._config.num_max_recv_tokens)
+                reserved, parts = reserve(capacity)
+            except EPOutOfMemoryError:  # the other ranks wait for this rank: tell them
+                capacity, too_many = 0, max(capacity, 1)
+                reserved, parts = self.results.no_rows(), self._layout.result(0, x.row_bytes, scale_bytes, idx_bytes, True)
         self._launch_dispatch(arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
@@ -134,7 +145,7 @@ class NodesThroughput:
             offset: Of the result in symmetric memory.
             parts: Offsets in the result.
             capacity: Rows that fit.
-            missing_rows: Rows that arrive, if they are more than fit the memory of the Buffer; otherwise 0.
+            missing_rows: Rows that arrive, if this rank has no memory for them; otherwise 0.
             counts: Address of the caller's counts.
             stream: The call's stream.
         """

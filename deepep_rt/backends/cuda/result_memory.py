@@ -69,6 +69,10 @@ class ResultMemory:
             )
         return Reservation(self._offsets["landing"], None)
 
+    def no_rows(self) -> Reservation:
+        """Return the place of a result that gets no rows. It needs no room in the pool."""
+        return Reservation(self._offsets["landing"], None)
+
     def keep(self, reserved: Reservation, num_bytes: int, call: Call) -> tuple[Any, int]:
         """Keep the result of a launched dispatch: trim its block to what arrived, or copy it out of the shared region.
 
