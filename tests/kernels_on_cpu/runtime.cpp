@@ -521,7 +521,8 @@ int gpu_advance(long num_turns) {
     }
     // A network often waits for nothing but the end of its stalls.
     if (has_network() && idle_steps > 16 * 32 * runnable.size() && network_is_idle(turn) && thaw()) idle_steps = 0;
-    if (pending.empty() && all_may_wait && network_is_idle(turn)) {
+    // A thread may have waited for what has just arrived: then the clock does not pass.
+    if (pending.empty() && all_may_wait && idle_steps > 0 && network_is_idle(turn)) {
       if (thaw())
         idle_steps = 0;
       else if (all_wait())
