@@ -161,6 +161,7 @@ CASES: dict[str, Case] = {
         lambda w, v: w["v1"].get_dispatch_layout(w["idx"], v)[0].tolist(),
     ),
     "compat.Buffer.dispatch.expert_alignment": (4, lambda w, v: _send_v1(w, expert_alignment=v)),
+    "compat.Buffer.internode_dispatch.expert_alignment": (4, lambda w, v: _send_v1(w, expert_alignment=v)),  # dispatch serves it
     "compat.Buffer.dispatch.num_worst_tokens": (8, lambda w, v: _send_v1(w, num_worst_tokens=v)),
     **_named(
         "compat.Buffer.low_latency_dispatch",

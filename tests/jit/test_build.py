@@ -235,5 +235,5 @@ def test_the_linker_names_undefined_symbols(sources: Path, cache: Path) -> None:
     kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", low_latency=True)
     (sources / "inner.cuh").write_text("__device__ int twice(int x);\n")
     with pytest.raises(EPCompileError, match=r"tiny did not link for sm_90 with .*libnvshmem_device\.a") as caught:
-        build.build(kernel, {**CONSTANTS, "kRanksPerNode": 1}, "sm_90", folder=sources)
+        build.build(kernel, {**CONSTANTS, "kRanksPerNode": 1, "kHasRelay": 0}, "sm_90", folder=sources)
     assert "twice" in str(caught.value)

@@ -270,7 +270,8 @@ def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) ->
         config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
         slots, arranged = config.low_latency_ring_depth, Layout(config).low_latency
         assert arranged.sizes == {
-            **dict.fromkeys(("dispatch_acks", "combine_acks", "heartbeats"), ranks * 8),
+            **dict.fromkeys(("dispatch_acks", "combine_acks"), ranks * 8 * (slots if config.has_network else 1)),
+            "heartbeats": ranks * 8,
             **{name: slots * num_bytes for name, num_bytes in near.items()},
             **{name: slots * num_bytes * config.has_network for name, num_bytes in far.items()},
         }

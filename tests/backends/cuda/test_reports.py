@@ -116,7 +116,7 @@ def test_ranks_of_different_architectures(
     """Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts."""
     archs = [(1 << 50, arch) for arch in ("sm_90", "sm_90", "sm_80", "sm_90")]
     monkeypatch.setattr(
-        "fake_gpu.FakeCommunicator.allgather", lambda self, value: archs if isinstance(value, tuple) else [value] * 4
+        "fake_gpu.FakeCommunicator.allgather", lambda self, value: archs if value == (1 << 50, "sm_90") else [value] * 4
     )
     with make(low_latency=True) as buffer:
         sent = buffer.low_latency_dispatch(*arguments(fake)[:2])
