@@ -140,7 +140,8 @@ BROKEN = [
 @pytest.mark.parametrize(("run_rounds", "file", "pattern", "replacement"), BROKEN)
 def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     folder, sizes = broken(tmp_path, file, pattern, replacement), THROUGHPUT if run_rounds is throughput_rounds else LOW_LATENCY
-    assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8))
+    one_block = dict(num_sms=1) if "common/work.cuh" in file else {}  # the second block starts after the first one has ended
+    assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **one_block)
 
 
 @pytest.mark.parametrize(
