@@ -24,7 +24,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["nvshmem", "mpi"])
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_two_nodes(transport, seed):
     with Machine(2, seed, transport=transport, **options_of(seed)) as machine:
         low_latency_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 4)
@@ -45,7 +45,7 @@ def test_nodes_of_two_ranks(transport, seed):
         low_latency_rounds(machine, machine.buffers(**TWO_BY_TWO), seed, 3)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_headers_that_arrive_in_parts(seed):
     """Half a word of a header may arrive before the other half."""
     with Machine(4, seed, **options_of(seed)) as machine:

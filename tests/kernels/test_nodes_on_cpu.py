@@ -26,19 +26,19 @@ def small_slots(monkeypatch):
     monkeypatch.setattr(nodes_layout, "_MOST_SLOTS", 2)
 
 
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_relay_between_two_nodes(seed):
     with Machine(4, seed, num_sms=(None, 1)[seed % 2], weak_memory=True, transport="mpi") as machine:
         throughput_rounds(machine, machine.buffers(**TWO_BY_TWO), seed, 4)
 
 
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_direct_path(seed):
     with Machine(4, seed, "sm_80", num_sms=(None, 1)[seed % 2]) as machine:
         throughput_rounds(machine, machine.buffers(**TWO_BY_TWO, path="direct"), seed, 4)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_nodes_of_one_rank(seed):
     with Machine(3, seed) as machine:
         throughput_rounds(machine, machine.buffers(**{**SIZES, "num_experts": 6}, ranks_per_node=1), seed, 4)
@@ -90,7 +90,7 @@ def test_bytes_on_the_network(path, compiled_before):
             assert machine.put_bytes - before == tokens.sum() * config.row_bytes + heads + others
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_silent_node_is_named(seed):
     with Machine(4, seed, weak_memory=True, transport="mpi") as machine:
         buffers = machine.buffers(**TWO_BY_TWO)
