@@ -111,10 +111,17 @@ def start(checkout: Path, folder: Path) -> subprocess.Popen:
 
 
 def without_names(ptx: str) -> list[str]:
-    """Lines of PTX without comments and positions; names that the text defines are numbered in the order in which they appear."""
+    """Return the lines of PTX without comments, positions and unread constants.
+
+    Names that the text defines become numbers, in the order in which they appear.
+    """
     ptx = re.sub(r"//[^\n]*", "", ptx)
     lines = [line.strip() for line in ptx.splitlines()]
     lines = [line for line in lines if line and not re.match(r"\.(file|loc|section)\b", line)]
+    words = Counter(re.findall(r"[\w$]+", "\n".join(lines)))
+    # Headers name constants of other kernels too. Those that no instruction reads do not count.
+    constants = [re.match(r"\.global \.align \d+ \.u\d+ ([\w$]+)( = -?\d+)?;", line) for line in lines]
+    lines = [line for line, constant in zip(lines, constants, strict=True) if not constant or words[constant[1]] > 1]
     text = "\n".join(lines)
     external = set(re.findall(r"\.extern\s+\.func\s+(?:\([^)]*\)\s*)?([\w$]+)", text))
     defined = re.findall(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", text)  # functions

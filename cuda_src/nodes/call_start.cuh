@@ -106,7 +106,7 @@ __device__ inline u32 decide(const Params& p, u32 epoch, u32 serial) {
 // The start of a call: called by warp 0 of each block. Block 0 decides, and the other blocks wait for its verdict.
 __device__ inline u32 agree(const Params& p, u32 epoch, u32 serial, const NodeWindow& mine) {
   const int lane = lane_idx();
-  u64* verdict_at = &at<State>(p.state, 0)->nodes_verdict;
+  u64* verdict_at = at<u64>(p.state, kLocalNodesVerdict);
   u32 verdict = kFailed;
   if (blockIdx.x == 0) {
     // After a time-out the handle may be incomplete. Other ranks would take its numbers for a difference between the calls.

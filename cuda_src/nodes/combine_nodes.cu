@@ -14,7 +14,7 @@
 // - Reduce warps first fill the slots of all flows with sums. Then they add up this rank's tokens. The other warps help with that at the
 // end.
 //
-// Why no rank waits for ever: besides slots (nodes.cuh), fillers wait for exposed rows. Exposing warps wait for nothing.
+// Why no rank waits for ever: nodes.cuh tells it for slots. Fillers also wait for exposed rows. Exposing warps wait for nothing.
 //
 // Reuse of memory: the ranks of a node read the exposed rows of call k, and then say hello in call k + 1. This rank exposes rows of call
 // k + 1 after it has heard all of them. Staging is read by this rank alone. Flags need no reset: they hold the epoch.

@@ -205,7 +205,7 @@ class Relay:
         return self._peers.ended.issuperset(self._peers.ranks)
 
     def _finish(self) -> None:
-        """Leave no receive behind, and note whether MPI has stopped to use the memory."""
+        """Cancel all receives, and note whether MPI has stopped to use the memory."""
         end = time.monotonic() + _LAST_WORDS_S
         with suppress(Exception):
             self._traffic.cancel()

@@ -169,9 +169,13 @@ class NodesLayout:
 
     @property
     def local(self) -> Iterable[tuple[str, int]]:
-        """Local memory: counts of the blocks of a routing, and the flags of the chunks that combine has staged."""
+        """Local memory: counts of the blocks of a routing, the verdict on a call, and the flags of the chunks that combine has staged."""
         return [
             ("route_nodes_blocks", MAX_ROUTE_BLOCKS * structs.RouteNodesBlock.size(self._sizes)),
+            (
+                "nodes_verdict",
+                8,
+            ),  # lower half: epoch of a call; upper half: whether its ranks agree; block 0 writes it for the others
             ("staged_flags", self.num_flows * self.config.num_max_tokens_per_rank * 4),
         ]
 

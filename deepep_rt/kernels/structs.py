@@ -124,7 +124,6 @@ State = CStruct(
     u32 nodes_filled;
     u32 nodes_emptied;
     u32 nodes_reduced;
-    u64 nodes_verdict;     // lower half: epoch of a call; upper half: whether its ranks agree; written by block 0 for the others
     """,
 )
 
