@@ -17,6 +17,41 @@ _COMMON = """
     i32 pes[kNumRanks];     // NVSHMEM's number of each rank
 """
 
+_ROUTE = (
+    _COMMON
+    + """
+    i32 num_tokens;
+    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
+    u64 handle;             // out
+    i32 idx_bytes;          // 4 or 8
+    i32 expert_alignment;
+    i32 check;              // report expert numbers out of range
+    i32 to_host;            // write the received counts to the mailbox
+"""
+)
+
+_DISPATCH = (
+    _COMMON
+    + """
+    i32 row_bytes;
+    u64 x;                  // [num_tokens, row_bytes]
+    u64 scales;             // [num_tokens, scale_bytes], or 0
+    u64 topk_idx;           // [num_tokens, kNumTopk], or 0
+    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
+    u64 handle;
+    u64 recv_x_offset;      // where this rank receives rows: offsets from its symmetric base
+    u64 recv_scales_offset;
+    u64 recv_topk_idx_offset;
+    u64 recv_topk_weights_offset;
+    u64 recv_src_idx_offset;
+    i64 capacity;           // rows that fit there
+    u64 num_recv;              // for the caller: [1] int32
+    u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
+    i32 scale_bytes;
+    i32 idx_bytes;
+"""
+)
+
 _LOW_LATENCY_COMBINE = (
     _COMMON
     + """
@@ -98,39 +133,14 @@ KERNELS: dict[str, Kernel] = {
     for kernel in (
         Kernel(
             "route",
-            _COMMON
-            + """
-    i32 num_tokens;
-    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
-    u64 handle;             // out
-    i32 idx_bytes;          // 4 or 8
-    i32 expert_alignment;
-    i32 check;              // report expert numbers out of range
-    i32 to_host;            // write the received counts to the mailbox
-""",
+            _ROUTE,
             folder="throughput",
             threads="kRouteThreads",
         ),
         Kernel(
             "dispatch",
-            _COMMON
+            _DISPATCH
             + """
-    i32 row_bytes;
-    u64 x;                  // [num_tokens, row_bytes]
-    u64 scales;             // [num_tokens, scale_bytes], or 0
-    u64 topk_idx;           // [num_tokens, kNumTopk], or 0
-    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
-    u64 handle;
-    u64 recv_x_offset;      // where this rank receives rows: offsets from its symmetric base
-    u64 recv_scales_offset;
-    u64 recv_topk_idx_offset;
-    u64 recv_topk_weights_offset;
-    u64 recv_src_idx_offset;
-    i64 capacity;           // rows that fit there
-    u64 num_recv;              // for the caller: [1] int32
-    u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
-    i32 scale_bytes;
-    i32 idx_bytes;
     i32 rows_per_copy;
     u64 call_signature;     // all ranks must agree on it
 """,
@@ -162,16 +172,7 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             "route_nodes",
-            _COMMON
-            + """
-    i32 num_tokens;
-    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
-    u64 handle;             // out
-    i32 idx_bytes;          // 4 or 8
-    i32 expert_alignment;
-    i32 check;              // report expert numbers out of range
-    i32 to_host;            // write the received counts to the mailbox
-""",
+            _ROUTE,
             folder="nodes",
             threads="kRouteThreads",
             over_nodes=True,
@@ -179,24 +180,8 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             "dispatch_nodes",
-            _COMMON
+            _DISPATCH
             + """
-    i32 row_bytes;
-    u64 x;                  // [num_tokens, row_bytes]
-    u64 scales;             // [num_tokens, scale_bytes], or 0
-    u64 topk_idx;           // [num_tokens, kNumTopk], or 0
-    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
-    u64 handle;
-    u64 recv_x_offset;      // where this rank receives rows: offsets from its symmetric base
-    u64 recv_scales_offset;
-    u64 recv_topk_idx_offset;
-    u64 recv_topk_weights_offset;
-    u64 recv_src_idx_offset;
-    i64 capacity;           // rows that fit there
-    u64 num_recv;              // for the caller: [1] int32
-    u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
-    i32 scale_bytes;
-    i32 idx_bytes;
     i32 missing_rows;       // rows for which this rank has no memory; then no rank sends rows
     i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
     i32 chunk_topk_idx;
