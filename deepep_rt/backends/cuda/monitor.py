@@ -128,17 +128,21 @@ class Monitor:
         return counts
 
     @contextmanager
-    def call_half(self) -> Iterator[None]:
+    def call_half(
+        self, interrupted: str = "a low-latency call was interrupted between its halves", phase: str = "kPhaseLlRows"
+    ) -> Iterator[None]:
         """Enter around the launch of one half of a call. An exception inside (Ctrl-C) breaks the Buffer.
 
         Otherwise other ranks would match the halves of later calls with this one.
+
+        Args:
+            interrupted: The message of the error that later calls raise.
+            phase: Its phase.
         """
         try:
             yield
         except BaseException:
-            self._error = self._error or self._timeout_error(
-                "kPhaseLlRows", "a low-latency call was interrupted between its halves"
-            )
+            self._error = self._error or self._timeout_error(phase, interrupted)
             raise
 
     def notify(self, error: BaseException) -> None:

@@ -78,21 +78,23 @@ class NodesThroughput:
         if known is None:
             counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
-            self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
         else:
             counts_owner = self._counts.acquire(stream, call.caller_stream)
             counts = counts_owner.ptr
-        if needs_counts:
-            self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
-            capacity, counts_list = self._monitor.await_counts()
-            try:
-                if capacity > self._config.num_max_recv_tokens:
-                    raise too_many_rows(self._runtime.rank, capacity, self._config.num_max_recv_tokens)
-                reserved, parts = reserve(capacity)
-            except EPOutOfMemoryError:  # the other ranks wait for this rank: tell them
-                capacity, too_many = 0, max(capacity, 1)
-                reserved, parts = self.results.no_rows(), self._layout.result(0, x.row_bytes, scale_bytes, idx_bytes, True)
-        self._launch_dispatch(arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
+        with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", "kPhaseNodeRows"):
+            if known is None:
+                self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
+            if needs_counts:
+                self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
+                capacity, counts_list = self._monitor.await_counts()
+                try:
+                    if capacity > self._config.num_max_recv_tokens:
+                        raise too_many_rows(self._runtime.rank, capacity, self._config.num_max_recv_tokens)
+                    reserved, parts = reserve(capacity)
+                except EPOutOfMemoryError:  # the other ranks wait for this rank: tell them
+                    capacity, too_many = 0, max(capacity, 1)
+                    reserved, parts = self.results.no_rows(), self._layout.result(0, x.row_bytes, scale_bytes, idx_bytes, True)
+            self._launch_dispatch(arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         if too_many:

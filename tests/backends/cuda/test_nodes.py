@@ -10,7 +10,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, region, routed
 
-from deepep_rt import EPInputError, EPOutOfMemoryError, NetworkOptions
+from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, NetworkOptions
 from deepep_rt.backends.cuda import network_memory
 from deepep_rt.cuda import driver
 
@@ -92,6 +92,23 @@ def test_more_rows_than_fit(fake: FakeGpu, make: Any) -> None:
         with pytest.raises(EPOutOfMemoryError, match="num_max_recv_tokens=20; expected at least 30"):
             buffer.dispatch(*arguments(fake))
         assert (fake.pop_launches()[-1].capacity, fake.pop_launches()) == (0, [])
+
+
+def test_an_interruption_between_counts_and_rows(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for the rows of this rank, so it must not go on with another call."""
+    with make(**RELAY) as buffer:
+        act = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        fake.on_launch = act
+        monkeypatch.setattr(buffer._backend.throughput.results, "reserve", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.dispatch(*arguments(fake))
+        assert [call.kernel for call in fake.pop_launches()] == ["route_nodes"]
+        with pytest.raises(EPTimeoutError, match="interrupted between its counts and its rows"):
+            buffer.check()
 
 
 def test_no_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
