@@ -8,6 +8,7 @@
 // then its warp may read.
 #pragma once
 #include "common/memory.cuh"
+#include "common/nvshmem_calls.cuh"
 
 constexpr bool kHasScaleOut = kRanksPerNode < kNumRanks;
 
@@ -25,29 +26,6 @@ __device__ __forceinline__ u64 network_base(const Params& p) {
 __device__ __forceinline__ u64 inbox_base(const Params& p, int source) {
   return kHasRelay && is_scale_out(p, source) ? network_base(p) : p.peers[p.rank];
 }
-
-#ifdef NVSHMEM_MAJOR_VERSION  // only the prelude of a kernel that puts through NVSHMEM includes it
-
-// Called by a whole warp; does not wait.
-__device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
-  const u64 base = p.peers[p.rank];
-  nvshmemx_putmem_signal_nbi_warp(at<void>(base, to), at<void>(base, from), num_bytes, at<unsigned long>(base, flag), value,
-                                  NVSHMEM_SIGNAL_SET, p.pes[rank]);
-}
-
-// The same, but after it returns the caller may write to `from` again. With a relay, wait.cuh has this function.
-__device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
-  const u64 base = p.peers[p.rank];
-  nvshmemx_putmem_signal_warp(at<void>(base, to), at<void>(base, from), num_bytes, at<unsigned long>(base, flag), value, NVSHMEM_SIGNAL_SET,
-                              p.pes[rank]);
-}
-
-// Called by one thread.
-__device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
-  nvshmemx_signal_op(at<unsigned long>(p.peers[p.rank], to), value, NVSHMEM_SIGNAL_SET, p.pes[rank]);
-}
-
-#else
 
 // Hands a put to the relay of this rank. Called by one thread, which orders the writes of its warp before.
 //
@@ -72,19 +50,22 @@ __device__ inline const Descriptor* relay(const Params& p, int rank, u64 to, u64
   return entry;
 }
 
-// As above. Without a relay and without NVSHMEM, all ranks are in one scale-up domain, and no kernel calls these functions.
+// Called by a whole warp; does not wait.
 __device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
   if constexpr (kHasRelay) {
     __syncwarp();
     u32 sequence;
     if (lane_idx() == 0) relay(p, rank, to, from, num_bytes, flag, value, false, sequence);
     __syncwarp();
+  } else if constexpr (kHasScaleOut) {
+    const u64 base = p.peers[p.rank];
+    nvshmem_put(at<void>(base, to), at<void>(base, from), num_bytes, at<u64>(base, flag), value, p.pes[rank]);
   }
 }
 
+// Called by one thread.
 __device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
   u32 sequence;
   if constexpr (kHasRelay) relay(p, rank, 0, 0, 0, to, value, false, sequence);
+  else if constexpr (kHasScaleOut) nvshmem_signal(at<u64>(p.peers[p.rank], to), value, p.pes[rank]);
 }
-
-#endif

@@ -133,9 +133,7 @@ __device__ inline bool wait_word(const Params& p, const u64* word, u32 epoch, u3
   });
 }
 
-#ifndef NVSHMEM_MAJOR_VERSION
-
-// Called by a whole warp. A put through a relay; after it returns the caller may write to `from` again. The wait may time out.
+// Called by a whole warp. A put; after it returns the caller may write to `from` again. The wait for a relay may time out.
 __device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from, u64 num_bytes, u64 flag, u64 value) {
   if constexpr (kHasRelay) {
     __syncwarp();
@@ -148,10 +146,11 @@ __device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from,
       });
     }
     __syncwarp();
+  } else if constexpr (kHasScaleOut) {
+    const u64 base = p.peers[p.rank];
+    nvshmem_put_and_wait(at<void>(base, to), at<void>(base, from), num_bytes, at<u64>(base, flag), value, p.pes[rank]);
   }
 }
-
-#endif
 
 __device__ inline void report_bad_expert(const Params& p, int token, i64 expert) {
   Report* report = at<Report>(p.status_page, kStatusPageReport);

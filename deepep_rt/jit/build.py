@@ -14,7 +14,7 @@ from typing import Any
 from .. import _env
 from .._version import __version__
 from ..errors import EPCacheError
-from ..kernels.source import Constants, prelude, source_dir, sources_of, unit, used_constants
+from ..kernels.source import NVSHMEM_CALLS, Constants, nvshmem_calls, prelude, source_dir, sources_of, unit, used_constants
 from ..kernels.table import Kernel
 from . import compiler, current_gpu, libraries
 from .cache import Entry, KernelCache
@@ -22,7 +22,7 @@ from .cache import Entry, KernelCache
 _log = logging.getLogger("deepep_rt")
 
 _OPTIONS = ["--std=c++17", "--ptxas-options=-v"]
-_NVSHMEM_OPTIONS = ["--relocatable-device-code=true", "--device-as-default-execution-space"]
+_LINKED_OPTIONS = ["--relocatable-device-code=true", "--device-as-default-execution-space"]
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _hit(entry: Entry) -> CompiledKernel:
 
 
 def _options(nvshmem: bool) -> list[str]:
-    return _OPTIONS + (_NVSHMEM_OPTIONS if nvshmem else [])
+    return _OPTIONS + (_LINKED_OPTIONS if nvshmem else [])
 
 
 def _link_arch(arch: str) -> str:
@@ -135,30 +135,71 @@ def _key(kernel: Kernel, constants: Constants, arch: str, link_arch: str | None,
         "launch": _launch_constants(kernel, constants),  # not in the code, but in the metadata of the entry
         "arch": arch,
         "link_arch": link_arch,
+        "nvshmem_calls": _calls_key(link_arch) if link_arch else None,
         "options": _options(nvshmem),
         "versions": _versions(nvshmem),
     }
+    return _hash(parts)
+
+
+def _calls_key(arch: str) -> str:
+    """Return the key of the file that makes the calls of NVSHMEM, compiled for `arch`."""
+    sources = {name: (source_dir() / name).read_text() for name in (NVSHMEM_CALLS, NVSHMEM_CALLS + "h")}
+    return _hash({"sources": sources, "arch": arch, "options": _options(True), "versions": _versions(True)})
+
+
+def _hash(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _nvshmem_calls(arch: str) -> bytes:
+    """Return the file that makes the calls of NVSHMEM as relocatable code, from the cache if it is there."""
+    cache, key, versions = KernelCache(), _calls_key(arch), _versions(True)
+    with cache.locked(arch, key):
+        entry = cache.get(arch, key, "nvshmem_calls", versions)
+        if entry is None:
+            start = time.perf_counter()
+            include = [source_dir().resolve(), libraries.nvshmem().include, *libraries.cuda_headers()]
+            code, _ = compiler.compile_unit(nvshmem_calls(), "nvshmem_calls", arch, _options(True), include)
+            entry = _entry(key, arch, "nvshmem_calls", code, compiler.Usage(), {}, 0, start, nvshmem=True)
+            cache.put(entry)
+    return entry.code
 
 
 def _compile(kernel: Kernel, constants: Constants, arch: str, link_arch: str | None, folder: Path | None, key: str) -> Entry:
     start = time.perf_counter()
-    nvshmem = link_arch is not None
     include = [(folder or source_dir()).resolve()]
-    if nvshmem:
-        include += [libraries.nvshmem().include, *libraries.cuda_headers()]
+    nvshmem = link_arch is not None
     code, log = compiler.compile_unit(unit(kernel, constants, folder), kernel.name, arch, _options(nvshmem), include)
     link_log = ""
     if link_arch is not None:
-        code, link_log = compiler.link_nvshmem(code, kernel.name, link_arch)
+        code, link_log = compiler.link_nvshmem(code, _nvshmem_calls(link_arch), kernel.name, link_arch)
         log = log if arch == link_arch else link_log  # for PTX, the linker runs ptxas
+    usage = compiler.usage(log, kernel.name, link_log)
+    used = {**used_constants(kernel, constants, folder), **_launch_constants(kernel, constants)}
+    dynamic_shared_bytes = constants[kernel.shared] if kernel.shared else 0
+    return _entry(key, arch, kernel.name, code, usage, used, dynamic_shared_bytes, start, nvshmem=nvshmem)
+
+
+def _entry(
+    key: str,
+    arch: str,
+    name: str,
+    code: bytes,
+    usage: compiler.Usage,
+    constants: dict[str, int],
+    dynamic_shared_bytes: int,
+    start: float,
+    *,
+    nvshmem: bool,
+) -> Entry:
     info = {
-        "kernel": kernel.name,
+        "kernel": name,
         "arch": arch,
-        "constants": {**used_constants(kernel, constants, folder), **_launch_constants(kernel, constants)},
+        "constants": constants,
         "bytes": len(code),
-        **asdict(compiler.usage(log, kernel.name, link_log)),
-        "dynamic_shared_bytes": constants[kernel.shared] if kernel.shared else 0,
+        **asdict(usage),
+        "dynamic_shared_bytes": dynamic_shared_bytes,
         "nvshmem": nvshmem,
         "compile_seconds": round(time.perf_counter() - start, 3),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),

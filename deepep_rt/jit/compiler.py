@@ -89,8 +89,8 @@ def compile_unit(unit: str, name: str, arch: str, options: list[str], include: l
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def link_nvshmem(code: bytes, name: str, arch: str) -> tuple[bytes, str]:
-    """Link relocatable code (a cubin, or PTX) with NVSHMEM's device library into a cubin for `arch`.
+def link_nvshmem(code: bytes, calls: bytes, name: str, arch: str) -> tuple[bytes, str]:
+    """Link relocatable code (a cubin, or PTX) with the calls of NVSHMEM and its device library into a cubin for `arch`.
 
     Returns:
         The cubin and nvJitLink's log.
@@ -104,7 +104,11 @@ def link_nvshmem(code: bytes, name: str, arch: str) -> tuple[bytes, str]:
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     make = ObjectCode.from_cubin if code.startswith(b"\x7fELF") else ObjectCode.from_ptx
-    parts = make(code, name=name), ObjectCode.from_library(library.device_library.read_bytes(), name=library.device_library.name)
+    parts = (
+        make(code, name=name),
+        ObjectCode.from_cubin(calls, name="nvshmem_calls"),
+        ObjectCode.from_library(library.device_library.read_bytes(), name=library.device_library.name),
+    )
     try:
         linker = Linker(*parts, options=LinkerOptions(name=name, arch=arch, verbose=True, ptxas_options=["-v"]))
         return bytes(linker.link("cubin").code), str(linker.get_info_log())

@@ -17,12 +17,14 @@ torch = pytest.importorskip("torch")
 
 from gpu_buffers import TAKE_TURNS, make  # noqa: E402
 
+from deepep_rt import NetworkOptions  # noqa: E402
 from deepep_rt.jit import current_gpu  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 SIZES = dict(num_max_tokens_per_rank=48, hidden=1024, num_topk=4, low_latency=True, num_slots=3)
 TURNS = 150 if TAKE_TURNS else 600
 MAX_CHAINS = 5
+OVER_RELAY = {"ranks_per_node": 1, "network": NetworkOptions(transport="mpi")}
 
 
 class Mix:
@@ -230,7 +232,7 @@ class Replay:
         yield
 
 
-@pytest.mark.parametrize(("seed", "settings"), [(1, {}), (2, {}), (3, {"ranks_per_node": 1})])
+@pytest.mark.parametrize(("seed", "settings"), [(1, {}), (2, {}), (3, {"ranks_per_node": 1}), (4, OVER_RELAY)])
 def test_mixed(comm, seed, settings):
     """Over NVLink, and with low-latency calls over NVSHMEM."""
     sizes = {**SIZES, "num_experts": 8 * comm.Get_size(), **settings}

@@ -44,9 +44,9 @@ def pair(comm, settings, **sizes):
     return make(comm, **common, **settings), make(comm, "host", **common, ranks_per_node=settings["ranks_per_node"])
 
 
-def dispatch_to_the_end(buffer, *arrays):
+def dispatch_to_the_end(buffer, *arrays, **options):
     """Dispatch, and wait for the call: on some ranks only the wait finds out about the others."""
-    buffer.dispatch(*arrays)
+    buffer.dispatch(*arrays, **options)
     buffer.synchronize()
 
 
@@ -173,10 +173,10 @@ def test_ranks_that_differ(comm, settings):
     with gpu, host:
         idx, weights = routing(comm, 1, 40, 8, gpu.config.num_experts)
         x = rows(comm, 1, 40, 512)
-        gpu.dispatch(x, idx, None if comm.Get_rank() == comm.Get_size() - 1 else weights, num_worst_tokens=400)
-        torch.cuda.synchronize()
+        mine = None if comm.Get_rank() == comm.Get_size() - 1 else weights
         with pytest.raises(EPInputError, match="topk_weights"):
-            gpu.check()
+            dispatch_to_the_end(gpu, x, idx, mine, num_worst_tokens=400)
+        comm.Barrier()
         round_trip(comm, gpu, host, 2, 40, 8)
 
 
@@ -221,4 +221,4 @@ def test_measured_path(comm, monkeypatch):
             assert len(set(comm.allgather(gpu.config.path))) == 1
             if comm.Get_rank() == 0:
                 print(f"\n{transport}: {found}")
-            assert gpu.copy_ceiling(7168, 256, 2) > 0
+            assert gpu.copy_ceiling(num_rows=256, iterations=2) > 0

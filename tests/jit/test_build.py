@@ -20,10 +20,13 @@ from tiny_kernel import CONSTANTS, SOURCE, TINY
 
 import deepep_rt
 from deepep_rt import EPCacheError, EPCompileError, EPConfigError
+from deepep_rt.config import Config
 from deepep_rt.jit import build, compiler, current_gpu, libraries
 from deepep_rt.jit.cache import SUFFIX
 from deepep_rt.kernels import structs
-from deepep_rt.kernels.table import Kernel
+from deepep_rt.kernels.layout import Layout
+from deepep_rt.kernels.source import kernel_constants, source_dir
+from deepep_rt.kernels.table import KERNELS, Kernel
 
 
 def _key(sources: Path, arch: str = "sm_90", **constants: int) -> str:
@@ -237,3 +240,31 @@ def test_the_linker_names_undefined_symbols(sources: Path, cache: Path) -> None:
     with pytest.raises(EPCompileError, match=r"tiny did not link for sm_90 with .*libnvshmem_device\.a") as caught:
         build.build(kernel, {**CONSTANTS, "kRanksPerNode": 1, "kHasRelay": 0}, "sm_90", folder=sources)
     assert "twice" in str(caught.value)
+
+
+def test_the_calls_of_nvshmem_are_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVSHMEM's headers take seconds; each further kernel that calls NVSHMEM takes the code from the cache."""
+    layout = Layout(Config(num_ranks=4, ranks_per_node=2, num_experts=8, num_topk=2, hidden=512, num_max_tokens_per_rank=16))
+    names: list[str] = []
+    compile_unit = compiler.compile_unit
+    monkeypatch.setattr(compiler, "compile_unit", lambda *arguments: names.append(arguments[1]) or compile_unit(*arguments))
+    for name in ("link_rates", "route_nodes"):
+        kernel = KERNELS[name]
+        assert build.build(kernel, kernel_constants(layout, "sm_90", kernel), "sm_90").info["nvshmem"]
+    assert names == ["link_rates", "nvshmem_calls", "route_nodes"]
+    monkeypatch.setattr(current_gpu, "arch", lambda: "sm_90")
+    kernel = KERNELS["link_rates"]  # PTX of the kernel links with code for the GPU
+    assert build.build(kernel, kernel_constants(layout, "compute_80", kernel), "compute_80").code.startswith(b"\x7fELF")
+    assert names[3:] == ["link_rates"]
+
+
+def test_the_calls_of_nvshmem_determine_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_versions", lambda nvshmem: {})
+    shutil.copytree(source_dir(), tmp_path / "cuda_src")
+    monkeypatch.setattr(build, "source_dir", lambda: tmp_path / "cuda_src")
+    key = build._calls_key("sm_90")
+    for name in ("nvshmem_calls.cu", "nvshmem_calls.cuh"):
+        with (tmp_path / "cuda_src" / "common" / name).open("a") as file:
+            file.write("// a word more\n")
+        assert build._calls_key("sm_90") != key
+        key = build._calls_key("sm_90")

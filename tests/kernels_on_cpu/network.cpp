@@ -1,4 +1,4 @@
-// See network.h. NVSHMEM's puts come from nvshmem.h. A relay takes descriptors from a ring that kernels fill.
+// See network.h. NVSHMEM's puts are calls (common/nvshmem_calls.cuh). A relay takes descriptors from a ring that kernels fill.
 #include "network.h"
 
 #include "runtime.h"
@@ -201,7 +201,8 @@ std::string describe_network() {
   return text;
 }
 
-void put_by_warp(void* to, const void* from, size_t num_bytes, unsigned long* word, unsigned long value, int pe, bool waits) {
+// Addresses are those of this GPU's symmetric memory. `waits`: until the bytes have been read.
+void put_by_warp(void* to, const void* from, size_t num_bytes, uint64_t* word, uint64_t value, int pe, bool waits) {
   // Nothing orders the lanes here. The first lane reads the bytes when it comes, and the kernel has to see to it that they are there.
   std::shared_ptr<size_t> num_unread;
   if (running->lane == 0) {
@@ -214,14 +215,26 @@ void put_by_warp(void* to, const void* from, size_t num_bytes, unsigned long* wo
   sync_warp("a put of NVSHMEM", 0);
 }
 
-void signal_pe(unsigned long* word, unsigned long value, int pe) {
-  step(true);
-  start(running->gpu, pe - kFirstPe, nullptr, nullptr, 0, translated(word, 8, pe), value);
-}
-
 }  // namespace cpu_gpu
 
 using namespace cpu_gpu;
+
+extern "C" {
+
+void nvshmem_put(void* to, const void* from, unsigned long long num_bytes, unsigned long long* word, unsigned long long value, int pe) {
+  put_by_warp(to, from, num_bytes, reinterpret_cast<uint64_t*>(word), value, pe, false);
+}
+
+void nvshmem_put_and_wait(void* to, const void* from, unsigned long long num_bytes, unsigned long long* word, unsigned long long value,
+                          int pe) {
+  put_by_warp(to, from, num_bytes, reinterpret_cast<uint64_t*>(word), value, pe, true);
+}
+
+void nvshmem_signal(unsigned long long* word, unsigned long long value, int pe) {
+  step(true);
+  start(running->gpu, pe - kFirstPe, nullptr, nullptr, 0, translated(word, 8, pe), value);
+}
+}
 
 namespace {
 

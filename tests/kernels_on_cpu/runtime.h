@@ -63,10 +63,6 @@ uint32_t to_e4m3(float value);  // larger numbers become 448
 float from_half(uint32_t bits);
 float from_e4m3(uint32_t bits);
 
-// NVSHMEM (network.cpp). Addresses are those of this GPU's symmetric memory. `waits`: until the bytes have been read.
-void put_by_warp(void* to, const void* from, size_t num_bytes, unsigned long* word, unsigned long value, int pe, bool waits);
-void signal_pe(unsigned long* word, unsigned long value, int pe);
-
 // Nanoseconds of the GPUs' common clock.
 uint64_t clock_ns();
 

@@ -25,7 +25,6 @@ def write_sources(kernel: Kernel, constants: Mapping[str, int], folder: Path, cu
             (folder / name).write_text(translate(text, numbers))
     own = sources.sources_of(kernel, cuda_src)[kernel.source]
     prelude = sources.prelude(kernel, constants, cuda_src)
-    prelude = prelude.replace(sources.NVSHMEM_PRELUDE, '#include "nvshmem.h"\n')
     start = f'\nextern "C" void start(const void* params) {{ {kernel.name}(*static_cast<const Params*>(params)); }}\n'
     target = folder / f"{kernel.name}.cpp"
     target.write_text(f'#include "ptx.h"\n{prelude}#line 1 "{kernel.source}"\n{translate(own, numbers)}{start}')
