@@ -64,19 +64,32 @@ def test_100_rounds(comm, num_slots, num_rounds):
                 same(gpu.dispatch(x, idx, weights).recv_x, host.dispatch(*cpu(x, idx, weights)).recv_x)
 
 
+def acknowledgements(config, rank, calls):
+    """Return the words of a rank after that many calls: one for each rank of its node, and one for each ring slot of the others."""
+    if not config.has_network:
+        return np.full(config.num_ranks, calls, np.uint64)
+    depth, node = config.low_latency_ring_depth, rank // config.node_size
+    words = np.empty((depth, config.num_ranks), np.uint64)
+    words[:] = [[calls - (calls - slot) % depth] for slot in range(depth)]
+    words[0, node * config.node_size : (node + 1) * config.node_size] = calls
+    return words
+
+
 def test_epochs_wrap_around(comm):
     """Epochs wrap after 2**32 calls, within a day of decoding."""
     gpu, host = make_both(comm, hidden=512)
-    ranks, config = comm.Get_size(), gpu.config
+    ranks, config, runtime = comm.Get_size(), gpu.config, gpu._backend.runtime
     layout, progress, calls = Layout(config), structs.LlProgress.dtype({}), 2**32 - 9
-    inboxes = gpu._backend.runtime.memory.ptr + gpu._backend.runtime.regions.offsets["low_latency"]
     with gpu, host:
+        write(runtime.state + layout.local.offsets["ll_acked"], np.full(2 * ranks, calls, np.uint32))
         for name in ("dispatch", "combine"):
             made = np.zeros(1, progress)
             made["sent"] = made["received"] = calls
             made["tickets"] = made["tickets_before"] = 2**32 - 1000
-            write(gpu._backend.runtime.state + layout.local.offsets[f"ll_{name}"], made)
-            write(inboxes + layout.low_latency.offsets[f"{name}_acks"], np.full(ranks, calls, np.uint64))
+            write(runtime.state + layout.local.offsets[f"ll_{name}"], made)
+            acks = runtime.regions.offsets["low_latency"] + layout.low_latency.offsets[f"{name}_acks"]
+            for base in {runtime.memory.ptr, runtime.network.base if runtime.network else runtime.memory.ptr}:
+                write(base + acks, acknowledgements(config, comm.Get_rank(), calls))
         comm.Barrier()
         # Unused memory holds 0 and -1, which are epochs too. After 2**32 calls no memory is unused, so send every token to every rank.
         choice = torch.arange(8, device="cuda")
@@ -89,7 +102,7 @@ def test_epochs_wrap_around(comm):
         for i in range(20):
             round_trip(comm, gpu, host, 8 * i, 128 - 3 * i, early_weights=i % 4 < 2, use_fp8=len(formats()) > 1 and i % 3 > 0)
         after = np.zeros(1, progress)
-        read(gpu._backend.runtime.state + layout.local.offsets["ll_dispatch"], after)
+        read(runtime.state + layout.local.offsets["ll_dispatch"], after)
         assert after["sent"] == after["received"] == calls + 2 * config.low_latency_ring_depth + 20 - 2**32
 
 
