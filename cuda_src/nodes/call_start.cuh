@@ -33,11 +33,11 @@ __device__ inline void publish(const Params& p, u32 epoch, int index, const Node
 }
 
 // Waits for the windows of the node's ranks, and sums them up. All lanes get the same.
-__device__ inline bool hear_node(const Params& p, u32 epoch, Hello& hello) {
+__device__ inline bool hear_node(const Params& p, u32 epoch, u32 phase, Hello& hello) {
   const int lane = lane_idx();
   const bool is_rank = lane < kRanksPerNode;
   const NodeWindow* window = window_at(p.peers[p.rank], epoch, is_rank ? lane : 0);
-  const bool ok = !is_rank || wait_epoch(p, &window->flag, epoch, kPhaseDispatchWindow, near_rank(p, lane));
+  const bool ok = !is_rank || wait_epoch(p, &window->flag, epoch, phase, near_rank(p, lane));
   if (!__all_sync(~0u, ok)) return false;
   const u64 signature = window->call_signature;
   const u32 serial = window->serial;
@@ -81,10 +81,10 @@ __device__ inline bool hear_nodes(const Params& p, u32 epoch, Hello& hello) {
 }
 
 // Warp 0 of block 0: waits for all ranks, and decides. All ranks decide the same.
-__device__ inline u32 decide(const Params& p, u32 epoch, u32 serial) {
+__device__ inline u32 decide(const Params& p, u32 epoch, u32 serial, u32 phase) {
   const int lane = lane_idx();
   Hello hello;
-  if (!hear_node(p, epoch, hello) || !hear_nodes(p, epoch, hello)) return kFailed;
+  if (!hear_node(p, epoch, phase, hello) || !hear_nodes(p, epoch, hello)) return kFailed;
   const bool exists = lane < kNumNodes;
   const bool first = exists && (hello.call_signature[0] != p.call_signature || hello.serial[0] != serial);
   const bool second = exists && (hello.call_signature[1] != p.call_signature || hello.serial[1] != serial);
@@ -103,8 +103,9 @@ __device__ inline u32 decide(const Params& p, u32 epoch, u32 serial) {
   return kNoRoom;
 }
 
-// The start of a call: called by warp 0 of each block. Block 0 decides, and the other blocks wait for its verdict.
-__device__ inline u32 agree(const Params& p, u32 epoch, u32 serial, const NodeWindow& mine) {
+// The start of a call: called by warp 0 of each block. Block 0 decides, and the other blocks wait for its verdict. `phase`: the name of
+// the wait for ranks of this node in reports.
+__device__ inline u32 agree(const Params& p, u32 epoch, u32 serial, u32 phase, const NodeWindow& mine) {
   const int lane = lane_idx();
   u64* verdict_at = at<u64>(p.state, kLocalNodesVerdict);
   u32 verdict = kFailed;
@@ -113,7 +114,7 @@ __device__ inline u32 agree(const Params& p, u32 epoch, u32 serial, const NodeWi
     if (!__any_sync(~0u, was_aborted(p))) {
       if (lane < kRanksPerNode) publish(p, epoch, lane, mine);
       __syncwarp();
-      verdict = decide(p, epoch, serial);
+      verdict = decide(p, epoch, serial, phase);
     }
     __syncwarp();
     if (lane == 0) {

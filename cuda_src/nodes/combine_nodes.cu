@@ -47,7 +47,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   mine.call_signature = p.call_signature;
   mine.serial = serial;
   mine.missing_rows = 0;
-  u32 verdict = agree(p, epoch, serial, mine);
+  u32 verdict = agree(p, epoch, serial, kPhaseCombineWindow, mine);
   // No rank has positions if the ranks did not agree on the dispatch of this routing.
   if (verdict == kAgreed && *at<const u32>(p.handle, kHandleDispatched) != serial) verdict = kNoRoom;
   if (lane < kRanksPerNode && verdict == kAgreed) {

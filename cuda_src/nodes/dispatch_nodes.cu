@@ -51,7 +51,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   mine.call_signature = p.call_signature;
   mine.serial = serial;
   mine.missing_rows = p.missing_rows;
-  const u32 verdict = agree(p, epoch, serial, mine);
+  const u32 verdict = agree(p, epoch, serial, kPhaseDispatchWindow, mine);
   if (lane < kRanksPerNode && verdict == kAgreed) {
     const NodeWindow* window = window_at(p.peers[p.rank], epoch, lane);
     const u64 base = p.peers[near_rank(p, lane)];

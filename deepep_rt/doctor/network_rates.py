@@ -217,8 +217,8 @@ def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]], transport: str
 
     Returns:
         `near`: GB/s that the slowest rank of a node pushes to the others, by the number of the node. With several nodes `far`: `gb_s` that
-        the slowest rank puts to other nodes, `transport`, and `near_us` and `us` (a word one way, near and far) if the Buffer measured
-        them. Instead `reason`: why there is no Buffer.
+        the slowest rank puts to other nodes, `transport`, `us` (a word one way to another node), and `near_us` (to a rank of the
+        same node) if nodes have several ranks. Instead `reason`: why there is no Buffer.
     """
     found: dict[str, Any] = {}
     if len({len(node) for node in nodes}) > 1:
@@ -240,14 +240,17 @@ def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]], transport: str
 
 
 def _far_gpus(comm: Intracomm, node_size: int, transport: str) -> dict[str, Any]:
-    from ..buffer import Buffer
+    from ..buffer import Buffer, backend_of
     from ..network import NetworkOptions
 
     network, sizes = NetworkOptions(transport=transport), _sizes(comm.Get_size(), node_size)
     with Buffer(comm, **sizes, network=network) as buffer:
         rate, description = buffer.copy_ceiling(), buffer.describe()
-    measured = description.measured
-    latencies = {} if measured is None else {"near_us": 1e6 * measured.near_latency_s, "us": 1e6 * measured.far_latency_s}
+        if (measured := description.measured) is not None:
+            latencies = {"near_us": 1e6 * measured.near_latency_s, "us": 1e6 * measured.far_latency_s}
+        else:  # nodes of one rank have no path to choose
+            backend: Any = backend_of(buffer)
+            latencies = {"us": 1e6 * backend.throughput.far_latency()}
     return {"gb_s": rate / 1e9, "transport": description.transport, **latencies}
 
 

@@ -63,6 +63,19 @@ def test_rates_between_ranks(comm):
         assert found["links"][0]["gb_s"] > 0
 
 
+@pytest.mark.parametrize("transport", ["nvshmem", "mpi"])
+def test_rates_between_nodes_of_one_rank(comm, transport):
+    if comm.Get_size() == 1:
+        pytest.skip("one rank has no other node")
+    nodes = [[rank] for rank in range(comm.Get_size())]
+    found = network_rates.measure(comm, nodes, with_gpus=True, transport=transport, announce=lambda part: None)
+    assert "reason" not in found["gpus"], found["gpus"]
+    far = found["gpus"]["far"]
+    assert far["gb_s"] > 0
+    assert far["us"] > 0
+    assert far["transport"] == transport
+
+
 @pytest.mark.usefixtures("only_rank_0")
 def test_gpus_are_those_that_torch_sees():
     answer = run("--backend", "cuda", "--tokens", "128")

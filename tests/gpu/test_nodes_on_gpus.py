@@ -17,6 +17,8 @@ from mpi4py import MPI  # noqa: E402
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, NetworkOptions  # noqa: E402
 
+NUM_SMS = min(16, 128 // MPI.COMM_WORLD.Get_size())  # the blocks of all ranks run at once on one GPU
+
 
 def _topologies():
     """Name the node sizes that this number of ranks allows, largest first, and both paths where they differ."""
@@ -35,7 +37,7 @@ def topology(request):
 @pytest.fixture(params=["nvshmem", "mpi"])
 def settings(request, topology):
     node, path = topology
-    return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=request.param), num_sms=16)
+    return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=request.param), num_sms=NUM_SMS)
 
 
 def pair(comm, settings, **sizes):
@@ -92,7 +94,7 @@ def test_rounds(comm, settings):
             late = int(rng.integers(comm.Get_size()))
             if i % 5 == 0 and comm.Get_rank() == late:
                 torch.cuda._sleep(int(20e6))
-            gpu.num_sms = (16, 3, 8)[i % 3]
+            gpu.num_sms = (NUM_SMS, 3, 8)[i % 3]
             tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
             held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
             if len(held) > i % 3:

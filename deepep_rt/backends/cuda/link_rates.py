@@ -95,7 +95,7 @@ def measured_rates(runtime: CudaRuntime) -> LinkRates:
         near_bytes_per_s=near_bandwidth(runtime, _NEAR_BYTES, 8),
         near_latency_s=launch_seconds(runtime, NEAR_WORDS, steps, 0, 1) / steps,
         far_bytes_per_s=far_bandwidth(runtime, _FAR_BYTES, runtime.config.num_sms),
-        far_latency_s=launch_seconds(runtime, FAR_WORDS, _NUM_STEPS, _WORD_BYTES, 1) / _NUM_STEPS,
+        far_latency_s=far_latency(runtime),
     )
 
 
@@ -115,6 +115,11 @@ def far_bandwidth(runtime: CudaRuntime, num_bytes: int, num_sms: int) -> float:
     num_chunks = max(1, num_bytes // (nodes.num_flows * nodes.slot_bytes))
     seconds = launch_seconds(runtime, FAR_BYTES, num_chunks, nodes.slot_bytes, num_sms)
     return num_chunks * nodes.num_flows * nodes.slot_bytes / seconds
+
+
+def far_latency(runtime: CudaRuntime) -> float:
+    """Return the seconds that a word takes to another node."""
+    return launch_seconds(runtime, FAR_WORDS, _NUM_STEPS, _WORD_BYTES, 1) / _NUM_STEPS
 
 
 def launch_seconds(runtime: CudaRuntime, kind: int, num_chunks: int, num_bytes: int, num_sms: int) -> float:

@@ -312,6 +312,8 @@ class LowLatency:
         if self._config.on_timeout == "mask":
             self._warn_of_masked_ranks()
         launch = self._runtime.launcher(kernel)
+        if self._runtime.network is not None:
+            self._runtime.network.wake()
         if queue is not None:
             return self._send(launch, values, call, record_end, queue, make_views, is_host_caller, given)
         launch(call.stream, self._num_blocks, values)

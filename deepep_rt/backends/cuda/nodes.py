@@ -15,7 +15,7 @@ from ...kernels.regions import Map
 from ...results import CombineResult, DispatchHandle, DispatchResult
 from ..calls import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
-from .link_rates import far_bandwidth
+from .link_rates import far_bandwidth, far_latency
 from .result_memory import Reservation, ResultMemory
 from .result_views import combine_views, dispatch_views, dtypes_of
 from .runtime import CudaRuntime, address_of
@@ -233,6 +233,12 @@ class NodesThroughput:
         agree_on_measurement(runtime.comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
         num_bytes = min(iterations * num_rows * row_bytes * (config.num_ranks - config.node_size), _MAX_MEASURED_BYTES)
         return far_bandwidth(runtime, num_bytes, self.num_sms)
+
+    def far_latency(self) -> float:
+        """Measure the seconds that a word takes to another node. Collective."""
+        self._check_num_nodes()
+        agree_on_measurement(self._runtime.comm, self._config.timeout_s, row_bytes=0, num_rows=0, iterations=0)
+        return far_latency(self._runtime)
 
     def _check_num_nodes(self) -> None:
         if self._config.num_nodes > MAX_NODES:

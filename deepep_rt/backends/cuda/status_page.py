@@ -98,6 +98,7 @@ class StatusPage:
             if rows := self._pop("full_expert"):
                 self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.worst_recv_tokens)
             if rows := self._pop("too_many"):
+                self.has_events.value = 1  # the page may hold another event, of a low-latency call
                 raise too_many_rows((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
             if choice := self._pop("other_choice"):
                 raise self._other_choice(choice)

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import Array, FakeGpu, arguments, fake, make
 
-from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError
+from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.comm import call_signature
 from deepep_rt.kernels import structs
 
@@ -63,6 +63,18 @@ def test_combines_with_other_choices(fake: FakeGpu, make: Any) -> None:
             with pytest.raises(EPInputError, match=rf"low_latency_combine: topk_idx\[7, 2\]={shown}; expected 3, as"):
                 buffer.check()
             buffer.check()
+
+
+def test_two_events_are_both_raised(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        page = buffer._backend.runtime.page
+        page.report["other_choice"], page.report["too_many"] = 1 << 63 | 2 << 32 | 3 << 16 | 4, 2 << 32 | 1000
+        page.has_events.value = 1
+        with pytest.raises(EPOutOfMemoryError, match="rank 1"):
+            buffer.check()
+        with pytest.raises(EPInputError, match="low_latency_combine"):
+            buffer.check()
+        buffer.check()
 
 
 def test_rows_without_room_are_logged_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
