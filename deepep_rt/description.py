@@ -51,7 +51,8 @@ class BufferDescription:
         path: "hierarchical" or "direct" with several nodes, otherwise "".
         path_reason: Why.
         measured: The rates that were measured for the choice of the path, or None.
-        memory: Bytes of GPU memory of a rank by region, and their sum as "total". Empty on the host backend.
+        memory: Bytes of GPU memory of a rank by region, and their sum as "total". With a relay also "pinned on the host", which is no GPU
+            memory. Empty on the host backend.
 
     Example:
         >>> print(BufferDescription("host", 2, 2, ("a", "a"), ("", ""), transport="MPI"))

@@ -121,6 +121,13 @@ class Layout:
         most = self.nodes.num_ring_entries + calls * (dispatched + combined + acks)
         return 1 << (most - 1).bit_length()
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that the GPU and a relay share: a mirror of network memory, and the ring."""
+        if not self.config.has_relay:
+            return 0
+        return self.symmetric.num_bytes - self.network_start + self.num_ring_entries * structs.Descriptor.size({})
+
     @cached_property
     def low_latency_header_stride(self) -> int:
         return align_up(structs.LlHeader.size(self._sizes), 128)

@@ -89,7 +89,7 @@ class CudaBackend:
             config = dataclasses.replace(config, path=path.choice.name)
         self._config, layout = config, Layout(config)
         self.info = BufferInfo(serial, config, device)
-        self.description = describe(self.name, config, hosts, gpus, transport, path, layout.size_hint)
+        self.description = describe(self.name, config, hosts, gpus, transport, path, _memory_of(layout))
         self.call_lock = CallLock(self.context)
         self.tables = CudaHandleTables(self.info, layout)
         all_free_bytes, archs = zip(*comm.allgather((free_bytes, arch)), strict=True)
@@ -232,6 +232,10 @@ class CudaBackend:
         self._resources.close()
         self._consensus.free()
         self.comm.Free()
+
+
+def _memory_of(layout: Layout) -> dict[str, int]:
+    return layout.size_hint | ({"pinned on the host": layout.pinned_bytes} if layout.pinned_bytes else {})
 
 
 def _check_free_memory(layout: Layout, free_bytes: Sequence[int]) -> None:

@@ -117,3 +117,13 @@ def test_no_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.Mo
         with pytest.raises(EPInputError, match="num_worst_tokens=None in a CUDA graph capture"):
             buffer.dispatch(*arguments(fake))
         assert fake.pop_launches() == []
+
+
+def test_describe_counts_a_relays_host_memory(fake: FakeGpu, make: Any) -> None:
+    with make(**RELAY) as buffer:
+        memory, layout = buffer.describe().memory, buffer._backend.runtime.layout
+        assert memory["pinned on the host"] == layout.pinned_bytes > layout.symmetric.sizes["network"]
+        assert memory["total"] == layout.size_hint["total"]
+        assert "pinned on the host" in str(buffer.describe())
+    with make() as buffer:
+        assert "pinned on the host" not in buffer.describe().memory
