@@ -50,16 +50,17 @@ class FailureNotice:
                     self._received[peer] = now, self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
         return [rank for rank, (arrived_at, _) in self._received.items() if now > arrived_at + _GRACE_S]
 
-    def error(self, peer: int, phase: str, call_idx: int = 0) -> EPTimeoutError:
+    def error(self, peer: int, phase: str, call_idx: int = 0, node: int | None = None) -> EPTimeoutError:
         """Make the error of a wait for a rank that has left."""
-        rank = self._comm.Get_rank()
+        rank, where = self._comm.Get_rank(), "" if node is None else f" on node {node}"
         return EPTimeoutError(
-            f"rank {peer} left the Buffer after an exception, and rank {rank} waited for it ({phase}). Fix the exception of rank {peer}: "
-            f"{self._received[peer][1]}",
+            f"rank {peer}{where} left the Buffer after an exception, and rank {rank} waited for it ({phase}). "
+            f"Fix the exception of rank {peer}: {self._received[peer][1]}",
             rank=rank,
             peer=peer,
             phase=phase,
             call_idx=call_idx,
+            node=node,
         )
 
 

@@ -46,6 +46,7 @@ class Relay:
         depth: Entries of the ring, a power of two.
         descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank` and `sequence`.
         timeout_s: The Buffer's time limit. A relay that is silent for three quarters of it is an error.
+        node_size: Consecutive ranks of a node, which errors name. None: they name no nodes.
         first_put: The number of the first put, for tests.
 
     Raises:
@@ -71,6 +72,7 @@ class Relay:
         descriptor: np.dtype,
         timeout_s: float,
         *,
+        node_size: int | None = None,
         first_put: int = 0,
     ) -> None:
         if comm.relay_objection:
@@ -82,7 +84,7 @@ class Relay:
         self.rank, self.timeout_s = comm.Get_rank(), timeout_s
         self._ring, self._mirror = PutRing(ring, depth, descriptor, first_put), Mirror(address, num_bytes, first)
         self._comm: Any = comm.Dup()
-        self._peers = RelayPeers(self.rank, comm.Get_size(), timeout_s, time.monotonic())
+        self._peers = RelayPeers(self.rank, comm.Get_size(), timeout_s, time.monotonic(), node_size)
         self._error: EPError | None = None
         self._woken = threading.Event()
         self._close_at: float | None = None  # when to stop waiting for the other ranks
@@ -215,7 +217,8 @@ class Relay:
 
     def _own_error(self, found: str) -> EPError:
         return EPUnavailableError(
-            f"the relay of rank {self.rank}, which sends over MPI for transport='mpi', {found}. Fix the cause, then make a new Buffer."
+            f"the relay of {self._peers.describe(self.rank)}, which sends over MPI for transport='mpi', {found}. "
+            f"Fix the cause, then make a new Buffer."
         )
 
 

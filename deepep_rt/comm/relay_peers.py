@@ -17,10 +17,11 @@ class RelayPeers:
         num_ranks: All ranks.
         timeout_s: The time limit of the Buffer.
         now: The time.
+        node_size: Consecutive ranks of a node. None: errors name no nodes.
     """
 
-    def __init__(self, rank: int, num_ranks: int, timeout_s: float, now: float) -> None:
-        self._rank, self._timeout_s = rank, timeout_s
+    def __init__(self, rank: int, num_ranks: int, timeout_s: float, now: float, node_size: int | None = None) -> None:
+        self._rank, self._timeout_s, self._node_size = rank, timeout_s, node_size
         self.ranks = [peer for peer in range(num_ranks) if peer != rank]
         self._period_s = timeout_s / HEARTBEATS_PER_TIMEOUT
         self._turn_at, self._elapsed_s, self._heartbeat_at = now, 0.0, 0.0
@@ -45,6 +46,15 @@ class RelayPeers:
     def failed(self, rank: int, cause: str) -> None:
         """Note that a rank's relay has failed."""
         self._failures.setdefault(rank, cause)
+
+    def node_of(self, rank: int) -> int | None:
+        """Return the node of a rank, or None if the nodes are unknown."""
+        return rank // self._node_size if self._node_size else None
+
+    def describe(self, rank: int) -> str:
+        """Return the number of a rank and of its node for messages, such as "rank 3 on node 1"."""
+        node = self.node_of(rank)
+        return f"rank {rank}" if node is None else f"rank {rank} on node {node}"
 
     @property
     def any_failed(self) -> bool:
@@ -73,5 +83,5 @@ class RelayPeers:
         )
 
     def _error(self, peer: int, found: str) -> EPTimeoutError:
-        text = f"timeout_s={self._timeout_s:g}; expected a relay that runs on every rank, but the relay of rank {peer} {found}."
-        return EPTimeoutError(text, rank=self._rank, peer=peer, phase=PHASE)
+        text = f"timeout_s={self._timeout_s:g}; expected a relay that runs on every rank, but the relay of {self.describe(peer)} {found}."
+        return EPTimeoutError(text, rank=self._rank, peer=peer, phase=PHASE, node=self.node_of(peer))

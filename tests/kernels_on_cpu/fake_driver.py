@@ -93,7 +93,9 @@ class FakeDriver:
         patch(factory, "agree", lambda *_: "cuda")
         patch(cuda_backend, "agree_on_path", lambda comm, config, *_: path_choice.AgreedPath(_path_of(config)))
         patch(
-            network_memory, "start_relay", lambda *_: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None)
+            network_memory,
+            "start_relay",
+            lambda *_, **__: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None),
         )
         patch(agreement, "announce", lambda *_: None)
         patch(topology, "placed", lambda comm, config: config)

@@ -52,7 +52,7 @@ def facts(host: str, no_nic: str = "", no_relay: str = "") -> RankFacts:
 
 def relay_error(failure: str) -> None:
     """Raise what rank 0 learns of the relay of rank 3: after 225 s without a message, or about its failure."""
-    peers = RelayPeers(0, 4, 300.0, 0.0)
+    peers = RelayPeers(0, 4, 300.0, 0.0, node_size=2)
     for turn in range(1, 100):
         peers.heartbeat_is_due(37.5 / 8 * turn)
         for rank in (1, 2) if turn > 50 else (1, 2, 3):

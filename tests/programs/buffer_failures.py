@@ -36,7 +36,7 @@ def check_leaving_by_an_exception(comm: MPI.Intracomm) -> None:
             raise KeyError("mine")
     else:
         with (
-            raises(EPTimeoutError, "rank 0 left the Buffer", "KeyError", "mine") as caught,
+            raises(EPTimeoutError, "rank 0", "left the Buffer", "KeyError", "mine") as caught,
             make_buffer(comm, num_experts=4 * ranks) as buffer,
         ):
             buffer.dispatch(x, idx)
@@ -112,7 +112,7 @@ def check_destroy_during_a_call(comm: MPI.Intracomm) -> None:
         buffer, start = make_buffer(comm, num_experts=4 * ranks), time.monotonic()
         if rank:
             time.sleep(0.5)
-            with raises(EPTimeoutError, "rank 0 left the Buffer", "EPDestroyedError"):
+            with raises(EPTimeoutError, "rank 0", "left the Buffer", "EPDestroyedError"):
                 for _ in range(3):
                     buffer.dispatch(x, idx)
             buffer.destroy()
@@ -191,7 +191,7 @@ def check_failure_notice_without_text(comm: MPI.Intracomm) -> None:
             raise Broken
     else:
         with (
-            raises(EPTimeoutError, "rank 0 left the Buffer", "Broken", "KeyError"),
+            raises(EPTimeoutError, "rank 0", "left the Buffer", "Broken", "KeyError"),
             make_buffer(comm, num_experts=4 * ranks) as buffer,
         ):
             for _ in range(2):

@@ -63,6 +63,7 @@ class NetworkMemory:
             self._layout.num_ring_entries,
             descriptor,
             config.timeout_s,
+            node_size=config.node_size,
         )
         self.wake = self._relay.wake
 

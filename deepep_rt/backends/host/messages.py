@@ -277,9 +277,8 @@ class MessageChannel:
         if failed := self._failure_notice.failed_peers():
             waiting = [transfer for transfer in transfers if transfer.peer in failed and not transfer.is_done()]
             if waiting:
-                error = self._failure_notice.error(waiting[0].peer, phase, self._call_idx)
-                error.node = self._node_of(error.peer)
-                self._fail(waiting, error)
+                peer = waiting[0].peer
+                self._fail(waiting, self._failure_notice.error(peer, phase, self._call_idx, self._node_of(peer)))
 
     def _mask_silent(self, silent: list[_Transfer], phase: str) -> None:
         for transfer in silent:

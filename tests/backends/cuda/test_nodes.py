@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,9 @@ def test_calls_wake_the_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
     woken: list[str] = []
 
     class Relay:
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_: object, node_size: int) -> None:
+            assert node_size == RELAY["ranks_per_node"]
+
         def check(self) -> None: ...
         def close(self) -> bool:
             return True
@@ -83,6 +86,26 @@ def test_calls_wake_the_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
         handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
         buffer.combine(Array(fake, "bfloat16", 40, 256), handle)
         assert woken == ["wake", "route_nodes", "wake", "dispatch_nodes", "wake", "combine_nodes"]
+
+
+def test_a_relay_that_fails_ends_the_wait_for_counts(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that waits is stopped, and later calls raise the same error."""
+    failed = EPTimeoutError("the relay of rank 3 on node 1 failed", rank=0, peer=3, phase="the relay", node=1)
+    written: list[int] = []
+
+    def check() -> None:
+        raise failed
+
+    relay = SimpleNamespace(check=check, close=lambda: True, wake=lambda: None)
+    monkeypatch.setattr(network_memory, "start_relay", lambda *_, **__: relay)
+    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append(value))
+    buffer = make(**RELAY, timeout_s=60.0)
+    for _ in range(2):
+        with pytest.raises(EPTimeoutError, match="the relay of rank 3 on node 1 failed"):
+            buffer.dispatch(*arguments(fake))
+    assert written == [1], "the abort flag"
+    assert [call.kernel for call in fake.pop_launches()] == ["route_nodes"]
+    buffer.destroy(in_touch=False)
 
 
 def test_more_rows_than_fit(fake: FakeGpu, make: Any) -> None:
