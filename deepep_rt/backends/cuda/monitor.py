@@ -65,9 +65,24 @@ class Monitor:
             raise self._error
         try:
             self._page.check_peers()
+        except EPTimeoutError as timeout:
+            self._error = self._network_error()
+            if self._error is None:
+                self._error = timeout
+                raise
+            raise self._error from timeout  # kernels know only which data did not come, the network knows why
         except EPError as error:
             self._error = error
             raise
+
+    def _network_error(self) -> EPError | None:
+        """Return why the network between nodes has failed, or None."""
+        try:
+            if self._check_network is not None:
+                self._check_network()
+        except (EPUnavailableError, EPTimeoutError) as lost:
+            return lost
+        return None
 
     def check_inputs(self) -> None:
         """At the end of a call, raise what kernels found wrong in its arguments or in those of an earlier call. This call was made."""
@@ -88,10 +103,10 @@ class Monitor:
         error: EPError | None = None
         try:
             if failed := self._failure_notice.failed_peers():
-                error = self._failure_notice.error(failed[0], "a call on the GPU")
-            elif self._check_network is not None:
-                self._check_network()
-        except (EPUnavailableError, EPTimeoutError) as lost:  # the ranks' store, or the network between nodes, has ended
+                error = self._failure_notice.error(failed[0], "a call on the GPU", node=self._config.node_of(failed[0]))
+            else:
+                error = self._network_error()
+        except (EPUnavailableError, EPTimeoutError) as lost:  # the ranks' store has ended
             error = lost
         if error is not None:
             self._error = error

@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from memory_store import Store
 
-from deepep_rt import EPInputError, EPTimeoutError
+from deepep_rt import EPInputError, EPTimeoutError, EPUnavailableError
 from deepep_rt.backends.cuda import monitor
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
@@ -74,8 +74,9 @@ def ranks() -> list[StoreCommunicator]:
     return [StoreCommunicator(store, "test", rank, 3) for rank in range(3)]
 
 
-def make(comm: StoreCommunicator, page: Any, **settings: Any) -> monitor.Monitor:
-    return monitor.Monitor(comm, Config(3, 8, 64, 2, 12, low_latency=True, **settings), page, 1 << 20)
+def make(comm: StoreCommunicator, page: Any, check_network: Any = None, **settings: Any) -> monitor.Monitor:
+    config = Config(3, 8, 64, 2, 12, low_latency=True, ranks_per_node=1, **settings)
+    return monitor.Monitor(comm, config, page, 1 << 20, check_network=check_network)
 
 
 def test_an_error_that_breaks_a_buffer_is_raised_again(ranks: list[StoreCommunicator]) -> None:
@@ -92,6 +93,26 @@ def test_an_error_that_breaks_a_buffer_is_raised_again(ranks: list[StoreCommunic
     with pytest.raises(EPTimeoutError, match="rank 2 is silent"):
         waiting.check_peers()
     assert page.asked == asked, "the page may be freed by then"
+
+
+def test_a_relay_that_has_failed_explains_a_timeout(ranks: list[StoreCommunicator]) -> None:
+    """Kernels know only which rank's data did not come. The relay knows why, also if no call of the host waits."""
+    page, failed = Page(), [EPUnavailableError("the relay of rank 0 on node 0 failed: MemoryError")]
+
+    def check_network() -> None:
+        if failed:
+            raise failed[0]
+
+    waiting = make(ranks[0], page, check_network)
+    waiting.check()
+    silent = page.peers_error = EPTimeoutError("rank 2 is silent", rank=0, peer=2, phase="")
+    for _ in range(2):
+        with pytest.raises(EPUnavailableError, match="the relay of rank 0 on node 0 failed: MemoryError") as caught:
+            waiting.check()
+        assert caught.value.__cause__ is silent
+    failed.clear()
+    with pytest.raises(EPTimeoutError, match="rank 2 is silent"):
+        make(ranks[0], page, check_network).check()
 
 
 def test_wrong_input_is_raised_after_the_call(ranks: list[StoreCommunicator]) -> None:
@@ -129,9 +150,9 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
         assert not written
         assert not waiting.is_broken
     else:
-        with pytest.raises(EPTimeoutError, match=r"rank 2 left the Buffer.*KeyError: 'mine'") as caught:
+        with pytest.raises(EPTimeoutError, match=r"rank 2 on node 2 left the Buffer.*KeyError: 'mine'") as caught:
             wait()
-        assert caught.value.peer == 2
+        assert (caught.value.peer, caught.value.node) == (2, 2)
         assert written == [((1 << 20) + structs.offset(structs.State.dtype({}), "abort"), 1)]
         assert waiting.is_broken
     sender.join()
