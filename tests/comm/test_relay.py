@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import run_checks
+from launch import environment, python_on, run_checks
 from memory_store import make_ranks
+from paths import PROGRAMS
 
 from deepep_rt import EPUnavailableError
 from deepep_rt.comm.relay import Relay
@@ -21,6 +26,44 @@ DESCRIPTOR = structs.Descriptor.dtype({})
 def test_relays_over_mpi() -> None:
     output = run_checks(3, "relay")
     assert "GB/s each way" in output
+
+
+def test_a_bad_network_between_two_nodes() -> None:
+    output = run_checks(4, "bad_network_rounds")
+    assert "rounds of 4 ranks" in output
+
+
+def test_a_process_that_stops_leaves_no_process() -> None:
+    """The other ranks raise within the time limit, and name the rank and its node."""
+    done = subprocess.run(
+        python_on(4, "-m", "mpi4py", PROGRAMS / "stopped_relay.py"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode, done.stdout
+    raised = re.findall(r"rank (\d) raised after (\S+) s: .*the relay of rank 3 on node 1 has sent nothing for", done.stdout)
+    assert sorted(rank for rank, _ in raised) == ["0", "1", "2"], done.stdout
+    assert max(float(seconds) for _, seconds in raised) < 3.0, raised
+    processes = re.findall(r"rank \d is process (\d+)", done.stdout)
+    assert len(processes) == 4
+    left = [process for process in processes if _is_alive(process)]
+    assert not left, done.stdout
+
+
+def _is_alive(process: str) -> bool:
+    """Return whether a process still runs this program two seconds later."""
+    for _ in range(20):
+        try:
+            if b"stopped_relay" not in Path(f"/proc/{process}/cmdline").read_bytes():
+                return False
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def test_a_relay_needs_mpi() -> None:
@@ -145,6 +188,16 @@ def test_silent_relays(peers: RelayPeers) -> None:
     peers.failed(2, "KeyError: mine")
     peers.failed(2, "a later cause")
     assert "the relay of rank 2 failed: KeyError: mine. Fix the cause on rank 2" in str(peers.error())
+
+
+def test_errors_name_nodes() -> None:
+    peers = RelayPeers(1, 6, 80.0, 1000.0, node_size=2)
+    assert [peers.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    peers.failed(5, "KeyError: mine")
+    error = peers.error()
+    assert error is not None
+    assert (error.rank, error.peer, error.node) == (1, 5, 2)
+    assert "the relay of rank 5 on node 2 failed: KeyError: mine. Fix the cause on rank 5" in str(error)
 
 
 def test_a_process_that_was_stopped_blames_no_rank(peers: RelayPeers) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,10 +45,14 @@ class BadTraffic(RelayTraffic):
         self._late: list[tuple[float, bool, Callable[[], None]]] = []  # when, whether it is a put of this rank, what to do
         self._arrived: dict[int, bytearray] = {}
         self._num_seen = 0
+        self._numbers, self._completed = itertools.count(), -1
         self.dropped: list[Put] = []
+        self.done: Counter[str] = Counter()
+        """What the network has done to puts of this rank and to puts for it."""
 
     def turn(self) -> bool:
         if self._random.random() < self._network.stalls:
+            self.done["stalls"] += 1
             time.sleep(self._network.stall_s)
         now = time.monotonic()
         due = [late for late in self._late if late[0] <= now]
@@ -61,8 +66,9 @@ class BadTraffic(RelayTraffic):
         number, self._num_seen = self._num_seen, self._num_seen + 1
         if self._network.drops(number, put):
             self.dropped.append(put)
+            self.done["lost"] += 1
         else:
-            self._later(lambda: super(BadTraffic, self).send(put), is_mine=True)
+            self._later("late at the sender", lambda: super(BadTraffic, self).send(put), is_mine=True)
 
     def target(self, put: Put) -> memoryview:
         """Keep the bytes apart. They reach their place after a delay."""
@@ -75,23 +81,32 @@ class BadTraffic(RelayTraffic):
         cuts = {0, len(content)}
         if content and self._random.random() < self._network.splits:
             cuts |= {self._random.randrange(len(content)) for _ in range(self._network.max_pieces - 1)}
+            self.done["split"] += len(cuts) > 2
         ends = sorted(cuts)
         pieces = list(itertools.pairwise(ends))
         self._random.shuffle(pieces)
+        number = next(self._numbers)  # in the order in which MPI brought them
+
+        def finish() -> None:
+            self.done["puts"] += 1
+            self.done["overtaken"] += number < self._completed
+            self._completed = max(number, self._completed)
+            super(BadTraffic, self).complete(put)
 
         def next_piece() -> None:
             if pieces:
                 start, end = pieces.pop()
                 self._mirror.part(put.to + start, end - start)[:] = content[start:end]
             if pieces:
-                self._later(next_piece)
+                self._later("late at the receiver", next_piece)
             else:
-                self._later(lambda: super(BadTraffic, self).complete(put))
+                self._later("late at the receiver", finish)
 
         next_piece()
 
-    def _later(self, act: Callable[[], None], is_mine: bool = False) -> None:
+    def _later(self, what: str, act: Callable[[], None], is_mine: bool = False) -> None:
         if self._random.random() < self._network.delays:
+            self.done[what] += 1
             self._late.append((time.monotonic() + self._random.uniform(0, self._network.max_delay_s), is_mine, act))
         else:
             act()

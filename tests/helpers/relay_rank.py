@@ -42,7 +42,7 @@ class RelayRank:
             self.ring.ctypes.data,
             depth,
             DESCRIPTOR,
-            **{"timeout_s": 20.0, "first_put": first_put, **settings},
+            **{"timeout_s": 20.0, "first_put": first_put, "node_size": 1, **settings},
         )
 
     @property
@@ -79,16 +79,26 @@ class Exchange:
         max_bytes: The size of a place, a multiple of 8.
         slots: Places for each pair of ranks.
         awaits: Whether some puts wait until their bytes may change.
+        node_size: Ranks of a node. Puts go to other nodes only.
         settings: Arguments of `RelayRank`.
     """
 
-    def __init__(self, comm: Any, num_puts: int, max_bytes: int, slots: int = 4, awaits: bool = True, **settings: Any) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        num_puts: int,
+        max_bytes: int,
+        slots: int = 4,
+        awaits: bool = True,
+        node_size: int = 1,
+        **settings: Any,
+    ) -> None:
         self.comm, self.mine, self.num_ranks = comm, comm.Get_rank(), comm.Get_size()
-        self.peers = [rank for rank in range(self.num_ranks) if rank != self.mine]
+        self.peers = [rank for rank in range(self.num_ranks) if rank // node_size != self.mine // node_size]
         self.num_puts, self.max_bytes, self.slots, self.awaits = num_puts, max_bytes, slots, awaits
         places = self.num_ranks * slots
         self._words_bytes, self._slots_bytes = places * 8, places * max_bytes
-        self.rank = RelayRank(comm, 2 * (self._words_bytes + self._slots_bytes), **settings)
+        self.rank = RelayRank(comm, 2 * (self._words_bytes + self._slots_bytes), node_size=node_size, **settings)
         self._sent, self._received = dict.fromkeys(self.peers, 0), dict.fromkeys(self.peers, 0)
 
     def size_of(self, source: int, dest: int, number: int) -> int:

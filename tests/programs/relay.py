@@ -1,4 +1,4 @@
-"""The relay between ranks that share a host: puts, signals, a bad network, and relays that fail."""
+"""The relay between ranks that share a host: puts, signals, a lost put, and relays that fail. A bad network: bad_network_rounds.py."""
 
 from __future__ import annotations
 
@@ -51,11 +51,6 @@ def check_numbers_of_puts_wrap_around(comm: MPI.Intracomm) -> None:
 def check_many_large_puts_at_once(comm: MPI.Intracomm) -> None:
     """More than MPI gets at a time. They wait in the relay, and small puts pass them."""
     _exchange(comm, 60, 64 << 10, slots=30, depth=256)
-
-
-def check_a_bad_network(comm: MPI.Intracomm) -> None:
-    with bad_network(BadNetwork(seed=5, stalls=1e-3)):
-        _exchange(comm, 100, 32 << 10)
 
 
 def check_a_put_that_is_lost(comm: MPI.Intracomm) -> None:
@@ -149,11 +144,11 @@ def _check_error(comm: MPI.Intracomm, rank: RelayRank, victim: int, cause: str, 
     error = _await_error(rank.relay, limit_s + 0.5)
     if comm.Get_rank() == victim:
         assert isinstance(error, EPUnavailableError)
-        assert f"the relay of rank {victim}, which" in str(error)
+        assert f"the relay of rank {victim} on node {victim}, which" in str(error)
     else:
         assert isinstance(error, EPTimeoutError)
-        assert (error.rank, error.peer, error.phase) == (comm.Get_rank(), victim, "the relay")
-        assert f"the relay of rank {victim} " in str(error)
+        assert (error.rank, error.peer, error.node, error.phase) == (comm.Get_rank(), victim, victim, "the relay")
+        assert f"the relay of rank {victim} on node {victim} " in str(error)
     assert cause in str(error)
     idle_barrier(comm)
     start = time.monotonic()
@@ -194,10 +189,10 @@ def check_a_silent_relay(comm: MPI.Intracomm) -> None:
         turn = rank.relay._traffic.turn
         rank.relay._traffic.turn = lambda: (time.sleep(2 * TIMEOUT_S), setattr(rank.relay._traffic, "turn", turn))[0]
         error = _await_error(rank.relay, TIMEOUT_S + 0.5)
-        assert "the relay of rank 1, which sends over MPI for transport='mpi', has made no turn for " in str(error)
+        assert "the relay of rank 1 on node 1, which sends over MPI for transport='mpi', has made no turn for " in str(error)
     else:
         error = _await_error(rank.relay, TIMEOUT_S + 0.2)
-        assert "the relay of rank 1 has sent nothing for " in str(error)
+        assert "the relay of rank 1 on node 1 has sent nothing for " in str(error)
         assert error.peer == victim
     idle_barrier(comm)
     time.sleep(2 * TIMEOUT_S)
@@ -215,7 +210,7 @@ def check_a_rank_that_closes_early(comm: MPI.Intracomm) -> None:
     rank.relay.check()
     error = _await_error(rank.relay, TIMEOUT_S)
     assert error.peer == victim
-    assert "the relay of rank 1 ended " in str(error)
+    assert "the relay of rank 1 on node 1 ended " in str(error)
     assert rank.relay.close()
 
 
