@@ -115,6 +115,23 @@ def test_memory_of_several_nodes_grows_with_the_ranks_and_not_faster() -> None:
         assert all(hints[many][region] <= 2 * hints[few][region] + ALIGNMENT for region in hints[few])
 
 
+@given(configs(), st.integers(2, 32), st.integers(1, 8), st.sampled_from(["hierarchical", "direct"]), st.data())
+def test_a_slot_of_the_network_holds_a_chunk(config: Config, nodes: int, size: int, path: str, data: st.DataObject) -> None:
+    """No size of a Buffer leaves a ring that is smaller than a chunk, or a relay's ring with fewer entries than puts on their way."""
+    ranks = nodes * size
+    config = dataclasses.replace(config, num_ranks=ranks, num_experts=ranks * config.num_topk, ranks_per_node=size, path=path)
+    layout = Layout(config)
+    assert layout.nodes is not None
+    rows = data.draw(st.integers(1, config.row_bytes // 16)) * 16
+    scales = data.draw(st.integers(0, config.scale_bytes // 4)) * 4
+    chunk = layout.nodes.chunk(rows, scales, data.draw(st.sampled_from([4, 8])), data.draw(st.booleans()))
+    assert 1 <= chunk.num_tokens <= 32
+    assert chunk.num_bytes <= layout.nodes.slot_bytes
+    assert layout.nodes.num_slots >= 2
+    assert layout.num_ring_entries >= 2 * layout.nodes.num_flows * layout.nodes.num_slots
+    assert layout.num_ring_entries.bit_count() == 1
+
+
 def test_size_hint_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = dict(num_max_tokens_per_rank=16, hidden=64, num_topk=2, num_experts=8)
     hint = Buffer.size_hint(2, **sizes)

@@ -32,6 +32,7 @@ def check_sizes_that_differ(comm: MPI.Intracomm) -> None:
         ("num_topk", 4, 3),
         ("num_max_tokens_per_rank", 64, 65),
         ("dtype", "float32", "float16"),
+        ("path", "hierarchical", "direct"),
     ):
         with raises(EPConfigError, name, f"rank 0 {usual!r}", f"rank {ranks - 1} {other!r}"):
             make_buffer(comm, num_experts=4 * ranks, **{name: other if is_last else usual})
