@@ -46,6 +46,7 @@ __device__ inline const Descriptor* relay(const Params& p, int rank, u64 to, u64
   st_relaxed_sys(&entry->rank, rank);
   st_relaxed_sys(&entry->is_awaited, static_cast<u32>(is_awaited));
   sequence = number + 1;
+  if (is_awaited) st_relaxed_sys(&entry->sent, sequence - 1);  // an older value could be equal: both are 0 where numbers wrap around
   st_release_sys(&entry->sequence, sequence);
   return entry;
 }

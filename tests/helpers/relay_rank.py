@@ -56,6 +56,8 @@ class RelayRank:
         entry = self.ring[self.num_puts % len(self.ring)]
         entry["from"], entry["to"], entry["word"] = FIRST + start, FIRST + to, FIRST + word
         entry["value"], entry["num_bytes"], entry["rank"], entry["is_awaited"] = value, num_bytes, rank, is_awaited
+        if is_awaited:
+            entry["sent"] = self.num_puts % 2**32  # the sequence before: an older value could be equal
         self.num_puts += 1
         entry["sequence"] = self.num_puts % 2**32
 

@@ -48,6 +48,23 @@ def check_numbers_of_puts_wrap_around(comm: MPI.Intracomm) -> None:
     _exchange(comm, 40, 16, depth=4, first_put=2**32 - 50)
 
 
+def check_an_awaited_put_whose_sequence_is_zero(comm: MPI.Intracomm) -> None:
+    """Nothing was awaited in this entry before, so the relay's answer holds 0 too."""
+    rank = RelayRank(comm, 4096, depth=4, first_put=2**32 - 1)
+    traffic = rank.relay._traffic
+    turn = traffic.turn
+    traffic.turn = lambda: (time.sleep(0.05), turn())[1]
+    before = traffic.puts_sent
+    rank.put((comm.Get_rank() + 1) % comm.Get_size(), 0, 2048, 8, 1024, 1, is_awaited=True)
+    rank.wait_until_sent()
+    assert traffic.puts_sent == before + 1, "the wait ended before the relay had the bytes"
+    while rank.memory[1024] != 1:
+        rank.relay.check()
+        time.sleep(1e-3)
+    assert rank.relay.close()
+    assert _no_relay_is_left()
+
+
 def check_many_large_puts_at_once(comm: MPI.Intracomm) -> None:
     """More than MPI gets at a time. They wait in the relay, and small puts pass them."""
     _exchange(comm, 60, 64 << 10, slots=30, depth=256)
