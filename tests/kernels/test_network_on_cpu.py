@@ -38,6 +38,18 @@ def test_open_hooks(transport, seed):
         overlapped_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 6)
 
 
+def rounds_where_puts_wrap_around(machine, seed):
+    """The number of the put that passes 2**32 changes with the seed, so that some seeds hit a row that is awaited."""
+    machine.first_put = 2**32 - 6 - seed
+    low_latency_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 2, reduce=False, hooks=False)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_numbers_of_puts_wrap_around(seed):
+    with Machine(2, seed, transport="mpi", weak_memory=True) as machine:
+        rounds_where_puts_wrap_around(machine, seed)
+
+
 @TRANSPORTS
 @pytest.mark.parametrize("seed", seeds(1))
 def test_nodes_of_two_ranks(transport, seed):
@@ -102,3 +114,8 @@ def test_broken_kernels_fail(tmp_path, file, pattern, replacement):
     folder = broken(tmp_path, file, pattern, replacement)
     options = dict(transport="mpi", weak_memory=True)
     assert fails(folder, lambda machine, seed: overlapped_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 8), **options)
+
+
+def test_an_answer_of_an_older_put_is_noticed(tmp_path):
+    folder = broken(tmp_path, "common/network.cuh", r"if \(is_awaited\) st_relaxed_sys\(&entry->sent, sequence - 1\);", "")
+    assert fails(folder, rounds_where_puts_wrap_around, transport="mpi", weak_memory=True)

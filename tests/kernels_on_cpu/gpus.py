@@ -107,7 +107,14 @@ class Gpus:
         return self._lib.gpu_first_pe() + gpu
 
     def relay(
-        self, allocation: int, rank: int, memory: tuple[int, int], begins_at: int, ring: tuple[int, int], entry_bytes: int
+        self,
+        allocation: int,
+        rank: int,
+        memory: tuple[int, int],
+        begins_at: int,
+        ring: tuple[int, int],
+        entry_bytes: int,
+        first_put: int,
     ) -> None:
         """Carry what a rank's kernels put by descriptors.
 
@@ -118,12 +125,13 @@ class Gpus:
             begins_at: The offset in symmetric memory to which it corresponds.
             ring: Address and entries of its ring.
             entry_bytes: The bytes of an entry.
+            first_put: The number of the first put.
         """
         for ptr, num_bytes in (memory, (ring[0], ring[1] * entry_bytes)):
             self._lib.gpu_share(-1, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
         self._lib.gpu_relay(
             allocation, rank, ctypes.c_void_p(memory[0]), ctypes.c_size_t(memory[1]), ctypes.c_uint64(begins_at),
-            ctypes.c_void_p(ring[0]), ring[1],
+            ctypes.c_void_p(ring[0]), ring[1], ctypes.c_uint32(first_put),
         )  # fmt: skip
 
     def cut(self, source: int | None, target: int | None, *, in_flight: bool) -> None:

@@ -73,6 +73,8 @@ class Machine(AbstractContextManager):
         transport: str = "nvshmem",
     ) -> None:
         self.num_ranks = num_ranks
+        self.first_put = 0
+        """The number of the first put of later Buffers with a relay."""
         self._random = random.Random(seed)
         self._gpus = Gpus(num_ranks, seed, num_sms, weak_memory)
         self._driver = FakeDriver(
@@ -116,7 +118,7 @@ class Machine(AbstractContextManager):
         self._buffers += made
         assert made[0].config.transport == self._driver.transport or not made[0].config.has_network
         if made[0].config.has_relay:
-            relays.connect(self._gpus, next(self._driver.numbers), made)
+            relays.connect(self._gpus, next(self._driver.numbers), made, self.first_put)
         return made
 
     def cut(self, source: int | None = None, target: int | None = None, *, in_flight: bool = True) -> None:

@@ -253,10 +253,11 @@ int gpu_first_pe() { return kFirstPe; }
 
 void gpu_symmetric(int allocation, int rank, char* memory, size_t num_bytes) { add_memory(allocation, rank, memory, num_bytes, 0); }
 
-// Network memory in pinned memory of the host, and the ring of the relay that carries it.
-void gpu_relay(int allocation, int rank, char* memory, size_t num_bytes, uint64_t begins_at, void* ring, unsigned num_entries) {
+// Network memory in pinned memory of the host, and the ring of the relay that carries it, from the put with the number `first_put`.
+void gpu_relay(int allocation, int rank, char* memory, size_t num_bytes, uint64_t begins_at, void* ring, unsigned num_entries,
+               unsigned first_put) {
   add_memory(allocation, rank, memory, num_bytes, begins_at);
-  relays.push_back({allocation, rank, static_cast<Descriptor*>(ring), num_entries, 0});
+  relays.push_back({allocation, rank, static_cast<Descriptor*>(ring), num_entries, first_put});
 }
 
 // Loses all later puts from a rank to a rank (-1: all ranks). Puts in flight still arrive, except `all`.
