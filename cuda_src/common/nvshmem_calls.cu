@@ -1,3 +1,5 @@
+// The calls of NVSHMEM that kernels make (nvshmem_calls.cuh). No kernel includes this file; the linker adds it.
+//
 // NVSHMEM 3.4.5 expects parts of the host's standard library; later versions do not mind.
 #include <cuda/std/type_traits>
 #include <cuda/std/limits>

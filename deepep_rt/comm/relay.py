@@ -46,7 +46,7 @@ class Relay:
         depth: Entries of the ring, a power of two.
         descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank` and `sequence`.
         timeout_s: The Buffer's time limit. A relay that is silent for three quarters of it is an error.
-        node_size: Consecutive ranks of a node, which errors name. None: they name no nodes.
+        node_size: Consecutive ranks of a node, which errors name.
         first_put: The number of the first put, for tests.
 
     Raises:
@@ -55,7 +55,7 @@ class Relay:
         EPTimeoutError: if a rank does not arrive.
 
     Example:
-        >>> relay = Relay(comm, memory.ctypes.data, memory.nbytes, 0, ring.ctypes.data, 256, ring.dtype, timeout_s=30.0)  # doctest: +SKIP
+        >>> relay = Relay(comm, memory.ctypes.data, memory.nbytes, 0, ring.ctypes.data, 64, ring.dtype, 30.0, node_size=8)  # doctest: +SKIP
         >>> relay.check()  # while the host waits; raises if a relay has failed  # doctest: +SKIP
         >>> relay.close()  # on all ranks  # doctest: +SKIP
         True
@@ -72,7 +72,7 @@ class Relay:
         descriptor: np.dtype,
         timeout_s: float,
         *,
-        node_size: int | None = None,
+        node_size: int,
         first_put: int = 0,
     ) -> None:
         if comm.relay_objection:

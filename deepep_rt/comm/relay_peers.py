@@ -17,10 +17,10 @@ class RelayPeers:
         num_ranks: All ranks.
         timeout_s: The time limit of the Buffer.
         now: The time.
-        node_size: Consecutive ranks of a node. None: errors name no nodes.
+        node_size: Consecutive ranks of a node, which errors name.
     """
 
-    def __init__(self, rank: int, num_ranks: int, timeout_s: float, now: float, node_size: int | None = None) -> None:
+    def __init__(self, rank: int, num_ranks: int, timeout_s: float, now: float, node_size: int) -> None:
         self._rank, self._timeout_s, self._node_size = rank, timeout_s, node_size
         self.ranks = [peer for peer in range(num_ranks) if peer != rank]
         self._period_s = timeout_s / HEARTBEATS_PER_TIMEOUT
@@ -47,14 +47,13 @@ class RelayPeers:
         """Note that a rank's relay has failed."""
         self._failures.setdefault(rank, cause)
 
-    def node_of(self, rank: int) -> int | None:
-        """Return the node of a rank, or None if the nodes are unknown."""
-        return rank // self._node_size if self._node_size else None
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return rank // self._node_size
 
     def describe(self, rank: int) -> str:
         """Return the number of a rank and of its node for messages, such as "rank 3 on node 1"."""
-        node = self.node_of(rank)
-        return f"rank {rank}" if node is None else f"rank {rank} on node {node}"
+        return f"rank {rank} on node {self.node_of(rank)}"
 
     @property
     def any_failed(self) -> bool:

@@ -22,7 +22,8 @@ from .cache import Entry, KernelCache
 _log = logging.getLogger("deepep_rt")
 
 _OPTIONS = ["--std=c++17", "--ptxas-options=-v"]
-_LINKED_OPTIONS = ["--relocatable-device-code=true", "--device-as-default-execution-space"]
+_LINKED_OPTIONS = ["--relocatable-device-code=true"]
+_NVSHMEM_OPTIONS = [*_OPTIONS, *_LINKED_OPTIONS, "--device-as-default-execution-space"]
 
 
 @dataclass
@@ -145,7 +146,7 @@ def _key(kernel: Kernel, constants: Constants, arch: str, link_arch: str | None,
 def _calls_key(arch: str) -> str:
     """Return the key of the file that makes the calls of NVSHMEM, compiled for `arch`."""
     sources = {name: (source_dir() / name).read_text() for name in (NVSHMEM_CALLS, NVSHMEM_CALLS + "h")}
-    return _hash({"sources": sources, "arch": arch, "options": _options(True), "versions": _versions(True)})
+    return _hash({"sources": sources, "arch": arch, "options": _NVSHMEM_OPTIONS, "versions": _versions(True)})
 
 
 def _hash(parts: dict[str, Any]) -> str:
@@ -160,8 +161,8 @@ def _nvshmem_calls(arch: str) -> bytes:
         if entry is None:
             start = time.perf_counter()
             include = [source_dir().resolve(), libraries.nvshmem().include, *libraries.cuda_headers()]
-            code, _ = compiler.compile_unit(nvshmem_calls(), "nvshmem_calls", arch, _options(True), include)
-            entry = _entry(key, arch, "nvshmem_calls", code, compiler.Usage(), {}, 0, start, nvshmem=True)
+            code, _ = compiler.compile_unit(nvshmem_calls(), "nvshmem_calls", arch, _NVSHMEM_OPTIONS, include)
+            entry = _entry(key, arch, code, start, kernel="nvshmem_calls", nvshmem=True)
             cache.put(entry)
     return entry.code
 
@@ -178,27 +179,37 @@ def _compile(kernel: Kernel, constants: Constants, arch: str, link_arch: str | N
     usage = compiler.usage(log, kernel.name, link_log)
     used = {**used_constants(kernel, constants, folder), **_launch_constants(kernel, constants)}
     dynamic_shared_bytes = constants[kernel.shared] if kernel.shared else 0
-    return _entry(key, arch, kernel.name, code, usage, used, dynamic_shared_bytes, start, nvshmem=nvshmem)
+    return _entry(
+        key,
+        arch,
+        code,
+        start,
+        kernel=kernel.name,
+        nvshmem=nvshmem,
+        usage=usage,
+        constants=used,
+        dynamic_shared_bytes=dynamic_shared_bytes,
+    )
 
 
 def _entry(
     key: str,
     arch: str,
-    name: str,
     code: bytes,
-    usage: compiler.Usage,
-    constants: dict[str, int],
-    dynamic_shared_bytes: int,
     start: float,
     *,
+    kernel: str,
     nvshmem: bool,
+    usage: compiler.Usage | None = None,
+    constants: Constants | None = None,
+    dynamic_shared_bytes: int = 0,
 ) -> Entry:
     info = {
-        "kernel": name,
+        "kernel": kernel,
         "arch": arch,
-        "constants": constants,
+        "constants": dict(constants or {}),
         "bytes": len(code),
-        **asdict(usage),
+        **asdict(usage or compiler.Usage()),
         "dynamic_shared_bytes": dynamic_shared_bytes,
         "nvshmem": nvshmem,
         "compile_seconds": round(time.perf_counter() - start, 3),

@@ -90,7 +90,13 @@ def compile_unit(unit: str, name: str, arch: str, options: list[str], include: l
 
 
 def link_nvshmem(code: bytes, calls: bytes, name: str, arch: str) -> tuple[bytes, str]:
-    """Link relocatable code (a cubin, or PTX) with the calls of NVSHMEM and its device library into a cubin for `arch`.
+    """Link a kernel (a cubin, or PTX) with the calls of NVSHMEM and its device library into a cubin for `arch`.
+
+    Args:
+        code: The kernel's relocatable code.
+        calls: The code of `common/nvshmem_calls.cu` for `arch`, a relocatable cubin.
+        name: The kernel's name, for messages.
+        arch: Target, such as "sm_90".
 
     Returns:
         The cubin and nvJitLink's log.

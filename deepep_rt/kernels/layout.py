@@ -122,11 +122,14 @@ class Layout:
         return 1 << (most - 1).bit_length()
 
     @property
-    def pinned_bytes(self) -> int:
-        """Bytes of host memory that the GPU and a relay share: a mirror of network memory, and the ring."""
-        if not self.config.has_relay:
-            return 0
-        return self.symmetric.num_bytes - self.network_start + self.num_ring_entries * structs.Descriptor.size({})
+    def network_bytes(self) -> int:
+        """Bytes of network memory, the last part of symmetric memory."""
+        return self.symmetric.num_bytes - self.network_start
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring of a relay."""
+        return self.num_ring_entries * structs.Descriptor.size({})
 
     @cached_property
     def low_latency_header_stride(self) -> int:

@@ -47,7 +47,7 @@ def test_a_process_that_stops_leaves_no_process() -> None:
     assert done.returncode, done.stdout
     raised = re.findall(r"rank (\d) raised after (\S+) s: .*the relay of rank 3 on node 1 has sent nothing for", done.stdout)
     assert sorted(rank for rank, _ in raised) == ["0", "1", "2"], done.stdout
-    assert max(float(seconds) for _, seconds in raised) < 3.0, raised
+    assert max(float(seconds) for _, seconds in raised) < 4.0, raised  # timeout_s there
     processes = re.findall(r"rank \d is process (\d+)", done.stdout)
     assert len(processes) == 4
     left = [process for process in processes if _is_alive(process)]
@@ -70,7 +70,7 @@ def test_a_relay_needs_mpi() -> None:
     with pytest.raises(
         EPUnavailableError, match=r"rank 0 has .*, which carries no rows; expected MPI .* Start the program with mpirun"
     ):
-        Relay(make_ranks()[0], 0, 64, 0, 0, 4, DESCRIPTOR, 1.0)
+        Relay(make_ranks()[0], 0, 64, 0, 0, 4, DESCRIPTOR, 1.0, node_size=1)
 
 
 # --- the ring ------------------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_memory_is_aligned(wrong: Any) -> None:
 @pytest.fixture
 def peers() -> RelayPeers:
     """Rank 1 of three ranks, with a limit of 80 s, so a heartbeat every 10 s."""
-    return RelayPeers(1, 3, 80.0, 1000.0)
+    return RelayPeers(1, 3, 80.0, 1000.0, node_size=1)
 
 
 def test_heartbeats(peers: RelayPeers) -> None:
@@ -182,12 +182,12 @@ def test_silent_relays(peers: RelayPeers) -> None:
     error = peers.error()
     assert error is not None
     assert (error.rank, error.peer, error.phase) == (1, 0, "the relay")
-    assert "the relay of rank 0 has sent nothing for 61 s; expected a heartbeat every 10 s" in str(error)
+    assert "the relay of rank 0 on node 0 has sent nothing for 61 s; expected a heartbeat every 10 s" in str(error)
     peers.ended.add(0)
-    assert "the relay of rank 0 ended 61 s ago" in str(peers.error())
+    assert "the relay of rank 0 on node 0 ended 61 s ago" in str(peers.error())
     peers.failed(2, "KeyError: mine")
     peers.failed(2, "a later cause")
-    assert "the relay of rank 2 failed: KeyError: mine. Fix the cause on rank 2" in str(peers.error())
+    assert "the relay of rank 2 on node 2 failed: KeyError: mine. Fix the cause on rank 2" in str(peers.error())
 
 
 def test_errors_name_nodes() -> None:
@@ -209,6 +209,6 @@ def test_a_process_that_was_stopped_blames_no_rank(peers: RelayPeers) -> None:
 
 
 def test_one_rank_has_no_peers() -> None:
-    peers = RelayPeers(0, 1, 1.0, 0.0)
+    peers = RelayPeers(0, 1, 1.0, 0.0, node_size=1)
     peers.heartbeat_is_due(100.0)
     assert peers.error() is None

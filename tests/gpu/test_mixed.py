@@ -234,7 +234,7 @@ class Replay:
 
 @pytest.mark.parametrize(("seed", "settings"), [(1, {}), (2, {}), (3, {"ranks_per_node": 1}), (4, OVER_RELAY)])
 def test_mixed(comm, seed, settings):
-    """Over NVLink, and with low-latency calls over NVSHMEM."""
+    """Over NVLink, and as nodes of one rank over NVSHMEM and over the relay."""
     sizes = {**SIZES, "num_experts": 8 * comm.Get_size(), **settings}
     with make(comm, **sizes) as gpu, make(comm, "host", **sizes) as host:
         mix = Mix(comm, seed, gpu, host)

@@ -258,7 +258,7 @@ def check_threads_of_mpi(comm: MPI.Intracomm) -> None:
         mock.patch.object(MPI, "Query_thread", return_value=MPI.THREAD_SERIALIZED),
         raises(EPUnavailableError, "no MPI_THREAD_MULTIPLE"),
     ):
-        Relay(communicator_of(comm), memory, 64, 0, memory, 1, DESCRIPTOR, 1.0)
+        Relay(communicator_of(comm), memory, 64, 0, memory, 1, DESCRIPTOR, 1.0, node_size=1)
 
 
 if __name__ == "__main__":

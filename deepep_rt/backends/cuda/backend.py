@@ -235,7 +235,8 @@ class CudaBackend:
 
 
 def _memory_of(layout: Layout) -> dict[str, int]:
-    return layout.size_hint | ({"pinned on the host": layout.pinned_bytes} if layout.pinned_bytes else {})
+    pinned = {"pinned on the host": layout.network_bytes + layout.ring_bytes} if layout.config.has_relay else {}
+    return layout.size_hint | pinned
 
 
 def _check_free_memory(layout: Layout, free_bytes: Sequence[int]) -> None:

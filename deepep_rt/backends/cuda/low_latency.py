@@ -312,15 +312,18 @@ class LowLatency:
         if self._config.on_timeout == "mask":
             self._warn_of_masked_ranks()
         launch = self._runtime.launcher(kernel)
-        if self._runtime.network is not None:
-            self._runtime.network.wake()
         if queue is not None:
             return self._send(launch, values, call, record_end, queue, make_views, is_host_caller, given)
-        launch(call.stream, self._num_blocks, values)
+        self._launch(launch, call.stream, values)
         record_end()
         event = self._order.event(call)
         self._monitor.check_inputs()
         return event, self._runtime.for_caller(make_views, is_host_caller, call.stream, given), None
+
+    def _launch(self, launch: Launcher, stream: int, values: dict[str, Any]) -> None:
+        if self._runtime.network is not None:
+            self._runtime.network.wake()  # both halves put something
+        launch(stream, self._num_blocks, values)
 
     def _send(
         self,
@@ -340,7 +343,7 @@ class LowLatency:
             self._monitor.check_peers()
             with self._monitor.call_half():
                 self._order.enqueue_waits(call)
-                launch(stream, self._num_blocks, {**values, "phases": LL_RECEIVE})
+                self._launch(launch, stream, {**values, "phases": LL_RECEIVE})
                 record_end()
                 event.record_again()
             if is_host_caller:
@@ -348,7 +351,7 @@ class LowLatency:
             self._monitor.check()  # after the launch: other ranks wait for this half, whatever the input was
 
         with self._monitor.call_half():
-            launch(stream, self._num_blocks, values)
+            self._launch(launch, stream, values)
             record_end()
             event, views = self._order.event(call), make_views()
             return event, lambda: views, queue.append(receive, lambda: driver.capture_id(stream))

@@ -31,7 +31,7 @@ class NetworkMemory:
     """
 
     def __init__(self, comm: Communicator, layout: Layout, memory: SymmetricMemory, state: int, resources: ExitStack) -> None:
-        self._first, self._size = layout.network_start, layout.symmetric.num_bytes - layout.network_start
+        self._first, self._size = layout.network_start, layout.network_bytes
         self._comm, self._layout, self._resources = comm, layout, resources
         self.base, self.ring = memory.ptr, 0
         """Address of offset 0 of symmetric memory, for offsets of network memory; and the address of the ring of descriptors, or 0."""
@@ -39,12 +39,11 @@ class NetworkMemory:
         self.wake: Callable[[], None] = _do_nothing
         """Wake the relay before kernels put something."""
         self._may_free = True
-        num_entries = layout.num_ring_entries
         if layout.config.has_relay:
             self.base = self._pinned(self._size) - self._first
-            self.ring = self._pinned(num_entries * structs.Descriptor.size({}))
+            self.ring = self._pinned(layout.ring_bytes)
         values = np.zeros(1, structs.NetworkState.dtype({}))
-        values["base"], values["ring"], values["ring_mask"] = self.base, self.ring, num_entries - 1
+        values["base"], values["ring"], values["ring_mask"] = self.base, self.ring, layout.num_ring_entries - 1
         driver.copy_async(state + layout.local.offsets["network"], values.ctypes.data, values.nbytes, 0)
         driver.synchronize(0)
 

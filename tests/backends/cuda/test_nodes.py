@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,14 @@ def test_calls_wake_the_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
         handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
         buffer.combine(Array(fake, "bfloat16", 40, 256), handle)
         assert woken == ["wake", "route_nodes", "wake", "dispatch_nodes", "wake", "combine_nodes"]
+    with make(**RELAY, low_latency=True) as buffer:
+        woken.clear()
+        x, idx, weights = arguments(fake)
+        sent = buffer.low_latency_dispatch(x, idx, use_fp8=False)
+        assert woken == ["wake", "ll_dispatch"]
+        back = buffer.low_latency_combine(sent.recv_x, idx, weights, sent.handle, return_recv_hook=True)
+        back.hook()
+        assert woken == ["wake", "ll_dispatch", "wake", "ll_combine", "wake", "ll_combine"]
 
 
 def test_a_relay_that_fails_ends_the_wait_for_counts(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +152,16 @@ def test_no_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.Mo
 
 
 def test_describe_counts_a_relays_host_memory(fake: FakeGpu, make: Any) -> None:
-    with make(**RELAY) as buffer:
-        memory, layout = buffer.describe().memory, buffer._backend.runtime.layout
-        assert memory["pinned on the host"] == layout.pinned_bytes > layout.symmetric.sizes["network"]
-        assert memory["total"] == layout.size_hint["total"]
-        assert "pinned on the host" in str(buffer.describe())
+    def pinned() -> int:
+        return sum(ctypes.sizeof(memory) for memory in fake._pinned)
+
+    start = pinned()
     with make() as buffer:
+        of_all_buffers = pinned() - start
         assert "pinned on the host" not in buffer.describe().memory
+    start = pinned()
+    with make(**RELAY) as buffer:
+        memory = buffer.describe().memory
+        assert memory["pinned on the host"] == pinned() - start - of_all_buffers
+        assert memory["total"] == buffer._backend.runtime.layout.size_hint["total"]
+        assert "pinned on the host" in str(buffer.describe())
