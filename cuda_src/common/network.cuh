@@ -67,6 +67,8 @@ __device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_
 // Called by one thread.
 __device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
   u32 sequence;
-  if constexpr (kHasRelay) relay(p, rank, 0, 0, 0, to, value, false, sequence);
-  else if constexpr (kHasScaleOut) nvshmem_signal(at<u64>(p.peers[p.rank], to), value, p.pes[rank]);
+  if constexpr (kHasRelay)
+    relay(p, rank, 0, 0, 0, to, value, false, sequence);
+  else if constexpr (kHasScaleOut)
+    nvshmem_signal(at<u64>(p.peers[p.rank], to), value, p.pes[rank]);
 }

@@ -3,7 +3,9 @@
 // NVSHMEM 3.4.5 expects parts of the host's standard library; later versions do not mind.
 #include <cuda/std/type_traits>
 #include <cuda/std/limits>
-namespace std { using namespace cuda::std; }
+namespace std {
+using namespace cuda::std;
+}
 // The library was built where uint64_t is unsigned long; here it is unsigned long long, another name to the linker. So NVSHMEM's headers
 // are shown the former, and what they include, and what defines it by itself, comes before.
 #include <cuda/std/cstdint>

@@ -1,5 +1,5 @@
-// The calls of NVSHMEM that kernels make. nvshmem_calls.cu has them, and the linker adds it to each kernel that calls one. NVSHMEM's headers
-// take seconds to compile, so they are compiled once, and not with every kernel.
+// The calls of NVSHMEM that kernels make. nvshmem_calls.cu has them, and the linker adds it to each kernel that calls one. NVSHMEM's
+// headers take seconds to compile, so they are compiled once, and not with every kernel.
 #pragma once
 
 // Called by a whole warp: write `num_bytes` to the rank `pe`, then `value` to its word. Does not wait.
