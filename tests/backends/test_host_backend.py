@@ -22,29 +22,21 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("program", ["dispatch", "combine", "rounds", "bad_calls", "buffers", "low_latency", "choices"])
-def test_program(program: str, num_ranks: int) -> None:
-    run_checks(num_ranks, program)
+SIZES = {
+    **dict.fromkeys(
+        ["dispatch", "combine", "rounds", "bad_calls", "low_latency", "choices", "frameworks"], ("8", "4", "3", "2", "1")
+    ),
+    "buffers": ("8", "2", "1"),  # this program takes the longest, and does little that depends on the number of ranks
+}
 
 
-def test_arrays_of_frameworks() -> None:
-    sizes = ("8", "4", "3", "2", "1")  # in one start, because loading the libraries takes long
-    output = run_checks(8, "frameworks", "--sizes", *sizes)
-    assert re.findall(r"check_torch on (\d): passed", output) == list(sizes)
-
-
-@pytest.fixture(scope="module")
-def masked_ranks() -> Iterator[dict[int, Future[str]]]:
-    """Run the checks on 2 and on 4 ranks at the same time, because they mostly wait for time-outs."""
-    with ThreadPoolExecutor() as pool:
-        yield {num_ranks: pool.submit(run_checks, num_ranks, "masks") for num_ranks in (2, 4)}
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_masked_ranks(num_ranks: int, masked_ranks: dict[int, Future[str]]) -> None:
-    """A single rank has no peer to mask. Eight ranks run these checks on GPUs (test_same_checks); on two cores they would take 90 s."""
-    masked_ranks[num_ranks].result()
+@pytest.mark.parametrize("program", SIZES)
+def test_program(program: str) -> None:
+    """All numbers of ranks share one start, because a start takes longer than most checks."""
+    output = run_checks(8, program, "--sizes", *SIZES[program])
+    passed = set(re.findall(r"(check_\w+) on (\d): passed", output))
+    checks = {check for check, _ in passed}
+    assert passed == {(check, size) for check in checks for size in SIZES[program]}, output
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, ""), (8, "4")])
@@ -53,3 +45,17 @@ def test_late_rank(scenario: str, num_ranks: int, ranks_per_node: str, monkeypat
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)
     output = launch(num_ranks, "late", scenario)
     assert output.count("passed") == num_ranks, output
+
+
+@pytest.fixture(scope="module", autouse=True)
+def masked_ranks(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[str]]]:
+    """Run the checks of masks on 2 and on 4 ranks beside the other tests of this file, because they mostly wait for time-outs."""
+    wanted = any(item.function is test_masked_ranks for item in request.session.items if isinstance(item, pytest.Function))
+    with ThreadPoolExecutor() as pool:
+        yield {num_ranks: pool.submit(run_checks, num_ranks, "masks") for num_ranks in ((2, 4) if wanted else ())}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_masked_ranks(num_ranks: int, masked_ranks: dict[int, Future[str]]) -> None:
+    """A single rank has no peer to mask. Eight ranks run these checks on GPUs (test_same_checks); on two cores they would take 90 s."""
+    masked_ranks[num_ranks].result()
