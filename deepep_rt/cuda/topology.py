@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 
 from .. import _env
@@ -11,6 +12,8 @@ from ..comm.consensus import Consensus
 from ..config import MAX_RANKS_PER_NODE, Config
 from ..errors import EPConfigError
 from .symmetric_memory import SymmetricAllocator
+
+_log = logging.getLogger("deepep_rt")
 
 
 def placed(comm: Communicator, config: Config) -> Config:
@@ -42,7 +45,9 @@ def placed_on_hosts(comm: Communicator, config: Config) -> Config:
         return config
     try:
         host = ranks_per_host(comm)
-    except EPConfigError:
+    except EPConfigError as error:
+        if comm.Get_rank() == 0:
+            _log.warning("the host backend takes all ranks for one node; a Buffer on GPUs raises an error here: %s", error)
         return config
     return dataclasses.replace(config, ranks_per_node=host) if host < config.num_ranks else config
 

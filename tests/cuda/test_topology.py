@@ -51,10 +51,13 @@ def test_ranks_per_node_defaults_to_the_ranks_of_a_host(hosts, asked, found):
         ([[0, 2], [1, 3]], None, None),
     ],
 )
-def test_the_host_backend_serves_every_placement(hosts, asked, found):
-    """It has the nodes of the CUDA backend where that one works, so that both give the same bits."""
+def test_the_host_backend_serves_every_placement(hosts, asked, found, caplog):
+    """It has the nodes of the CUDA backend where that one works, so that both give the same bits. Elsewhere it says so."""
     ranks = FakeRanks(hosts=hosts, gather=_hosts_of(hosts))
     assert topology.placed_on_hosts(ranks, Config(4, 16, 128, 2, 4, ranks_per_node=asked)).ranks_per_node == found
+    assert ("one node; a Buffer on GPUs raises an error here: 2 hosts hold" in caplog.text) == (
+        asked is found is None and len(hosts) > 1
+    )
 
 
 def test_a_node_is_within_a_host():

@@ -1,12 +1,14 @@
-"""A rank of four whose process is stopped in the middle of puts. The other ranks raise, and the program ends on all ranks.
+"""A rank of four whose process is lost in the middle of puts: python stopped_relay.py SIGSTOP|SIGKILL. The program ends on all ranks.
 
-Start it with `python -m mpi4py`, so that an exception on one rank ends MPI on all ranks.
+After SIGSTOP, the other ranks raise. After SIGKILL, mpirun may end them before. Start it with `python -m mpi4py`, so that an exception on
+one rank ends MPI on all ranks.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 from mpi4py import MPI
@@ -28,7 +30,7 @@ def main() -> None:
     idle_barrier(comm)
     start = time.monotonic()
     if rank == VICTIM:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
     try:
         while time.monotonic() < start + 5 * TIMEOUT_S:
             exchange.step()
