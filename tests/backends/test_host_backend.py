@@ -26,7 +26,7 @@ SIZES = {
     **dict.fromkeys(
         ["dispatch", "combine", "rounds", "bad_calls", "low_latency", "choices", "frameworks"], ("8", "4", "3", "2", "1")
     ),
-    "buffers": ("8", "2", "1"),  # this program takes the longest, and does little that depends on the number of ranks
+    "buffers": ("8", "2", "1"),  # with all sizes, this program would take the longest
 }
 
 
@@ -49,7 +49,7 @@ def test_late_rank(scenario: str, num_ranks: int, ranks_per_node: str, monkeypat
 
 @pytest.fixture(scope="module", autouse=True)
 def masked_ranks(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[str]]]:
-    """Run the checks of masks on 2 and on 4 ranks beside the other tests of this file, because they mostly wait for time-outs."""
+    """Run the checks of masks while the other tests of this file run. They mostly wait for time-outs."""
     wanted = any(item.function is test_masked_ranks for item in request.session.items if isinstance(item, pytest.Function))
     with ThreadPoolExecutor() as pool:
         yield {num_ranks: pool.submit(run_checks, num_ranks, "masks") for num_ranks in ((2, 4) if wanted else ())}

@@ -37,7 +37,7 @@ def test_a_bad_network_between_two_nodes() -> None:
 def test_a_process_that_is_lost_leaves_no_process(how: str) -> None:
     """If it is stopped, the other ranks raise within the time limit, and name the rank and its node. If it is killed, mpirun ends them."""
     done = subprocess.run(
-        python_on(4, "-m", "mpi4py", PROGRAMS / "stopped_relay.py", how),
+        python_on(4, "-m", "mpi4py", PROGRAMS / "lost_relay.py", how),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,6 +51,8 @@ def test_a_process_that_is_lost_leaves_no_process(how: str) -> None:
     if how == "SIGSTOP":
         assert sorted(rank for rank, _ in raised) == ["0", "1", "2"], done.stdout
         assert max(float(seconds) for _, seconds in raised) < 4.0, raised  # timeout_s there
+    else:
+        assert "signal 9" in done.stdout, done.stdout  # mpirun names the cause
     processes = re.findall(r"rank \d is process (\d+)", done.stdout)
     assert len(processes) == 4
     left = [process for process in processes if _is_alive(process)]
@@ -61,7 +63,7 @@ def _is_alive(process: str) -> bool:
     """Return whether a process still runs this program two seconds later."""
     for _ in range(20):
         try:
-            if b"stopped_relay" not in Path(f"/proc/{process}/cmdline").read_bytes():
+            if b"lost_relay" not in Path(f"/proc/{process}/cmdline").read_bytes():
                 return False
         except (FileNotFoundError, ProcessLookupError):
             return False

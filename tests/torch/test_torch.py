@@ -114,7 +114,7 @@ def test_tensors_without_rows() -> None:
             dispatch(buffer, x, idx.to_sparse())
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (4, "2")])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (2, ""), (4, "2")])
 def test_gradients_and_groups(num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both programs run in one job, because importing PyTorch takes longer than most of the checks."""
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)

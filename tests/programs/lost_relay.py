@@ -1,4 +1,4 @@
-"""A rank of four whose process is lost in the middle of puts: python stopped_relay.py SIGSTOP|SIGKILL. The program ends on all ranks.
+"""A rank of four whose process is lost in the middle of puts: python lost_relay.py SIGSTOP|SIGKILL. The program ends on all ranks.
 
 After SIGSTOP, the other ranks raise. After SIGKILL, mpirun may end them before. Start it with `python -m mpi4py`, so that an exception on
 one rank ends MPI on all ranks.
