@@ -6,7 +6,7 @@ from typing import Any
 
 from ._buffer_base import BufferBase
 from ._checks import argument_error, flag, whole_number
-from .backends.inputs import check_low_latency_handle, low_latency_combine_inputs, low_latency_dispatch_inputs
+from .backends.low_latency_inputs import check_low_latency_handle, low_latency_combine_inputs, low_latency_dispatch_inputs
 from .errors import EPInputError
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 

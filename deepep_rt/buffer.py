@@ -1,8 +1,8 @@
 """`Buffer`: expert-parallel dispatch and combine over the ranks of a communicator. Readers start here.
 
 A call takes three steps. `backends/inputs` turns the arguments into checked Views. `backends/cuda` or `backends/host` moves the rows. The
-results hold Views, which become arrays of the caller's framework at first access (`results`). The low-latency calls are in
-`_low_latency_calls`, and the life of a Buffer is in `_buffer_base`.
+results hold Views, which become arrays of the caller's framework at first access (`results`). `dispatch` and `combine` are in
+`_throughput_calls`, the low-latency calls in `_low_latency_calls`, and the life of a Buffer is in `_buffer_base`.
 """
 
 from __future__ import annotations
@@ -10,35 +10,26 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from ._checks import argument_error, choice, whole_number
+from ._checks import argument_error, choice
 from ._low_latency_calls import LowLatencyCalls
+from ._throughput_calls import ThroughputCalls
 from .backends.base import Backend
 from .backends.calls import BufferInfo
-from .backends.inputs import (
-    combine_inputs,
-    dispatch_inputs,
-)
-from .config import MAX_SMS, ROW_ALIGNMENT, Config, declared_ranks_per_node
+from .config import Config, declared_ranks_per_node
 from .description import BufferDescription
 from .errors import EPConfigError
 from .kernels.layout import Layout
 from .network import NetworkOptions
-from .results import (
-    CombineResult,
-    DispatchHandle,
-    DispatchResult,
-)
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
     from .comm.communicator import Communicator
 
-_MOST_ROWS, _MOST_ITERATIONS = (1 << 31) - 1, 10**6  # of a measurement; kernels count rows in 32 bits
 _serials = itertools.count(1)
 
 
-class Buffer(LowLatencyCalls):
+class Buffer(ThroughputCalls, LowLatencyCalls):
     """Sends tokens to the ranks of their experts (`dispatch`), and adds up the experts' outputs at the tokens' rank (`combine`).
 
     Making a Buffer, destroying it, and every call are collective: all ranks of `comm` make the same calls in the same order. So one thread
@@ -225,153 +216,6 @@ class Buffer(LowLatencyCalls):
             'hierarchical'
         """
         return self._live().description
-
-    @property
-    def num_sms(self) -> int:
-        """SMs that the next `dispatch` and `combine` occupy (GPUs only). Set it between calls, to the same number on all ranks.
-
-        Raises:
-            EPConfigError: If it is set to anything but a whole number from 1 to 1024.
-            EPDestroyedError: If the buffer was destroyed.
-
-        Example:
-            >>> buffer.num_sms = 8  # leave more SMs to a matrix product on another stream
-        """
-        return self._live().num_sms
-
-    @num_sms.setter
-    def num_sms(self, num_sms: int) -> None:
-        self._live().num_sms = whole_number(num_sms, "num_sms", 1, MAX_SMS, error=EPConfigError)
-
-    def dispatch(
-        self,
-        x: Any,
-        topk_idx: Any = None,
-        topk_weights: Any = None,
-        *,
-        x_scales: Any = None,
-        handle: DispatchHandle | None = None,
-        num_worst_tokens: int | None = None,
-        expert_alignment: int = 1,
-        async_finish: bool = False,
-        previous_event: Any = None,
-        stream: Any = None,
-    ) -> DispatchResult:
-        """Send each token to the ranks that hold its experts, once to each rank.
-
-        Args:
-            x: `[num_tokens, hidden]`, any dtype up to the buffer's width: bfloat16, float16, float32, float8, int8 or uint8 (FP8 from
-                frameworks that cannot export it). A row has a multiple of 16 bytes.
-            topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. With `handle`, the same as then, or None;
-                `recv_topk_idx` is None then.
-            topk_weights: `[num_tokens, num_topk]` float32, or None. Needs `topk_idx`.
-            x_scales: `[num_tokens, n]`, at most one 4-byte word for 128 channels: `hidden // 128` float32, or packed UE8M0.
-            handle: Repeat the routing of an earlier dispatch. The call counts nothing, and the host does not wait.
-            num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens`. The host does not wait
-                and nothing is allocated, so a CUDA graph can capture the call (keep the result as long as the graph). Rows
-                past it are dropped and count in `num_recv_tokens`; the log says so once.
-            expert_alignment: Round the count of each expert up to a multiple of this. Not with `handle`, which keeps its counts.
-            async_finish: Run on the buffer's own stream. `result.event` marks the end of the call.
-            previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
-            stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. An external stream
-                (as PyTorch's or CuPy's ExternalStream), given or current, has to outlive the results and the Buffer: the CUDA driver may
-                crash otherwise. The first call on a second stream waits for all work of the first one.
-
-        Returns:
-            What arrived at this rank, ordered by source rank and source token.
-
-        Raises:
-            EPInputError: If an argument is wrong. Nothing was launched.
-            EPOutOfMemoryError: If the caller holds too many results and `on_exhausted="error"`, or if the call cannot copy.
-                With several nodes, on all ranks, if it brings a rank more rows than `num_max_recv_tokens`; no row is sent.
-            EPTimeoutError: If a peer did not answer, also in an earlier call that the host did not wait for.
-            EPDestroyedError: After `destroy()`.
-
-        Example:
-            >>> sent = buffer.dispatch(x, topk_idx, topk_weights)
-            >>> sent.recv_x.shape, sent.num_recv_tokens_per_expert_list
-        """
-        backend = self._live()
-        with self._call_lock:
-            call = self._begin(x, async_finish, previous_event, stream)
-            inputs = dispatch_inputs(
-                self._info, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
-            )
-            return backend.dispatch(inputs, call)
-
-    def combine(
-        self,
-        x: Any,
-        handle: DispatchHandle,
-        *,
-        topk_weights: Any = None,
-        bias: Any = None,
-        async_finish: bool = False,
-        previous_event: Any = None,
-        stream: Any = None,
-    ) -> CombineResult:
-        """Send rows back to the ranks of their tokens, and add up the rows of each token there, in float32 and in rank order.
-
-        With several nodes, the rows of each node are added up first. The sum of a node other than the token's is rounded to the rows'
-        type, because it crosses the network as a row. Then the sums are added up in node order. `topk_weights` are never rounded.
-
-        The host never waits, so a CUDA graph can capture the call (keep the result as long as the graph).
-
-        Args:
-            x: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`; in any memory.
-            handle: The handle of the dispatch that brought the tokens.
-            topk_weights: `[rows of recv_x, num_topk]` float32 to add up over the ranks too (for a backward pass), or None.
-            bias: None, one array or two of them, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
-            async_finish: As in `dispatch`.
-            previous_event: As in `dispatch`.
-            stream: As in `dispatch`.
-
-        Returns:
-            `x` `[num_tokens, hidden]` (zero, or the bias, for tokens that went nowhere), `topk_weights` and `event`.
-
-        Raises:
-            EPInputError: If an argument is wrong. Nothing was launched.
-            EPTimeoutError: If a peer did not answer, also in an earlier call that the host did not wait for.
-            EPDestroyedError: After `destroy()`.
-
-        Example:
-            >>> out = buffer.combine(y, sent.handle, bias=shared_expert_output).x
-        """
-        backend = self._live()
-        with self._call_lock:
-            call = self._begin(x, async_finish, previous_event, stream)
-            inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias)
-            return backend.combine(inputs, call)
-
-    def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int = 2048, iterations: int = 5) -> float:
-        """Measure the bandwidth of the links: every rank pushes rows to all others at once, without any lookup or wait.
-
-        Collective. This waits for all earlier work.
-
-        Args:
-            row_bytes: Bytes of a row, a multiple of 16; default: the widest row of this buffer.
-            num_rows: Rows for each peer (fewer if they do not fit this buffer's memory, or 64 MiB a rank on the host backend).
-            iterations: Pushes in one timing, up to 1,000,000. All three arguments are the same on all ranks.
-
-        Returns:
-            Bytes a second that the slowest rank sends to the others (on one rank: to itself).
-
-        Raises:
-            EPInputError: If a number is out of range. On every rank, if the ranks give different numbers.
-            EPOutOfMemoryError: On every rank, if one has no memory for the rows (host backend).
-            EPTimeoutError: If a peer did not answer.
-
-        Example:
-            >>> print(f"{buffer.copy_ceiling() / 1e9:.0f} GB/s")
-        """
-        most = self.config.row_bytes
-        row_bytes = most if row_bytes is None else row_bytes
-        row_bytes = whole_number(row_bytes, "row_bytes", ROW_ALIGNMENT, most, multiple_of=ROW_ALIGNMENT)
-        num_rows = whole_number(num_rows, "num_rows", 1, _MOST_ROWS)
-        iterations = whole_number(iterations, "iterations", 1, _MOST_ITERATIONS)
-        backend = self._live()
-        with self._call_lock:
-            return backend.copy_ceiling(row_bytes, num_rows, iterations)
 
 
 def info_of(buffer: Buffer) -> BufferInfo:

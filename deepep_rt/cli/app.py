@@ -18,9 +18,10 @@ from .._version import __version__
 from ..config import COMBINE_DTYPES, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPError, EPUnavailableError
 from ..jit import build, compiler, current_gpu
+from ..kernels.kernel import Kernel
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
-from ..kernels.table import KERNELS, Kernel
+from ..kernels.table import KERNELS
 from ..kernels.tuning import has_fp8
 from . import cache as cli_cache
 from . import tables

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..errors import EPCompileError, EPConfigError, EPUnavailableError
 from . import structs
+from .kernel import Kernel
 from .layout import Layout
-from .table import Kernel
 from .tuning import combine_constants, local_constants, tuning
 
 Constants = Mapping[str, int]

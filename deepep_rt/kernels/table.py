@@ -1,12 +1,12 @@
-"""The kernel table. Each entry belongs to one .cu file of cuda_src with an entry point of the same name."""
+"""The kernel table. Each entry belongs to one .cu file of cuda_src with an entry point of the same name.
+
+`local_table` has the entries of kernels that need no Buffer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
-from .structs import CStruct
+from .kernel import Kernel
+from .local_table import LOCAL_KERNELS
 
 _COMMON = """
     u64 peers[kNumRanks];   // address of each rank's symmetric memory on this rank
@@ -68,64 +68,6 @@ _LOW_LATENCY_COMBINE = (
     u32 call_signature;     // all ranks must agree on it
 """
 )
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel.
-
-    Attributes:
-        name: Name of its file and of its entry point.
-        params: Members of its Params.
-        threads: Constant with the threads of a block.
-        folder: Folder of its file in cuda_src.
-        shared: Constant with the bytes of dynamic shared memory.
-        per_dtype: Whether it is compiled once for each element type of combine.
-        is_local: Whether it works on arrays of one rank without a Buffer (jit/local_kernels.py).
-        needs_fp8: Whether it needs a GPU that converts to FP8.
-        low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
-        over_nodes: Whether it serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node.
-        scale_up_only: Whether all ranks must reach each other directly.
-        overlaps: Whether it may start while its predecessor ends. Its source calls overlap_kernels() first.
-        max_stack_bytes: Its declared stack frame. CI fails if the frame is larger or registers spill.
-    """
-
-    name: str
-    params: str
-    threads: str
-    folder: str = ""
-    shared: str | None = None
-    per_dtype: bool = False
-    is_local: bool = False
-    needs_fp8: bool = False
-    low_latency: bool = False
-    over_nodes: bool = False
-    scale_up_only: bool = False
-    overlaps: bool = False
-    max_stack_bytes: int = 0
-
-    def fits(self, config: Config) -> bool:
-        """Return whether a Buffer of these sizes can launch the kernel."""
-        if self.over_nodes:
-            return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE
-        if not self.low_latency:
-            return not config.has_network and config.num_ranks <= MAX_RANKS_PER_NODE
-        return config.fits_low_latency and not (self.scale_up_only and config.has_network)
-
-    def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
-        """Return whether the kernel, compiled with these constants, contains NVSHMEM's device library."""
-        if not (self.low_latency or self.over_nodes):
-            return False
-        return constants["kRanksPerNode"] < constants["kNumRanks"] and not constants["kHasRelay"]
-
-    @property
-    def source(self) -> str:
-        """The file with the kernel's entry point, relative to the folder of the CUDA sources."""
-        return f"{self.folder}/{self.name}.cu" if self.folder else f"{self.name}.cu"
-
-    @property
-    def struct(self) -> CStruct:
-        return CStruct("Params", self.params)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -285,66 +227,6 @@ KERNELS: dict[str, Kernel] = {
             overlaps=True,
         ),
         Kernel(
-            "fp8_encode",
-            """
-    u64 x;                  // [num_groups, 128]
-    u64 out;                // [num_groups, 128] e4m3
-    u64 scales;             // [num_groups] float32
-    i64 num_groups;
-""",
-            folder="elementwise",
-            threads="kLocalThreads",
-            per_dtype=True,
-            is_local=True,
-            needs_fp8=True,
-        ),
-        Kernel(
-            "fp8_decode",
-            """
-    u64 x;                  // [num_rows, num_channels] e4m3
-    u64 scales;             // [num_rows, num_channels / 128] float32
-    u64 out;                // [num_rows, num_channels]
-    u64 num_kept;           // int32, or 0: all rows
-    i64 num_rows;
-    i32 num_channels;
-""",
-            folder="elementwise",
-            threads="kLocalThreads",
-            per_dtype=True,
-            is_local=True,
-            needs_fp8=True,
-        ),
-        Kernel(
-            "zero_padding",
-            """
-    u64 x;                  // [num_rows, row_bytes]
-    u64 out;                // the same, or the same memory
-    u64 num_kept;           // int32
-    i64 num_rows;
-    i64 row_bytes;
-""",
-            folder="elementwise",
-            threads="kLocalThreads",
-            is_local=True,
-        ),
-        Kernel(
-            "dispatch_layout",
-            """
-    u64 topk_idx;           // [num_tokens, num_topk] int32 or int64
-    u64 per_rank;           // [num_ranks] int32: added to
-    u64 per_expert;         // [num_experts] int32: added to
-    u64 is_in_rank;         // [num_tokens, num_ranks] u8: 1 if the rank holds an expert of the token
-    i32 idx_bytes;          // 4 or 8
-    i32 num_tokens;
-    i32 num_topk;
-    i32 num_experts;
-    i32 num_ranks;
-""",
-            folder="elementwise",
-            threads="kLocalThreads",
-            is_local=True,
-        ),
-        Kernel(
             "copy_bandwidth",
             _COMMON
             + """
@@ -357,5 +239,6 @@ KERNELS: dict[str, Kernel] = {
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",
         ),
+        *LOCAL_KERNELS,
     )
 }

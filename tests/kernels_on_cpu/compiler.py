@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepep_rt.kernels.table import Kernel
+from deepep_rt.kernels.kernel import Kernel
 
 from . import translate
 

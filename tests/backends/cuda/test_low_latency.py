@@ -15,7 +15,7 @@ from fake_gpu import CALLERS_STREAM, Array, FakeGpu, arguments, fake, like, make
 from deepep_rt import EPInputError, EPUnavailableError
 from deepep_rt.arrays import frameworks
 from deepep_rt.backends.calls import LowLatencyMemory
-from deepep_rt.backends.inputs import low_latency_dispatch_inputs
+from deepep_rt.backends.low_latency_inputs import low_latency_dispatch_inputs
 from deepep_rt.jit import loader
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.table import KERNELS

@@ -1,0 +1,91 @@
+"""Turn the arguments of low-latency calls into Views, and check them, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._checks import argument_error, flag
+from ..arrays.dtypes import FP8_GROUP
+from ..errors import EPInputError
+from ..results import LowLatencyHandle
+from .array_checks import as_view, check_start, check_tokens, check_writable
+from .calls import BufferInfo, LowLatencyCombineInputs, LowLatencyDispatchInputs
+
+
+def low_latency_dispatch_inputs(
+    info: BufferInfo,
+    stream: int | None,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    recv_stats: Any,
+    wait_stats: Any,
+) -> LowLatencyDispatchInputs:
+    """Check the arguments of `Buffer.low_latency_dispatch`. Its docstring names the rules."""
+    config = info.config
+    use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
+    round_scale = flag(round_scale, "round_scale") or use_ue8m0
+    rows = as_view(info, x, "x", stream)
+    if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
+        raise EPInputError(
+            f"x.dtype={rows.dtype}, x.shape={list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]. Convert x"
+        )
+    check_start(rows, "x")
+    check_tokens(info, rows)
+    num_tokens = rows.shape[0]
+    if use_fp8 and config.hidden % FP8_GROUP:
+        raise EPInputError(f"hidden={config.hidden}; expected a multiple of {FP8_GROUP} for FP8 scales. Pass use_fp8=False")
+    if use_ue8m0 and not use_fp8:
+        raise EPInputError("use_ue8m0=True; expected use_fp8=True with it, because it is a format of FP8 scales. Pass both")
+    idx = as_view(info, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
+    weights = recv = waits = None
+    if topk_weights is not None:
+        weights = as_view(info, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
+    if recv_stats is not None:
+        recv = as_view(info, recv_stats, "cumulative_local_expert_recv_stats", stream, (config.num_local_experts,), ("int32",))
+        check_writable(info, recv, recv_stats, "cumulative_local_expert_recv_stats")
+    if wait_stats is not None:
+        waits = as_view(info, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), ("int64",))
+        check_writable(info, waits, wait_stats, "wait_recv_cost_stats")
+    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits)
+
+
+def low_latency_combine_inputs(
+    info: BufferInfo,
+    stream: int | None,
+    y: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    handle: Any,
+    allow_multiple_reduction: bool,
+    out: Any,
+) -> LowLatencyCombineInputs:
+    """Check the arguments of `Buffer.low_latency_combine`. Its docstring names the rules."""
+    config = info.config
+    reduce_early = flag(allow_multiple_reduction, "allow_multiple_reduction")
+    check_low_latency_handle(info, handle)
+    rows = as_view(info, y, "y", stream, (config.num_local_experts, config.worst_recv_tokens, config.hidden), ("bfloat16",))
+    check_start(rows, "y")
+    idx = as_view(info, topk_idx, "topk_idx", stream, (handle.num_tokens, config.num_topk), ("int32", "int64"))
+    weights = as_view(info, topk_weights, "topk_weights", stream, (handle.num_tokens, config.num_topk), ("float32",))
+    into = None
+    if out is not None:
+        into = as_view(info, out, "out", stream, (handle.num_tokens, config.hidden), ("bfloat16",))
+        check_writable(info, into, out, "out")
+        check_start(into, "out")
+        if into.ptr < rows.ptr + rows.nbytes and rows.ptr < into.ptr + into.nbytes:
+            raise EPInputError(
+                "out overlaps y; expected separate memory, because y is read while out is written. Pass another array"
+            )
+    return LowLatencyCombineInputs(rows, idx, weights, handle, reduce_early, into)
+
+
+def check_low_latency_handle(info: BufferInfo, handle: Any) -> None:
+    """Raise EPInputError unless a low-latency dispatch of this Buffer returned it."""
+    if not isinstance(handle, LowLatencyHandle):
+        raise argument_error(handle, "handle", "the .handle of a LowLatencyDispatchResult", "Pass that.")
+    if handle.buffer_serial != info.serial:
+        raise EPInputError("handle is of another Buffer; expected one of this Buffer's low_latency_dispatch. Call that Buffer")

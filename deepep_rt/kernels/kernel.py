@@ -1,0 +1,67 @@
+"""What the library knows of a kernel: its file, its parameters, and the Buffers that can launch it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
+from .structs import CStruct
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel.
+
+    Attributes:
+        name: Name of its file and of its entry point.
+        params: Members of its Params.
+        threads: Constant with the threads of a block.
+        folder: Folder of its file in cuda_src.
+        shared: Constant with the bytes of dynamic shared memory.
+        per_dtype: Whether it is compiled once for each element type of combine.
+        is_local: Whether it works on arrays of one rank without a Buffer (jit/local_kernels.py).
+        needs_fp8: Whether it needs a GPU that converts to FP8.
+        low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
+        over_nodes: Whether it serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node.
+        scale_up_only: Whether all ranks must reach each other directly.
+        overlaps: Whether it may start while its predecessor ends. Its source calls overlap_kernels() first.
+        max_stack_bytes: Its declared stack frame. CI fails if the frame is larger or registers spill.
+    """
+
+    name: str
+    params: str
+    threads: str
+    folder: str = ""
+    shared: str | None = None
+    per_dtype: bool = False
+    is_local: bool = False
+    needs_fp8: bool = False
+    low_latency: bool = False
+    over_nodes: bool = False
+    scale_up_only: bool = False
+    overlaps: bool = False
+    max_stack_bytes: int = 0
+
+    def fits(self, config: Config) -> bool:
+        """Return whether a Buffer of these sizes can launch the kernel."""
+        if self.over_nodes:
+            return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE
+        if not self.low_latency:
+            return not config.has_network and config.num_ranks <= MAX_RANKS_PER_NODE
+        return config.fits_low_latency and not (self.scale_up_only and config.has_network)
+
+    def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
+        """Return whether the kernel, compiled with these constants, contains NVSHMEM's device library."""
+        if not (self.low_latency or self.over_nodes):
+            return False
+        return constants["kRanksPerNode"] < constants["kNumRanks"] and not constants["kHasRelay"]
+
+    @property
+    def source(self) -> str:
+        """The file with the kernel's entry point, relative to the folder of the CUDA sources."""
+        return f"{self.folder}/{self.name}.cu" if self.folder else f"{self.name}.cu"
+
+    @property
+    def struct(self) -> CStruct:
+        return CStruct("Params", self.params)
