@@ -44,6 +44,9 @@ class ThroughputCalls(BufferBase):
         handle: DispatchHandle | None = None,
         num_worst_tokens: int | None = None,
         expert_alignment: int = 1,
+        layout: str | None = None,
+        zero_padding: bool = False,
+        scales_layout: str = "row",
         async_finish: bool = False,
         previous_event: Any = None,
         stream: Any = None,
@@ -58,10 +61,16 @@ class ThroughputCalls(BufferBase):
             topk_weights: `[num_tokens, num_topk]` float32, or None. Needs `topk_idx`.
             x_scales: `[num_tokens, n]`, at most one 4-byte word for 128 channels: `hidden // 128` float32, or packed UE8M0.
             handle: Repeat the routing of an earlier dispatch. The call counts nothing, and the host does not wait.
-            num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens`. The host does not wait
-                and nothing is allocated, so a CUDA graph can capture the call (keep the result as long as the graph). Rows
-                past it are dropped and count in `num_recv_tokens`; the log says so once.
+            num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens` (times `num_topk`, and padding, with
+                `layout="expert"`). The host does not wait and no memory of the driver's is taken, so a CUDA graph can capture the call
+                (keep the result as long as the graph). Rows past it are dropped and count in `num_recv_tokens`; the log says so once.
             expert_alignment: Round the count of each expert up to a multiple of this. Not with `handle`, which keeps its counts.
+            layout: "token": a row for each token, in the order (source rank, source token). "expert": a row for each (token, choice) of
+                this rank, expert by expert, as grouped matrix products take them. Each expert's rows begin at a multiple of
+                `expert_alignment`. A token crosses a link once in both. Default: that of the handle, or "token".
+            zero_padding: With `layout="expert"`, fill padding rows of `recv_x` and `recv_x_scales` with zeros.
+            scales_layout: With `layout="expert"`, "row": a row of scales for each row. "column": the transpose, whose columns lie
+                contiguously as GEMMs that load them with TMA want. Scales have 4 bytes then.
             async_finish: Run on the buffer's own stream. `result.event` marks the end of the call.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
             stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. An external stream
@@ -69,7 +78,7 @@ class ThroughputCalls(BufferBase):
                 crash otherwise. The first call on a second stream waits for all work of the first one.
 
         Returns:
-            What arrived at this rank, ordered by source rank and source token.
+            What arrived at this rank, ordered by source rank and source token, or expert by expert.
 
         Raises:
             EPInputError: If an argument is wrong. Nothing was launched.
@@ -81,12 +90,26 @@ class ThroughputCalls(BufferBase):
         Example:
             >>> sent = buffer.dispatch(x, topk_idx, topk_weights)
             >>> sent.recv_x.shape, sent.num_recv_tokens_per_expert_list
+            >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128)
+            >>> y = torch._grouped_mm(sent.recv_x, experts, offs=sent.expert_offsets[1:])
+            >>> out = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
         """
         backend = self._live()
         with self._call_lock:
             call = self._begin(x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
-                self._info, call.stream, x, topk_idx, topk_weights, x_scales, handle, num_worst_tokens, expert_alignment
+                self._info,
+                call.stream,
+                x,
+                topk_idx,
+                topk_weights,
+                x_scales,
+                handle,
+                num_worst_tokens,
+                expert_alignment,
+                layout,
+                zero_padding,
+                scales_layout,
             )
             return backend.dispatch(inputs, call)
 
@@ -96,6 +119,7 @@ class ThroughputCalls(BufferBase):
         handle: DispatchHandle,
         *,
         topk_weights: Any = None,
+        weighted: bool = False,
         bias: Any = None,
         async_finish: bool = False,
         previous_event: Any = None,
@@ -106,12 +130,18 @@ class ThroughputCalls(BufferBase):
         With several nodes, the rows of each node are added up first. The sum of a node other than the token's is rounded to the rows'
         type, because it crosses the network as a row. Then the sums are added up in node order. `topk_weights` are never rounded.
 
+        With a handle of `layout="expert"`, this rank first adds up its rows of each token in the order of the token's choices, in float32,
+        and rounds the sum to the rows' type. That sum is the token's row.
+
         The host never waits, so a CUDA graph can capture the call (keep the result as long as the graph).
 
         Args:
             x: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`; in any memory.
             handle: The handle of the dispatch that brought the tokens.
-            topk_weights: `[rows of recv_x, num_topk]` float32 to add up over the ranks too (for a backward pass), or None.
+            topk_weights: `[rows of recv_x, num_topk]` float32 to add up over the ranks too (for a backward pass), or None. With a handle of
+                `layout="expert"`, `[rows of recv_x]`: they return to their tokens and choices.
+            weighted: With a handle of `layout="expert"`, multiply each row by its `topk_weights` in float32 before it is added. The
+                weights do not return then.
             bias: None, one array or two of them, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
             async_finish: As in `dispatch`.
             previous_event: As in `dispatch`.
@@ -131,7 +161,7 @@ class ThroughputCalls(BufferBase):
         backend = self._live()
         with self._call_lock:
             call = self._begin(x, async_finish, previous_event, stream)
-            inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias)
+            inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted)
             return backend.combine(inputs, call)
 
     def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int = 2048, iterations: int = 5) -> float:

@@ -96,7 +96,7 @@ class DispatchHandle(_Handle):
     num_tokens: int
     """Tokens that this rank dispatched."""
     num_recv_rows: int
-    """Rows of `recv_x`, and of the `x` that combine expects: exact, or `num_worst_tokens`."""
+    """Rows of `recv_x`, and of the `x` that combine expects: exact, or `num_worst_tokens`. With `layout="expert"`, with padding."""
     num_recv_tokens_per_expert_list: list[int] | None
     """Received tokens of each local expert, aligned up. None if the host did not receive the counts."""
 
@@ -104,6 +104,9 @@ class DispatchHandle(_Handle):
     buffer_serial: int = field(repr=False)  # the number of the Buffer in this process
     routing: Any = field(repr=False)  # tables of the backend
     views: dict[str, View] = field(repr=False)  # arrays that belong to the routing (host backend)
+
+    layout: str = field(default="token", kw_only=True)
+    """The order of the rows: "token" or "expert"."""
 
 
 Views = dict[str, View | None]
@@ -131,6 +134,10 @@ class DispatchResult(_Arrays):
 
     With `num_worst_tokens`, arrays have that many rows. Rows past `num_recv_tokens` are padding: `recv_topk_idx` is -1,
     `recv_topk_weights` is 0, and the rest is undefined.
+
+    With `layout="expert"` there is a row for each (token, choice), expert by expert. `expert_offsets` has the first row of each expert.
+    Rows of an expert have the order (source rank, source token, choice). The padding after them is undefined, but for weights of 0,
+    and -1 in `recv_src_idx` and `recv_expert_idx`.
     """
 
     handle: DispatchHandle
@@ -144,27 +151,50 @@ class DispatchResult(_Arrays):
 
     @cached_property
     def recv_x_scales(self) -> Any:
-        """Scales of the rows, `[num_recv, ...]` as `x_scales`; None without them."""
+        """Scales of the rows, `[num_recv, ...]` as `x_scales`; None without them. With `scales_layout="column"`, the transpose:
+        `[scales of a row, num_recv rounded up to 4]`, undefined past `num_recv`.
+        """
         return self._array("scales")
 
     @cached_property
     def recv_topk_idx(self) -> Any:
-        """Local expert numbers, `[num_recv, num_topk]`, dtype of `topk_idx`; -1 where the expert lives on another rank."""
+        """Local expert numbers, `[num_recv, num_topk]`, dtype of `topk_idx`; -1 where the expert lives on another rank. None with
+        `layout="expert"`.
+        """
         return self._array("topk_idx")
 
     @cached_property
     def recv_topk_weights(self) -> Any:
-        """Weights, `[num_recv, num_topk]` float32; 0 where the expert lives on another rank. None without `topk_weights`."""
+        """Weights, `[num_recv, num_topk]` float32; 0 where the expert lives on another rank. None without `topk_weights`. With
+        `layout="expert"`, the weight of each row, `[num_recv]`.
+        """
         return self._array("topk_weights")
 
     @cached_property
     def recv_src_idx(self) -> Any:
-        """The origin of each row, `[num_recv, 2]` int32: source rank, source token."""
+        """The origin of each row, `[num_recv, 2]` int32: source rank, source token. With `layout="expert"`, `[num_recv, 3]`: source rank,
+        source token, choice.
+        """
         return self._array("src_idx")
 
     @cached_property
+    def expert_offsets(self) -> Any:
+        """The first row of each local expert, and the end of the last one, `[num_local_experts + 1]` int32, on the device. Only with
+        `layout="expert"`.
+
+        Offsets are multiples of `expert_alignment`, and at most the rows of `recv_x`. `expert_offsets[1:]` is what grouped matrix products
+        take as ends; differences are group sizes.
+        """
+        return self._array("expert_offsets")
+
+    @cached_property
+    def recv_expert_idx(self) -> Any:
+        """The local expert of each row, `[num_recv]` int32; -1 in padding. Only with `layout="expert"`."""
+        return self._array("expert_idx")
+
+    @cached_property
     def num_recv_tokens(self) -> Any:
-        """Rows that arrived, `[1]` int32, on the device."""
+        """Rows that arrived, `[1]` int32, on the device. With `layout="expert"`, with the padding of `expert_alignment`."""
         return self._array("num_recv")
 
     @cached_property

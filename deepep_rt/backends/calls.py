@@ -45,6 +45,9 @@ class DispatchInputs:
     handle: DispatchHandle | None
     num_worst_tokens: int | None
     expert_alignment: int
+    layout: str = "token"  # the order of the rows: "token" or "expert"
+    zero_padding: bool = False  # the other two only for "expert"
+    scales_by_column: bool = False
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class CombineInputs:
     handle: DispatchHandle
     topk_weights: View | None
     biases: tuple[View, ...]
+    weighted: bool = False  # multiply rows by topk_weights, instead of sending them back
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .._checks import argument_error, whole_number
+from .._checks import argument_error, choice, flag, whole_number
 from ..arrays.view import HOST, View
-from ..config import COMBINE_DTYPES
+from ..config import COMBINE_DTYPES, Config
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .array_checks import as_view, check_row, check_tokens, misaligned
@@ -15,6 +15,8 @@ from .calls import BufferInfo, CombineInputs, DispatchInputs
 
 MOST_ALIGNMENT = 1 << 20
 """The largest `expert_alignment`."""
+
+_MOST_ROWS = (1 << 31) - 1  # kernels count rows in 32 bits
 
 
 def dispatch_inputs(
@@ -27,6 +29,9 @@ def dispatch_inputs(
     handle: DispatchHandle | None,
     num_worst_tokens: int | None,
     expert_alignment: int,
+    layout: str | None = None,
+    zero_padding: bool = False,
+    scales_layout: str = "row",
 ) -> DispatchInputs:
     """Check the arguments of `Buffer.dispatch`. Its docstring names the rules."""
     config = info.config
@@ -42,11 +47,10 @@ def dispatch_inputs(
         raise EPInputError(
             "topk_idx=None; expected expert numbers, or a handle. Pass topk_idx, or the handle of an earlier dispatch"
         )
-    if num_worst_tokens is not None:
-        largest = "num_max_recv_tokens of the Buffer" if config.has_network else "num_ranks * num_max_tokens_per_rank"
-        remedy = f"The largest is {largest}; None leaves the number to what arrives."
-        num_worst_tokens = whole_number(num_worst_tokens, "num_worst_tokens", 0, config.num_max_recv_tokens, remedy=remedy)
     expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
+    layout = _check_layout(info, layout, handle)
+    if num_worst_tokens is not None:
+        num_worst_tokens = _check_worst(config, num_worst_tokens, layout, expert_alignment)
     if handle is not None:
         _check_known_routing(info, rows, handle, num_worst_tokens)
     idx = weights = None
@@ -59,15 +63,46 @@ def dispatch_inputs(
             )
         weights = as_view(info, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
     scales = None if x_scales is None else _scales_view(info, x_scales, stream, num_tokens)
+    zero_padding = flag(zero_padding, "zero_padding")
+    by_column = choice(scales_layout, "scales_layout", ("row", "column")) == "column"
+    if layout == "token" and (zero_padding or by_column):
+        name = "zero_padding=True" if zero_padding else "scales_layout='column'"
+        raise EPInputError(f"{name}; expected layout='expert' with it. Pass both")
+    if by_column and scales is not None and scales.itemsize != 4:
+        raise EPInputError(
+            f"x_scales.dtype={scales.dtype}; expected a type of 4 bytes with scales_layout='column', because its columns are 4-byte words. "
+            f"Pass float32, or int32 of four packed UE8M0"
+        )
     if handle is not None and expert_alignment != 1:
         raise EPInputError(
             f"expert_alignment={expert_alignment}; expected 1 with a handle, which has counts already. Pass it to the first dispatch"
         )
-    return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment)
+    return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment, layout, zero_padding, by_column)
+
+
+def _check_layout(info: BufferInfo, layout: str | None, handle: DispatchHandle | None) -> str:
+    """Return the layout of the call's result: the caller's, or that of the handle."""
+    if layout is not None:
+        layout = choice(layout, "layout", ("token", "expert"))
+    if handle is None:
+        return layout or "token"
+    _check_handle(info, handle)
+    if layout not in (None, handle.layout):
+        raise EPInputError(f"layout={layout!r}; expected {handle.layout!r}, the layout of the handle. Leave it out with a handle")
+    return handle.layout
+
+
+def _check_worst(config: Config, num_worst_tokens: int, layout: str, expert_alignment: int) -> int:
+    most = config.num_max_recv_tokens
+    largest = "num_max_recv_tokens of the Buffer" if config.has_network else "num_ranks * num_max_tokens_per_rank"
+    if layout == "expert":  # a row for each choice, and padding
+        most = min(most * config.num_topk + config.num_local_experts * (expert_alignment - 1), _MOST_ROWS)
+        largest = f"num_topk times {largest}, and the padding of each expert"
+    remedy = f"The largest is {largest}; None leaves the number to what arrives."
+    return whole_number(num_worst_tokens, "num_worst_tokens", 0, most, remedy=remedy)
 
 
 def _check_known_routing(info: BufferInfo, rows: View, handle: DispatchHandle, num_worst_tokens: int | None) -> None:
-    _check_handle(info, handle)
     if rows.shape[0] != handle.num_tokens:
         raise EPInputError(
             f"x.shape={list(rows.shape)}; expected {handle.num_tokens} tokens, as the handle has. Pass as many, or leave out the handle"
@@ -95,7 +130,7 @@ def _scales_view(info: BufferInfo, x_scales: Any, stream: int | None, num_tokens
 
 
 def combine_inputs(
-    info: BufferInfo, stream: int | None, x: Any, handle: DispatchHandle, topk_weights: Any, bias: Any
+    info: BufferInfo, stream: int | None, x: Any, handle: DispatchHandle, topk_weights: Any, bias: Any, weighted: bool = False
 ) -> CombineInputs:
     """Check the arguments of `Buffer.combine`. Its docstring names the rules."""
     config = info.config
@@ -104,7 +139,16 @@ def combine_inputs(
     check_row(info, rows, "x")
     weights = None
     if topk_weights is not None:
-        weights = as_view(info, topk_weights, "topk_weights", stream, (handle.num_recv_rows, config.num_topk), ("float32",))
+        shape = (handle.num_recv_rows,) if handle.layout == "expert" else (handle.num_recv_rows, config.num_topk)
+        weights = as_view(info, topk_weights, "topk_weights", stream, shape, ("float32",))
+    if flag(weighted, "weighted"):
+        if handle.layout == "token":
+            raise EPInputError(
+                "weighted=True with a handle of layout='token'; expected a handle of layout='expert', whose rows have one weight each. "
+                "Multiply the rows, or dispatch with layout='expert'"
+            )
+        if weights is None:
+            raise EPInputError("topk_weights=None; expected a weight for each row with weighted=True. Pass the recv_topk_weights")
     given: Sequence[Any] = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise EPInputError(f"len(bias)={len(given)}; expected at most 2 arrays. Add them up first")
@@ -112,7 +156,7 @@ def combine_inputs(
     biases = tuple(as_view(info, array, f"bias[{i}]", stream, shape, dtypes) for i, array in enumerate(given))
     for i, view in enumerate(biases):
         check_row(info, view, f"bias[{i}]")
-    return CombineInputs(rows, handle, weights, biases)
+    return CombineInputs(rows, handle, weights, biases, bool(weighted))
 
 
 def _check_handle(info: BufferInfo, handle: Any) -> None:

@@ -14,6 +14,8 @@ CALL_KINDS = (
     "low_latency_dispatch",
     "low_latency_combine",
     "low_latency_combine with allow_multiple_reduction=False",
+    "dispatch with layout='expert'",
+    "combine with weighted=True",
 )
 
 _DTYPES = (None, *DTYPES)  # None: the caller did not pass the array
@@ -28,6 +30,16 @@ _FIELDS: tuple[tuple[str, Sequence[str | None] | None], ...] = (  # name, and th
 )
 NUM_FIELDS = len(_FIELDS)
 _BITS = (4, 5, 5, 5, 5, 20)  # of the fields in a packed signature; low-latency kernels have room for its lower 32 bits
+
+
+def dispatch_kind(layout: str) -> str:
+    """Return the kind of a throughput dispatch with this layout."""
+    return "dispatch" if layout == "token" else "dispatch with layout='expert'"
+
+
+def combine_kind(weighted: bool) -> str:
+    """Return the kind of a throughput combine."""
+    return "combine with weighted=True" if weighted else "combine"
 
 
 @functools.lru_cache

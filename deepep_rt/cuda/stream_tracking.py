@@ -10,6 +10,8 @@ ordered after the work that these streams held when the allocation died:
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..arrays.view import Framework
 from ..errors import EPUnavailableError
 from . import driver
@@ -28,7 +30,7 @@ _SINGLE_STREAM_RUN = 64  # after so many allocations of one stream alone, the tr
 class Allocation:
     """Memory that was handed out, and the streams that use it. Code that makes arrays of it records further streams."""
 
-    __slots__ = ("_framework", "_streams")
+    __slots__ = ("_framework", "_held", "_streams")
 
     def __init__(self, stream: int, reader: int | None) -> None:
         self._streams: Streams = (stream,) if reader is None or reader == stream else (stream, reader)
@@ -38,6 +40,10 @@ class Allocation:
         """Add a stream that uses the allocation."""
         if stream not in self._streams:
             self._streams += (stream,)
+
+    def hold(self, other: Any) -> None:
+        """Keep another allocation as long as this one."""
+        self._held = other
 
     def add_framework(self, framework: Framework, device: int) -> None:
         """Add an array library that makes an array of the allocation: its current stream uses it now, and when the array is dropped."""

@@ -49,6 +49,74 @@ LOCAL_KERNELS = (
         is_local=True,
     ),
     Kernel(
+        "expert_positions",
+        """
+    u64 topk_idx;           // [capacity, num_topk] int32 or int64: local experts of the rows by token; -1: none
+    u64 num_recv;           // int32: rows by token that arrived
+    u64 num_per_expert;     // [num_experts] int32: choices of each expert, aligned up
+    u64 positions;          // out: [capacity, num_topk] int32, the row of each choice; -1: none
+    u64 offsets;            // out: [num_experts + 1] int32, the first row of each expert, and the end
+    u64 ends;               // out: [num_experts] int32, the end of an expert's rows without padding; -1: they did not arrive
+    u64 totals;             // out: [2] int32, rows with their padding, dropped ones too; rows by token
+    i32 idx_bytes;          // 4 or 8
+    i32 num_topk;
+    i32 num_experts;        // of this rank
+    i32 alignment;
+    i32 capacity;           // rows by token that fit
+    i32 num_rows;           // rows that fit
+""",
+        folder="experts",
+        threads="kPositionThreads",
+        is_local=True,
+    ),
+    Kernel(
+        "expand_rows",
+        """
+    u64 x;                  // rows by token, [., row_bytes]
+    u64 scales;             // [., scale_words] words of 4 bytes, or 0
+    u64 topk_weights;       // [., num_topk] float32, or 0
+    u64 src_idx;            // [., 2] int32
+    u64 positions;          // these four of expert_positions
+    u64 offsets;
+    u64 ends;
+    u64 totals;
+    u64 out_x;              // [num_rows, row_bytes]
+    u64 out_scales;         // [num_rows, scale_words], or [scale_words, scale_stride]
+    u64 out_weights;        // [num_rows] float32
+    u64 out_src_idx;        // [num_rows, 3] int32: source rank, source token, choice; -1 in padding
+    u64 out_experts;        // [num_rows] int32; -1 in padding
+    u64 out_offsets;        // [num_experts + 1] int32
+    u64 out_num_recv;       // [1] int32
+    i64 row_bytes;
+    i32 scale_words;        // of a row
+    i32 scale_stride;       // from one column of scales to the next; 0: scales lie by row
+    i32 num_topk;
+    i32 num_experts;
+    i32 num_rows;
+    i32 zero_padding;
+""",
+        folder="experts",
+        threads="kLocalThreads",
+        is_local=True,
+    ),
+    Kernel(
+        "sum_expert_rows",
+        """
+    u64 x;                  // [., row_bytes] rows expert by expert
+    u64 weights;            // a float32 for each of these rows, or 0
+    u64 positions;          // [., num_topk] int32, of expert_positions
+    u64 totals;             // of expert_positions
+    u64 out;                // rows by token, [., row_bytes]
+    u64 out_weights;        // [., num_topk] float32, or 0: rows are multiplied by their weights
+    i64 row_bytes;
+    i32 num_topk;
+""",
+        folder="experts",
+        threads="kLocalThreads",
+        per_dtype=True,
+        is_local=True,
+    ),
+    Kernel(
         "dispatch_layout",
         """
     u64 topk_idx;           // [num_tokens, num_topk] int32 or int64

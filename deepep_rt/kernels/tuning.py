@@ -81,6 +81,7 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
         "kHasFp8": int(has_fp8(arch)),
         "kFp8Group": FP8_GROUP,
         "kLocalThreads": 256,
+        "kPositionThreads": 1024,
         "kCountedExperts": 2048,
         **elements,
         **({} if dtype is None else {"kElement": COMBINE_DTYPES.index(dtype)}),

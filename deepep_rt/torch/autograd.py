@@ -72,6 +72,9 @@ class Dispatched(NamedTuple):
     """The rows that arrived at this rank, in the order (source rank, source token).
 
     With `num_worst_tokens`, rows past `num_recv_tokens` are padding: `recv_x` is 0, `recv_topk_idx` is -1, `recv_topk_weights` is 0.
+
+    With `layout="expert"` there is a row for each (token, choice), expert by expert. `recv_topk_idx` is None, `recv_topk_weights` is
+    `[num_recv]`, and both rows and weights of padding are 0.
     """
 
     recv_x: Any
@@ -86,6 +89,8 @@ class Dispatched(NamedTuple):
     """Received tokens of each local expert, `[num_local_experts]` int32, on the device."""
     handle: Handle
     """The handle for `combine`."""
+    expert_offsets: Any = None
+    """With `layout="expert"`, the first row of each local expert and the end, `[num_local_experts + 1]` int32, on the device."""
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int] | None:
@@ -103,6 +108,7 @@ def dispatch(
     handle: DispatchHandle | None = None,
     num_worst_tokens: int | None = None,
     expert_alignment: int = 1,
+    layout: str | None = None,
     fp8: bool = False,
 ) -> Dispatched:
     """Call `Buffer.dispatch` with tensors, on the current stream. Differentiable in `x` and `topk_weights`.
@@ -118,6 +124,7 @@ def dispatch(
         handle: As in `Buffer.dispatch`.
         num_worst_tokens: As in `Buffer.dispatch`. Padding is zero here, so matrix products may include it.
         expert_alignment: As in `Buffer.dispatch`.
+        layout: As in `Buffer.dispatch`.
         fp8: Send rows as float8_e4m3fn with a float32 scale for each 128 channels. They arrive in the dtype of `x`. The error is up to
             1/16 of a number, or 1/450000 of the largest one of its 128. Gradients ignore the rounding, and travel in the dtype of `x`.
 
@@ -134,6 +141,9 @@ def dispatch(
         >>> sent = dispatch(buffer, x, topk_idx, topk_weights)
         >>> y = experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights)
         >>> combine(buffer, y, sent.handle).sum().backward()
+        >>> sent = dispatch(buffer, x, topk_idx, topk_weights, layout="expert", expert_alignment=16)
+        >>> y = torch.nn.functional.grouped_mm(sent.recv_x, experts, offs=sent.expert_offsets[1:])
+        >>> out = combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights)
     """
     _check_buffer(buffer)
     for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
@@ -142,8 +152,8 @@ def dispatch(
     if (fp8 or x.requires_grad) and x.dtype not in FLOATS:
         reason = "fp8=True" if fp8 else "a gradient"
         raise EPInputError(f"x.dtype={x.dtype}; expected {' or '.join(COMBINE_DTYPES)} for {reason}. Convert x, or detach() it.")
-    options = (_without_link(handle), num_worst_tokens, expert_alignment, fp8)
-    recv_x, recv_idx, recv_weights, num_recv, per_expert, without_link, tensor = _Dispatch.apply(
+    options = (_without_link(handle), num_worst_tokens, expert_alignment, layout, fp8)
+    recv_x, recv_idx, recv_weights, num_recv, per_expert, offsets, without_link, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
     )
     link = _Link(tensor)
@@ -151,12 +161,14 @@ def dispatch(
         tensor.grad_fn.link = weakref.ref(link)
     fields = {f.name: getattr(without_link, f.name) for f in dataclasses.fields(DispatchHandle)}
     linked = Handle(**fields, without_link=without_link, link=link)
-    return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, linked)
+    return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, linked, offsets)
 
 
 @torch.compiler.disable
-def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None, fp8_grad: bool = False) -> Any:
-    """Call `Buffer.combine` with tensors, on the current stream. Differentiable in `x` and `bias`.
+def combine(
+    buffer: Buffer, x: Any, handle: DispatchHandle, *, topk_weights: Any = None, bias: Any = None, fp8_grad: bool = False
+) -> Any:
+    """Call `Buffer.combine` with tensors, on the current stream. Differentiable in `x`, `topk_weights` and `bias`.
 
     The backward pass sends the gradient of a token to each rank with rows of that token. There are no second derivatives. `torch.compile`
     leaves the call out of its graphs.
@@ -166,6 +178,8 @@ def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None,
         x: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`.
         handle: The handle of the dispatch that brought the tokens. If it comes from the `dispatch` of this module, this backward pass
             also runs that of the dispatch, on all ranks, even if their experts did not use the rows.
+        topk_weights: None, or with a handle of `layout="expert"` the weight of each row, `[rows of recv_x]` float32: rows are multiplied
+            by them in float32. It must require a gradient on all ranks or on none.
         bias: None, one tensor or two tensors, `[num_tokens, hidden]`, dtype of `x`. They are added to the sum.
         fp8_grad: Send the rows of the gradient as float8_e4m3fn with scales, as `fp8` in `dispatch` does.
 
@@ -184,8 +198,9 @@ def combine(buffer: Buffer, x: Any, handle: DispatchHandle, *, bias: Any = None,
     _check_tensor(x, "x", required=True)
     fp8_grad = _check_fp8(buffer, fp8_grad, "fp8_grad")
     link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
+    _check_tensor(topk_weights, "topk_weights", required=False)
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
-    return _Combine.apply(x, link, buffer, _without_link(handle), fp8_grad, *biases)
+    return _Combine.apply(x, link, topk_weights, buffer, _without_link(handle), fp8_grad, *biases)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -201,25 +216,29 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         handle: DispatchHandle | None,
         num_worst_tokens: int | None,
         expert_alignment: int,
+        layout: str | None,
         fp8: bool,
     ) -> tuple:
         rows, scales = to_fp8(x) if fp8 else (x, None)
-        options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment)
+        options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment, layout=layout)
+        options["zero_padding"] = (layout or (handle and handle.layout)) == "expert"
         sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
         recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
         recv_x = _rows(sent, x.dtype)
         if fp8:  # `recv_x` is a copy; with copies of these too, the Buffer's memory is free again
             recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
+        offsets = sent.expert_offsets
         ctx.buffer, ctx.handle, ctx.link = buffer, sent.handle, lambda: None
         ctx.set_materialize_grads(False)
         # All ranks save a tensor, even an empty one, so that torch.utils.checkpoint repeats the forward pass on all ranks.
-        ctx.save_for_backward(recv_idx < 0 if ctx.needs_input_grad[1] else x.new_empty(0))
+        # Weights of padding rows do not return, so only rows by token need to know which weights are not theirs.
+        ctx.save_for_backward(recv_idx < 0 if ctx.needs_input_grad[1] and offsets is None else x.new_empty(0))
         ctx.like = dict(dtype=x.dtype, device=x.device)
         ctx.mark_non_differentiable(
-            *(t for t in (recv_idx, sent.num_recv_tokens, sent.num_recv_tokens_per_expert) if t is not None)
+            *(t for t in (recv_idx, sent.num_recv_tokens, sent.num_recv_tokens_per_expert, offsets) if t is not None)
         )
         counts = (sent.num_recv_tokens, sent.num_recv_tokens_per_expert)
-        return recv_x, recv_idx, recv_weights, *counts, sent.handle, x.new_empty(0, dtype=torch.float32)
+        return recv_x, recv_idx, recv_weights, *counts, offsets, sent.handle, x.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
@@ -234,32 +253,50 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         if not ctx.needs_input_grad[1]:
             grad_weights = None
         elif grad_weights is None:
-            grad_weights = torch.zeros(elsewhere.shape, dtype=torch.float32, device=elsewhere.device)
+            shape = elsewhere.shape if handle.layout == "token" else handle.num_recv_rows
+            grad_weights = torch.zeros(shape, dtype=torch.float32, device=elsewhere.device)
+        elif handle.layout == "expert":
+            grad_weights = aligned(grad_weights)
         else:
             grad_weights = aligned(
                 grad_weights.masked_fill(elsewhere, 0)
             )  # zeros of other ranks' experts do not depend on the weights
         back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights)
-        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 6
+        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 7
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
-    """Adds up rows and biases. Backward, a dispatch."""
+    """Adds up rows, weighted or not, and biases. Backward, a dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, link: Any, buffer: Buffer, handle: DispatchHandle, fp8_grad: bool, *biases: Any) -> Any:
+    def forward(
+        ctx: Any, x: Any, link: Any, topk_weights: Any, buffer: Buffer, handle: DispatchHandle, fp8_grad: bool, *biases: Any
+    ) -> Any:
         ctx.buffer, ctx.handle, ctx.fp8_grad = buffer, handle, fp8_grad
-        return buffer.combine(x, handle, bias=biases or None).x
+        weighted = topk_weights is not None
+        if weighted:
+            ctx.save_for_backward(topk_weights, x if ctx.needs_input_grad[2] else None)
+        return buffer.combine(x, handle, topk_weights=topk_weights, weighted=weighted, bias=biases or None).x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple:
-        grad_x = None
-        if any(ctx.needs_input_grad[:2]):  # through the link: this rank also sends gradients for the rows of other ranks
+        grad_x = grad_weights = None
+        saved = ctx.saved_tensors  # once: each read of a checkpointed tensor would make its calls again
+        if any(ctx.needs_input_grad[:3]):  # through the link: this rank also sends gradients for the rows of other ranks
             rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
-            grad_x = _rows(ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle), grad.dtype)
-        num_biases = len(ctx.needs_input_grad) - 5
-        return grad_x, None, None, None, None, *[grad] * num_biases
+            by_expert = ctx.handle.layout == "expert"
+            sent = ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle, zero_padding=by_expert)
+            grad_x = _rows(sent, grad.dtype)
+            if saved:
+                weights, x = saved
+                exact = grad_x.float()
+                if x is not None:
+                    dots = (exact * x.float()).sum(1)
+                    grad_weights = dots.masked_fill(sent.recv_expert_idx < 0, 0)  # the experts' rows of padding may be NaN
+                grad_x = (exact * weights[:, None]).to(grad.dtype)
+        num_biases = len(ctx.needs_input_grad) - 6
+        return grad_x, None, grad_weights, None, None, None, *[grad] * num_biases
 
 
 def _without_link(handle: Any) -> Any:
@@ -268,7 +305,8 @@ def _without_link(handle: Any) -> Any:
 
 def _rows(sent: DispatchResult, dtype: Any) -> Any:
     """Return the rows of a dispatch in this dtype. Padding is zero, and the host does not learn its size."""
-    num_kept = sent.num_recv_tokens if sent.num_recv_tokens_per_expert_list is None else None
+    is_padded = sent.num_recv_tokens_per_expert_list is None and sent.handle.layout == "token"
+    num_kept = sent.num_recv_tokens if is_padded else None
     if sent.recv_x_scales is not None:
         return from_fp8(sent.recv_x, sent.recv_x_scales, dtype, num_kept)
     return sent.recv_x if num_kept is None else zero_padding(sent.recv_x, num_kept)

@@ -38,6 +38,7 @@ def _checks():
         import combine
         import consensus
         import dispatch
+        import expert_rows
         import lost_ranks
         import low_latency
         import low_latency_errors
@@ -52,7 +53,7 @@ def _checks():
     on_nodes = transports.nodes()
     settings_of = {
         **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls), on_nodes[:1]),
-        **dict.fromkeys((dispatch, combine, rounds), on_nodes),
+        **dict.fromkeys((dispatch, combine, rounds, expert_rows), on_nodes),
         nodes: on_nodes[1:],  # its checks declare nodes, and this declares the path
         **dict.fromkeys(for_low_latency, transports.transports()),
     }

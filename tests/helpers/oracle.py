@@ -204,6 +204,151 @@ def expected_sums(
     return x.astype(dtype), None if all_weights is None else weights
 
 
+@dataclass
+class ExpertRows:
+    """The expected result of dispatch with `layout="expert"` on one rank.
+
+    Attributes:
+        x, scales: Rows and scales; padding is zero here.
+        weights: `[rows]`, 0 in padding.
+        src_idx: `[rows, 3]` int32: source rank, source token, choice; -1 in padding.
+        experts: `[rows]` int32, -1 in padding.
+        offsets: `[num_local_experts + 1]`, at most the number of rows.
+        num_recv: Rows with their padding, dropped ones included.
+        num_recv_per_expert: Of each expert, aligned up.
+    """
+
+    x: np.ndarray
+    scales: np.ndarray | None
+    weights: np.ndarray | None
+    src_idx: np.ndarray
+    experts: np.ndarray
+    offsets: list[int]
+    num_recv: int
+    num_recv_per_expert: list[int]
+
+
+def expected_expert_rows(
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    num_experts: int,
+    *,
+    num_worst_tokens: int | None = None,
+    expert_alignment: int = 1,
+) -> ExpertRows:
+    """Work out what rank `rank` receives with `layout="expert"`. The arguments are those of `expected_dispatch`."""
+    mine = all_inputs[rank]
+    first, last = _experts_of(rank, len(all_inputs), num_experts)
+    rows: list[tuple[int, int, int, int] | None] = []
+    offsets, counts = [0], []
+    for expert in range(first, last):
+        begin = len(rows)
+        for source, inputs in enumerate(all_inputs):
+            for token, chosen in enumerate(inputs.topk_idx):
+                rows += [(expert - first, source, token, k) for k, e in enumerate(chosen) if e == expert]
+        while len(rows) % expert_alignment:
+            rows.append(None)
+        counts.append(len(rows) - begin)
+        offsets.append(len(rows))
+    num_recv = len(rows)
+    size = num_recv if num_worst_tokens is None else num_worst_tokens
+    out = ExpertRows(
+        x=np.zeros((size, *mine.x.shape[1:]), mine.x.dtype),
+        scales=None if mine.scales is None else np.zeros((size, mine.scales.shape[1]), mine.scales.dtype),
+        weights=None if mine.topk_weights is None else np.zeros(size, np.float32),
+        src_idx=np.full((size, 3), -1, np.int32),
+        experts=np.full(size, -1, np.int32),
+        offsets=[min(offset, size) for offset in offsets],
+        num_recv=num_recv,
+        num_recv_per_expert=counts,
+    )
+    for row, origin in enumerate(rows[:size]):
+        if origin is not None:
+            expert, source, token, k = origin
+            out.x[row] = all_inputs[source].x[token]
+            out.src_idx[row] = source, token, k
+            out.experts[row] = expert
+            if out.scales is not None:
+                out.scales[row] = all_inputs[source].scales[token]
+            if out.weights is not None:
+                out.weights[row] = all_inputs[source].topk_weights[token, k]
+    return out
+
+
+def check_expert_rows(
+    result: object, expected: ExpertRows, *, has_counts: bool = True, by_column: bool = False, with_padding: bool = False
+) -> None:
+    """Compare a `DispatchResult` of `layout="expert"` with `expected`, bit for bit. An AssertionError names the array.
+
+    Args:
+        result: The `DispatchResult`, of NumPy arrays.
+        expected: Of `expected_expert_rows`.
+        has_counts: Whether the host knows the counts (no `num_worst_tokens`).
+        by_column: Whether scales lie by column.
+        with_padding: Whether padding has to be zero.
+    """
+    assert result.recv_topk_idx is None
+    checked = np.ones(len(expected.x), bool) if with_padding else expected.experts >= 0
+    assert result.recv_x.shape == expected.x.shape, (result.recv_x.shape, expected.x.shape)
+    _same_bits("recv_x", result.recv_x[checked], expected.x[checked])
+    if expected.scales is None:
+        assert result.recv_x_scales is None
+    else:
+        scales = np.asarray(result.recv_x_scales)
+        if by_column:
+            assert scales.shape == (expected.scales.shape[1], (len(checked) + 3) // 4 * 4), scales.shape
+            scales = np.ascontiguousarray(scales.T[: len(checked)])
+        _same_bits("recv_x_scales", scales[checked], expected.scales[checked])
+    if expected.weights is None:
+        assert result.recv_topk_weights is None
+    else:
+        _same_bits("recv_topk_weights", result.recv_topk_weights, expected.weights)
+    _same_bits("recv_src_idx", result.recv_src_idx, expected.src_idx)
+    _same_bits("recv_expert_idx", result.recv_expert_idx, expected.experts)
+    _same_bits("expert_offsets", result.expert_offsets, np.array(expected.offsets, np.int32))
+    assert [int(v) for v in np.asarray(result.num_recv_tokens)] == [expected.num_recv]
+    assert [int(v) for v in np.asarray(result.num_recv_tokens_per_expert)] == expected.num_recv_per_expert
+    assert result.num_recv_tokens_per_expert_list == (expected.num_recv_per_expert if has_counts else None)
+    assert result.handle.num_recv_rows == len(expected.x)
+    assert result.handle.layout == "expert"
+
+
+def rows_by_token(
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    num_experts: int,
+    y: np.ndarray,
+    expected: ExpertRows,
+    *,
+    weights: np.ndarray | None = None,
+) -> np.ndarray:
+    """Add up the rows of each token that lie expert by expert, in float32 and in the order of the token's choices, as `combine` does.
+
+    Args:
+        rank: The rank of the rows.
+        all_inputs: Inputs of all ranks.
+        num_experts: Experts over all ranks.
+        y: `[rows, hidden]`, expert by expert.
+        expected: The dispatch that brought the rows.
+        weights: `[rows]` float32 to multiply the rows by, or None.
+
+    Returns:
+        Rows in the order of `expected_dispatch`, of the type of `y`.
+    """
+    received = expected_dispatch(rank, all_inputs, num_experts)
+    row_of = {tuple(map(int, origin)): row for row, origin in enumerate(expected.src_idx) if origin[0] >= 0}
+    out = np.zeros((len(received.x), y.shape[1]), y.dtype)
+    for i, (source, token) in enumerate(received.src_idx):
+        total = np.zeros(y.shape[1], np.float32)
+        for k in range(all_inputs[source].topk_idx.shape[1]):
+            row = row_of.get((int(source), int(token), k))
+            if row is not None:
+                term = y[row].astype(np.float32)
+                total = total + (term if weights is None else weights[row] * term)
+        out[i] = total.astype(y.dtype)
+    return out
+
+
 def check_sums(
     got: object,
     rank: int,

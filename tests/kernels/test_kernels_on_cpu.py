@@ -16,6 +16,7 @@ from tests.kernels_on_cpu.rounds import (
     THROUGHPUT,
     LowLatencyRound,
     broken,
+    expert_rounds,
     fails,
     low_latency_rounds,
     overlapped_rounds,
@@ -86,6 +87,12 @@ def test_throughput(arch, seed):
         throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
 
 
+@pytest.mark.parametrize("seed", seeds(4))
+def test_expert_rows(seed):
+    with Machine(3, seed, ("sm_80", "sm_90")[seed % 2], weak_memory=seed % 4 > 1) as machine:
+        expert_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 def test_mixed_architectures(seed):
     """GPUs with and without the copy engine and FP8 work together."""
@@ -132,6 +139,16 @@ BROKEN = [
         r"num_blocks, 1\) == gridDim.x - 1",
         "num_blocks, 1) == 0",
         id="flag-of-the-first-block",
+    ),
+    pytest.param(
+        expert_rounds,
+        "experts/expert_positions.cu",
+        r"sums\[warp_idx\(\)\] = sum;\n  __syncthreads\(\);",
+        "sums[warp_idx()] = sum;",
+        id="scan-without-barrier",
+    ),
+    pytest.param(
+        expert_rounds, "experts/expand_rows.cu", r"min\(begin \+ kTailRows, p.num_rows\)", "begin", id="padding-is-not-marked"
     ),
     pytest.param(throughput_rounds, "throughput/combine.cu", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -22,7 +23,7 @@ from deepep_rt.comm import convert
 from deepep_rt.config import Config
 from deepep_rt.cuda import driver, nvshmem, stream_memory, topology, transport
 from deepep_rt.cuda.stream_memory import StreamMemory
-from deepep_rt.jit import current_gpu, launch, loader
+from deepep_rt.jit import current_gpu, launch, loader, local_kernels
 from deepep_rt.network import Choice
 
 from . import compiler
@@ -84,6 +85,8 @@ class FakeDriver:
         patch(runtime, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
         patch(loader, "load", self._load)
         patch(current_gpu, "target_arch", lambda: self._archs[self.current_rank])
+        patch(current_gpu, "context", lambda: id(self))
+        patch(local_kernels, "_launcher", functools.cache(local_kernels._launcher.__wrapped__))
         patch(cuda_backend, "choose_device", lambda comm, *_: comm.Get_rank())
         patch(stream_memory, "StreamMemory", _LastingMemory)
         patch(nvshmem, "allocate", functools.partial(_SymmetricMemory, self))
@@ -110,6 +113,8 @@ class FakeDriver:
             "release_stream": lambda stream: None,
             "free_bytes": lambda: 1 << 50,
             "num_sms": lambda ordinal: 132,
+            "current_device": lambda: 0,
+            "relaxed_capture_mode": contextlib.nullcontext,
             "device_name": lambda ordinal: "Simulated GPU",
             "is_capturing": lambda stream: False,
             "capture_id": lambda stream: None,

@@ -174,6 +174,62 @@ class ThroughputRound:
             oracle.check_sums(self.back[rank], rank, self.inputs, self.y, self.config.num_experts, **options)
 
 
+def expert_rounds(machine, buffers, seed, count):
+    """Run rounds whose rows lie expert by expert, between rounds by token."""
+    kinds = (ExpertRound, ThroughputRound)
+    rounds = [kinds[i % 2](machine, buffers, 100 * seed + i) for i in range(count)]
+    machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
+    for made in rounds:
+        made.check()
+
+
+class ExpertRound:
+    """A dispatch and a combine of all ranks, with rows that lie expert by expert."""
+
+    def __init__(self, machine, buffers, seed):
+        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
+        rng = np.random.default_rng([seed, 6])
+        ranks, experts = range(self.config.num_ranks), self.config.num_experts
+        self.inputs = inputs_of(self.config, seed)
+        self.weighted, self.alignment = bool(rng.integers(2)), int(rng.integers(1, 9))
+        most = self.config.num_max_recv_tokens * self.config.num_topk
+        self.worst = [None, most, int(rng.integers(1, most))][rng.integers(3)]
+        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
+        self.options = dict(**options, layout="expert", zero_padding=bool(rng.integers(2)))
+        self.expected = [oracle.expected_expert_rows(r, self.inputs, experts, **options) for r in ranks]
+        draw = np.random.default_rng([seed, 7])
+        self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
+        for y, expected in zip(self.y, self.expected, strict=True):
+            y[expected.experts < 0] = np.nan  # combine must not read padding
+        self.sent, self.again, self.back = {}, {}, {}
+
+    def run(self, rank):
+        put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
+        x, idx, weights = put(rank, mine.x), put(rank, mine.topk_idx), put(rank, mine.topk_weights)
+        sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **self.options)
+        if self.alignment == 1:
+            self.again[rank] = buffer.dispatch(x, handle=sent.handle)
+        weights = put(rank, self.expected[rank].weights)
+        self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, topk_weights=weights, weighted=self.weighted)
+
+    def check(self):
+        with_padding, experts = self.options["zero_padding"], self.config.num_experts
+        by_token = []
+        for rank, expected in enumerate(self.expected):
+            oracle.check_expert_rows(self.sent[rank], expected, has_counts=self.worst is None, with_padding=with_padding)
+            if rank in self.again:
+                kept = expected.experts >= 0
+                assert_same(self.again[rank].recv_x[kept], expected.x[kept])
+            weights = expected.weights if self.weighted else None
+            by_token.append(oracle.rows_by_token(rank, self.inputs, experts, self.y[rank], expected, weights=weights))
+        for rank, back in self.back.items():
+            wanted, _ = oracle.expected_sums(rank, self.inputs, by_token, experts, node_size=self.config.node_size)
+            assert_same(back.x, wanted)
+            if not self.weighted and self.worst is None:
+                mine = self.inputs[rank]
+                assert_same(back.topk_weights, np.where(mine.topk_idx >= 0, mine.topk_weights, np.float32(0)))
+
+
 def broken(tmp_path, file, pattern, replacement):
     """Copy the kernels, with a piece of one replaced."""
     folder = shutil.copytree(sources.source_dir(), tmp_path / "cuda_src")

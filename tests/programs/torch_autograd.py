@@ -18,6 +18,7 @@ from torch_layers import (
     BOUND,
     EACH,
     HIDDEN,
+    TOPK,
     backward,
     buffer_for,
     close,
@@ -56,6 +57,76 @@ def check_a_layer(comm: MPI.Intracomm) -> None:
                 compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
             except AssertionError as error:
                 raise AssertionError(f"{what}, {shape}: {error}") from None
+
+
+def _run_by_expert(buffer: Any, x: Any, idx: Any, weights: Any, mats: torch.Tensor, bias: Any = None, **how: Any) -> Any:
+    """A layer whose experts take their rows as they lie."""
+    sent = dispatch(buffer, x, idx, weights, layout="expert", **how)
+    assert sent.recv_topk_idx is None
+    first = sent.expert_offsets.tolist()
+    parts = [torch.tanh(sent.recv_x[a:b] @ mat) for a, b, mat in zip(first[:-1], first[1:], mats, strict=True)]
+    y = torch.cat([*parts, torch.full_like(sent.recv_x[first[-1] :], torch.nan)])  # grouped products leave the end undefined
+    return combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights, bias=bias)
+
+
+def check_a_layer_by_expert(comm: MPI.Intracomm) -> None:
+    """The same gradients with rows that lie expert by expert, and weights that combine multiplies by."""
+    some = (
+        dict(),
+        dict(counts=lambda rank: 0 if rank == 0 else 6),
+        dict(first=EACH if comm.Get_size() > 1 else 0),
+        dict(skip=1.0),
+    )
+    shapes = (dict(), dict(num_worst_tokens=64 * TOPK * comm.Get_size()), dict(expert_alignment=16))
+    with buffer_for(comm) as buffer:
+        for seed, (how, shape) in enumerate(itertools.product(some, shapes)):
+            tokens, mats = tokens_of_all(comm, seed, **how), matrices(comm, seed)
+            mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
+            x, idx, weights = mine.leaves()
+            out = _run_by_expert(buffer, x, idx, weights, weights_of, **shape)
+            backward(out, mine)
+            try:
+                compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
+            except AssertionError as error:
+                raise AssertionError(f"{seed}, {how}, {shape}: {error}") from None
+
+
+def check_checkpoints_by_expert(comm: MPI.Intracomm) -> None:
+    tokens, mats = tokens_of_all(comm, 21), matrices(comm, 21)
+    mine = tokens[comm.Get_rank()]
+    with buffer_for(comm) as buffer:
+        for reentrant in (False, True):
+            x, idx, weights = mine.leaves()
+            weights_of = local(comm, mats)
+            out = checkpoint(lambda *t: _run_by_expert(buffer, *t), x, idx, weights, weights_of, use_reentrant=reentrant)
+            backward(out, mine)
+            compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
+
+
+def check_finite_differences_by_expert(comm: MPI.Intracomm) -> None:
+    """The gradients of dispatch, weighted combine and its weights, against differences of the loss in float32."""
+    tokens, mats = tokens_of_all(comm, 22, counts=lambda rank: 3 + rank), matrices(comm, 22)
+    mine, weights_of = tokens[comm.Get_rank()], local(comm, mats).detach()
+    with buffer_for(comm) as buffer:
+
+        def loss(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            out = _run_by_expert(buffer, x, idx, weights, weights_of, bias=bias)
+            return (out * mine.seed_grad.to(device())).sum()
+
+        x, idx, weights = mine.leaves()
+        bias = torch.zeros_like(x).requires_grad_()
+        leaves = x, weights, bias
+        loss(*leaves).backward()
+        rng = np.random.default_rng([23, comm.Get_rank()])
+        for moved in range(3):  # all ranks move the same argument, each in a direction of its own
+            direction = torch.from_numpy(rng.standard_normal(leaves[moved].shape).astype(np.float32)).to(device())
+            ends = []
+            for step in (1e-2, -1e-2):
+                given = [leaf.detach() + (step * direction if i == moved else 0) for i, leaf in enumerate(leaves)]
+                ends.append(comm.allreduce(loss(*given).double().item()))
+            slope, size = (ends[0] - ends[1]) / 2e-2, comm.allreduce(float(direction.norm() * leaves[moved].grad.norm()))
+            exact = comm.allreduce((leaves[moved].grad * direction).double().sum().item())
+            assert abs(slope - exact) < 2e-3 * size, (moved, slope, exact, size)
 
 
 def check_bfloat16(comm: MPI.Intracomm) -> None:

@@ -34,6 +34,7 @@ from .low_latency import LowLatency
 from .nodes import NodesThroughput
 from .runtime import CudaRuntime
 from .throughput import Throughput
+from .throughput_calls import ThroughputCalls
 
 _ALLOCATOR: SymmetricAllocator = nvshmem
 _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
@@ -116,7 +117,8 @@ class CudaBackend:
                 self._release()
             raise
         # A method that only passes a call on would add to the host's time of each call.
-        self.dispatch, self.combine = self.throughput.dispatch, self.throughput.combine
+        calls = ThroughputCalls(self.runtime, self.throughput)
+        self.dispatch, self.combine = calls.dispatch, calls.combine
         self.low_latency_dispatch, self.low_latency_combine = self.low_latency.dispatch, self.low_latency.combine
         self.low_latency_combine_view = self.low_latency.combine_view
         self.set_mask, self.masked_ranks = self.low_latency.set_mask, self.low_latency.masked_ranks

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...arrays.view import HOST, View
+from ...arrays.view import View
 from ...comm import call_signature
 from ...comm.rendezvous import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_ROUTE_BLOCKS, ROUTE_THREADS
 from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...kernels.nodes_layout import NodesLayout
 from ...kernels.regions import Map
-from ...results import CombineResult, DispatchHandle, DispatchResult
+from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
 from .link_rates import far_bandwidth, far_latency
@@ -51,8 +51,10 @@ class NodesThroughput:
             if config.dtype in COMBINE_DTYPES:
                 runtime.launcher("combine_nodes", config.dtype)
 
-    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
-        """Launch the routing, unless a handle gives it, wait for the counts if only they tell the size, and launch the dispatch of rows."""
+    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
+        """Launch the routing, unless a handle gives it, wait for the counts if only they tell the size, and launch the dispatch of rows by
+        token.
+        """
         self._check_num_nodes()
         known, stream = inputs.handle, call.stream
         self._order.enqueue_waits(call)
@@ -94,7 +96,8 @@ class NodesThroughput:
                 except EPOutOfMemoryError:  # the other ranks wait for this rank: tell them
                     capacity, too_many = 0, max(capacity, 1)
                     reserved, parts = self.results.no_rows(), self._layout.result(0, x.row_bytes, scale_bytes, idx_bytes, True)
-            self._launch_dispatch(arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
+            kind = call_signature.dispatch_kind(inputs.layout)
+            self._launch_dispatch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         if too_many:
@@ -105,9 +108,7 @@ class NodesThroughput:
             self._runtime, arrays, parts.offsets, capacity, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
         handle = known or DispatchHandle(x.shape[0], capacity, counts_list, self._runtime.info.serial, tables, {})
-        self._monitor.check_inputs()
-        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
-        return DispatchResult(handle, self._order.event(call), views)
+        return handle, make_views
 
     def _launch_route(self, idx: View, tables: int, expert_alignment: int, needs_counts: bool, stream: int) -> None:
         if needs_counts:
@@ -130,6 +131,7 @@ class NodesThroughput:
 
     def _launch_dispatch(
         self,
+        kind: str,
         arrays: Sequence[Any],
         tables: int,
         offset: int,
@@ -142,6 +144,7 @@ class NodesThroughput:
         """Launch the dispatch kernel.
 
         Args:
+            kind: Of the call, which all ranks must agree on.
             arrays: x, topk_idx, topk_weights, scales.
             tables: Address of the handle's tables.
             offset: Of the result in symmetric memory.
@@ -177,11 +180,11 @@ class NodesThroughput:
                 "missing_rows": missing_rows,
                 "chunk_tokens": chunk.num_tokens,
                 **{f"chunk_{name}": chunk.offsets[name] for name in ("topk_idx", "weights", "scales", "rows")},
-                "call_signature": call_signature.pack("dispatch", *dtypes_of(*arrays), scale_bytes),
+                "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
             },
         )
 
-    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
+    def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Launch one kernel: each node adds up its rows of a token, and the token's rank adds up the sums of the nodes."""
         self._check_num_nodes()
         stream, handle = call.stream, inputs.handle
@@ -213,7 +216,7 @@ class NodesThroughput:
                 "sums": base + staging["sums"],
                 "sum_weights": base + staging["sum_weights"],
                 "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack("combine", *dtypes_of(x, None, weights)),
+                "call_signature": call_signature.pack(call_signature.combine_kind(inputs.weighted), *dtypes_of(x, None, weights)),
                 "chunk_tokens": chunk.num_tokens,
                 "chunk_weights": chunk.offsets["weights"],
                 "chunk_rows": chunk.offsets["rows"],
@@ -221,10 +224,7 @@ class NodesThroughput:
         )
         given = inputs.topk_weights, *inputs.biases
         self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
-        make_views = combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
-        self._monitor.check_inputs()
-        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
-        return CombineResult(self._order.event(call), views)
+        return combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceiling`."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...arrays.view import HOST, View
+from ...arrays.view import View
 from ...comm import call_signature
 from ...comm.rendezvous import agree_on_measurement, begin_measurement
 from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
 from ...cuda import driver
 from ...errors import EPInputError, EPUnavailableError
-from ...results import CombineResult, DispatchHandle, DispatchResult
+from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
 from .result_memory import ResultMemory
 from .result_views import combine_views, dispatch_views, dtypes_of
@@ -47,8 +47,10 @@ class Throughput:
             if config.dtype in COMBINE_DTYPES:
                 runtime.launcher("combine", config.dtype)
 
-    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
-        """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size."""
+    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
+        """Launch the routing, unless a handle gives it, and the dispatch of rows by token. Wait for the counts if only they tell
+        the size.
+        """
         self._check_peer_access()
         known, stream = inputs.handle, call.stream
         self._order.enqueue_waits(call)
@@ -74,8 +76,9 @@ class Throughput:
         reserved = self.results.reserve(parts.num_bytes, call)
         if known is None:
             self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
+        kind = call_signature.dispatch_kind(inputs.layout)
         self._launch_dispatch(
-            arrays, row_bytes, scale_bytes, tables.ptr, reserved.offset, parts.offsets, capacity, counts, stream
+            kind, arrays, row_bytes, scale_bytes, tables.ptr, reserved.offset, parts.offsets, capacity, counts, stream
         )
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
@@ -87,9 +90,7 @@ class Throughput:
             self._runtime, arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
         handle = known or DispatchHandle(x.shape[0], num_rows, counts_list, self._runtime.info.serial, tables, {})
-        self._monitor.check_inputs()
-        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
-        return DispatchResult(handle, self._order.event(call), views)
+        return handle, make_views
 
     def _launch_route(self, idx: View, tables: int, expert_alignment: int, needs_counts: bool, stream: int) -> None:
         if needs_counts:
@@ -111,6 +112,7 @@ class Throughput:
 
     def _launch_dispatch(
         self,
+        kind: str,
         arrays: Sequence[Any],
         row_bytes: int,
         scale_bytes: int,
@@ -124,6 +126,7 @@ class Throughput:
         """Launch the dispatch kernel.
 
         Args:
+            kind: Of the call, which all ranks must agree on.
             arrays: x, topk_idx, topk_weights, scales.
             row_bytes: Of x.
             scale_bytes: Of a row of scales, or 0.
@@ -156,11 +159,11 @@ class Throughput:
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx.itemsize if idx else 0,
                 "rows_per_copy": rows_per_copy(row_bytes),
-                "call_signature": call_signature.pack("dispatch", *dtypes_of(*arrays), scale_bytes),
+                "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
             },
         )
 
-    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
+    def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Launch one kernel: rows arrive in the staging region of the tokens' ranks, which add them up."""
         self._check_peer_access()
         stream, handle = call.stream, inputs.handle
@@ -187,15 +190,12 @@ class Throughput:
                 "recv_x_offset": staging_offset + staging["x"],
                 "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
                 "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack("combine", *dtypes_of(x, None, weights)),
+                "call_signature": call_signature.pack(call_signature.combine_kind(inputs.weighted), *dtypes_of(x, None, weights)),
             },
         )
         given = inputs.topk_weights, *inputs.biases
         self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
-        make_views = combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
-        self._monitor.check_inputs()
-        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, stream)
-        return CombineResult(self._order.event(call), views)
+        return combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes per second that every rank pushes while all ranks push to all others; see `Buffer.copy_ceiling`."""

@@ -27,6 +27,7 @@ from ..call_lock import CallLock
 from ..calls import BufferInfo, Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
 from ..hooks import Hooks
 from ..overflow import OverflowLog
+from .expert_rows import ExpertRows
 from .handle_tables import HostHandleTables
 from .headers import CallAgreement
 from .low_latency import LowLatency
@@ -62,6 +63,7 @@ class HostBackend:
         self._hooks = Hooks(config.num_slots, self.call_lock)
         overflow = OverflowLog(self._channel.rank)
         self._throughput = Throughput(self.info, self._channel, CallAgreement(config, self._channel), overflow)
+        self._expert_rows = ExpertRows(config, self._throughput, overflow)
         self._low_latency = LowLatency(self.info, self._throughput, overflow, self._hooks, self.tables)
         announce(self._comm, "host backend", comm.transport_name, 0)
 
@@ -73,13 +75,13 @@ class HostBackend:
     def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """Send rows to the ranks of their experts; see `Buffer.dispatch`."""
         with self._report_out_of_memory():
-            handle, views = self._throughput.dispatch(inputs)
+            handle, views = (self._expert_rows if inputs.layout == "expert" else self._throughput).dispatch(inputs)
         return DispatchResult(handle=handle, event=Event(), make_views=lambda: views)
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """Add up rows at the ranks of their tokens; see `Buffer.combine`."""
         with self._report_out_of_memory():
-            views = self._throughput.combine(inputs)
+            views = (self._expert_rows if inputs.handle.layout == "expert" else self._throughput).combine(inputs)
         return CombineResult(event=Event(), make_views=lambda: views)
 
     def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
+from ...comm.call_signature import combine_kind, dispatch_kind
 from ...results import DispatchHandle, Views
 from ..calls import BufferInfo, CombineInputs, DispatchInputs
 from ..overflow import OverflowLog, too_many_rows
@@ -45,7 +46,7 @@ class Throughput:
         with self.channel.call():
             handle, x = inputs.handle, inputs.x
             routing: Routing = handle.routing
-            headers = self.agreement.new_headers("combine", x, inputs, routing.serial)
+            headers = self.agreement.new_headers(combine_kind(inputs.weighted), x, inputs, routing.serial)
             headers.report_size(routing.num_received, x.row_bytes)
             sizes = [len(tokens) for tokens in routing.sent_tokens]
             send_mask, recv_mask = self.agreement.exchange_row_counts(headers, "kPhaseCombineWindow", routing.num_received, sizes)
@@ -60,7 +61,7 @@ class Throughput:
         idx, num_worst_tokens = values_of(inputs.topk_idx), inputs.num_worst_tokens
         tokens = tokens_by_rank(idx, config)
         sizes = [len(t) for t in tokens]
-        headers = self.agreement.new_headers("dispatch", inputs.x, inputs, 0)
+        headers = self.agreement.new_headers(dispatch_kind(inputs.layout), inputs.x, inputs, 0)
         headers.num_worst_tokens[:] = -1 if num_worst_tokens is None else num_worst_tokens
         headers.num_rows[:] = sizes
         headers.num_choices[:] = choices_by_expert(idx, config)

@@ -1,0 +1,237 @@
+"""Throughput calls of the CUDA backend with rows that lie expert by expert: a row for each (token, choice).
+
+Rows travel by token, so each crosses a link once. This rank then copies them to the rows of their experts, and adds up the rows of a token
+before a combine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...arrays.view import View
+from ...cuda.pool import Slot, Slots
+from ...cuda.stream_memory import StreamMemory
+from ...jit import local_kernels
+from ...kernels.regions import Map, align_up, arrange
+from ...results import DispatchHandle, Views
+from ..calls import Call, CombineInputs, DispatchInputs
+from .runtime import CudaRuntime, address_of
+
+if TYPE_CHECKING:
+    from .throughput_calls import RowMover
+
+_COLUMN_ALIGNMENT = 4  # rows of scales that lie by column; TMA loads columns of a multiple of 16 bytes
+_TAIL_ROWS = 32  # kTailRows of expand_rows
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRouting:
+    """The tables of a handle of `layout="expert"`."""
+
+    by_token: DispatchHandle
+    memory: Any  # the owner of the tables
+    tables: dict[str, int]  # addresses of positions, offsets, ends and totals: see the kernel expert_positions
+
+
+class ExpertRows:
+    """Dispatch and combine of rows by expert, by means of rows by token.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        by_token: Moves rows by token.
+    """
+
+    def __init__(self, runtime: CudaRuntime, by_token: RowMover) -> None:
+        self._runtime, self._config, self._by_token = runtime, runtime.config, by_token
+        self._slots: dict[int, Slots] = {}
+
+    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
+        """Queue a dispatch. Return its handle, and the function that makes its results."""
+        known, stream = inputs.handle, call.stream
+        worst = None if known or inputs.num_worst_tokens is None else self._config.num_max_recv_tokens
+        by_token = replace(inputs, handle=known and known.routing.by_token, num_worst_tokens=worst)
+        sent, make_views = self._by_token.send_rows(by_token, call)
+        views = make_views()
+        handle = known or self._new_handle(inputs, sent, views, call)
+        routing: ExpertRouting = handle.routing
+        routing.memory.add_stream(stream)
+        parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
+        memory = self._allocate(parts.num_bytes, call)
+        self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
+        x, counts = views["x"], views["num_recv_per_expert"]
+        assert x is not None
+        assert counts is not None
+        if call.capture is not None:  # replays use the memory of the rows by token again
+            memory.hold(x.owner)
+        self._runtime.order.record_end(call, (), (memory, routing))
+        formats = {name: view and (view.dtype, view.shape[1:]) for name, view in views.items()}
+        make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call)
+        return handle, make
+
+    def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
+        """Queue a combine. Return the function that makes its results."""
+        stream, handle = call.stream, inputs.handle
+        routing: ExpertRouting = handle.routing
+        routing.memory.add_stream(stream)
+        order, num_topk = self._runtime.order, self._config.num_topk
+        order.enqueue_waits(call)
+        x, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_weights)
+        num_tokens, returns = routing.by_token.num_recv_rows, weights is not None and not inputs.weighted
+        parts = arrange([("weights", num_tokens * num_topk * 4 if returns else 0), ("x", num_tokens * x.row_bytes)])
+        memory = self._allocate(parts.num_bytes, call)
+        out, out_weights = memory.ptr + parts.offsets["x"], memory.ptr + parts.offsets["weights"]
+        values = {
+            "x": x.ptr,
+            "weights": address_of(weights),
+            "positions": routing.tables["positions"],
+            "totals": routing.tables["totals"],
+            "out": out,
+            "out_weights": out_weights if returns else 0,
+            "row_bytes": x.row_bytes,
+            "num_topk": num_topk,
+        }
+        local_kernels.launch("sum_expert_rows", stream, values, num_tokens, x.dtype)
+        owner = memory, x, weights, inputs.x, inputs.topk_weights
+        sums = View(out, (num_tokens, self._config.hidden), x.dtype, self._runtime.device, owner, x.framework)
+        returned = (
+            View(out_weights, (num_tokens, num_topk), "float32", self._runtime.device, owner, x.framework) if returns else None
+        )
+        by_token = replace(inputs, x=sums, handle=routing.by_token, topk_weights=returned)
+        make_views = self._by_token.add_up(by_token, call)
+        order.record_end(call, owner, (memory, routing), inputs.topk_weights)
+        if call.capture is not None:
+            total = make_views()["x"]
+            assert total is not None
+            total.owner.hold(memory)
+        return make_views
+
+    def _new_handle(self, inputs: DispatchInputs, by_token: DispatchHandle, views: Views, call: Call) -> DispatchHandle:
+        """Find the rows of each expert, and make the handle."""
+        config, idx = self._config, views["topk_idx"]
+        num_recv, counts = views["num_recv"], views["num_recv_per_expert"]
+        assert idx is not None
+        assert num_recv is not None
+        assert counts is not None
+        counts_list = by_token.num_recv_tokens_per_expert_list
+        if inputs.num_worst_tokens is None:
+            assert counts_list is not None
+            num_rows = sum(counts_list)
+        else:
+            num_rows = inputs.num_worst_tokens
+        experts, capacity = config.num_local_experts, idx.shape[0]
+        regions = [
+            ("positions", 4 * capacity * config.num_topk),
+            ("offsets", 4 * (experts + 1)),
+            ("ends", 4 * experts),
+            ("totals", 8),
+        ]
+        parts = arrange(regions)
+        memory = self._allocate(parts.num_bytes, call)
+        tables = {name: memory.ptr + offset for name, offset in parts.offsets.items()}
+        values = {
+            "topk_idx": address_of(idx),
+            "num_recv": num_recv.ptr,
+            "num_per_expert": counts.ptr,
+            **tables,
+            "idx_bytes": idx.itemsize,
+            "num_topk": config.num_topk,
+            "num_experts": experts,
+            "alignment": inputs.expert_alignment,
+            "capacity": capacity,
+            "num_rows": num_rows,
+        }
+        local_kernels.launch("expert_positions", call.stream, values, experts)
+        routing = ExpertRouting(by_token, memory, tables)
+        return DispatchHandle(by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert")
+
+    def _launch_expand(
+        self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs, parts: Map, base: int, stream: int
+    ) -> None:
+        routing: ExpertRouting = handle.routing
+        x, scales, num_rows = by_token["x"], by_token.get("scales"), handle.num_recv_rows
+        assert x is not None
+        values = {
+            "x": x.ptr,
+            "scales": address_of(scales),
+            "topk_weights": address_of(by_token.get("topk_weights")),
+            "src_idx": address_of(by_token["src_idx"]),
+            **routing.tables,
+            "out_x": base + parts.offsets["x"],
+            "out_scales": base + parts.offsets["scales"],
+            "out_weights": base + parts.offsets["topk_weights"],
+            "out_src_idx": base + parts.offsets["src_idx"],
+            "out_experts": base + parts.offsets["expert_idx"],
+            "out_offsets": base + parts.offsets["expert_offsets"],
+            "out_num_recv": base + parts.offsets["num_recv"],
+            "row_bytes": x.row_bytes,
+            "scale_words": scales.row_bytes // 4 if scales else 0,
+            "scale_stride": align_up(num_rows, _COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
+            "num_topk": self._config.num_topk,
+            "num_experts": self._config.num_local_experts,
+            "num_rows": num_rows,
+            "zero_padding": inputs.zero_padding,
+        }
+        num_items = x.shape[0] + self._config.num_local_experts + -(-num_rows // _TAIL_ROWS)
+        local_kernels.launch("expand_rows", stream, values, num_items)
+
+    def _result(self, num_rows: int, by_token: Views, scales_by_column: bool) -> Map:
+        """Arrange the results of a dispatch."""
+        x, scales, weights = by_token["x"], by_token.get("scales"), by_token.get("topk_weights")
+        assert x is not None
+        scale_rows = align_up(num_rows, _COLUMN_ALIGNMENT) if scales_by_column else num_rows
+        return arrange(
+            [
+                ("expert_offsets", 4 * (self._config.num_local_experts + 1)),
+                ("num_recv", 4),
+                ("expert_idx", 4 * num_rows),
+                ("topk_weights", 4 * num_rows if weights else 0),
+                ("src_idx", 12 * num_rows),
+                ("scales", scales.row_bytes * scale_rows if scales else 0),
+                ("x", x.row_bytes * num_rows),
+            ]
+        )
+
+    def _views(
+        self,
+        formats: dict[str, Any],
+        counts: View,
+        handle: DispatchHandle,
+        scales_by_column: bool,
+        parts: Map,
+        memory: Any,
+        call: Call,
+    ) -> Views:
+        num_rows = handle.num_recv_rows
+        dtype, row = formats["x"]
+        shapes = {
+            "x": (dtype, (num_rows, *row)),
+            "src_idx": ("int32", (num_rows, 3)),
+            "expert_idx": ("int32", (num_rows,)),
+            "expert_offsets": ("int32", (self._config.num_local_experts + 1,)),
+            "num_recv": ("int32", (1,)),
+        }
+        if formats.get("topk_weights"):
+            shapes["topk_weights"] = "float32", (num_rows,)
+        if formats.get("scales"):
+            dtype, (num_scales,) = formats["scales"]
+            by_column = num_scales, align_up(num_rows, _COLUMN_ALIGNMENT)
+            shapes["scales"] = dtype, by_column if scales_by_column else (num_rows, num_scales)
+        result, framework = self._runtime.result, counts.framework
+        views: Views = {
+            name: result(memory.ptr + parts.offsets[name], shape, dtype, memory, framework, call.stream)
+            for name, (dtype, shape) in shapes.items()
+        }
+        views["num_recv_per_expert"] = counts
+        return views
+
+    def _allocate(self, num_bytes: int, call: Call) -> StreamMemory | Slot:
+        """Allocate memory for the call, and for its caller. A capture takes memory that stays with the Buffer."""
+        if call.capture is None:
+            return self._runtime.stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
+        num_bytes = max(num_bytes, 1)
+        if num_bytes not in self._slots:
+            self._slots[num_bytes] = self._runtime.slots(num_bytes)
+        return self._slots[num_bytes].acquire(call.stream, call.caller_stream)

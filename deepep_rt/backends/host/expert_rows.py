@@ -1,0 +1,156 @@
+"""Throughput calls of the host backend with rows that lie expert by expert: a row for each (token, choice)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
+from ...arrays.view import View
+from ...config import Config
+from ...results import DispatchHandle, Views
+from ..calls import CombineInputs, DispatchInputs
+from ..overflow import OverflowLog
+from .throughput import Throughput
+
+_COLUMN_ALIGNMENT = 4  # rows of scales that lie by column; TMA loads columns of a multiple of 16 bytes
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRouting:
+    """Where the rows of a dispatch by token lie expert by expert."""
+
+    by_token: DispatchHandle
+    positions: np.ndarray  # [rows by token, num_topk] the row of each choice; -1: none
+    offsets: np.ndarray  # [num_local_experts + 1] the first row of each expert
+    experts: np.ndarray  # [rows] the expert of each row; -1 in padding
+    num_recv: int  # rows with their padding, dropped ones too
+
+
+class ExpertRows:
+    """Dispatch and combine of rows by expert, by means of rows by token.
+
+    Args:
+        config: The sizes of the Buffer.
+        throughput: Moves rows by token.
+        overflow: Warns of dropped rows.
+    """
+
+    def __init__(self, config: Config, throughput: Throughput, overflow: OverflowLog) -> None:
+        self._config, self._throughput, self._overflow = config, throughput, overflow
+
+    def dispatch(self, inputs: DispatchInputs) -> tuple[DispatchHandle, Views]:
+        """Send rows to the ranks of their experts, and copy them to each of their experts there."""
+        known = inputs.handle
+        worst = None if known or inputs.num_worst_tokens is None else self._config.num_max_recv_tokens
+        by_token = replace(inputs, handle=known and known.routing.by_token, num_worst_tokens=worst)
+        sent, views = self._throughput.dispatch(by_token)
+        handle = known or self._new_handle(inputs, sent, views)
+        return handle, self._expanded(handle, views, inputs)
+
+    def combine(self, inputs: CombineInputs) -> Views:
+        """Add up this rank's rows of each token in the order of the token's choices, and combine the sums."""
+        routing: ExpertRouting = inputs.handle.routing
+        num_rows, num_topk = routing.positions.shape
+        rows = to_float32(rows_of(inputs.x), inputs.x.dtype)
+        weights = None if inputs.topk_weights is None else values_of(inputs.topk_weights).reshape(-1)
+        sums = np.zeros((num_rows, self._config.hidden), np.float32)
+        returned = np.zeros((num_rows, num_topk), np.float32)
+        with np.errstate(all="ignore"):  # an inf - inf stands in the caller's numbers
+            for choice in range(num_topk):
+                (token,) = np.nonzero(routing.positions[:, choice] >= 0)
+                row = routing.positions[token, choice]
+                terms = rows[row]
+                if weights is not None:
+                    returned[token, choice] = weights[row]
+                    terms = weights[row, None] * terms if inputs.weighted else terms
+                sums[token] += terms
+            y = Result(sums.shape, inputs.x.dtype)
+            from_float32(sums, inputs.x.dtype, y.rows)
+        back: View | None = None
+        if weights is not None and not inputs.weighted:
+            result = Result(returned.shape, "float32")
+            result.values[...] = returned
+            back = result.view(inputs.x.framework)
+        by_token = replace(inputs, x=y.view(inputs.x.framework), handle=routing.by_token, topk_weights=back)
+        return self._throughput.combine(by_token)
+
+    def _new_handle(self, inputs: DispatchInputs, by_token: DispatchHandle, views: Views) -> DispatchHandle:
+        idx, counts = views["topk_idx"], views["num_recv_per_expert"]
+        assert idx is not None
+        assert counts is not None
+        offsets = np.concatenate([[0], np.cumsum(values_of(counts).reshape(-1), dtype=np.int64)])
+        num_recv = int(offsets[-1])
+        num_rows = num_recv if inputs.num_worst_tokens is None else inputs.num_worst_tokens
+        if num_recv > num_rows:
+            self._overflow.warn_of_rows(num_recv, num_rows)
+        positions = _positions(values_of(idx), offsets, num_rows)
+        experts = np.full(num_rows, -1, np.int32)
+        token, choice = np.nonzero(positions >= 0)
+        experts[positions[token, choice]] = values_of(idx)[token, choice]
+        routing = ExpertRouting(by_token, positions, np.minimum(offsets, num_rows), experts, num_recv)
+        counts_list = by_token.num_recv_tokens_per_expert_list
+        return DispatchHandle(by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert")
+
+    def _expanded(self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs) -> Views:
+        """Return the results of a call. Its rows by token are `by_token`."""
+        routing: ExpertRouting = handle.routing
+        num_rows, framework = handle.num_recv_rows, inputs.x.framework
+        token, choice = np.nonzero(routing.positions >= 0)
+        row = routing.positions[token, choice]
+
+        def expanded(view: View) -> Result:
+            result = Result((num_rows, *view.shape[1:]), view.dtype, fill=0)
+            result.rows[row] = rows_of(view)[token]
+            return result
+
+        x, scales, weights, src_idx = (by_token[name] for name in ("x", "scales", "topk_weights", "src_idx"))
+        assert x is not None
+        assert src_idx is not None
+        views: Views = {
+            **by_token,
+            "x": expanded(x).view(framework),
+            "topk_idx": None,
+            "num_recv": Result.of(np.array([routing.num_recv])).view(framework),
+            "expert_offsets": Result.of(routing.offsets).view(framework),
+            "expert_idx": Result.of(routing.experts).view(framework),
+        }
+        if scales is not None:
+            result = expanded(scales)
+            views["scales"] = (_by_column(result) if inputs.scales_by_column else result).view(framework)
+        if weights is not None:
+            of_rows = Result((num_rows,), "float32", fill=0)
+            of_rows.values[row, 0] = values_of(weights)[token, choice]
+            views["topk_weights"] = of_rows.view(framework)
+        sources = np.full((num_rows, 3), -1, np.int32)
+        sources[row] = np.column_stack([values_of(src_idx)[token], choice])
+        views["src_idx"] = Result.of(sources).view(framework)
+        return views
+
+
+def _positions(topk_idx: np.ndarray, offsets: np.ndarray, num_rows: int) -> np.ndarray:
+    """Find the row of each choice, `[rows by token, num_topk]`; -1 for choices of other ranks and for dropped rows.
+
+    Args:
+        topk_idx: `[rows by token, num_topk]` local expert numbers; -1: none.
+        offsets: `[num_local_experts + 1]`.
+        num_rows: Rows of the result.
+    """
+    flat = topk_idx.reshape(-1)
+    (entries,) = np.nonzero(flat >= 0)
+    entries = entries[np.argsort(flat[entries], kind="stable")]
+    experts = flat[entries]
+    first = np.searchsorted(experts, experts)  # the first entry of the same expert
+    positions = np.full(flat.shape, -1, np.int64)
+    positions[entries] = offsets[experts] + np.arange(len(entries)) - first
+    positions[positions >= num_rows] = -1
+    return positions.reshape(topk_idx.shape)
+
+
+def _by_column(scales: Result) -> Result:
+    num_rows, num_scales = scales.shape
+    padded = -(-num_rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
+    result = Result((num_scales, padded), scales.dtype, fill=0)
+    result.values[:, :num_rows] = scales.values.T
+    return result

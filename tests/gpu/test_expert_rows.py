@@ -1,0 +1,164 @@
+"""Rows that lie expert by expert, on GPUs: against the host backend bit for bit, in graphs, and beside calls of the other layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+from gpu_buffers import cpu, make, poison, routing, rows, same  # noqa: E402
+
+from deepep_rt import EPTimeoutError  # noqa: E402
+
+NAMES = (
+    "recv_topk_weights",
+    "recv_src_idx",
+    "recv_expert_idx",
+    "expert_offsets",
+    "num_recv_tokens",
+    "num_recv_tokens_per_expert",
+)
+
+
+def same_rows(got, want, *, with_padding):
+    """Compare two results. The padding of rows is undefined unless the call has filled it."""
+    for name in NAMES:
+        same(getattr(got, name), getattr(want, name))
+    kept = slice(None) if with_padding else want.recv_expert_idx >= 0
+    same(got.recv_x.cpu()[kept], want.recv_x[kept])
+    if want.recv_x_scales is None:
+        assert got.recv_x_scales is None
+    else:
+        same(got.recv_x_scales.cpu()[kept], want.recv_x_scales[kept])
+
+
+def round_trip(comm, gpu, host, seed, num_tokens, *, dtype=torch.bfloat16, scales=False, alignment=16, worst=None, zero=False):
+    """Dispatch and combine on both backends, with and without weights, and compare all results bit for bit."""
+    hidden, num_topk = gpu.config.hidden, gpu.config.num_topk
+    idx, weights = routing(comm, seed, num_tokens, num_topk, gpu.config.num_experts)
+    x = rows(comm, seed, num_tokens, hidden, dtype=dtype)
+    s = rows(comm, seed + 1, num_tokens, max(1, hidden // 128), dtype=torch.float32) if scales else None
+    options = dict(layout="expert", expert_alignment=alignment, num_worst_tokens=worst, zero_padding=zero)
+    got = gpu.dispatch(x, idx, weights, x_scales=s, **options)
+    cx, ci, cw, cs = cpu(x, idx, weights, s)
+    want = host.dispatch(cx, ci, cw, x_scales=cs, **options)
+    same_rows(got, want, with_padding=zero)
+    assert got.num_recv_tokens_per_expert_list == want.num_recv_tokens_per_expert_list
+    y = rows(comm, seed + 2, got.recv_x.shape[0], hidden)
+    bias = rows(comm, seed + 3, num_tokens, hidden)
+    for weighted in (True, False):
+        back = gpu.combine(y, got.handle, topk_weights=got.recv_topk_weights, weighted=weighted, bias=bias)
+        reference = host.combine(y.cpu(), want.handle, topk_weights=want.recv_topk_weights, weighted=weighted, bias=bias.cpu())
+        same(back.x, reference.x)
+        same(back.topk_weights, reference.topk_weights)
+    return got, want
+
+
+@pytest.mark.parametrize("hidden", [520, 7168])
+@pytest.mark.parametrize("num_topk", [1, 8, 9, 32])
+def test_sizes(comm, hidden, num_topk):
+    with make(comm, hidden=hidden, num_topk=num_topk) as gpu, make(comm, "host", hidden=hidden, num_topk=num_topk) as host:
+        for seed, tokens in enumerate((37 + 11 * comm.Get_rank(), 0 if comm.Get_rank() % 2 else 200, 1)):
+            poison(gpu)
+            round_trip(comm, gpu, host, seed, tokens, zero=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16])
+def test_payloads(comm, dtype):
+    with make(comm) as gpu, make(comm, "host") as host:
+        round_trip(comm, gpu, host, 5, 130, dtype=dtype, scales=True, alignment=128, zero=True)
+
+
+def test_fixed_size(comm):
+    with make(comm) as gpu, make(comm, "host") as host:
+        for worst in (100 * comm.Get_size() * 8 + 1000, 300, 0):
+            round_trip(comm, gpu, host, 6, 100, worst=worst, zero=True)
+
+
+def test_graph(comm):
+    """A captured dispatch and weighted combine, replayed with other tokens, among calls outside of the graph."""
+    tokens, hidden = 96, 1024
+    with make(comm, hidden=hidden) as gpu, make(comm, "host", hidden=hidden) as host:
+        worst = 2 * tokens * gpu.config.num_topk
+        x, (idx, weights) = rows(comm, 1, tokens, hidden), routing(comm, 1, tokens, 8, gpu.config.num_experts)
+        options = dict(layout="expert", expert_alignment=16, num_worst_tokens=worst, zero_padding=True)
+
+        def step(x, idx, weights):
+            sent = gpu.dispatch(x, idx, weights, **options)
+            return sent, gpu.combine(sent.recv_x * 2, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True)
+
+        step(x, idx, weights)
+        gpu.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sent, back = step(x, idx, weights)
+            sums = back.x
+        for seed in range(2, 8):
+            other, (other_idx, other_weights) = (
+                rows(comm, seed, tokens, hidden),
+                routing(comm, seed, tokens, 8, gpu.config.num_experts),
+            )
+            x.copy_(other), idx.copy_(other_idx), weights.copy_(other_weights)
+            graph.replay()
+            want = host.dispatch(*cpu(x, idx, weights), **options)
+            reference = host.combine(want.recv_x * 2, want.handle, topk_weights=want.recv_topk_weights, weighted=True)
+            gpu.synchronize()
+            same_rows(sent, want, with_padding=True)
+            same(sums, reference.x)
+            if seed % 2:
+                round_trip(comm, gpu, host, 10 * seed, tokens)
+
+
+def test_100_rounds(comm):
+    """Calls of all sizes without pauses, on two streams, while earlier results are held."""
+    rng = np.random.default_rng(7)  # the same on all ranks
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream()]
+    with (
+        make(comm, hidden=1024, num_max_tokens_per_rank=256) as gpu,
+        make(comm, "host", hidden=1024, num_max_tokens_per_rank=256) as host,
+    ):
+        held = []
+        for i in range(100):
+            late = int(rng.integers(comm.Get_size()))
+            if i % 5 == 0 and comm.Get_rank() == late:
+                torch.cuda._sleep(int(20e6))
+            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
+            with torch.cuda.stream(streams[i // 10 % 2]):
+                zero = bool(i % 2)
+                held.append((*round_trip(comm, gpu, host, 10 * i, tokens, alignment=1 + i % 17, zero=zero), zero))
+                if len(held) > i % 3:  # keep some results during later calls
+                    got, want, zero = held.pop(0)
+                    same_rows(got, want, with_padding=zero)
+
+
+def test_lost_rank_gives_nan(comm):
+    """The last rank makes no call. Replays of the others give no rows of earlier replays."""
+    if comm.Get_size() == 1:
+        return
+    gpu = make(comm, hidden=1024, timeout_s=2.0)
+    x, (idx, weights) = rows(comm, 1, 64, 1024), routing(comm, 1, 64, 8, gpu.config.num_experts)
+    gpu.dispatch(x, idx, weights, layout="expert", num_worst_tokens=2048)
+    gpu.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sent = gpu.dispatch(x, idx, weights, layout="expert", num_worst_tokens=2048)
+        back = gpu.combine(sent.recv_x, sent.handle)
+        recv_x, sums = sent.recv_x, back.x
+    graph.replay()
+    gpu.synchronize()
+    arrived = int(sent.num_recv_tokens[0])
+    assert arrived > 0
+    assert not recv_x[:arrived].isnan().any()
+    comm.Barrier()
+    if comm.Get_rank() != comm.Get_size() - 1:
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert recv_x[:arrived].isnan().all()
+        assert sums.isnan().all()
+        with pytest.raises(EPTimeoutError):
+            gpu.check()
+    gpu.destroy()
+    comm.Barrier()
