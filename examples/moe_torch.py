@@ -13,6 +13,8 @@ torch = need("torch")
 from deepep_rt import Buffer  # noqa: E402
 from deepep_rt.torch import combine, communicator, dispatch  # noqa: E402
 
+grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # its name before PyTorch 2.10
+
 
 def initialize(backend):
     """Initialise torch.distributed on one host, with the ranks of MPI."""
@@ -31,14 +33,18 @@ def tokens_of(rank, args):
     return x, x.roll(1, dims=1) * x.sign()
 
 
-def run_experts(x, topk_idx, topk_weights, w1, w2):
-    """Return for each row the weighted sum over its experts of this rank."""
-    out = torch.zeros_like(x)
-    for expert in range(len(w1)):
-        row, choice = torch.nonzero(topk_idx == expert, as_tuple=True)
-        y = torch.nn.functional.silu(x[row] @ w1[expert]) @ w2[expert]
-        out = out.index_add(0, row, y * topk_weights[row, choice, None])
-    return out
+def run_experts(rows, ends, w1, w2):
+    """Return the output of each row's expert. Rows lie expert by expert, and `ends` has the end of each expert's rows."""
+    return grouped_mm(torch.nn.functional.silu(grouped_mm(rows, w1, offs=ends)), w2, offs=ends)
+
+
+def run_alone(x, topk_idx, topk_weights, w1, w2):
+    """The layer on one rank: copy tokens to their experts, and add up the weighted outputs."""
+    order = topk_idx.flatten().argsort(stable=True)  # of (token, choice), by expert
+    ends = topk_idx.flatten().bincount(minlength=len(w1)).cumsum(0).int()
+    token = order // topk_idx.shape[1]
+    y = run_experts(x[token], ends, w1, w2) * topk_weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, token, y)
 
 
 def train(layer, parameters, x, target, args, over_ranks=lambda tensor: tensor):
@@ -85,15 +91,15 @@ def main():
     with Buffer(ranks, **sizes, dtype="float32", backend=args.backend) as buffer:
 
         def layer(x, topk_idx, topk_weights, w1, w2):
-            sent = dispatch(buffer, x, topk_idx, topk_weights)  # send each token to the ranks of its experts
-            y = run_experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, w1, w2)
-            return combine(buffer, y, sent.handle)  # send back and add up
+            sent = dispatch(buffer, x, topk_idx, topk_weights, layout="expert")  # send each token to the ranks of its experts
+            y = run_experts(sent.recv_x, sent.expert_offsets[1:], w1, w2)
+            return combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights)  # send back and add up
 
         losses = train(layer, (router, w1[local], w2[local]), *tokens_of(rank, args), args, over_ranks)
         say(f"{buffer.backend}: {comm.size} ranks, {args.tokens} tokens of {hidden}, top-{args.topk} of {experts} experts")
 
     everything = (torch.cat(parts) for parts in zip(*(tokens_of(rank, args) for rank in range(comm.size)), strict=True))
-    alone = train(run_experts, (router, w1, w2), *everything, args)
+    alone = train(run_alone, (router, w1, w2), *everything, args)
     compare(losses, alone)
     if args.distributed:
         torch.distributed.destroy_process_group()

@@ -1,8 +1,8 @@
 // expert_positions: finds the row of each (token, choice) where rows lie expert by expert, in the order of the rows by token and of their
 // choices.
 //
-// A block takes an expert at a time. Its first rows follow from the counts of the experts before it. Each thread counts the expert in a run
-// of rows by token. A scan over the block then gives each thread the position of its first row, and it reads its run again.
+// A block takes kExperts experts at a time. Their first rows follow from the counts of the experts before them. Each warp counts them in a
+// segment of topk_idx. A scan over the warps then gives each warp the position of its first row, and it reads its segment again.
 //
 // A call that failed has counts, but no expert numbers, or those of an earlier call. Then the numbers of choices do not match the counts,
 // and `ends` says so. Nothing is written outside of the arrays, whatever the numbers are.
@@ -11,27 +11,15 @@
 #include "common/memory.cuh"
 
 constexpr int kWarps = kPositionThreads / 32;
-static_assert(kWarps <= 32, "one lane for each warp");
+constexpr int kExperts = 2;
+static_assert(kWarps == 32, "a lane for each warp");
 
-// The sum over the threads before this one. `total` is that over all threads.
-__device__ inline int sum_before(int own, int (&sums)[kWarps], int& total) {
-  int sum = own;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(~0u, sum, step);
-    if (lane_idx() >= step) sum += before;
-  }
-  if (lane_idx() == 31) sums[warp_idx()] = sum;
-  __syncthreads();
-  int before = sum - own;
-  total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp_idx()) before += sums[w];
-    total += sums[w];
-  }
-  __syncthreads();  // the next call writes to `sums`
-  return before;
-}
+struct Shared {
+  int choices[kExperts][kWarps];  // of each warp; later, of the warps before it
+  int num_choices[kExperts];
+  int first_row;  // of the block's first expert
+  int num_recv;
+};
 
 // -1: no expert of this rank.
 __device__ __forceinline__ int expert_at(const Params& p, i64 i) {
@@ -43,52 +31,88 @@ __device__ __forceinline__ int aligned(int count, int alignment) { return (count
 
 __device__ __forceinline__ int within(i64 row, int num_rows) { return static_cast<int>(row < 0 ? 0 : row > num_rows ? num_rows : row); }
 
+// One warp adds up the counts of all experts, and of those before `first`.
+__device__ inline void add_up_counts(const Params& p, int first, Shared& shared) {
+  const i32* num_per_expert = at<const i32>(p.num_per_expert, 0);
+  int earlier = 0, all = 0;
+  for (int e = lane_idx(); e < p.num_experts; e += 32) {
+    all += num_per_expert[e];
+    if (e < first) earlier += num_per_expert[e];
+  }
+  shared.first_row = __reduce_add_sync(~0u, earlier);
+  shared.num_recv = __reduce_add_sync(~0u, all);
+}
+
 extern "C" __global__ void __launch_bounds__(kPositionThreads) expert_positions(const __grid_constant__ Params p) {
-  __shared__ int sums[kWarps];
-  const int thread = threadIdx.x, num_arrived = *at<const i32>(p.num_recv, 0);
+  __shared__ Shared shared;
+  const int warp = warp_idx(), lane = lane_idx(), num_arrived = *at<const i32>(p.num_recv, 0);
   const int num_tokens = within(num_arrived, p.capacity);
-  const int per_thread = (num_tokens + kPositionThreads - 1) / kPositionThreads;
-  const i64 begin = static_cast<i64>(min(thread * per_thread, num_tokens)) * p.num_topk;
-  const i64 end = static_cast<i64>(min((thread + 1) * per_thread, num_tokens)) * p.num_topk;
+  const i64 num_entries = static_cast<i64>(num_tokens) * p.num_topk, steps = (num_entries + kPositionThreads - 1) / kPositionThreads;
+  const i64 begin = warp * steps * 32, end = min(begin + steps * 32, num_entries);
   const i32* num_per_expert = at<const i32>(p.num_per_expert, 0);
   i32* positions = at<i32>(p.positions, 0);
 
-  for (int expert = blockIdx.x; expert < p.num_experts; expert += gridDim.x) {
-    int earlier = 0, all = 0, first_row, num_recv;
-    for (int e = thread; e < p.num_experts; e += kPositionThreads) {
-      all += num_per_expert[e];
-      if (e < expert) earlier += num_per_expert[e];
+  for (int first = blockIdx.x * kExperts; first < p.num_experts; first += gridDim.x * kExperts) {
+    int choices[kExperts] = {};
+#pragma unroll 4
+    for (i64 i = begin; i < end; i += 32) {
+      const int expert = i + lane < end ? expert_at(p, i + lane) : -1;
+#pragma unroll
+      for (int e = 0; e < kExperts; ++e) choices[e] += __popc(__ballot_sync(~0u, expert == first + e));
     }
-    sum_before(earlier, sums, first_row);
-    sum_before(all, sums, num_recv);
-
-    int count = 0, num_choices;
-    for (i64 i = begin; i < end; ++i) count += expert_at(p, i) == expert;
-    const i64 first = static_cast<i64>(first_row) + sum_before(count, sums, num_choices);
-    // Rows by token that did not fit are missing on purpose.
-    const bool is_complete = aligned(num_choices, p.alignment) == num_per_expert[expert] || num_arrived > p.capacity;
-
-    i64 row = first;
-    for (i64 i = begin; i < end; ++i) {
-      const int found = expert_at(p, i);
-      if (found == expert) {
-        positions[i] = is_complete && row >= 0 && row < p.num_rows ? static_cast<i32>(row) : -1;
-        ++row;
+    __syncthreads();  // the experts before these have read `shared`
+#pragma unroll
+    for (int e = 0; e < kExperts; ++e) {
+      if (lane == e) shared.choices[e][warp] = choices[e];
+    }
+    if (warp == 0) add_up_counts(p, first, shared);
+    __syncthreads();
+    if (warp < kExperts) {
+      const int own = shared.choices[warp][lane];
+      int sum = own;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += before;
       }
-      if (found < 0 && expert == 0) positions[i] = -1;
+      shared.choices[warp][lane] = sum - own;
+      if (lane == 31) shared.num_choices[warp] = sum;
     }
-    if (expert == 0) {  // rows by token that are padding
-      const i64 last = static_cast<i64>(p.capacity) * p.num_topk;
-      for (i64 i = static_cast<i64>(num_tokens) * p.num_topk + thread; i < last; i += kPositionThreads) positions[i] = -1;
+    __syncthreads();
+
+    i64 first_row = shared.first_row, next[kExperts];
+    bool is_complete[kExperts];
+#pragma unroll
+    for (int e = 0; e < kExperts; ++e) {
+      const int expert = first + e, count = expert < p.num_experts ? num_per_expert[expert] : 0, found = shared.num_choices[e];
+      // Rows by token that did not fit are missing on purpose.
+      is_complete[e] = aligned(found, p.alignment) == count || num_arrived > p.capacity;
+      next[e] = first_row + shared.choices[e][warp];
+      if (warp == 0 && lane == 0 && expert < p.num_experts) {
+        at<i32>(p.offsets, 0)[expert] = within(first_row, p.num_rows);
+        at<i32>(p.ends, 0)[expert] = is_complete[e] ? within(first_row + found, p.num_rows) : -1;
+      }
+      first_row += count;
     }
-    if (thread == 0) {
-      at<i32>(p.offsets, 0)[expert] = within(first_row, p.num_rows);
-      at<i32>(p.ends, 0)[expert] = is_complete ? within(static_cast<i64>(first_row) + num_choices, p.num_rows) : -1;
-      if (expert == p.num_experts - 1) {
-        at<i32>(p.offsets, 0)[p.num_experts] = within(num_recv, p.num_rows);
-        at<i32>(p.totals, 0)[0] = num_recv;
-        at<i32>(p.totals, 0)[1] = num_tokens;
+#pragma unroll 4
+    for (i64 i = begin; i < end; i += 32) {
+      const int expert = i + lane < end ? expert_at(p, i + lane) : -1;
+      if (first == 0 && expert < 0 && i + lane < end) positions[i + lane] = -1;
+#pragma unroll
+      for (int e = 0; e < kExperts; ++e) {
+        const u32 chosen = __ballot_sync(~0u, expert == first + e);
+        const i64 row = next[e] + __popc(chosen & ((1u << lane) - 1));
+        if (expert == first + e) positions[i + lane] = is_complete[e] && row >= 0 && row < p.num_rows ? static_cast<i32>(row) : -1;
+        next[e] += __popc(chosen);
       }
     }
+  }
+  if (blockIdx.x > 0) return;
+  const i64 last = static_cast<i64>(p.capacity) * p.num_topk;  // rows by token that are padding have no position
+  for (i64 i = num_entries + threadIdx.x; i < last; i += kPositionThreads) positions[i] = -1;
+  if (threadIdx.x == 0) {
+    at<i32>(p.offsets, 0)[p.num_experts] = within(shared.num_recv, p.num_rows);
+    at<i32>(p.totals, 0)[0] = shared.num_recv;
+    at<i32>(p.totals, 0)[1] = num_tokens;
   }
 }

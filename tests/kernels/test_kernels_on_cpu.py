@@ -143,8 +143,8 @@ BROKEN = [
     pytest.param(
         expert_rounds,
         "experts/expert_positions.cu",
-        r"sums\[warp_idx\(\)\] = sum;\n  __syncthreads\(\);",
-        "sums[warp_idx()] = sum;",
+        r"shared.num_choices\[warp\] = sum;\n    }\n    __syncthreads\(\);",
+        "shared.num_choices[warp] = sum;\n    }",
         id="scan-without-barrier",
     ),
     pytest.param(

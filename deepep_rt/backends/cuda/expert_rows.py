@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _COLUMN_ALIGNMENT = 4  # rows of scales that lie by column; TMA loads columns of a multiple of 16 bytes
 _TAIL_ROWS = 32  # kTailRows of expand_rows
+_EXPERTS_PER_BLOCK = 2  # kExperts of expert_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +144,7 @@ class ExpertRows:
             "capacity": capacity,
             "num_rows": num_rows,
         }
-        local_kernels.launch("expert_positions", call.stream, values, experts)
+        local_kernels.launch("expert_positions", call.stream, values, -(-experts // _EXPERTS_PER_BLOCK))
         routing = ExpertRouting(by_token, memory, tables)
         return DispatchHandle(by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert")
 
