@@ -26,11 +26,18 @@ def tokens_of(rank, args):
     return x, np.roll(x, 1, axis=1) * np.sign(x)
 
 
-def run_experts(x, topk_idx, topk_weights, w1, w2):
-    """Return for each row the weighted sum over its experts of this rank. Every expert computes every row, which keeps this short."""
-    y = jax.vmap(lambda w1, w2: jax.nn.silu(x @ w1) @ w2)(w1, w2)
-    gate = (jax.nn.one_hot(topk_idx, len(w1)) * topk_weights[..., None]).sum(axis=1)  # an expert -1 adds nothing
-    return jnp.einsum("erh,re->rh", y, gate)
+def run_experts(rows, sizes, w1, w2):
+    """Return the output of each row's expert. Rows lie expert by expert, and `sizes` has the number of each expert's rows."""
+    return jax.lax.ragged_dot(jax.nn.silu(jax.lax.ragged_dot(rows, w1, sizes)), w2, sizes)
+
+
+def run_alone(x, topk_idx, topk_weights, w1, w2):
+    """The layer on one rank: copy tokens to their experts, and add up the weighted outputs."""
+    order = jnp.argsort(topk_idx.ravel(), stable=True)  # of (token, choice), by expert
+    sizes = jnp.bincount(topk_idx.ravel(), length=len(w1)).astype(jnp.int32)
+    token = order // topk_idx.shape[1]
+    y = run_experts(jnp.take(x, token, axis=0), sizes, w1, w2) * topk_weights.ravel()[order, None]
+    return jnp.zeros_like(x).at[token].add(y)
 
 
 def train(layer, parameters, x, target, args, over_ranks=lambda array: array):
@@ -74,9 +81,9 @@ def main():
     with Buffer(comm, **sizes, dtype="float32", backend="cuda" if args.on_gpu else "host") as buffer:
 
         def layer(x, topk_idx, topk_weights, w1, w2):
-            sent = dispatch(buffer, x, topk_idx, topk_weights)  # send each token to the ranks of its experts
-            y = run_experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights, w1, w2)
-            return combine(buffer, y, sent.handle).x  # send back and add up
+            sent = dispatch(buffer, x, topk_idx, topk_weights, layout="expert")  # send each token to the ranks of its experts
+            y = run_experts(sent.recv_x, jnp.diff(sent.expert_offsets), w1, w2)
+            return combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights).x  # send back and add up
 
         def over_ranks(array):
             return comm.allreduce(np.asarray(array))
@@ -87,7 +94,7 @@ def main():
         )
 
     everything = map(np.concatenate, zip(*(tokens_of(rank, args) for rank in range(comm.size)), strict=True))
-    alone = train(run_experts, (router, w1, w2), *everything, args)
+    alone = train(run_alone, (router, w1, w2), *everything, args)
     compare(losses, alone)
 
 

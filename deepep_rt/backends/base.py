@@ -99,15 +99,17 @@ class HandleTables(Protocol):
 
     num_words: int
     """Length of the int32 array of a dispatch."""
+    num_expert_words: int
+    """The same for `layout="expert"`. Its dispatch has fixed its rows (`num_worst_tokens`)."""
     num_low_latency_words: int
     """Length of the int32 array of a low-latency dispatch."""
     low_latency_counts: slice
     """The place of the local experts' numbers of rows in that array."""
 
     def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
-        """Write the routing of a handle to `out`, `[num_words]` int32, in the order of a GPU's stream."""
+        """Write the routing of a handle to `out`, `[num_words]` or `[num_expert_words]` int32, in the order of a GPU's stream."""
 
-    def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
+    def load(self, words: View, num_tokens: int, num_recv_rows: int, layout: str = "token") -> DispatchHandle:
         """Make a handle of such an array. The array has to outlive the calls that get the handle."""
 
     def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:

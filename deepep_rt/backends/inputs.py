@@ -92,11 +92,18 @@ def _check_layout(info: BufferInfo, layout: str | None, handle: DispatchHandle |
     return handle.layout
 
 
+def most_recv_rows(config: Config, layout: str, expert_alignment: int) -> int:
+    """Return the most rows that a dispatch can give a rank: a row for each token, or for each choice with padding."""
+    if layout == "token":
+        return config.num_max_recv_tokens
+    padding = config.num_local_experts * (expert_alignment - 1)
+    return min(config.num_max_recv_tokens * config.num_topk + padding, _MOST_ROWS)
+
+
 def _check_worst(config: Config, num_worst_tokens: int, layout: str, expert_alignment: int) -> int:
-    most = config.num_max_recv_tokens
+    most = most_recv_rows(config, layout, expert_alignment)
     largest = "num_max_recv_tokens of the Buffer" if config.has_network else "num_ranks * num_max_tokens_per_rank"
-    if layout == "expert":  # a row for each choice, and padding
-        most = min(most * config.num_topk + config.num_local_experts * (expert_alignment - 1), _MOST_ROWS)
+    if layout == "expert":
         largest = f"num_topk times {largest}, and the padding of each expert"
     remedy = f"The largest is {largest}; None leaves the number to what arrives."
     return whole_number(num_worst_tokens, "num_worst_tokens", 0, most, remedy=remedy)

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .._checks import argument_error, whole_number
-from ..backends.inputs import combine_inputs, dispatch_inputs
+from .._checks import argument_error, choice, whole_number
+from ..backends.inputs import MOST_ALIGNMENT, combine_inputs, dispatch_inputs, most_recv_rows
 from ..buffer import Buffer, backend_of, info_of
 from ..config import COMBINE_DTYPES
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import as_array, token_of, tokens_and_indices, traced_view
-from .buffer_calls import run_combine, run_dispatch, run_known_dispatch
+from .buffer_calls import run_combine, run_dispatch, run_expert_dispatch, run_known_dispatch
 from .callbacks import Combined, call
 from .device import check_buffer, check_threads
 
@@ -26,7 +26,7 @@ from .device import check_buffer, check_threads
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["tables", "num_recv_tokens", "token"],
-    meta_fields=["num_tokens", "num_recv_rows", "buffer"],
+    meta_fields=["num_tokens", "num_recv_rows", "buffer", "layout"],
 )
 @dataclass(frozen=True)
 class Handle:
@@ -44,20 +44,39 @@ class Handle:
     """Rows of `recv_x`."""
     buffer: int
     """Number of the Buffer in this process."""
+    layout: str = "token"
+    """The order of the rows: "token" or "expert"."""
 
 
 class Dispatched(NamedTuple):
-    """The rows that arrived at this rank, in the order (source rank, source token), then padding up to `num_worst_tokens` rows."""
+    """The rows that arrived at this rank, in the order (source rank, source token), then padding up to `num_worst_tokens` rows.
+
+    With `layout="expert"` there is a row for each (token, choice), expert by expert, with padding after each expert's rows.
+    """
 
     recv_x: jax.Array
     """Rows, `[num_worst_tokens, hidden]`, dtype of `x`; padding is zero."""
-    recv_topk_idx: jax.Array
-    """Local expert numbers, `[num_worst_tokens, num_topk]` int32; -1 for experts of other ranks, and in padding."""
+    recv_topk_idx: jax.Array | None
+    """Local expert numbers, `[num_worst_tokens, num_topk]` int32; -1 for experts of other ranks, and in padding. None with
+    `layout="expert"`.
+    """
     recv_topk_weights: jax.Array | None
-    """Weights, `[num_worst_tokens, num_topk]` float32; 0 for experts of other ranks, and in padding."""
+    """Weights, `[num_worst_tokens, num_topk]` float32; 0 for experts of other ranks, and in padding. With `layout="expert"`, the weight of
+    each row, `[num_worst_tokens]`.
+    """
     num_recv_tokens_per_expert: jax.Array
     """Received tokens of each local expert, `[num_local_experts]` int32."""
     handle: Handle
+    expert_offsets: jax.Array | None = None
+    """With `layout="expert"`, the first row of each local expert and the end, `[num_local_experts + 1]` int32."""
+
+
+class _Form(NamedTuple):
+    """The form of a dispatch's result."""
+
+    rows: int
+    layout: str
+    alignment: int
 
 
 def dispatch(
@@ -67,6 +86,8 @@ def dispatch(
     topk_weights: jax.Array | None = None,
     *,
     num_worst_tokens: int | None = None,
+    expert_alignment: int = 1,
+    layout: str = "token",
     after: jax.Array | None = None,
 ) -> Dispatched:
     """Send each token to the ranks that hold its experts, once to each rank. See `Buffer.dispatch`.
@@ -80,7 +101,10 @@ def dispatch(
         topk_weights: `[num_tokens, num_topk]` float32, or None.
         num_worst_tokens: The fixed number of rows of the result. Default and maximum: `buffer.config.num_max_recv_tokens`. On one
             node, that many can arrive. Further rows are dropped: their tokens lack these experts, and so do their gradients.
-            `handle.num_recv_tokens` counts them.
+            `handle.num_recv_tokens` counts them. With `layout="expert"`, the default and maximum is `num_topk` times as large, and
+            padding: pass a number that fits your routing.
+        expert_alignment: Round the count of each expert up to a multiple of this.
+        layout: As in `Buffer.dispatch`. Padding is zero.
         after: The `token` of an earlier call. All ranks make this call after that one.
 
     Returns:
@@ -94,28 +118,41 @@ def dispatch(
         >>> sent = dispatch(buffer, x, topk_idx, topk_weights)
         >>> y = experts(sent.recv_x, sent.recv_topk_idx, sent.recv_topk_weights)
         >>> out = combine(buffer, y, sent.handle).x
+        >>> sent = dispatch(buffer, x, topk_idx, topk_weights, layout="expert", num_worst_tokens=2 * x.shape[0] * topk_idx.shape[1])
+        >>> y = jax.lax.ragged_dot(sent.recv_x, experts, jnp.diff(sent.expert_offsets))
+        >>> out = combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights).x
     """
     check_threads(buffer)
-    config = buffer.config
-    most = config.num_max_recv_tokens
+    layout = choice(layout, "layout", ("token", "expert"))
+    expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
+    most = most_recv_rows(buffer.config, layout, expert_alignment)
     rows = most if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, most)
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
     weights_view = None if weights is None else traced_view(buffer, weights)
     x_view, idx_view = traced_view(buffer, x), traced_view(buffer, topk_idx)
-    dispatch_inputs(info_of(buffer), None, x_view, idx_view, weights_view, None, None, rows, 1)
-    return _dispatch(buffer, rows, x, topk_idx, weights, token_of(after))
+    dispatch_inputs(info_of(buffer), None, x_view, idx_view, weights_view, None, None, rows, expert_alignment, layout)
+    return _dispatch(buffer, _Form(rows, layout, expert_alignment), x, topk_idx, weights, token_of(after))
 
 
-def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | None = None) -> Combined:
+def combine(
+    buffer: Buffer,
+    x: jax.Array,
+    handle: Handle,
+    *,
+    topk_weights: jax.Array | None = None,
+    after: jax.Array | None = None,
+) -> Combined:
     """Send rows back to the ranks of their tokens and add up the rows of each token there, in float32. See `Buffer.combine`.
 
-    Differentiable in `x`: the gradient is a dispatch along the same routing.
+    Differentiable in `x` and `topk_weights`: the gradient is a dispatch along the same routing.
 
     Args:
         buffer: The Buffer of the dispatch.
         x: `[num_worst_tokens, hidden]` bfloat16, float16 or float32, in the order of `recv_x`. The call does not read padding.
         handle: The handle of the dispatch that brought the tokens.
+        topk_weights: None, or with a handle of `layout="expert"` the weight of each row, `[num_worst_tokens]` float32. Rows are multiplied
+            by them in float32.
         after: As in `dispatch`. Default: the token of `handle`.
 
     Returns:
@@ -131,7 +168,8 @@ def combine(buffer: Buffer, x: jax.Array, handle: Handle, *, after: jax.Array | 
     x = as_array(x, "x")
     if not isinstance(handle, Handle):
         raise argument_error(handle, "handle", "the .handle of deepep_rt.jax.dispatch", "Pass it as it is.")
-    return _combine(buffer, x, handle, token_of(handle.token if after is None else after))
+    weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
+    return _combine(buffer, x, weights, handle, token_of(handle.token if after is None else after))
 
 
 def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,37 +217,45 @@ def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dispatch_once(
-    buffer: Buffer, rows: int, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, after: jax.Array
+    buffer: Buffer, form: _Form, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, after: jax.Array
 ) -> Dispatched:
-    config = buffer.config
-    topk = (rows, config.num_topk)
-    shapes = [((rows, config.hidden), x.dtype), (topk, jnp.int32), ((1,), jnp.int32), ((config.num_local_experts,), jnp.int32)]
-    shapes += [((backend_of(buffer).tables.num_words,), jnp.int32)]
+    config, tables, rows = buffer.config, backend_of(buffer).tables, form.rows
+    experts, by_expert = config.num_local_experts, form.layout == "expert"
+    topk = (rows,) if by_expert else (rows, config.num_topk)
+    shapes = [
+        ((rows, config.hidden), x.dtype),
+        ((experts + 1,) if by_expert else topk, jnp.int32),  # offsets, or expert numbers
+        ((1,), jnp.int32),
+        ((experts,), jnp.int32),
+        ((tables.num_expert_words if by_expert else tables.num_words,), jnp.int32),
+    ]
     given = [x, topk_idx]
     if topk_weights is not None:
         given, shapes = [*given, topk_weights], [*shapes, (topk, jnp.float32)]
 
-    token, recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = _named(
-        "deepep_rt.dispatch", call(buffer, run_dispatch, (rows,), [after], given, shapes)
+    run = run_expert_dispatch if by_expert else run_dispatch
+    token, recv_x, experts_or_offsets, num_recv, per_expert, table, *recv_weights = _named(
+        "deepep_rt.dispatch", call(buffer, run, (rows, form.alignment), [after], given, shapes)
     )
-    handle = Handle(table, num_recv, token, x.shape[0], rows, info_of(buffer).serial)
-    return Dispatched(recv_x, recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle)
+    handle = Handle(table, num_recv, token, x.shape[0], rows, info_of(buffer).serial, form.layout)
+    recv_idx, offsets = (None, experts_or_offsets) if by_expert else (experts_or_offsets, None)
+    return Dispatched(recv_x, recv_idx, recv_weights[0] if recv_weights else None, per_expert, handle, offsets)
 
 
-def _dispatch_forward(buffer: Buffer, rows: int, *arguments: Any) -> tuple[Dispatched, Any]:
+def _dispatch_forward(buffer: Buffer, form: _Form, *arguments: Any) -> tuple[Dispatched, Any]:
     if (dtype := arguments[0].dtype.name) not in COMBINE_DTYPES:
         raise EPInputError(
             f"x.dtype={dtype}; expected {' or '.join(COMBINE_DTYPES)}, because the gradient is a combine. Convert x."
         )
-    sent = _dispatch_once(buffer, rows, *arguments)  # policies of `jax.checkpoint` see no names inside of `_dispatch`
+    sent = _dispatch_once(buffer, form, *arguments)  # policies of `jax.checkpoint` see no names inside of `_dispatch`
     return sent, (sent.handle, sent.recv_topk_idx)
 
 
-def _dispatch_backward(buffer: Buffer, rows: int, kept: Any, gradient: Dispatched) -> tuple[Any, ...]:
+def _dispatch_backward(buffer: Buffer, form: _Form, kept: Any, gradient: Dispatched) -> tuple[Any, ...]:
     """Send rows back and add them up. Only the rank of an expert has a gradient of its weight: the zeros of other ranks are no copies."""
     handle, recv_idx = kept
     weights = gradient.recv_topk_weights
-    if weights is not None:
+    if weights is not None and recv_idx is not None:
         weights = jnp.where(recv_idx >= 0, weights, 0)
     token, x, *weights = _combine_rows(buffer, gradient.recv_x, weights, handle, gradient.handle.token)
     return x, None, *(weights or [None]), token
@@ -219,38 +265,47 @@ _dispatch = jax.custom_vjp(_dispatch_once, nondiff_argnums=(0, 1))
 _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
-def _combine_once(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> Combined:
-    token, out = _named("deepep_rt.combine", _combine_rows(buffer, x, None, handle, after))
+def _combine_once(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array) -> Combined:
+    rows = _combine_rows(buffer, x, weights, handle, after, weighted=weights is not None)
+    token, out = _named("deepep_rt.combine", rows)
     return Combined(out, token)
 
 
-def _combine_forward(buffer: Buffer, x: jax.Array, handle: Handle, after: jax.Array) -> tuple[Combined, Any]:
-    out = _combine_once(buffer, x, handle, after)
-    return out, (handle, out.token)
+def _combine_forward(
+    buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array
+) -> tuple[Combined, Any]:
+    out = _combine_once(buffer, x, weights, handle, after)
+    return out, (handle, out.token, weights, None if weights is None else x)
 
 
 def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[Any, ...]:
     """Give each row the gradient of its token. If JAX computed the combine again for the gradient, this call comes after it."""
-    handle, done = kept
+    handle, done, weights, x = kept
     shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
     given = [handle.tables, handle.num_recv_tokens, gradient.x]
-    token, rows = call(buffer, run_known_dispatch, _sizes(handle), [gradient.token, done], given, shapes)
-    return rows, None, token
+    token, rows = call(buffer, run_known_dispatch, (*_sizes(handle), handle.layout), [gradient.token, done], given, shapes)
+    if weights is None:
+        return rows, None, None, token
+    exact = rows.astype(jnp.float32)
+    return (weights[:, None] * exact).astype(rows.dtype), (exact * x.astype(jnp.float32)).sum(1), None, token
 
 
 _combine = jax.custom_vjp(_combine_once, nondiff_argnums=(0,))
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _combine_rows(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array) -> list[jax.Array]:
-    """Combine rows, and weights unless they are None. Return the token and the sums."""
+def _combine_rows(
+    buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array, *, weighted: bool = False
+) -> list[jax.Array]:
+    """Combine rows, and weights unless they are None or multiply the rows. Return the token and the sums."""
     config, tokens = buffer.config, handle.num_tokens
-    known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {})
+    known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {}, layout=handle.layout)
     views = [None if array is None else traced_view(buffer, array) for array in (x, weights)]
-    combine_inputs(info_of(buffer), None, views[0], known, views[1], None)
-    shapes = [((tokens, config.hidden), x.dtype)] + ([] if weights is None else [((tokens, config.num_topk), jnp.float32)])
+    combine_inputs(info_of(buffer), None, views[0], known, views[1], None, weighted)
+    returned = [] if weights is None or weighted else [((tokens, config.num_topk), jnp.float32)]
+    shapes = [((tokens, config.hidden), x.dtype), *returned]
     given = [handle.tables, x] + ([] if weights is None else [weights])
-    return call(buffer, run_combine, _sizes(handle), [after], given, shapes)
+    return call(buffer, run_combine, (*_sizes(handle), handle.layout, weighted), [after], given, shapes)
 
 
 def _sizes(handle: Handle) -> tuple[int, int]:

@@ -7,9 +7,11 @@ from ..backends.base import Backend
 from ..buffer import Buffer, backend_of
 
 
-def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int) -> None:
+def run_dispatch(
+    buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int, alignment: int
+) -> None:
     """Dispatch along a new routing, and copy rows, experts, counts, weights and the routing."""
-    sent = buffer.dispatch(*arguments, num_worst_tokens=rows, stream=stream)
+    sent = buffer.dispatch(*arguments, num_worst_tokens=rows, expert_alignment=alignment, stream=stream)
     recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
     assert sent.num_recv_tokens is not None
     _copy_rows(stream, sent.recv_x, sent.num_recv_tokens, recv_x)
@@ -21,18 +23,57 @@ def run_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], resu
     backend.tables.save(sent.handle, table, stream)
 
 
-def run_known_dispatch(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
-    """Dispatch along the routing of a handle, and copy the rows."""
+def run_expert_dispatch(
+    buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int, alignment: int
+) -> None:
+    """Dispatch to rows that lie expert by expert, and copy them, their counts, offsets, weights and the routing."""
+    sent = buffer.dispatch(
+        *arguments, num_worst_tokens=rows, expert_alignment=alignment, layout="expert", zero_padding=True, stream=stream
+    )
+    recv_x, offsets, num_recv, per_expert, table, *recv_weights = results
+    backend = backend_of(buffer)
+    _copy(backend, stream, (sent.recv_x, recv_x), (sent.expert_offsets, offsets), (sent.num_recv_tokens, num_recv))
+    _copy(
+        backend, stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights)
+    )
+    backend.tables.save(sent.handle, table, stream)
+
+
+def run_known_dispatch(
+    buffer: Buffer,
+    stream: int | None,
+    arguments: list[View],
+    results: list[View],
+    num_tokens: int,
+    num_recv_rows: int,
+    layout: str,
+) -> None:
+    """Dispatch along the routing of a handle, and copy the rows. Padding is zero."""
     table, num_recv, x = arguments
-    sent = buffer.dispatch(x, handle=backend_of(buffer).tables.load(table, *sizes), stream=stream)
-    _copy_rows(stream, sent.recv_x, num_recv, results[0])
+    backend, by_expert = backend_of(buffer), layout == "expert"
+    handle = backend.tables.load(table, num_tokens, num_recv_rows, layout)
+    sent = buffer.dispatch(x, handle=handle, zero_padding=by_expert, stream=stream)
+    if by_expert:
+        _copy(backend, stream, (sent.recv_x, results[0]))
+    else:
+        _copy_rows(stream, sent.recv_x, num_recv, results[0])
 
 
-def run_combine(buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], *sizes: int) -> None:
+def run_combine(
+    buffer: Buffer,
+    stream: int | None,
+    arguments: list[View],
+    results: list[View],
+    num_tokens: int,
+    num_recv_rows: int,
+    layout: str,
+    weighted: bool,
+) -> None:
     """Combine, and copy the sums of rows and of weights."""
     table, x, *weights = arguments
     backend = backend_of(buffer)
-    back = buffer.combine(x, backend.tables.load(table, *sizes), topk_weights=weights[0] if weights else None, stream=stream)
+    handle = backend.tables.load(table, num_tokens, num_recv_rows, layout)
+    back = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, weighted=weighted, stream=stream)
     _copy(backend, stream, *zip((back.x, back.topk_weights), results, strict=False))
 
 

@@ -56,7 +56,7 @@ def errors() -> Iterator[None]:
 def call(
     buffer: Buffer,
     run: Callable[..., None],
-    sizes: tuple[int, ...],
+    sizes: tuple[Any, ...],
     after: list[jax.Array],
     arguments: list[jax.Array],
     shapes: Sequence[tuple[tuple[int, ...], Any]],
@@ -101,7 +101,7 @@ def _forms(arrays: Sequence[Any]) -> _Forms:
 
 
 def _callback(
-    buffer: Buffer, run: Callable[..., None], sizes: tuple[int, ...], num_after: int, given: _Forms, results: _Forms
+    buffer: Buffer, run: Callable[..., None], sizes: tuple[Any, ...], num_after: int, given: _Forms, results: _Forms
 ) -> Callable[..., None]:
     """Return the function that XLA calls. It outlives the trace, so it must not hold arrays."""
     on_host, checked = buffer.backend == "host", False

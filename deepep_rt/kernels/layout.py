@@ -195,6 +195,18 @@ class Layout:
             ]
         )
 
+    def expert_tables(self, capacity: int) -> Map:
+        """Arrange the tables that a handle of `layout="expert"` adds, for a dispatch with room for `capacity` rows by token."""
+        experts = self.config.num_local_experts
+        return arrange(
+            [
+                ("positions", 4 * capacity * self.config.num_topk),
+                ("offsets", 4 * (experts + 1)),
+                ("ends", 4 * experts),
+                ("totals", 8),
+            ]
+        )
+
     @cached_property
     def counts(self) -> Map:
         """The counts of a dispatch, as its caller gets them."""

@@ -180,6 +180,56 @@ def check_gradients(comm: MPI.Intracomm) -> None:
         assert "".join(calls) == "dckc"
 
 
+def _by_expert(buffer: Any, rows: int | None = None, alignment: int = 1) -> Callable[..., jax.Array]:
+    """Return the layer over all ranks. Its experts take their rows as they lie."""
+
+    def layer(
+        x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array, mixing: jax.Array, after: Any = None
+    ) -> jax.Array:
+        how = dict(layout="expert", num_worst_tokens=rows, expert_alignment=alignment)
+        sent = ep.dispatch(buffer, x, idx, weights, **how, after=after)
+        y = jnp.tanh(jax.lax.ragged_dot(sent.recv_x, matrices, jnp.diff(sent.expert_offsets)))
+        return x + ep.combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights).x @ mixing
+
+    return layer
+
+
+def check_gradients_by_expert(comm: MPI.Intracomm) -> None:
+    model = _layers(comm)
+    with _buffer(comm) as buffer, _calls(buffer) as calls:
+        _compare(comm, model, partial(_unrolled, _by_expert(buffer)))
+        assert "".join(calls) == "dcdckckc"
+        _compare(comm, model, partial(_scanned, _by_expert(buffer, 2 * TOKENS * TOPK * comm.Get_size(), 8)))
+        _compare(comm, model, partial(_unrolled, ep.checkpoint(_by_expert(buffer, alignment=4))))
+
+
+def check_rows_by_expert(comm: MPI.Intracomm) -> None:
+    """Rows arrive bit for bit, and padding is zero. Weights that do not multiply rows return to their choices."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    inputs = inputs_of_all(
+        comm, 4, lambda rank: 5 * (rank % 3) + 1, hidden=HIDDEN, num_topk=TOPK, num_experts=4 * ranks, idx_dtype="int32"
+    )
+    mine = inputs[rank]
+    with _buffer(comm) as buffer:
+        for rows, alignment in ((None, 1), (64, 4), (7, 1), (0, 2)):
+            send = partial(ep.dispatch, buffer, layout="expert", num_worst_tokens=rows, expert_alignment=alignment)
+            got = jax.jit(send)(jnp.asarray(mine.x), mine.topk_idx, mine.topk_weights)
+            room = TOPK * buffer.config.num_max_recv_tokens if rows is None else rows
+            want = oracle.expected_expert_rows(rank, inputs, 4 * ranks, num_worst_tokens=room, expert_alignment=alignment)
+            np.testing.assert_array_equal(got.recv_x, want.x)
+            np.testing.assert_array_equal(got.recv_topk_weights, want.weights)
+            np.testing.assert_array_equal(got.expert_offsets, want.offsets)
+            np.testing.assert_array_equal(got.num_recv_tokens_per_expert, want.num_recv_per_expert)
+            assert got.handle.num_recv_tokens.tolist() == [want.num_recv]
+            assert got.recv_topk_idx is None
+    with _buffer(comm) as buffer, raises(EPInputError, "layout='rows'; expected 'token' or 'expert'"):
+        ep.dispatch(buffer, jnp.asarray(mine.x), mine.topk_idx, layout="rows")
+    with _buffer(comm) as buffer:
+        sent = ep.dispatch(buffer, jnp.asarray(mine.x), mine.topk_idx, mine.topk_weights)
+        with raises(EPInputError, "weighted=True with a handle of layout='token'"):
+            ep.combine(buffer, sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
+
+
 def check_gradient_of_weights_alone(comm: MPI.Intracomm) -> None:
     """Only the rank of the expert gives the gradient of a weight. The zeros of the other ranks give none."""
     model = _layers(comm, 1)

@@ -123,13 +123,7 @@ class ExpertRows:
         else:
             num_rows = inputs.num_worst_tokens
         experts, capacity = config.num_local_experts, idx.shape[0]
-        regions = [
-            ("positions", 4 * capacity * config.num_topk),
-            ("offsets", 4 * (experts + 1)),
-            ("ends", 4 * experts),
-            ("totals", 8),
-        ]
-        parts = arrange(regions)
+        parts = self._runtime.layout.expert_tables(capacity)
         memory = self._allocate(parts.num_bytes, call)
         tables = {name: memory.ptr + offset for name, offset in parts.offsets.items()}
         values = {

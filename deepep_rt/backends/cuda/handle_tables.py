@@ -12,6 +12,7 @@ from ...kernels.layout import Layout
 from ...results import DispatchHandle, LowLatencyHandle
 from ..base import Entries
 from ..calls import BufferInfo
+from .expert_rows import ExpertRouting
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class _Tables:
     """Tables in memory of the caller. Calls use them like a slot of the Buffer."""
 
     ptr: int
+
+    def add_stream(self, stream: int) -> None:
+        """Do nothing: the caller's library tracks the streams of its memory."""
 
 
 class CudaHandleTables:
@@ -28,15 +32,30 @@ class CudaHandleTables:
         self._info = info
         self._map, self._low_latency_map = layout.handle, layout.low_latency_handle
         self.num_words, self.num_low_latency_words = self._map.num_bytes // 4, self._low_latency_map.num_bytes // 4
+        self._expert_map = layout.expert_tables(info.config.num_max_recv_tokens)
+        self.num_expert_words = self.num_words + self._expert_map.num_bytes // 4
         first = self._low_latency_map.offsets["num_recv_per_expert"] // 4
         self.low_latency_counts = slice(first, first + info.config.num_local_experts)
 
     def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
         assert stream is not None
-        driver.copy_async(out.ptr, handle.routing.ptr, out.nbytes, stream)
+        num_bytes = self._map.num_bytes
+        by_token = handle.routing if handle.layout == "token" else handle.routing.by_token.routing
+        driver.copy_async(out.ptr, by_token.ptr, num_bytes, stream)
+        if handle.layout == "expert":
+            assert handle.routing.by_token.num_recv_rows == self._info.config.num_max_recv_tokens, (
+                "the host has waited for counts"
+            )
+            driver.copy_async(out.ptr + num_bytes, handle.routing.tables["positions"], self._expert_map.num_bytes, stream)
 
-    def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
-        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, _Tables(words.ptr), {})
+    def load(self, words: View, num_tokens: int, num_recv_rows: int, layout: str = "token") -> DispatchHandle:
+        config, serial, tables = self._info.config, self._info.serial, _Tables(words.ptr)
+        if layout == "token":
+            return DispatchHandle(num_tokens, num_recv_rows, None, serial, tables, {})
+        by_token = DispatchHandle(num_tokens, config.num_max_recv_tokens, None, serial, tables, {})
+        first = words.ptr + self._map.num_bytes
+        routing = ExpertRouting(by_token, tables, {name: first + offset for name, offset in self._expert_map.offsets.items()})
+        return DispatchHandle(num_tokens, num_recv_rows, None, serial, routing, {}, layout=layout)
 
     def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
         no_hook = None

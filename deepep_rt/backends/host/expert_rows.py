@@ -18,13 +18,13 @@ _COLUMN_ALIGNMENT = 4  # rows of scales that lie by column; TMA loads columns of
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertRouting:
+class RowsByExpert:
     """Where the rows of a dispatch by token lie expert by expert."""
 
     by_token: DispatchHandle
     positions: np.ndarray  # [rows by token, num_topk] the row of each choice; -1: none
     offsets: np.ndarray  # [num_local_experts + 1] the first row of each expert
-    experts: np.ndarray  # [rows] the expert of each row; -1 in padding
+    ends: np.ndarray  # [num_local_experts] the end of an expert's rows without padding
     num_recv: int  # rows with their padding, dropped ones too
 
 
@@ -51,7 +51,7 @@ class ExpertRows:
 
     def combine(self, inputs: CombineInputs) -> Views:
         """Add up this rank's rows of each token in the order of the token's choices, and combine the sums."""
-        routing: ExpertRouting = inputs.handle.routing
+        routing: RowsByExpert = inputs.handle.routing
         num_rows, num_topk = routing.positions.shape
         rows = to_float32(rows_of(inputs.x), inputs.x.dtype)
         weights = None if inputs.topk_weights is None else values_of(inputs.topk_weights).reshape(-1)
@@ -86,16 +86,15 @@ class ExpertRows:
         if num_recv > num_rows:
             self._overflow.warn_of_rows(num_recv, num_rows)
         positions = _positions(values_of(idx), offsets, num_rows)
-        experts = np.full(num_rows, -1, np.int32)
-        token, choice = np.nonzero(positions >= 0)
-        experts[positions[token, choice]] = values_of(idx)[token, choice]
-        routing = ExpertRouting(by_token, positions, np.minimum(offsets, num_rows), experts, num_recv)
+        chosen = values_of(idx)[values_of(idx) >= 0]
+        ends = offsets[:-1] + np.bincount(chosen, minlength=self._config.num_local_experts)
+        routing = RowsByExpert(by_token, positions, np.minimum(offsets, num_rows), np.minimum(ends, num_rows), num_recv)
         counts_list = by_token.num_recv_tokens_per_expert_list
         return DispatchHandle(by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert")
 
     def _expanded(self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs) -> Views:
         """Return the results of a call. Its rows by token are `by_token`."""
-        routing: ExpertRouting = handle.routing
+        routing: RowsByExpert = handle.routing
         num_rows, framework = handle.num_recv_rows, inputs.x.framework
         token, choice = np.nonzero(routing.positions >= 0)
         row = routing.positions[token, choice]
@@ -105,16 +104,18 @@ class ExpertRows:
             result.rows[row] = rows_of(view)[token]
             return result
 
-        x, scales, weights, src_idx = (by_token[name] for name in ("x", "scales", "topk_weights", "src_idx"))
+        experts = np.full(num_rows, -1, np.int32)
+        for expert, (first, end) in enumerate(zip(routing.offsets, routing.ends, strict=False)):
+            experts[first:end] = expert
+        x, scales, weights, src_idx = (by_token.get(name) for name in ("x", "scales", "topk_weights", "src_idx"))
         assert x is not None
-        assert src_idx is not None
         views: Views = {
             **by_token,
             "x": expanded(x).view(framework),
             "topk_idx": None,
             "num_recv": Result.of(np.array([routing.num_recv])).view(framework),
             "expert_offsets": Result.of(routing.offsets).view(framework),
-            "expert_idx": Result.of(routing.experts).view(framework),
+            "expert_idx": Result.of(experts).view(framework),
         }
         if scales is not None:
             result = expanded(scales)
@@ -123,9 +124,10 @@ class ExpertRows:
             of_rows = Result((num_rows,), "float32", fill=0)
             of_rows.values[row, 0] = values_of(weights)[token, choice]
             views["topk_weights"] = of_rows.view(framework)
-        sources = np.full((num_rows, 3), -1, np.int32)
-        sources[row] = np.column_stack([values_of(src_idx)[token], choice])
-        views["src_idx"] = Result.of(sources).view(framework)
+        if src_idx is not None:  # a handle that was made of an array has none
+            sources = np.full((num_rows, 3), -1, np.int32)
+            sources[row] = np.column_stack([values_of(src_idx)[token], choice])
+            views["src_idx"] = Result.of(sources).view(framework)
         return views
 
 

@@ -10,6 +10,7 @@ from ...results import DispatchHandle, LowLatencyHandle
 from ..base import Entries
 from ..calls import BufferInfo
 from .expert_routing import ExpertRouting, new_expert_routing
+from .expert_rows import RowsByExpert
 from .routing import Routing
 
 _NUM_PER_RANK = 4  # num_received, first_row, number of sent_tokens, num_chosen
@@ -27,6 +28,9 @@ class HostHandleTables:
         config = info.config
         rows, tokens, topk = config.worst_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
         self.num_words = 1 + _NUM_PER_RANK * config.num_ranks + config.num_max_sent_rows
+        most, experts = config.num_max_recv_tokens, config.num_local_experts
+        self._expert_sizes = self.num_words, most * topk, experts + 1, experts, 1  # the rows by token, then an ExpertRouting
+        self.num_expert_words = sum(self._expert_sizes)
         parts = {"counts": config.num_local_experts, "num_rows": 1, "rows": self.num_words, "recv_idx": rows * topk}
         parts |= {"topk_idx": tokens * topk, "weights": rows * topk, "own_weights": tokens * topk}
         self._parts = parts
@@ -34,10 +38,26 @@ class HostHandleTables:
         self.low_latency_counts = slice(0, config.num_local_experts)
 
     def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
-        self._save_routing(handle.routing, host_bytes(out).view("int32"))
+        words = host_bytes(out).view("int32")
+        if handle.layout == "token":
+            self._save_routing(handle.routing, words)
+            return
+        by_expert: RowsByExpert = handle.routing
+        by_token, positions, *parts = np.split(words, np.cumsum(self._expert_sizes[:-1]))
+        self._save_routing(by_expert.by_token.routing, by_token)
+        positions[:] = by_expert.positions.reshape(-1)
+        for part, values in zip(parts, (by_expert.offsets, by_expert.ends, by_expert.num_recv), strict=True):
+            part[:] = values
 
-    def load(self, words: View, num_tokens: int, num_recv_rows: int) -> DispatchHandle:
-        return self._load_handle(host_bytes(words).view("int32"), num_tokens, num_recv_rows)
+    def load(self, words: View, num_tokens: int, num_recv_rows: int, layout: str = "token") -> DispatchHandle:
+        array = host_bytes(words).view("int32")
+        if layout == "token":
+            return self._load_handle(array, num_tokens, num_recv_rows)
+        rows, positions, offsets, ends, num_recv = np.split(array, np.cumsum(self._expert_sizes[:-1]))
+        by_token = self._load_handle(rows, num_tokens, self._info.config.num_max_recv_tokens)
+        positions = positions.reshape(-1, self._info.config.num_topk)
+        routing = RowsByExpert(by_token, positions, offsets, ends, int(num_recv[0]))
+        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, routing, {}, layout=layout)
 
     def save_low_latency(self, handle: LowLatencyHandle, out: View) -> None:
         """Write the routing of a handle to `out`, `[num_low_latency_words]` int32."""
