@@ -22,14 +22,14 @@ struct Shared {
 };
 
 // -1: no expert of this rank.
-__device__ __forceinline__ int expert_at(const Params& p, i64 i) {
+__device__ __forceinline__ int expert_at(const Params& p, int i) {
   const i64 expert = p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i];
   return expert >= 0 && expert < p.num_experts ? static_cast<int>(expert) : -1;
 }
 
 __device__ __forceinline__ int aligned(int count, int alignment) { return (count + alignment - 1) / alignment * alignment; }
 
-__device__ __forceinline__ int within(i64 row, int num_rows) { return static_cast<int>(row < 0 ? 0 : row > num_rows ? num_rows : row); }
+__device__ __forceinline__ int within(int row, int num_rows) { return row < 0 ? 0 : min(row, num_rows); }
 
 // One warp adds up the counts of all experts, and of those before `first`.
 __device__ inline void add_up_counts(const Params& p, int first, Shared& shared) {
@@ -47,15 +47,15 @@ extern "C" __global__ void __launch_bounds__(kPositionThreads) expert_positions(
   __shared__ Shared shared;
   const int warp = warp_idx(), lane = lane_idx(), num_arrived = *at<const i32>(p.num_recv, 0);
   const int num_tokens = within(num_arrived, p.capacity);
-  const i64 num_entries = static_cast<i64>(num_tokens) * p.num_topk, steps = (num_entries + kPositionThreads - 1) / kPositionThreads;
-  const i64 begin = warp * steps * 32, end = min(begin + steps * 32, num_entries);
+  const int num_entries = num_tokens * p.num_topk, steps = (num_entries + kPositionThreads - 1) / kPositionThreads;
+  const int begin = min(warp * steps * 32, num_entries), end = min(begin + steps * 32, num_entries);
   const i32* num_per_expert = at<const i32>(p.num_per_expert, 0);
   i32* positions = at<i32>(p.positions, 0);
 
   for (int first = blockIdx.x * kExperts; first < p.num_experts; first += gridDim.x * kExperts) {
     int choices[kExperts] = {};
 #pragma unroll 4
-    for (i64 i = begin; i < end; i += 32) {
+    for (int i = begin; i < end; i += 32) {
       const int expert = i + lane < end ? expert_at(p, i + lane) : -1;
 #pragma unroll
       for (int e = 0; e < kExperts; ++e) choices[e] += __popc(__ballot_sync(~0u, expert == first + e));
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kPositionThreads) expert_positions(
     }
     __syncthreads();
 
-    i64 first_row = shared.first_row, next[kExperts];
+    int first_row = shared.first_row, next[kExperts];
     bool is_complete[kExperts];
 #pragma unroll
     for (int e = 0; e < kExperts; ++e) {
@@ -94,22 +94,22 @@ extern "C" __global__ void __launch_bounds__(kPositionThreads) expert_positions(
       }
       first_row += count;
     }
-#pragma unroll 4
-    for (i64 i = begin; i < end; i += 32) {
+#pragma unroll 2
+    for (int i = begin; i < end; i += 32) {
       const int expert = i + lane < end ? expert_at(p, i + lane) : -1;
       if (first == 0 && expert < 0 && i + lane < end) positions[i + lane] = -1;
 #pragma unroll
       for (int e = 0; e < kExperts; ++e) {
         const u32 chosen = __ballot_sync(~0u, expert == first + e);
-        const i64 row = next[e] + __popc(chosen & ((1u << lane) - 1));
-        if (expert == first + e) positions[i + lane] = is_complete[e] && row >= 0 && row < p.num_rows ? static_cast<i32>(row) : -1;
+        const int row = next[e] + __popc(chosen & ((1u << lane) - 1));
+        if (expert == first + e) positions[i + lane] = is_complete[e] && row >= 0 && row < p.num_rows ? row : -1;
         next[e] += __popc(chosen);
       }
     }
   }
   if (blockIdx.x > 0) return;
-  const i64 last = static_cast<i64>(p.capacity) * p.num_topk;  // rows by token that are padding have no position
-  for (i64 i = num_entries + threadIdx.x; i < last; i += kPositionThreads) positions[i] = -1;
+  const int last = p.capacity * p.num_topk;  // rows by token that are padding have no position
+  for (int i = num_entries + threadIdx.x; i < last; i += kPositionThreads) positions[i] = -1;
   if (threadIdx.x == 0) {
     at<i32>(p.offsets, 0)[p.num_experts] = within(shared.num_recv, p.num_rows);
     at<i32>(p.totals, 0)[0] = shared.num_recv;

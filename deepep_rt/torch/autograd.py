@@ -221,7 +221,8 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
     ) -> tuple:
         rows, scales = to_fp8(x) if fp8 else (x, None)
         options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment, layout=layout)
-        options["zero_padding"] = (layout or (handle and handle.layout)) == "expert"
+        by_expert = layout == "expert" or (isinstance(handle, DispatchHandle) and handle.layout == "expert")
+        options["zero_padding"] = by_expert
         sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
         recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
         recv_x = _rows(sent, x.dtype)

@@ -87,9 +87,9 @@ def test_throughput(arch, seed):
         throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
 
 
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_expert_rows(seed):
-    with Machine(3, seed, ("sm_80", "sm_90")[seed % 2], weak_memory=seed % 4 > 1) as machine:
+    with Machine(3, seed, ("sm_80", "sm_90")[seed % 2], weak_memory=seed % 2 == 1) as machine:
         expert_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
 
 

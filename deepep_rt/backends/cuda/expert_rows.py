@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...arrays.view import View
 from ...cuda.pool import Slot, Slots
@@ -18,10 +18,8 @@ from ...jit import local_kernels
 from ...kernels.regions import Map, align_up, arrange
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
+from .row_mover import RowMover
 from .runtime import CudaRuntime, address_of
-
-if TYPE_CHECKING:
-    from .throughput_calls import RowMover
 
 _COLUMN_ALIGNMENT = 4  # rows of scales that lie by column; TMA loads columns of a multiple of 16 bytes
 _TAIL_ROWS = 32  # kTailRows of expand_rows

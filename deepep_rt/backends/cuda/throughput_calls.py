@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 from ...arrays.view import HOST
-from ...results import CombineResult, DispatchHandle, DispatchResult, Views
+from ...results import CombineResult, DispatchResult
 from ..calls import Call, CombineInputs, DispatchInputs
 from .expert_rows import ExpertRows
+from .row_mover import RowMover
 from .runtime import CudaRuntime
-
-
-class RowMover(Protocol):
-    """Moves rows by token between ranks: `Throughput` on one node, `NodesThroughput` on several."""
-
-    num_sms: int
-
-    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
-        """Queue a dispatch. Return its handle, and the function that makes its results."""
-
-    def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
-        """Queue a combine. Return the function that makes its results."""
 
 
 class ThroughputCalls:
