@@ -47,6 +47,9 @@ class ThroughputCalls(BufferBase):
         layout: str | None = None,
         zero_padding: bool = False,
         scales_layout: str = "row",
+        use_fp8: bool = False,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
         async_finish: bool = False,
         previous_event: Any = None,
         stream: Any = None,
@@ -71,6 +74,10 @@ class ThroughputCalls(BufferBase):
             zero_padding: With `layout="expert"`, fill padding rows of `recv_x` and `recv_x_scales` with zeros.
             scales_layout: With `layout="expert"`, "row": a row of scales for each row. "column": the transpose, whose columns lie
                 contiguously as GEMMs that load them with TMA want. Scales have 4 bytes then.
+            use_fp8: Convert rows of bfloat16, float16 or float32 to float8_e4m3fn before sending, with a scale for each 128 channels, which
+                arrives as `recv_x_scales`. All GPUs need FP8 (sm_89 or newer).
+            round_scale: With `use_fp8`, make the scales powers of two.
+            use_ue8m0: With `use_fp8`, deliver such scales as their 8-bit exponents.
             async_finish: Run on the buffer's own stream. `result.event` marks the end of the call.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
             stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. An external stream
@@ -85,6 +92,7 @@ class ThroughputCalls(BufferBase):
             EPOutOfMemoryError: If the caller holds too many results and `on_exhausted="error"`, or if the call cannot copy.
                 With several nodes, on all ranks, if it brings a rank more rows than `num_max_recv_tokens`; no row is sent.
             EPTimeoutError: If a peer did not answer, also in an earlier call that the host did not wait for.
+            EPUnavailableError: If `use_fp8`, and the GPU of a rank cannot convert to FP8.
             EPDestroyedError: After `destroy()`.
 
         Example:
@@ -110,6 +118,9 @@ class ThroughputCalls(BufferBase):
                 layout,
                 zero_padding,
                 scales_layout,
+                use_fp8,
+                round_scale,
+                use_ue8m0,
             )
             return backend.dispatch(inputs, call)
 

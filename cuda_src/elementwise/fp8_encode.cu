@@ -1,4 +1,4 @@
-// fp8_encode: converts elements to FP8 (e4m3), with a float32 scale for each 128 of them. fp8.py has the same rule.
+// fp8_encode: converts elements to FP8 (e4m3), with a scale for each 128 of them. number_formats.py has the same rules.
 //
 // 8 neighbouring lanes take a group, 16 elements each, as in ll_dispatch. The kernel reads and writes each byte once, and threads share
 // nothing else.
@@ -17,8 +17,13 @@ extern "C" __global__ void __launch_bounds__(kLocalThreads) fp8_encode(const __g
       if (i < count) held[v] = x[i * kVecs + v];
     }
     float scale;
-    const Vec16 bytes = to_fp8<kElement>(held, false, scale);
+    const Vec16 bytes = to_fp8<kElement>(held, p.round_scale, scale);
     if (i < count) at<Vec16>(p.out, 0)[i] = bytes;
-    if (i < count && i % 8 == 0) at<float>(p.scales, 0)[i / 8] = scale;
+    if (i >= count || i % 8 != 0) continue;
+    if (p.use_ue8m0) {
+      at<unsigned char>(p.scales, 0)[i / 8] = static_cast<unsigned char>(__float_as_uint(scale) >> 23);
+    } else {
+      at<float>(p.scales, 0)[i / 8] = scale;
+    }
   }
 }

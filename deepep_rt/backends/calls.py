@@ -48,6 +48,9 @@ class DispatchInputs:
     layout: str = "token"  # the order of the rows: "token" or "expert"
     zero_padding: bool = False  # the other two only for "expert"
     scales_by_column: bool = False
+    use_fp8: bool = False  # convert x on the way
+    round_scale: bool = False  # scales are powers of two
+    use_ue8m0: bool = False  # and are sent as their exponents
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._checks import argument_error, choice, flag, whole_number
+from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
 from ..config import COMBINE_DTYPES, Config
 from ..errors import EPInputError
@@ -32,6 +33,9 @@ def dispatch_inputs(
     layout: str | None = None,
     zero_padding: bool = False,
     scales_layout: str = "row",
+    use_fp8: bool = False,
+    round_scale: bool = False,
+    use_ue8m0: bool = False,
 ) -> DispatchInputs:
     """Check the arguments of `Buffer.dispatch`. Its docstring names the rules."""
     config = info.config
@@ -64,20 +68,52 @@ def dispatch_inputs(
         weights = as_view(info, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
     scales = None if x_scales is None else _scales_view(info, x_scales, stream, num_tokens)
     zero_padding = flag(zero_padding, "zero_padding")
+    use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
+    round_scale = flag(round_scale, "round_scale") or use_ue8m0
+    if use_fp8 or round_scale:
+        _check_fp8(rows, scales, use_fp8, use_ue8m0)
     by_column = choice(scales_layout, "scales_layout", ("row", "column")) == "column"
     if layout == "token" and (zero_padding or by_column):
         name = "zero_padding=True" if zero_padding else "scales_layout='column'"
         raise EPInputError(f"{name}; expected layout='expert' with it. Pass both")
-    if by_column and scales is not None and scales.itemsize != 4:
+    if by_column and (use_ue8m0 or (scales is not None and scales.itemsize != 4)):
+        given = "use_ue8m0=True" if scales is None else f"x_scales.dtype={scales.dtype}"
         raise EPInputError(
-            f"x_scales.dtype={scales.dtype}; expected a type of 4 bytes with scales_layout='column', because its columns are 4-byte words. "
+            f"{given}; expected a type of 4 bytes with scales_layout='column', because its columns are 4-byte words. "
             f"Pass float32, or int32 of four packed UE8M0"
         )
     if handle is not None and expert_alignment != 1:
         raise EPInputError(
             f"expert_alignment={expert_alignment}; expected 1 with a handle, which has counts already. Pass it to the first dispatch"
         )
-    return DispatchInputs(rows, idx, weights, scales, handle, num_worst_tokens, expert_alignment, layout, zero_padding, by_column)
+    return DispatchInputs(
+        rows,
+        idx,
+        weights,
+        scales,
+        handle,
+        num_worst_tokens,
+        expert_alignment,
+        layout,
+        zero_padding,
+        by_column,
+        use_fp8,
+        round_scale,
+        use_ue8m0,
+    )
+
+
+def _check_fp8(rows: View, scales: View | None, use_fp8: bool, use_ue8m0: bool) -> None:
+    hidden = rows.shape[1]
+    if not use_fp8:
+        raise EPInputError("round_scale or use_ue8m0=True; expected use_fp8=True with it, whose scales it means. Pass both")
+    if rows.dtype not in COMBINE_DTYPES:
+        raise EPInputError(f"x.dtype={rows.dtype}; expected {' or '.join(COMBINE_DTYPES)} with use_fp8=True. Convert x")
+    if scales is not None:
+        raise EPInputError("x_scales with use_fp8=True; expected none, because the call makes them. Leave one of them out")
+    group = FP8_GROUP * (4 if use_ue8m0 else 1)  # a row of scales has whole 4-byte words
+    if hidden % group:
+        raise EPInputError(f"hidden={hidden}; expected a multiple of {group} for these FP8 scales. Pass use_fp8=False")
 
 
 def _check_layout(info: BufferInfo, layout: str | None, handle: DispatchHandle | None) -> str:

@@ -43,7 +43,7 @@ class Allocation:
 
     def hold(self, other: Any) -> None:
         """Keep another allocation as long as this one."""
-        self._held = other
+        self._held = (*getattr(self, "_held", ()), other)
 
     def add_framework(self, framework: Framework, device: int) -> None:
         """Add an array library that makes an array of the allocation: its current stream uses it now, and when the array is dropped."""

@@ -10,8 +10,10 @@ LOCAL_KERNELS = (
         """
     u64 x;                  // [num_groups, 128]
     u64 out;                // [num_groups, 128] e4m3
-    u64 scales;             // [num_groups] float32
+    u64 scales;             // [num_groups] float32, or u8 (use_ue8m0)
     i64 num_groups;
+    i32 round_scale;        // scales are powers of two
+    i32 use_ue8m0;          // and become their exponents
 """,
         folder="elementwise",
         threads="kLocalThreads",

@@ -46,6 +46,7 @@ def to_fp8(rows: Any) -> tuple[Any, Any]:
     out = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = torch.empty(*rows.shape[:-1], rows.shape[-1] // FP8_GROUP, dtype=torch.float32, device=rows.device)
     values = {"x": rows.data_ptr(), "out": out.data_ptr(), "scales": scales.data_ptr(), "num_groups": scales.numel()}
+    values |= {"round_scale": False, "use_ue8m0": False}
     _launch("fp8_encode", rows, values, -(-rows.numel() // 4096), FLOATS[rows.dtype])  # 16 elements a thread
     return out, scales
 

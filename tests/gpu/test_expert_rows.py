@@ -111,6 +111,32 @@ def test_graph(comm):
                 round_trip(comm, gpu, host, 10 * seed, tokens)
 
 
+def test_conversion_in_a_graph(comm):
+    """Replays convert the rows of that time, among calls that would reuse the memory of the converted rows."""
+    tokens, hidden = 96, 1024
+    with make(comm, hidden=hidden) as gpu, make(comm, "host", hidden=hidden) as host:
+        x, (idx, weights) = rows(comm, 1, tokens, hidden), routing(comm, 1, tokens, 8, gpu.config.num_experts)
+        for layout in ("token", "expert"):
+            options = dict(layout=layout, num_worst_tokens=2 * tokens * 8, use_fp8=True)
+            if layout == "token":
+                options["num_worst_tokens"] = comm.Get_size() * tokens
+            gpu.dispatch(x, idx, weights, **options)
+            gpu.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                sent = gpu.dispatch(x, idx, weights, **options)
+                got = sent.recv_x, sent.recv_x_scales
+            for seed in range(2, 6):
+                x.copy_(rows(comm, seed, tokens, hidden))
+                for _ in range(3):
+                    gpu.dispatch(-x, idx, weights, layout=layout, use_fp8=True)
+                graph.replay()
+                want = host.dispatch(*cpu(x, idx, weights), **options)
+                kept = int(want.num_recv_tokens[0])
+                for a, b in zip(got, (want.recv_x, want.recv_x_scales), strict=True):
+                    same(a[:kept], b[:kept])
+
+
 def test_100_rounds(comm):
     """Calls of all sizes without pauses, on two streams, while earlier results are held."""
     rng = np.random.default_rng(7)  # the same on all ranks

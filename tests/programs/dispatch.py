@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
+import ml_dtypes
 import numpy as np
 import oracle
 from mpi4py import MPI
-from spmd import inputs_of_all, main, make_buffer
+from spmd import inputs_of_all, main, make_buffer, raises, same_bits
+
+from deepep_rt import EPInputError
+from deepep_rt.arrays.number_formats import to_fp8, to_ue8m0
 
 CASES = [
     # (num_topk, experts of a rank, hidden, dtype of x, scales of a row, options of make_inputs)
@@ -105,6 +111,46 @@ def check_cached_handle(comm: MPI.Intracomm) -> None:
             weightless = buffer.dispatch(ours.x, ours.topk_idx, x_scales=ours.scales, handle=first.handle)
             assert weightless.recv_topk_weights is None
             assert (weightless.recv_topk_idx == expected.topk_idx).all()
+
+
+def check_conversion_to_fp8(comm: MPI.Intracomm) -> None:
+    """`use_fp8` gives the bits of rows that were converted before, in both layouts, for new and known routings."""
+    experts, rank = 4 * comm.Get_size(), comm.Get_rank()
+    for seed, dtype in enumerate(("bfloat16", "float16", "float32")):
+        sizes = dict(hidden=512, num_topk=4, num_experts=experts)
+        inputs = inputs_of_all(comm, seed, lambda rank: 5 * (rank % 2) + 4, dtype=dtype, **sizes)
+        mine = inputs[rank]
+        with make_buffer(comm, num_experts=experts, hidden=512, dtype=dtype) as buffer:
+            for round_scale, use_ue8m0, layout in itertools.product((False, True), (False, True), ("token", "expert")):
+                codes, scales = to_fp8(mine.x.astype(np.float32), round_scale or use_ue8m0)
+                scales = to_ue8m0(scales) if use_ue8m0 else scales
+                rows = codes.view(ml_dtypes.float8_e4m3fn)
+                want = buffer.dispatch(rows, mine.topk_idx, mine.topk_weights, x_scales=scales, layout=layout)
+                how = dict(use_fp8=True, round_scale=round_scale, use_ue8m0=use_ue8m0)
+                got = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=layout, **how)
+                again = buffer.dispatch(mine.x, handle=want.handle, **how)
+                for sent in (got, again):
+                    assert same_bits(sent.recv_x, want.recv_x)
+                    assert same_bits(sent.recv_x_scales, want.recv_x_scales)
+                assert same_bits(got.recv_topk_weights, want.recv_topk_weights)
+            codes, scales = to_fp8(mine.x.astype(np.float32), False)
+            for words, wrong in (
+                ("expected use_fp8=True with it", dict(round_scale=True)),
+                ("x_scales with use_fp8=True; expected none", dict(use_fp8=True, x_scales=scales)),
+                (
+                    "use_ue8m0=True; expected a type of 4 bytes",
+                    dict(use_fp8=True, use_ue8m0=True, layout="expert", scales_layout="column"),
+                ),
+            ):
+                with raises(EPInputError, words):
+                    buffer.dispatch(mine.x, mine.topk_idx, **wrong)
+            with raises(EPInputError, "x.dtype=uint8; expected"):
+                buffer.dispatch(codes, mine.topk_idx, use_fp8=True)
+    with (
+        make_buffer(comm, num_experts=experts, hidden=64) as buffer,
+        raises(EPInputError, "hidden=64; expected a multiple of 128"),
+    ):
+        buffer.dispatch(np.zeros((2, 64), np.float32), np.zeros((2, 4), np.int64), use_fp8=True)
 
 
 def check_num_worst_tokens(comm: MPI.Intracomm) -> None:

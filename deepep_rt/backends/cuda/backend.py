@@ -117,7 +117,7 @@ class CudaBackend:
                 self._release()
             raise
         # A method that only passes a call on would add to the host's time of each call.
-        calls = ThroughputCalls(self.runtime, self.throughput)
+        calls = ThroughputCalls(self.runtime, self.throughput, archs)
         self.dispatch, self.combine = calls.dispatch, calls.combine
         self.low_latency_dispatch, self.low_latency_combine = self.low_latency.dispatch, self.low_latency.combine
         self.low_latency_combine_view = self.low_latency.combine_view

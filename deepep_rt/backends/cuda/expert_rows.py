@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...arrays.view import View
-from ...cuda.pool import Slot, Slots
-from ...cuda.stream_memory import StreamMemory
 from ...jit import local_kernels
 from ...kernels.regions import Map, align_up, arrange
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
+from .call_memory import CallMemory
 from .row_mover import RowMover
 from .runtime import CudaRuntime, address_of
 
@@ -41,11 +40,12 @@ class ExpertRows:
     Args:
         runtime: The Buffer's memory and kernels.
         by_token: Moves rows by token.
+        memory: For results and rows on their way.
     """
 
-    def __init__(self, runtime: CudaRuntime, by_token: RowMover) -> None:
+    def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory) -> None:
         self._runtime, self._config, self._by_token = runtime, runtime.config, by_token
-        self._slots: dict[int, Slots] = {}
+        self._memory = memory
 
     def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Queue a dispatch. Return its handle, and the function that makes its results."""
@@ -58,7 +58,7 @@ class ExpertRows:
         routing: ExpertRouting = handle.routing
         routing.memory.add_stream(stream)
         parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
-        memory = self._allocate(parts.num_bytes, call)
+        memory = self._memory.allocate(parts.num_bytes, call)
         self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
         x, counts = views["x"], views["num_recv_per_expert"]
         assert x is not None
@@ -80,7 +80,7 @@ class ExpertRows:
         x, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_weights)
         num_tokens, returns = routing.by_token.num_recv_rows, weights is not None and not inputs.weighted
         parts = arrange([("weights", num_tokens * num_topk * 4 if returns else 0), ("x", num_tokens * x.row_bytes)])
-        memory = self._allocate(parts.num_bytes, call)
+        memory = self._memory.allocate(parts.num_bytes, call)
         out, out_weights = memory.ptr + parts.offsets["x"], memory.ptr + parts.offsets["weights"]
         values = {
             "x": x.ptr,
@@ -122,7 +122,7 @@ class ExpertRows:
             num_rows = inputs.num_worst_tokens
         experts, capacity = config.num_local_experts, idx.shape[0]
         parts = self._runtime.layout.expert_tables(capacity)
-        memory = self._allocate(parts.num_bytes, call)
+        memory = self._memory.allocate(parts.num_bytes, call)
         tables = {name: memory.ptr + offset for name, offset in parts.offsets.items()}
         values = {
             "topk_idx": address_of(idx),
@@ -219,12 +219,3 @@ class ExpertRows:
         }
         views["num_recv_per_expert"] = counts
         return views
-
-    def _allocate(self, num_bytes: int, call: Call) -> StreamMemory | Slot:
-        """Allocate memory for the call, and for its caller. A capture takes memory that stays with the Buffer."""
-        if call.capture is None:
-            return self._runtime.stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
-        num_bytes = max(num_bytes, 1)
-        if num_bytes not in self._slots:
-            self._slots[num_bytes] = self._runtime.slots(num_bytes)
-        return self._slots[num_bytes].acquire(call.stream, call.caller_stream)

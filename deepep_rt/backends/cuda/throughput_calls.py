@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...arrays.view import HOST
 from ...results import CombineResult, DispatchResult
 from ..calls import Call, CombineInputs, DispatchInputs
+from .call_memory import CallMemory
 from .expert_rows import ExpertRows
+from .fp8_rows import Fp8Rows
 from .row_mover import RowMover
 from .runtime import CudaRuntime
 
@@ -16,17 +20,27 @@ class ThroughputCalls:
     Args:
         runtime: The Buffer's memory and kernels.
         by_token: Moves rows by token.
+        archs: The target of each rank's GPU.
     """
 
-    def __init__(self, runtime: CudaRuntime, by_token: RowMover) -> None:
+    def __init__(self, runtime: CudaRuntime, by_token: RowMover, archs: Sequence[str]) -> None:
+        memory = CallMemory(runtime)
         self._runtime, self._by_token = runtime, by_token
-        self._by_expert = ExpertRows(runtime, by_token)
+        self._by_expert = ExpertRows(runtime, by_token, memory)
+        self._fp8_rows = Fp8Rows(runtime, memory, archs)
 
     def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """See `Buffer.dispatch`."""
+        is_host_caller = inputs.x.device == HOST
+        if inputs.use_fp8:
+            inputs = self._fp8_rows.converted(inputs, call)
         handle, make_views = (self._by_token if inputs.layout == "token" else self._by_expert).send_rows(inputs, call)
+        if inputs.use_fp8 and call.capture is not None:  # replays use the memory of the converted rows again
+            result = make_views()["x"]
+            assert result is not None
+            result.owner.hold(inputs.x.owner)
         self._runtime.monitor.check_inputs()
-        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, call.stream)
+        views = self._runtime.for_caller(make_views, is_host_caller, call.stream)
         return DispatchResult(handle, self._runtime.order.event(call), views)
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:

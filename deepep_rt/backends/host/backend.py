@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from ..calls import BufferInfo, Call, CombineInputs, DispatchInputs, LowLatencyC
 from ..hooks import Hooks
 from ..overflow import OverflowLog
 from .expert_rows import ExpertRows
+from .fp8_rows import convert
 from .handle_tables import HostHandleTables
 from .headers import CallAgreement
 from .low_latency import LowLatency
@@ -75,6 +77,9 @@ class HostBackend:
     def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """Send rows to the ranks of their experts; see `Buffer.dispatch`."""
         with self._report_out_of_memory():
+            if inputs.use_fp8:
+                x, scales = convert(inputs.x, inputs.round_scale, inputs.use_ue8m0)
+                inputs = replace(inputs, x=x, scales=scales)
             handle, views = (self._expert_rows if inputs.layout == "expert" else self._throughput).dispatch(inputs)
         return DispatchResult(handle=handle, event=Event(), make_views=lambda: views)
 

@@ -13,9 +13,7 @@ import time
 
 import numpy as np
 
-from ...arrays.dtypes import FP8_GROUP
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
-from ...arrays.number_formats import to_fp8, to_ue8m0
 from ...arrays.view import Framework, View, host_bytes
 from ...errors import EPInputError
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
@@ -23,6 +21,7 @@ from ..calls import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombine
 from ..hooks import Hooks, check_hook_called
 from ..overflow import OverflowLog
 from .expert_routing import ExpertRouting, new_expert_routing
+from .fp8_rows import convert
 from .handle_tables import HostHandleTables
 from .routing import Routing
 from .throughput import Throughput
@@ -57,7 +56,7 @@ class LowLatency:
     def dispatch(self, inputs: LowLatencyDispatchInputs, with_hook: bool) -> LowLatencyDispatchResult:
         """Send tokens to their experts; with a hook, the results are written when it is called."""
         self._hooks.dispatch.check_can_start(with_hook)
-        x, scales = _convert_to_fp8(inputs) if inputs.use_fp8 else (inputs.x, None)
+        x, scales = convert(inputs.x, inputs.round_scale, inputs.use_ue8m0) if inputs.use_fp8 else (inputs.x, None)
         start = time.perf_counter_ns()
         with self._agreement.low_latency_call("low_latency_dispatch"):
             sources = self._channel.peers
@@ -278,16 +277,3 @@ def _weighted_sum(rows: np.ndarray, target: np.ndarray, choice: np.ndarray, weig
             targets = target[entries]  # each at most once
             total[targets] += weights[targets, k][:, None] * to_float32(rows[entries], "bfloat16")
         from_float32(total, "bfloat16", out)
-
-
-def _convert_to_fp8(inputs: LowLatencyDispatchInputs) -> tuple[View, View]:
-    """Convert the rows of a dispatch to FP8, with scales."""
-    x = inputs.x
-    codes, factors = to_fp8(to_float32(rows_of(x), "bfloat16"), inputs.round_scale)
-    if inputs.use_ue8m0:
-        factors = to_ue8m0(factors)
-    rows = Result(x.shape, "float8_e4m3fn")
-    rows.rows[...] = codes
-    scales = Result((x.shape[0], x.shape[1] // FP8_GROUP), factors.dtype.name)
-    scales.values[...] = factors
-    return rows.view(x.framework), scales.view(x.framework)

@@ -1,0 +1,29 @@
+"""Memory that calls need besides the Buffer's own."""
+
+from __future__ import annotations
+
+from ...cuda.pool import Slot, Slots
+from ...cuda.stream_memory import StreamMemory
+from ..calls import Call
+from .runtime import CudaRuntime
+
+
+class CallMemory:
+    """Memory of any size for work on the stream of a call.
+
+    Args:
+        runtime: The Buffer's memory.
+    """
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._slots: dict[int, Slots] = {}
+
+    def allocate(self, num_bytes: int, call: Call) -> StreamMemory | Slot:
+        """Allocate memory for the call and its caller. A capture takes memory that stays with the Buffer."""
+        if call.capture is None:
+            return self._runtime.stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
+        num_bytes = max(num_bytes, 1)
+        if num_bytes not in self._slots:
+            self._slots[num_bytes] = self._runtime.slots(num_bytes)
+        return self._slots[num_bytes].acquire(call.stream, call.caller_stream)
