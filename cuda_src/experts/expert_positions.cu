@@ -43,7 +43,7 @@ __device__ inline void add_up_counts(const Params& p, int first, Shared& shared)
   shared.num_recv = __reduce_add_sync(~0u, all);
 }
 
-extern "C" __global__ void __launch_bounds__(kPositionThreads) expert_positions(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kPositionThreads, 1) expert_positions(const __grid_constant__ Params p) {
   __shared__ Shared shared;
   const int warp = warp_idx(), lane = lane_idx(), num_arrived = *at<const i32>(p.num_recv, 0);
   const int num_tokens = within(num_arrived, p.capacity);

@@ -150,6 +150,10 @@ CASES: dict[str, Case] = {
     "torch.dispatch.num_worst_tokens": (8, lambda w, v: _send_tensors(w, num_worst_tokens=v)),
     "torch.dispatch.expert_alignment": (4, lambda w, v: _send_tensors(w, expert_alignment=v)),
     "jax.dispatch.num_worst_tokens": (8, lambda w, v: ep_jax.dispatch(w["plain"], X, IDX, num_worst_tokens=v).recv_x.shape),
+    "jax.dispatch.expert_alignment": (
+        4,
+        lambda w, v: ep_jax.dispatch(w["plain"], X, IDX, expert_alignment=v).num_recv_tokens_per_expert.tolist(),
+    ),
     **{f"compat.Buffer.{name}": (8, _make_v1(name)) for name in ("num_nvl_bytes", "num_rdma_bytes", "num_qps_per_rank")},
     "compat.Buffer.set_num_sms.new_num_sms": (20, lambda w, v: deep_ep.Buffer.set_num_sms(v)),
     "compat.Buffer.get_dispatch_config.num_ranks": (4, lambda w, v: repr(deep_ep.Buffer.get_dispatch_config(v))),
