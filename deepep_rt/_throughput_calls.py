@@ -65,8 +65,8 @@ class ThroughputCalls(BufferBase):
             x_scales: `[num_tokens, n]`, at most one 4-byte word for 128 channels: `hidden // 128` float32, or packed UE8M0.
             handle: Repeat the routing of an earlier dispatch. The call counts nothing, and the host does not wait.
             num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens` (times `num_topk`, and padding, with
-                `layout="expert"`). The host does not wait and no memory of the driver's is taken, so a CUDA graph can capture the call
-                (keep the result as long as the graph). Rows past it are dropped and count in `num_recv_tokens`; the log says so once.
+                `layout="expert"`). The host does not wait, so a CUDA graph can capture the call (keep the result as long as the graph).
+                Rows past it are dropped and count in `num_recv_tokens`; the log says so once.
             expert_alignment: Round the count of each expert up to a multiple of this. Not with `handle`, which keeps its counts.
             layout: "token": a row for each token, in the order (source rank, source token). "expert": a row for each (token, choice) of
                 this rank, expert by expert, as grouped matrix products take them. Each expert's rows begin at a multiple of
