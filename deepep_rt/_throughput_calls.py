@@ -66,7 +66,7 @@ class ThroughputCalls(BufferBase):
             handle: Repeat the routing of an earlier dispatch. The call counts nothing, and the host does not wait.
             num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens` (times `num_topk`, and padding, with
                 `layout="expert"`). The host does not wait, so a CUDA graph can capture the call (keep the result as long as the graph).
-                Rows past it are dropped and count in `num_recv_tokens`; the log says so once.
+                Rows past it are dropped and count in `num_recv_tokens`. The log says so once (with `layout="expert"`, on the host backend).
             expert_alignment: Round the count of each expert up to a multiple of this. Not with `handle`, which keeps its counts.
             layout: "token": a row for each token, in the order (source rank, source token). "expert": a row for each (token, choice) of
                 this rank, expert by expert, as grouped matrix products take them. Each expert's rows begin at a multiple of
@@ -99,7 +99,7 @@ class ThroughputCalls(BufferBase):
             >>> sent = buffer.dispatch(x, topk_idx, topk_weights)
             >>> sent.recv_x.shape, sent.num_recv_tokens_per_expert_list
             >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128)
-            >>> y = torch._grouped_mm(sent.recv_x, experts, offs=sent.expert_offsets[1:])
+            >>> y = torch.nn.functional.grouped_mm(sent.recv_x, experts, offs=sent.expert_offsets[1:])
             >>> out = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
         """
         backend = self._live()

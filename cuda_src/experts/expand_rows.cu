@@ -1,8 +1,7 @@
 // expand_rows: copies each row by token to the rows of its experts on this rank, and marks the padding between them.
 //
 // A block takes an item at a time: a row by token, then the rows of an expert, then kTailRows rows after the last expert. Items write to
-// different rows: a position belongs to one (token, choice), and the other items write where no position points to. Only out_experts is
-// written by the items of experts alone.
+// different rows: a position belongs to one (token, choice), and the other items write where no position points to.
 //
 // Rows of an expert that did not arrive become NaN, as in every call that fails (expert_positions finds them).
 //
@@ -10,8 +9,7 @@
 #include "common/memory.cuh"
 
 constexpr int kInFlight = 4;
-constexpr int kTailRows = 32;
-constexpr u32 kNan = 0xffffffffu;  // of every element type of rows
+constexpr u32 kNan = 0xffffffffu;  // of every floating-point type
 
 __device__ inline void expand_row(const Params& p, i64 item) {
   const int lane = lane_idx();

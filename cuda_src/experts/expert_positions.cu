@@ -1,7 +1,7 @@
 // expert_positions: finds the row of each (token, choice) where rows lie expert by expert, in the order of the rows by token and of their
 // choices.
 //
-// A block takes kExperts experts at a time. Their first rows follow from the counts of the experts before them. Each warp counts them in a
+// A block takes a few experts at a time. Their first rows follow from the counts of the experts before them. Each warp counts them in a
 // segment of topk_idx. A scan over the warps then gives each warp the position of its first row, and it reads its segment again.
 //
 // A call that failed has counts, but no expert numbers, or those of an earlier call. Then the numbers of choices do not match the counts,
@@ -11,12 +11,11 @@
 #include "common/memory.cuh"
 
 constexpr int kWarps = kPositionThreads / 32;
-constexpr int kExperts = 2;
 static_assert(kWarps == 32, "a lane for each warp");
 
 struct Shared {
-  int choices[kExperts][kWarps];  // of each warp; later, of the warps before it
-  int num_choices[kExperts];
+  int choices[kExpertsPerBlock][kWarps];  // of each warp; later, of the warps before it
+  int num_choices[kExpertsPerBlock];
   int first_row;  // of the block's first expert
   int num_recv;
 };
@@ -52,22 +51,22 @@ extern "C" __global__ void __launch_bounds__(kPositionThreads, 1) expert_positio
   const i32* num_per_expert = at<const i32>(p.num_per_expert, 0);
   i32* positions = at<i32>(p.positions, 0);
 
-  for (int first = blockIdx.x * kExperts; first < p.num_experts; first += gridDim.x * kExperts) {
-    int choices[kExperts] = {};
+  for (int first = blockIdx.x * kExpertsPerBlock; first < p.num_experts; first += gridDim.x * kExpertsPerBlock) {
+    int choices[kExpertsPerBlock] = {};
 #pragma unroll 4
     for (int i = begin; i < end; i += 32) {
       const int expert = i + lane < end ? expert_at(p, i + lane) : -1;
 #pragma unroll
-      for (int e = 0; e < kExperts; ++e) choices[e] += __popc(__ballot_sync(~0u, expert == first + e));
+      for (int e = 0; e < kExpertsPerBlock; ++e) choices[e] += __popc(__ballot_sync(~0u, expert == first + e));
     }
     __syncthreads();  // the experts before these have read `shared`
 #pragma unroll
-    for (int e = 0; e < kExperts; ++e) {
+    for (int e = 0; e < kExpertsPerBlock; ++e) {
       if (lane == e) shared.choices[e][warp] = choices[e];
     }
     if (warp == 0) add_up_counts(p, first, shared);
     __syncthreads();
-    if (warp < kExperts) {
+    if (warp < kExpertsPerBlock) {
       const int own = shared.choices[warp][lane];
       int sum = own;
 #pragma unroll
@@ -80,10 +79,10 @@ extern "C" __global__ void __launch_bounds__(kPositionThreads, 1) expert_positio
     }
     __syncthreads();
 
-    int first_row = shared.first_row, next[kExperts];
-    bool is_complete[kExperts];
+    int first_row = shared.first_row, next[kExpertsPerBlock];
+    bool is_complete[kExpertsPerBlock];
 #pragma unroll
-    for (int e = 0; e < kExperts; ++e) {
+    for (int e = 0; e < kExpertsPerBlock; ++e) {
       const int expert = first + e, count = expert < p.num_experts ? num_per_expert[expert] : 0, found = shared.num_choices[e];
       // Rows by token that did not fit are missing on purpose.
       is_complete[e] = aligned(found, p.alignment) == count || num_arrived > p.capacity;
@@ -99,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kPositionThreads, 1) expert_positio
       const int expert = i + lane < end ? expert_at(p, i + lane) : -1;
       if (first == 0 && expert < 0 && i + lane < end) positions[i + lane] = -1;
 #pragma unroll
-      for (int e = 0; e < kExperts; ++e) {
+      for (int e = 0; e < kExpertsPerBlock; ++e) {
         const u32 chosen = __ballot_sync(~0u, expert == first + e);
         const int row = next[e] + __popc(chosen & ((1u << lane) - 1));
         if (expert == first + e) positions[i + lane] = is_complete[e] && row >= 0 && row < p.num_rows ? row : -1;

@@ -12,6 +12,9 @@ from ..arrays.view import Framework, View
 from ..config import Config
 from ..results import DispatchHandle, LowLatencyHandle
 
+SCALE_COLUMN_ALIGNMENT = 4
+"""Rows of scales that lie by column are rounded up to it, because TMA loads columns of a multiple of 16 bytes."""
+
 
 @dataclass(slots=True)
 class Call:

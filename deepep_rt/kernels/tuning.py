@@ -11,6 +11,12 @@ from ..errors import EPConfigError
 MIN_ARCH = "sm_80"
 """The oldest GPUs that the kernels are written for."""
 
+TAIL_ROWS = 32
+"""Rows after the last expert that a block of expand_rows marks at a time."""
+
+EXPERTS_PER_BLOCK = 2
+"""Experts that a block of expert_positions takes at a time."""
+
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
 
 
@@ -82,6 +88,8 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
         "kFp8Group": FP8_GROUP,
         "kLocalThreads": 256,
         "kPositionThreads": 1024,
+        "kExpertsPerBlock": EXPERTS_PER_BLOCK,
+        "kTailRows": TAIL_ROWS,
         "kCountedExperts": 2048,
         **elements,
         **({} if dtype is None else {"kElement": COMBINE_DTYPES.index(dtype)}),

@@ -1,4 +1,4 @@
-"""Rows that lie expert by expert, on GPUs: against the host backend bit for bit, in graphs, and beside calls of the other layout."""
+"""Compare rows by expert on GPUs with the host backend, bit for bit, also in CUDA graphs and on two streams."""
 
 from __future__ import annotations
 

@@ -6,23 +6,11 @@ from typing import Any
 
 import numpy as np
 import oracle
+from dispatch import CASES
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
 from deepep_rt import EPInputError
-
-CASES = [
-    # (num_topk, experts of a rank, hidden, dtype of x, scales of a row, options of make_inputs)
-    (1, 1, 16, "float32", 0, {}),
-    (4, 8, 64, "bfloat16", 0, {"idx_dtype": "int32"}),
-    (8, 32, 2880, "bfloat16", 0, {"skip_probability": 0.3}),
-    (9, 16, 48, "float16", 0, {"idx_dtype": "int32", "skip_probability": 0.9}),
-    (32, 32, 112, "float32", 0, {"pattern": "skewed"}),
-    (8, 8, 512, "float8_e4m3fn", 4, {"pattern": "one_rank"}),
-    (4, 4, 256, "float8_e5m2", 1, {"pattern": "skewed"}),
-    (4, 6, 144, "uint8", 2, {"skip_probability": 1.0}),
-    (6, 8, 32, "int8", 0, {"pattern": "one_rank", "idx_dtype": "int32", "skip_probability": 0.5}),
-]
 
 
 def _dispatch(buffer: Any, mine: oracle.RankInputs, **options: Any) -> Any:

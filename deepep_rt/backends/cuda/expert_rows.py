@@ -14,19 +14,16 @@ from typing import Any
 from ...arrays.view import View
 from ...jit import local_kernels
 from ...kernels.regions import Map, align_up, arrange
+from ...kernels.tuning import EXPERTS_PER_BLOCK, TAIL_ROWS
 from ...results import DispatchHandle, Views
-from ..calls import Call, CombineInputs, DispatchInputs
+from ..calls import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
 from .call_memory import CallMemory
 from .row_mover import RowMover
 from .runtime import CudaRuntime, address_of
 
-_COLUMN_ALIGNMENT = 4  # rows of scales that lie by column; TMA loads columns of a multiple of 16 bytes
-_TAIL_ROWS = 32  # kTailRows of expand_rows
-_EXPERTS_PER_BLOCK = 2  # kExperts of expert_positions
-
 
 @dataclass(frozen=True, eq=False)
-class ExpertRouting:
+class RowsByExpert:
     """The tables of a handle of `layout="expert"`."""
 
     by_token: DispatchHandle
@@ -55,7 +52,7 @@ class ExpertRows:
         sent, make_views = self._by_token.send_rows(by_token, call)
         views = make_views()
         handle = known or self._new_handle(inputs, sent, views, call)
-        routing: ExpertRouting = handle.routing
+        routing: RowsByExpert = handle.routing
         routing.memory.add_stream(stream)
         parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
         memory = self._memory.allocate(parts.num_bytes, call)
@@ -73,7 +70,7 @@ class ExpertRows:
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Queue a combine. Return the function that makes its results."""
         stream, handle = call.stream, inputs.handle
-        routing: ExpertRouting = handle.routing
+        routing: RowsByExpert = handle.routing
         routing.memory.add_stream(stream)
         order, num_topk = self._runtime.order, self._config.num_topk
         order.enqueue_waits(call)
@@ -136,14 +133,14 @@ class ExpertRows:
             "capacity": capacity,
             "num_rows": num_rows,
         }
-        local_kernels.launch("expert_positions", call.stream, values, -(-experts // _EXPERTS_PER_BLOCK))
-        routing = ExpertRouting(by_token, memory, tables)
+        local_kernels.launch("expert_positions", call.stream, values, -(-experts // EXPERTS_PER_BLOCK))
+        routing = RowsByExpert(by_token, memory, tables)
         return DispatchHandle(by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert")
 
     def _launch_expand(
         self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs, parts: Map, base: int, stream: int
     ) -> None:
-        routing: ExpertRouting = handle.routing
+        routing: RowsByExpert = handle.routing
         x, scales, num_rows = by_token["x"], by_token.get("scales"), handle.num_recv_rows
         assert x is not None
         values = {
@@ -161,20 +158,20 @@ class ExpertRows:
             "out_num_recv": base + parts.offsets["num_recv"],
             "row_bytes": x.row_bytes,
             "scale_words": scales.row_bytes // 4 if scales else 0,
-            "scale_stride": align_up(num_rows, _COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
+            "scale_stride": align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
             "num_topk": self._config.num_topk,
             "num_experts": self._config.num_local_experts,
             "num_rows": num_rows,
             "zero_padding": inputs.zero_padding,
         }
-        num_items = x.shape[0] + self._config.num_local_experts + -(-num_rows // _TAIL_ROWS)
+        num_items = x.shape[0] + self._config.num_local_experts + -(-num_rows // TAIL_ROWS)
         local_kernels.launch("expand_rows", stream, values, num_items)
 
     def _result(self, num_rows: int, by_token: Views, scales_by_column: bool) -> Map:
         """Arrange the results of a dispatch."""
         x, scales, weights = by_token["x"], by_token.get("scales"), by_token.get("topk_weights")
         assert x is not None
-        scale_rows = align_up(num_rows, _COLUMN_ALIGNMENT) if scales_by_column else num_rows
+        scale_rows = align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if scales_by_column else num_rows
         return arrange(
             [
                 ("expert_offsets", 4 * (self._config.num_local_experts + 1)),
@@ -210,7 +207,7 @@ class ExpertRows:
             shapes["topk_weights"] = "float32", (num_rows,)
         if formats.get("scales"):
             dtype, (num_scales,) = formats["scales"]
-            by_column = num_scales, align_up(num_rows, _COLUMN_ALIGNMENT)
+            by_column = num_scales, align_up(num_rows, SCALE_COLUMN_ALIGNMENT)
             shapes["scales"] = dtype, by_column if scales_by_column else (num_rows, num_scales)
         result, framework = self._runtime.result, counts.framework
         views: Views = {

@@ -12,7 +12,7 @@ from ...kernels.layout import Layout
 from ...results import DispatchHandle, LowLatencyHandle
 from ..base import Entries
 from ..calls import BufferInfo
-from .expert_rows import ExpertRouting
+from .expert_rows import RowsByExpert
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CudaHandleTables:
             return DispatchHandle(num_tokens, num_recv_rows, None, serial, tables, {})
         by_token = DispatchHandle(num_tokens, config.num_max_recv_tokens, None, serial, tables, {})
         first = words.ptr + self._map.num_bytes
-        routing = ExpertRouting(by_token, tables, {name: first + offset for name, offset in self._expert_map.offsets.items()})
+        routing = RowsByExpert(by_token, tables, {name: first + offset for name, offset in self._expert_map.offsets.items()})
         return DispatchHandle(num_tokens, num_recv_rows, None, serial, routing, {}, layout=layout)
 
     def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:

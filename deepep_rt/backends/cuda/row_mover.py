@@ -12,8 +12,6 @@ from ..calls import Call, CombineInputs, DispatchInputs
 class RowMover(Protocol):
     """Moves rows by token between ranks: `Throughput` on one node, `NodesThroughput` on several."""
 
-    num_sms: int
-
     def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Queue a dispatch. Return its handle, and the function that makes its results."""
 

@@ -10,11 +10,9 @@ from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, val
 from ...arrays.view import View
 from ...config import Config
 from ...results import DispatchHandle, Views
-from ..calls import CombineInputs, DispatchInputs
+from ..calls import SCALE_COLUMN_ALIGNMENT, CombineInputs, DispatchInputs
 from ..overflow import OverflowLog
 from .throughput import Throughput
-
-_COLUMN_ALIGNMENT = 4  # rows of scales that lie by column; TMA loads columns of a multiple of 16 bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +150,7 @@ def _positions(topk_idx: np.ndarray, offsets: np.ndarray, num_rows: int) -> np.n
 
 def _by_column(scales: Result) -> Result:
     num_rows, num_scales = scales.shape
-    padded = -(-num_rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
+    padded = -(-num_rows // SCALE_COLUMN_ALIGNMENT) * SCALE_COLUMN_ALIGNMENT
     result = Result((num_scales, padded), scales.dtype, fill=0)
     result.values[:, :num_rows] = scales.values.T
     return result

@@ -29,7 +29,7 @@ class HostHandleTables:
         rows, tokens, topk = config.worst_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
         self.num_words = 1 + _NUM_PER_RANK * config.num_ranks + config.num_max_sent_rows
         most, experts = config.num_max_recv_tokens, config.num_local_experts
-        self._expert_sizes = self.num_words, most * topk, experts + 1, experts, 1  # the rows by token, then an ExpertRouting
+        self._expert_sizes = self.num_words, most * topk, experts + 1, experts, 1  # the rows by token, then a RowsByExpert
         self.num_expert_words = sum(self._expert_sizes)
         parts = {"counts": config.num_local_experts, "num_rows": 1, "rows": self.num_words, "recv_idx": rows * topk}
         parts |= {"topk_idx": tokens * topk, "weights": rows * topk, "own_weights": tokens * topk}
