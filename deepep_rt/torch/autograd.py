@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._checks import argument_error, flag, instance
-from ..arrays.dtypes import FP8_GROUP
-from ..arrays.frameworks import not_dense
 from ..buffer import Buffer
-from ..config import COMBINE_DTYPES
-from ..errors import EPInputError
-from ..results import DispatchHandle, DispatchResult
-from .tensor_ops import FLOATS, aligned, from_fp8, to_fp8, zero_padding
+from ..results import DispatchHandle
+from .arguments import check_buffer, check_differentiable, check_fp8, check_tensor
+from .tensor_ops import aligned, received_rows, to_fp8
 
 
 def _backward_pass() -> int:
@@ -145,13 +141,11 @@ def dispatch(
         >>> y = torch.nn.functional.grouped_mm(sent.recv_x, experts, offs=sent.expert_offsets[1:])
         >>> out = combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights)
     """
-    _check_buffer(buffer)
+    check_buffer(buffer)
     for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        _check_tensor(tensor, name, required=name == "x")
-    fp8 = _check_fp8(buffer, fp8, "fp8")
-    if (fp8 or x.requires_grad) and x.dtype not in FLOATS:
-        reason = "fp8=True" if fp8 else "a gradient"
-        raise EPInputError(f"x.dtype={x.dtype}; expected {' or '.join(COMBINE_DTYPES)} for {reason}. Convert x, or detach() it.")
+        check_tensor(tensor, name, required=name == "x")
+    fp8 = check_fp8(buffer, fp8, "fp8")
+    check_differentiable(x, fp8)
     options = (_without_link(handle), num_worst_tokens, expert_alignment, layout, fp8)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, offsets, without_link, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
@@ -194,11 +188,11 @@ def combine(
     Example:
         >>> out = combine(buffer, y, sent.handle, bias=shared_expert_output)
     """
-    _check_buffer(buffer)
-    _check_tensor(x, "x", required=True)
-    fp8_grad = _check_fp8(buffer, fp8_grad, "fp8_grad")
+    check_buffer(buffer)
+    check_tensor(x, "x", required=True)
+    fp8_grad = check_fp8(buffer, fp8_grad, "fp8_grad")
     link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
-    _check_tensor(topk_weights, "topk_weights", required=False)
+    check_tensor(topk_weights, "topk_weights", required=False)
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     return _Combine.apply(x, link, topk_weights, buffer, _without_link(handle), fp8_grad, *biases)
 
@@ -225,7 +219,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         options["zero_padding"] = by_expert
         sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
         recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
-        recv_x = _rows(sent, x.dtype)
+        recv_x = received_rows(sent, x.dtype)
         if fp8:  # `recv_x` is a copy; with copies of these too, the Buffer's memory is free again
             recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
         offsets = sent.expert_offsets
@@ -288,7 +282,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
             rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
             by_expert = ctx.handle.layout == "expert"
             sent = ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle, zero_padding=by_expert)
-            grad_x = _rows(sent, grad.dtype)
+            grad_x = received_rows(sent, grad.dtype)
             if saved:
                 weights, x = saved
                 exact = grad_x.float()
@@ -302,33 +296,3 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
 
 def _without_link(handle: Any) -> Any:
     return handle.without_link if isinstance(handle, Handle) else handle
-
-
-def _rows(sent: DispatchResult, dtype: Any) -> Any:
-    """Return the rows of a dispatch in this dtype. Padding is zero, and the host does not learn its size."""
-    is_padded = sent.num_recv_tokens_per_expert_list is None and sent.handle.layout == "token"
-    num_kept = sent.num_recv_tokens if is_padded else None
-    if sent.recv_x_scales is not None:
-        return from_fp8(sent.recv_x, sent.recv_x_scales, dtype, num_kept)
-    return sent.recv_x if num_kept is None else zero_padding(sent.recv_x, num_kept)
-
-
-def _check_tensor(value: Any, name: str, required: bool) -> None:
-    if not isinstance(value, torch.Tensor) and (required or value is not None):
-        raise argument_error(value, name, "a torch.Tensor", "Pass other arrays to Buffer.dispatch and Buffer.combine.")
-    if value is not None and (value.layout is not torch.strided or value.is_nested):
-        raise not_dense(value, name)
-
-
-def _check_buffer(buffer: Any) -> None:
-    instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
-
-
-def _check_fp8(buffer: Buffer, fp8: bool, name: str) -> bool:
-    fp8 = flag(fp8, name)
-    if fp8 and buffer.config.hidden % FP8_GROUP:
-        raise EPInputError(
-            f"hidden={buffer.config.hidden}; expected a multiple of {FP8_GROUP}, the channels of an FP8 scale, with {name}=True. "
-            f"Pass {name}=False."
-        )
-    return fp8

@@ -18,6 +18,7 @@ from ..arrays.number_formats import MAX_E4M3, MIN_AMAX
 from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
 from ..jit import current_gpu
 from ..kernels.tuning import has_fp8
+from ..results import DispatchResult
 
 FLOATS = {getattr(torch, name): name for name in COMBINE_DTYPES}
 """The dtypes of rows before and after FP8, with their names."""
@@ -81,6 +82,15 @@ def zero_padding(rows: Any, num_kept: Any) -> Any:
     else:
         rows.view(torch.uint8)[int(num_kept) :] = 0
     return rows
+
+
+def received_rows(sent: DispatchResult, dtype: Any) -> Any:
+    """Return the rows of a dispatch in this dtype. Padding is zero, and the host does not learn its size."""
+    is_padded = sent.num_recv_tokens_per_expert_list is None and sent.handle.layout == "token"
+    num_kept = sent.num_recv_tokens if is_padded else None
+    if sent.recv_x_scales is not None:
+        return from_fp8(sent.recv_x, sent.recv_x_scales, dtype, num_kept)
+    return sent.recv_x if num_kept is None else zero_padding(sent.recv_x, num_kept)
 
 
 def dispatch_layout(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any, Any, Any]:
