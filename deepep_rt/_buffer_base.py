@@ -36,6 +36,11 @@ def _detach_after_fork() -> None:
 os.register_at_fork(after_in_child=_detach_after_fork)
 
 
+def living_buffers() -> list[BufferBase]:
+    """Return the Buffers that the program holds, destroyed ones too."""
+    return list(_living)
+
+
 class BufferBase(SharedByCopies):
     """The common part of all calls. Use `Buffer`."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from ._buffer_base import living_buffers
 from ._checks import argument_error, choice
 from ._low_latency_calls import LowLatencyCalls
 from ._throughput_calls import ThroughputCalls
@@ -17,7 +18,7 @@ from .backends.base import Backend
 from .backends.calls import BufferInfo
 from .config import Config, declared_ranks_per_node
 from .description import BufferDescription
-from .errors import EPConfigError
+from .errors import EPConfigError, EPDestroyedError
 from .kernels.layout import Layout
 from .network import NetworkOptions
 
@@ -221,6 +222,18 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
 def info_of(buffer: Buffer) -> BufferInfo:
     """Return the number, sizes and device of a Buffer, for the wrappers of frameworks. It outlives the Buffer."""
     return buffer._info
+
+
+def buffer_of(serial: int) -> Buffer:
+    """Return the Buffer with this number, for the wrappers of frameworks.
+
+    Raises:
+        EPDestroyedError: If the program has dropped the Buffer.
+    """
+    for buffer in living_buffers():
+        if isinstance(buffer, Buffer) and buffer._info.serial == serial:
+            return buffer
+    raise EPDestroyedError("the Buffer of this call is gone; keep it as long as its results")
 
 
 def backend_of(buffer: Buffer, *, low_latency: bool = False) -> Backend:

@@ -6,6 +6,19 @@ has to run the backward pass, with the same calls.
 """
 
 from .autograd import Dispatched, Handle, combine, dispatch
+from .low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
+from .operators import TracedHandle
 from .process_group import communicator
 
-__all__ = ["dispatch", "combine", "Dispatched", "Handle", "communicator"]
+__all__ = [
+    "dispatch",
+    "combine",
+    "low_latency_dispatch",
+    "low_latency_combine",
+    "Dispatched",
+    "Handle",
+    "TracedHandle",
+    "LowLatencyDispatched",
+    "LowLatencyHandle",
+    "communicator",
+]

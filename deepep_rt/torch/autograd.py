@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..buffer import Buffer
 from ..results import DispatchHandle
 from .arguments import check_buffer, check_differentiable, check_fp8, check_tensor
+from .operators import TracedHandle, traced_combine, traced_dispatch
 from .tensor_ops import aligned, received_rows, to_fp8
 
 
@@ -94,7 +95,6 @@ class Dispatched(NamedTuple):
         return self.handle.num_recv_tokens_per_expert_list
 
 
-@torch.compiler.disable
 def dispatch(
     buffer: Buffer,
     x: Any,
@@ -109,8 +109,8 @@ def dispatch(
 ) -> Dispatched:
     """Call `Buffer.dispatch` with tensors, on the current stream. Differentiable in `x` and `topk_weights`.
 
-    The backward pass adds up the gradients of a token's rows over the ranks, in float32. There are no second derivatives. `torch.compile`
-    leaves the call out of its graphs.
+    The backward pass adds up the gradients of a token's rows over the ranks, in float32. There are no second derivatives.
+    `torch.compile(fullgraph=True)` keeps the call in its graph; see `TracedHandle`.
 
     Args:
         buffer: The Buffer. The backward pass needs it, and has to run before `destroy`.
@@ -146,6 +146,9 @@ def dispatch(
         check_tensor(tensor, name, required=name == "x")
     fp8 = check_fp8(buffer, fp8, "fp8")
     check_differentiable(x, fp8)
+    if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
+        given = (x, topk_idx, topk_weights, handle, num_worst_tokens, expert_alignment, layout, fp8)
+        return Dispatched(*traced_dispatch(buffer, *given))
     options = (_without_link(handle), num_worst_tokens, expert_alignment, layout, fp8)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, offsets, without_link, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
@@ -158,14 +161,13 @@ def dispatch(
     return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, linked, offsets)
 
 
-@torch.compiler.disable
 def combine(
     buffer: Buffer, x: Any, handle: DispatchHandle, *, topk_weights: Any = None, bias: Any = None, fp8_grad: bool = False
 ) -> Any:
     """Call `Buffer.combine` with tensors, on the current stream. Differentiable in `x`, `topk_weights` and `bias`.
 
-    The backward pass sends the gradient of a token to each rank with rows of that token. There are no second derivatives. `torch.compile`
-    leaves the call out of its graphs.
+    The backward pass sends the gradient of a token to each rank with rows of that token. There are no second derivatives.
+    `torch.compile(fullgraph=True)` keeps the call in its graph.
 
     Args:
         buffer: The Buffer of the dispatch.
@@ -191,9 +193,11 @@ def combine(
     check_buffer(buffer)
     check_tensor(x, "x", required=True)
     fp8_grad = check_fp8(buffer, fp8_grad, "fp8_grad")
-    link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
     check_tensor(topk_weights, "topk_weights", required=False)
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
+    if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
+        return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad)
+    link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
     return _Combine.apply(x, link, topk_weights, buffer, _without_link(handle), fp8_grad, *biases)
 
 

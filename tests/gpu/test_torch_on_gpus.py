@@ -39,6 +39,53 @@ def test_gradients(check, comm):
     assert spmd.run_check(check, comm)
 
 
+@pytest.mark.parametrize("check", _checks("torch_compiled"))
+def test_compiled_functions(check, comm):
+    import spmd
+
+    assert spmd.run_check(check, comm)
+
+
+def test_reduce_overhead(comm):
+    """A decoding step replays as a CUDA graph with new inputs. Its bits are those of the plain step."""
+    from torch_compiled import _decode
+
+    each = sizes(comm, num_max_tokens_per_rank=16, dtype="bfloat16", low_latency=True)
+    torch._dynamo.reset()
+    run = torch.compile(_decode, mode="reduce-overhead", fullgraph=True)
+    with make(comm, **each) as buffer:
+        generator = torch.Generator("cuda").manual_seed(comm.Get_rank())
+        for seed in range(8):
+            x = torch.randn(12, each["hidden"], device="cuda", generator=generator).bfloat16()
+            idx, weights = routing(comm, seed, 12, each["num_topk"], each["num_experts"])
+            (plain, counts), (graph, graph_counts) = (f(buffer, x, idx, weights, True, True) for f in (_decode, run))
+            assert torch.equal(plain, graph)
+            assert torch.equal(counts, graph_counts)
+        buffer.check()
+    counters = torch._dynamo.utils.counters["inductor"]
+    assert not counters["cudagraph_skips"], counters
+    torch._dynamo.reset()
+
+
+def test_reduce_overhead_in_training(comm):
+    """CUDA graphs leave the throughput calls out, and the results stay right."""
+    import torch_compiled
+    import torch_layers as t
+
+    torch._dynamo.reset()
+    run = torch.compile(torch_compiled.layer_by_expert, mode="reduce-overhead", fullgraph=True)
+    with make(comm, **sizes(comm)) as buffer:
+        for seed in range(4):
+            tokens, mats = t.tokens_of_all(comm, seed, lambda rank: 24 + rank), t.matrices(comm, 1)
+            mine, weights_of = tokens[comm.Get_rank()], t.local(comm, mats)
+            x, idx, weights = mine.leaves()
+            torch.compiler.cudagraph_mark_step_begin()
+            out = run(buffer, x, idx, weights, weights_of, num_worst_tokens=256 * comm.Get_size()).clone()
+            t.backward(out, mine)
+            t.compare(comm, tokens, mats, (out, x, weights, weights_of), 2 * t.BOUND)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("check", _checks("torch_groups"))
 def test_communicator(check, comm, monkeypatch):
     import spmd

@@ -146,7 +146,8 @@ PUBLIC = {
     "deepep_rt.errors": "EPError EPTimeoutError",
     "deepep_rt.network": "NetworkOptions",
     "deepep_rt.results": "DispatchResult",
-    "deepep_rt.torch": "dispatch combine communicator Dispatched Handle",
+    "deepep_rt.torch": "dispatch combine low_latency_dispatch low_latency_combine communicator Dispatched Handle TracedHandle "
+    "LowLatencyDispatched LowLatencyHandle",
     "deepep_rt.jax": "dispatch combine low_latency_dispatch low_latency_combine checkpoint errors use_gpu_of_rank Combined Dispatched "
     "Handle LowLatencyDispatched LowLatencyHandle",
     "deepep_rt.compat": "Buffer Config EventHandle EventOverlap check_nvlink_connections install shim_path topk_idx_t "

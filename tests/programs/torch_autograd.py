@@ -422,25 +422,6 @@ def check_no_second_derivative(comm: MPI.Intracomm) -> None:
             grad.sum().backward()
 
 
-def check_compiled_functions(comm: MPI.Intracomm) -> None:
-    """torch.compile breaks its graph at the calls. The result is that of the plain function."""
-    tokens, mats = tokens_of_all(comm, 15), matrices(comm, 15)
-    mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
-    compiled, whole = (torch.compile(layer, backend="aot_eager", fullgraph=full) for full in (False, True))
-    with buffer_for(comm) as buffer:
-        for _ in range(2):
-            x, idx, weights = mine.leaves()
-            weights_of.grad = None
-            out = compiled(buffer, x, idx, weights, weights_of, num_worst_tokens=64 * comm.Get_size())
-            backward(out, mine)
-            compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
-        with raises(torch._dynamo.exc.Unsupported, "torch.compiler.disable", "function dispatch"):
-            whole(buffer, x, idx, weights, weights_of)
-    reasons = " ".join(torch._dynamo.utils.counters["graph_break"])
-    assert "torch.compiler.disable" in reasons, reasons
-    torch._dynamo.reset()
-
-
 def check_errors(comm: MPI.Intracomm) -> None:
     mine = tokens_of_all(comm, 16)[comm.Get_rank()]
     x, idx, weights = mine.leaves()

@@ -125,7 +125,8 @@ def buffer_for(comm: MPI.Intracomm, **settings: Any) -> Iterator[Buffer]:
 
         def poisoned(*args: Any, **options: Any) -> DispatchResult:
             sent = plain(*args, **options)
-            sent.recv_x.view(torch.uint8)[int(sent.num_recv_tokens) :] = 0xFF  # NaN, also in FP8
+            if not options.get("zero_padding"):
+                sent.recv_x.view(torch.uint8)[int(sent.num_recv_tokens) :] = 0xFF  # NaN, also in FP8
             return sent
 
         buffer.dispatch = poisoned

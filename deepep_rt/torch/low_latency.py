@@ -1,0 +1,238 @@
+"""The low-latency calls as operators of `torch.library`, for decoding. Rows and routing lie in PyTorch's memory.
+
+`torch.compile` keeps the calls in its graphs, and CUDA graphs capture them (`mode="reduce-overhead"`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..arrays.dtypes import FP8_GROUP
+from ..backends.array_checks import as_view
+from ..backends.calls import LowLatencyMemory
+from ..backends.low_latency_inputs import low_latency_dispatch_inputs
+from ..buffer import Buffer, backend_of, buffer_of, info_of
+from ..errors import EPInputError
+from .arguments import check_buffer, check_tensor
+from .operators import operator
+
+
+@dataclass
+class LowLatencyHandle:
+    """The routing of a `low_latency_dispatch`, for its `low_latency_combine`."""
+
+    tables: Any
+    """The tables of the Buffer, `[n]` int32."""
+    num_tokens: int
+    """Tokens that this rank dispatched."""
+    has_weights: bool
+    """Whether `topk_weights` travelled with the rows."""
+    buffer_serial: int
+    """Number of the Buffer in this process."""
+
+
+class LowLatencyDispatched(NamedTuple):
+    """The rows that arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
+
+    recv_x: Any
+    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn. Only the first
+    `num_recv_tokens_per_expert[e]` rows of expert e are defined."""
+    recv_x_scales: Any
+    """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]` float32, or uint8 exponents; None without FP8."""
+    num_recv_tokens_per_expert: Any
+    """Rows of each local expert, `[num_local_experts]` int32, on the device."""
+    handle: LowLatencyHandle
+    """The handle for `low_latency_combine`."""
+
+
+def low_latency_dispatch(
+    buffer: Buffer,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    use_fp8: bool = True,
+    round_scale: bool = False,
+    use_ue8m0: bool = False,
+) -> LowLatencyDispatched:
+    """Call `Buffer.low_latency_dispatch` with tensors, on the current stream. For decoding: it has no gradient.
+
+    Compiled functions keep the call in their graph. A CUDA graph captures it too, because the results lie in PyTorch's memory.
+
+    Args:
+        buffer: A Buffer with `low_latency=True`.
+        x: `[num_tokens, hidden]` bfloat16.
+        topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers, all different for one token; -1 skips.
+        topk_weights: `[num_tokens, num_topk]` float32, or None. If given, `low_latency_combine` is a message round shorter.
+        use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_89 and newer).
+        round_scale: Make the scales powers of two.
+        use_ue8m0: Deliver such scales as their 8-bit exponents.
+
+    Returns:
+        Rows, scales, counts and the handle.
+
+    Raises:
+        EPInputError: If an argument is wrong, or the Buffer was made without `low_latency=True`. No kernel was launched.
+        EPTimeoutError: If a peer did not answer in an earlier call.
+        EPDestroyedError: After `destroy()`.
+
+    Example:
+        >>> sent = low_latency_dispatch(buffer, x, topk_idx, topk_weights)
+        >>> y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
+        >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle)
+    """
+    check_buffer(buffer)
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        check_tensor(tensor, name, required=name != "topk_weights")
+    serial, num_experts = info_of(buffer).serial, buffer.config.num_local_experts
+    recv_x, scales, tables = torch.ops.deepep_rt.low_latency_dispatch(
+        x, topk_idx, topk_weights, serial, use_fp8, round_scale, use_ue8m0
+    )
+    first = backend_of(buffer, low_latency=True).tables.low_latency_counts.start
+    handle = LowLatencyHandle(tables, x.shape[0], topk_weights is not None, serial)
+    return LowLatencyDispatched(recv_x, scales if use_fp8 else None, tables[first : first + num_experts], handle)
+
+
+def low_latency_combine(
+    buffer: Buffer,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    handle: LowLatencyHandle,
+    *,
+    allow_multiple_reduction: bool = True,
+) -> Any:
+    """Call `Buffer.low_latency_combine` with tensors, on the current stream. It has no gradient.
+
+    Args:
+        buffer: The Buffer of the dispatch.
+        x: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`. The call does not read
+            rows past `num_recv_tokens_per_expert`.
+        topk_idx: The argument of the dispatch.
+        topk_weights: `[num_tokens, num_topk]` float32. The same as in the dispatch, if it had weights.
+        handle: The handle of the dispatch that brought the tokens.
+        allow_multiple_reduction: Add up a rank's outputs for a token before sending them. The same on all ranks.
+
+    Returns:
+        `[num_tokens, hidden]` bfloat16: for each token the weighted sum of its experts' outputs.
+
+    Raises:
+        EPInputError: If an argument is wrong. No kernel was launched.
+        EPTimeoutError: If a peer did not answer in an earlier call.
+        EPDestroyedError: After `destroy()`.
+
+    Example:
+        >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle)
+    """
+    check_buffer(buffer)
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        check_tensor(tensor, name, required=True)
+    if not isinstance(handle, LowLatencyHandle):
+        raise EPInputError("handle is not that of deepep_rt.torch.low_latency_dispatch; expected its .handle. Pass it as it is")
+    if handle.buffer_serial != info_of(buffer).serial:
+        raise EPInputError("handle is of another Buffer; expected one of this Buffer's low_latency_dispatch. Call that Buffer")
+    sizes = (handle.buffer_serial, handle.num_tokens, handle.has_weights, allow_multiple_reduction)
+    return torch.ops.deepep_rt.low_latency_combine(x, topk_idx, topk_weights, handle.tables, *sizes)
+
+
+@operator("low_latency_dispatch", in_cuda_graphs=True)
+def low_latency_dispatch_op(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    buffer: int,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dispatch. Return rows, scales (or an empty tensor) and the tables of the handle."""
+    of = buffer_of(buffer)
+    backend, info = backend_of(of, low_latency=True), info_of(of)
+    with backend.call_lock:
+        call = backend.begin(x, False, None, None)
+        inputs = low_latency_dispatch_inputs(
+            info, call.stream, x, topk_idx, topk_weights, use_fp8, round_scale, use_ue8m0, None, None
+        )
+        results = _results(x, of, use_fp8, use_ue8m0)
+        recv_x, scales, tables = (None if not t.numel() else as_view(info, t, "x", call.stream) for t in results)
+        assert recv_x is not None
+        assert tables is not None
+        if recv_x.device != info.device:
+            raise EPInputError(
+                f"x is on {x.device}; expected GPU {info.device}, where this Buffer works. Move it, topk_idx and topk_weights"
+            )
+        inputs.into = LowLatencyMemory(recv_x, scales, tables)
+        backend.low_latency_dispatch(inputs, call, False)
+    return results
+
+
+@low_latency_dispatch_op.register_fake
+def _(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    buffer: int,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _results(x, buffer_of(buffer), use_fp8, use_ue8m0)
+
+
+def _results(x: Tensor, buffer: Buffer, use_fp8: bool, use_ue8m0: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate rows, scales and tables."""
+    config, tables = buffer.config, backend_of(buffer, low_latency=True).tables
+    rows = (config.num_local_experts, config.worst_recv_tokens)
+    scales = (*rows, config.hidden // FP8_GROUP) if use_fp8 else (0,)
+    return (
+        x.new_empty(*rows, config.hidden, dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16),
+        x.new_empty(scales, dtype=torch.uint8 if use_ue8m0 else torch.float32),
+        x.new_empty(tables.num_low_latency_words, dtype=torch.int32),
+    )
+
+
+@operator("low_latency_combine", in_cuda_graphs=True)
+def low_latency_combine_op(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    tables: Tensor,
+    buffer: int,
+    num_tokens: int,
+    has_weights: bool,
+    reduce_early: bool,
+) -> Tensor:
+    """Combine along the routing in `tables`."""
+    of = buffer_of(buffer)
+    handle = backend_of(of, low_latency=True).tables.load_low_latency(
+        as_view(info_of(of), tables, "tables", None), num_tokens, has_weights
+    )
+    out = x.new_empty(num_tokens, of.config.hidden)
+    of.low_latency_combine(x, topk_idx, topk_weights, handle, allow_multiple_reduction=reduce_early, out=out)
+    return out
+
+
+@low_latency_combine_op.register_fake
+def _(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    tables: Tensor,
+    buffer: int,
+    num_tokens: int,
+    has_weights: bool,
+    reduce_early: bool,
+) -> Tensor:
+    return x.new_empty(num_tokens, x.shape[2])
+
+
+def _refuse(ctx: Any, *grads: Any) -> NoReturn:
+    raise EPInputError("low-latency calls have no gradient; expected dispatch and combine for training. Call those, or detach()")
+
+
+low_latency_dispatch_op.register_autograd(_refuse)
+low_latency_combine_op.register_autograd(_refuse)

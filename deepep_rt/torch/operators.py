@@ -1,0 +1,310 @@
+"""`dispatch` and `combine` as operators of `torch.library`, which `torch.compile` keeps in its graphs.
+
+A graph holds tensors and numbers. A Buffer is therefore its number, and a handle is a tensor of one element that leads to it. This tensor
+also ties the backward pass of a combine to that of its dispatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..buffer import Buffer, buffer_of, info_of
+from ..errors import EPInputError
+from ..results import DispatchHandle
+from .tensor_ops import aligned, received_rows, to_fp8
+
+_STEP = 2.0**-50  # so small that programs that compare the results of two runs take the handles for equal
+_keys = itertools.count(1)
+_handles: weakref.WeakValueDictionary[int, _HandleArray] = weakref.WeakValueDictionary()  # by key
+
+
+def operator(name: str, in_cuda_graphs: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function as an operator. `torch.compile` keeps operators out of CUDA graphs if they wait for the host."""
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)  # older versions leave out all operators with tensors on the CPU
+    more: dict[str, Any] = {} if in_cuda_graphs or tag is None else {"tags": (tag,)}
+    return torch.library.custom_op(f"deepep_rt::{name}", mutates_args=(), **more)
+
+
+class _HandleArray(np.ndarray):
+    """The memory of a handle's tensor. The handle lives as long as this memory."""
+
+    handle: DispatchHandle
+
+
+def _tensor_of(handle: DispatchHandle) -> Tensor:
+    key = next(_keys)
+    array = np.full(1, key * _STEP).view(_HandleArray)
+    array.handle = handle
+    _handles[key] = array
+    return torch.from_numpy(array)
+
+
+def _handle_of(tensor: Tensor) -> DispatchHandle:
+    array = _handles.get(round(tensor.item() / _STEP))
+    if array is None:
+        raise EPInputError("the handle of this call is gone; expected that of a dispatch whose results live. Keep its handle.")
+    return array.handle
+
+
+@dataclass
+class TracedHandle:
+    """The routing of a dispatch in a function that `torch.compile` compiles."""
+
+    tensor: Any
+    """Leads to the handle, `[1]` float64 on the CPU."""
+    num_tokens: int
+    """Tokens that this rank dispatched."""
+    num_recv_rows: int
+    """Rows of `recv_x`."""
+    layout: str
+    """The order of the rows: "token" or "expert"."""
+    counts: tuple[Any, ...]
+    """`num_recv_tokens`, `num_recv_tokens_per_expert` and `expert_offsets`."""
+    num_recv_tokens_per_expert_list: None = None
+    """A graph does not know the counts. Use `expert_offsets` or `num_recv_tokens_per_expert`."""
+
+
+@operator("dispatch")
+def dispatch_op(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    buffer: int,
+    num_worst_tokens: int | None,
+    expert_alignment: int,
+    layout: str,
+    fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Dispatch along a new routing.
+
+    Returns:
+        The rows; the experts of the rows, or with `layout="expert"` the offsets of experts; the weights, or an empty tensor; the number of
+        rows that arrived; the counts of experts; and the tensor of the handle.
+    """
+    rows, scales = to_fp8(x) if fp8 else (aligned(x), None)
+    by_expert = layout == "expert"
+    sent = buffer_of(buffer).dispatch(
+        rows,
+        topk_idx,
+        topk_weights,
+        x_scales=scales,
+        num_worst_tokens=num_worst_tokens,
+        expert_alignment=expert_alignment,
+        layout=layout,
+        zero_padding=by_expert,
+    )
+    weights = sent.recv_topk_weights
+    if weights is None:
+        weights = x.new_empty(0, dtype=torch.float32)
+    experts = sent.expert_offsets if by_expert else sent.recv_topk_idx
+    counts = sent.num_recv_tokens, sent.num_recv_tokens_per_expert
+    return received_rows(sent, x.dtype), experts, weights, *counts, _tensor_of(sent.handle)
+
+
+@dispatch_op.register_fake
+def _(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    buffer: int,
+    num_worst_tokens: int | None,
+    expert_alignment: int,
+    layout: str,
+    fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    config = buffer_of(buffer).config
+    num_rows = torch.library.get_ctx().new_dynamic_size() if num_worst_tokens is None else num_worst_tokens
+    by_expert = layout == "expert"
+    whole, number = dict(dtype=torch.int32), dict(dtype=torch.float32)
+    of_row = (num_rows,) if by_expert else (num_rows, topk_idx.shape[1])
+    return (
+        x.new_empty(num_rows, x.shape[1]),
+        x.new_empty(config.num_local_experts + 1, **whole) if by_expert else topk_idx.new_empty(of_row),
+        x.new_empty(of_row if topk_weights is not None else 0, **number),
+        x.new_empty(1, **whole),
+        x.new_empty(config.num_local_experts, **whole),
+        torch.empty(1, dtype=torch.float64, device="cpu"),
+    )
+
+
+def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    x, _, weights, ctx.buffer, _, _, layout, _ = inputs
+    ctx.num_tokens, ctx.has_weights, ctx.by_expert = x.shape[0], weights is not None, layout == "expert"
+    ctx.save_for_backward(output[5], output[1])
+
+
+def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *__: Any) -> tuple[Any, ...]:
+    handle, experts = ctx.saved_tensors
+    # The arguments depend on the forward pass and not on the gradients of this rank, so all ranks make the same call.
+    back = None
+    if ctx.has_weights and ctx.needs_input_grad[2]:
+        # Only the rank of an expert has a gradient of its weight: the zeros of other ranks are no copies.
+        back = grad_weights if ctx.by_expert else grad_weights.masked_fill(experts < 0, 0)
+    x, weights = torch.ops.deepep_rt.send_back(grad_x, handle, back, ctx.buffer, ctx.num_tokens)
+    return x if ctx.needs_input_grad[0] else None, None, None if back is None else weights, *[None] * 5
+
+
+dispatch_op.register_autograd(_dispatch_backward, setup_context=_keep_for_dispatch)
+
+
+@operator("combine")
+def combine_op(
+    x: Tensor,
+    handle: Tensor,
+    topk_weights: Tensor | None,
+    bias_0: Tensor | None,
+    bias_1: Tensor | None,
+    buffer: int,
+    num_tokens: int,
+    fp8_grad: bool,
+) -> Tensor:
+    """Add up rows, weighted or not, and biases."""
+    biases = tuple(bias for bias in (bias_0, bias_1) if bias is not None)
+    weighted = topk_weights is not None
+    known = _handle_of(handle)
+    return buffer_of(buffer).combine(aligned(x), known, topk_weights=topk_weights, weighted=weighted, bias=biases or None).x
+
+
+@combine_op.register_fake
+def _(
+    x: Tensor,
+    handle: Tensor,
+    topk_weights: Tensor | None,
+    bias_0: Tensor | None,
+    bias_1: Tensor | None,
+    buffer: int,
+    num_tokens: int,
+    fp8_grad: bool,
+) -> Tensor:
+    return x.new_empty(num_tokens, x.shape[1])
+
+
+def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad = inputs
+    ctx.num_recv_rows, ctx.biases = x.shape[0], [bias is not None for bias in biases]
+    ctx.weighted = weights is not None
+    if weights is None:
+        ctx.save_for_backward(handle)
+    else:
+        ctx.save_for_backward(handle, weights, x)
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    handle, *saved = ctx.saved_tensors
+    grad_x, is_row = torch.ops.deepep_rt.send_again(grad, handle, ctx.buffer, ctx.num_recv_rows, ctx.weighted, ctx.fp8_grad)
+    grad_weights = None
+    if saved:
+        weights, x = saved
+        exact = grad_x.float()
+        grad_weights = (exact * x.float()).sum(1).masked_fill(~is_row, 0)  # the experts' rows of padding may be NaN
+        grad_x = (exact * weights[:, None]).to(grad.dtype)
+    biases = [grad if exists else None for exists in ctx.biases]
+    return grad_x, torch.zeros_like(handle), grad_weights, *biases, None, None, None
+
+
+combine_op.register_autograd(_combine_backward, setup_context=_keep_for_combine)
+
+
+@operator("send_back")
+def send_back_op(x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Add up rows, and return weights to their choices: the gradient of a dispatch."""
+    weights = None if topk_weights is None else aligned(topk_weights)
+    back = buffer_of(buffer).combine(aligned(x), _handle_of(handle), topk_weights=weights)
+    return back.x, x.new_empty(0, dtype=torch.float32) if weights is None else back.topk_weights
+
+
+@send_back_op.register_fake
+def _(x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    of_token = 0 if topk_weights is None else (num_tokens, buffer_of(buffer).config.num_topk)
+    return x.new_empty(num_tokens, x.shape[1]), x.new_empty(of_token, dtype=torch.float32)
+
+
+@operator("send_again")
+def send_again_op(
+    x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool
+) -> tuple[Tensor, Tensor]:
+    """Dispatch along a known routing: the gradient of a combine.
+
+    Returns:
+        The rows, and with `by_expert` whether each is a row of an expert, and no padding.
+    """
+    rows, scales = to_fp8(x) if fp8 else (aligned(x), None)
+    known = _handle_of(handle)
+    sent = buffer_of(buffer).dispatch(rows, x_scales=scales, handle=known, zero_padding=known.layout == "expert")
+    is_row = sent.recv_expert_idx >= 0 if by_expert else x.new_empty(0, dtype=torch.bool)
+    return received_rows(sent, x.dtype), is_row
+
+
+@send_again_op.register_fake
+def _(x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(num_recv_rows, x.shape[1]), x.new_empty(num_recv_rows if by_expert else 0, dtype=torch.bool)
+
+
+def _keep_for_known_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, handle, ctx.buffer, *_ = inputs
+    ctx.num_tokens = x.shape[0]
+    ctx.save_for_backward(handle)
+
+
+def _known_dispatch_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    (handle,) = ctx.saved_tensors
+    x, _ = torch.ops.deepep_rt.send_back(grad, handle, None, ctx.buffer, ctx.num_tokens)
+    return x, torch.zeros_like(handle), None, None, None, None
+
+
+send_again_op.register_autograd(_known_dispatch_backward, setup_context=_keep_for_known_dispatch)
+
+
+def traced_dispatch(
+    buffer: Buffer,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    handle: Any,
+    num_worst_tokens: int | None,
+    expert_alignment: int,
+    layout: str | None,
+    fp8: bool,
+) -> tuple[Any, ...]:
+    """Add a dispatch to the graph. Return the fields of `Dispatched`."""
+    serial = info_of(buffer).serial
+    if handle is not None:
+        _check_handle(handle)
+        if topk_idx is not None or topk_weights is not None or layout not in (None, handle.layout):
+            raise EPInputError("handle= with a routing in a compiled function; expected only x. Leave the others out")
+        recv_x, _ = torch.ops.deepep_rt.send_again(x, handle.tensor, serial, handle.num_recv_rows, False, fp8)
+        num_recv, per_expert, offsets = handle.counts
+        return recv_x, None, None, num_recv, per_expert, handle, offsets
+    if topk_idx is None:
+        raise EPInputError("topk_idx=None without handle; expected one of them. Pass the routing")
+    layout = layout or "token"
+    recv_x, experts, weights, num_recv, per_expert, tensor = torch.ops.deepep_rt.dispatch(
+        x, topk_idx, topk_weights, serial, num_worst_tokens, expert_alignment, layout, fp8
+    )
+    recv_idx, offsets = (None, experts) if layout == "expert" else (experts, None)
+    traced = TracedHandle(tensor, x.shape[0], recv_x.shape[0], layout, (num_recv, per_expert, offsets))
+    return recv_x, recv_idx, None if topk_weights is None else weights, num_recv, per_expert, traced, offsets
+
+
+def traced_combine(buffer: Buffer, x: Any, handle: Any, topk_weights: Any, biases: Sequence[Any], fp8_grad: bool) -> Any:
+    """Add a combine to the graph."""
+    _check_handle(handle)
+    bias_0, bias_1 = (*biases, None, None)[:2]
+    return torch.ops.deepep_rt.combine(
+        x, handle.tensor, topk_weights, bias_0, bias_1, info_of(buffer).serial, handle.num_tokens, fp8_grad
+    )
+
+
+def _check_handle(handle: Any) -> None:
+    if not isinstance(handle, TracedHandle):
+        raise EPInputError(
+            "handle comes from outside of this compiled function; expected a dispatch inside. Compile both calls together"
+        )
