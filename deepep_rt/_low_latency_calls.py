@@ -90,6 +90,7 @@ class LowLatencyCalls(BufferBase):
         handle: LowLatencyHandle,
         *,
         allow_multiple_reduction: bool = True,
+        reduce: str | None = None,
         zero_copy: bool = False,
         out: Any = None,
         async_finish: bool = False,
@@ -110,6 +111,8 @@ class LowLatencyCalls(BufferBase):
             allow_multiple_reduction: An expert rank adds up (and rounds to bfloat16) its own experts' rows of a token and sends one.
                 False: it sends one row for each expert, and the token's rank adds them up; not with masked ranks or `on_timeout="mask"` on
                 GPUs. It must be the same on all ranks, as must the dispatch of `handle`; a difference breaks the buffer.
+            reduce: Another name for it, as in `combine`: "rank" is `allow_multiple_reduction=True`, and "topk" is False. With "topk" the
+                bits are the same for any number of ranks and any placement of experts.
             zero_copy: `y` is the array of `get_low_latency_combine_buffer`. The call reads rows in place in any case.
             out: `[num_tokens, hidden]` bfloat16 for the result, outside of `y`; default: memory of the buffer.
             async_finish: As in `dispatch`.
@@ -130,7 +133,7 @@ class LowLatencyCalls(BufferBase):
         with self._call_lock:
             call = self._begin(y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
-                self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out
+                self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out, reduce
             )
             if flag(zero_copy, "zero_copy") and inputs.y.ptr != backend.low_latency_combine_view(handle.framework).ptr:
                 raise EPInputError(

@@ -51,6 +51,8 @@ extern "C" __global__ void __launch_bounds__(kPositionThreads, 1) expert_positio
   const i32* num_per_expert = at<const i32>(p.num_per_expert, 0);
   i32* positions = at<i32>(p.positions, 0);
 
+  for (int i = blockIdx.x * kPositionThreads + threadIdx.x; i < num_tokens; i += gridDim.x * kPositionThreads)
+    at<int2>(p.sources, 0)[i] = at<const int2>(p.src_idx, 0)[i];
   for (int first = blockIdx.x * kExpertsPerBlock; first < p.num_experts; first += gridDim.x * kExpertsPerBlock) {
     int choices[kExpertsPerBlock] = {};
 #pragma unroll 4

@@ -65,6 +65,7 @@ class CombineInputs:
     topk_weights: View | None
     biases: tuple[View, ...]
     weighted: bool = False  # multiply rows by topk_weights, instead of sending them back
+    reduce: str = "rank"  # each rank adds up its rows of a token; "topk": the token's rank adds up the row of each choice
 
 
 @dataclass(slots=True)

@@ -173,7 +173,14 @@ def _scales_view(info: BufferInfo, x_scales: Any, stream: int | None, num_tokens
 
 
 def combine_inputs(
-    info: BufferInfo, stream: int | None, x: Any, handle: DispatchHandle, topk_weights: Any, bias: Any, weighted: bool = False
+    info: BufferInfo,
+    stream: int | None,
+    x: Any,
+    handle: DispatchHandle,
+    topk_weights: Any,
+    bias: Any,
+    weighted: bool = False,
+    reduce: str = "rank",
 ) -> CombineInputs:
     """Check the arguments of `Buffer.combine`. Its docstring names the rules."""
     config = info.config
@@ -192,6 +199,11 @@ def combine_inputs(
             )
         if weights is None:
             raise EPInputError("topk_weights=None; expected a weight for each row with weighted=True. Pass the recv_topk_weights")
+    if choice(reduce, "reduce", ("rank", "topk")) == "topk" and handle.layout == "token":
+        raise EPInputError(
+            "reduce='topk' with a handle of layout='token'; expected a handle of layout='expert', which has a row for each choice. "
+            "Dispatch with layout='expert'"
+        )
     given: Sequence[Any] = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise EPInputError(f"len(bias)={len(given)}; expected at most 2 arrays. Add them up first")
@@ -199,7 +211,7 @@ def combine_inputs(
     biases = tuple(as_view(info, array, f"bias[{i}]", stream, shape, dtypes) for i, array in enumerate(given))
     for i, view in enumerate(biases):
         check_row(info, view, f"bias[{i}]")
-    return CombineInputs(rows, handle, weights, biases, bool(weighted))
+    return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce)
 
 
 def _check_handle(info: BufferInfo, handle: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._checks import argument_error, flag
+from .._checks import argument_error, choice, flag
 from ..arrays.dtypes import FP8_GROUP
 from ..errors import EPInputError
 from ..results import LowLatencyHandle
@@ -62,10 +62,15 @@ def low_latency_combine_inputs(
     handle: Any,
     allow_multiple_reduction: bool,
     out: Any,
+    reduce: str | None = None,
 ) -> LowLatencyCombineInputs:
     """Check the arguments of `Buffer.low_latency_combine`. Its docstring names the rules."""
     config = info.config
     reduce_early = flag(allow_multiple_reduction, "allow_multiple_reduction")
+    if reduce is not None:
+        if choice(reduce, "reduce", ("rank", "topk")) == "rank" and not reduce_early:
+            raise EPInputError("reduce='rank' with allow_multiple_reduction=False, which is reduce='topk'. Leave one of them out")
+        reduce_early = reduce == "rank"
     check_low_latency_handle(info, handle)
     rows = as_view(info, y, "y", stream, (config.num_local_experts, config.worst_recv_tokens, config.hidden), ("bfloat16",))
     check_start(rows, "y")

@@ -94,11 +94,11 @@ class Bench:
         )
         self.handle = self.dispatch().handle
 
-    def dispatch(self, **options: bool) -> LowLatencyDispatchResult:
+    def dispatch(self, **options: Any) -> LowLatencyDispatchResult:
         use_fp8 = not self.settings.bf16
         return self.buffer.low_latency_dispatch(self.x, self.idx, topk_weights=self.weights, use_fp8=use_fp8, **options)
 
-    def combine(self, handle: LowLatencyHandle | None = None, **options: bool) -> LowLatencyCombineResult:
+    def combine(self, handle: LowLatencyHandle | None = None, **options: Any) -> LowLatencyCombineResult:
         return self.buffer.low_latency_combine(self.y, self.idx, self.weights, handle or self.handle, **options)
 
     def both(self) -> tuple[LowLatencyDispatchResult, LowLatencyCombineResult]:

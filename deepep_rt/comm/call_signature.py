@@ -16,6 +16,8 @@ CALL_KINDS = (
     "low_latency_combine with allow_multiple_reduction=False",
     "dispatch with layout='expert'",
     "combine with weighted=True",
+    "combine with reduce='topk'",
+    "combine with weighted=True and reduce='topk'",
 )
 
 _DTYPES = (None, *DTYPES)  # None: the caller did not pass the array
@@ -37,9 +39,10 @@ def dispatch_kind(layout: str) -> str:
     return "dispatch" if layout == "token" else "dispatch with layout='expert'"
 
 
-def combine_kind(weighted: bool) -> str:
-    """Return the kind of a throughput combine."""
-    return "combine with weighted=True" if weighted else "combine"
+def combine_kind(weighted: bool, reduce: str) -> str:
+    """Return the kind of a throughput combine with these arguments."""
+    arguments = (["weighted=True"] if weighted else []) + (["reduce='topk'"] if reduce == "topk" else [])
+    return "combine with " + " and ".join(arguments) if arguments else "combine"
 
 
 @functools.lru_cache

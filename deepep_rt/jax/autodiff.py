@@ -77,6 +77,7 @@ class _Form(NamedTuple):
     rows: int
     layout: str
     alignment: int
+    reduce: str  # of the gradient
 
 
 def dispatch(
@@ -88,6 +89,7 @@ def dispatch(
     num_worst_tokens: int | None = None,
     expert_alignment: int = 1,
     layout: str = "token",
+    reduce: str = "rank",
     after: jax.Array | None = None,
 ) -> Dispatched:
     """Send each token to the ranks that hold its experts, once to each rank. See `Buffer.dispatch`.
@@ -105,6 +107,7 @@ def dispatch(
             padding: pass a number that fits your routing.
         expert_alignment: Round the count of each expert up to a multiple of this.
         layout: As in `Buffer.dispatch`. Padding is zero.
+        reduce: The order in which the gradient adds up rows, as in `Buffer.combine`. "topk" needs `layout="expert"`.
         after: The `token` of an earlier call. All ranks make this call after that one.
 
     Returns:
@@ -124,6 +127,10 @@ def dispatch(
     """
     check_threads(buffer)
     layout = choice(layout, "layout", ("token", "expert"))
+    if choice(reduce, "reduce", ("rank", "topk")) == "topk" and layout == "token":
+        raise EPInputError(
+            "reduce='topk' with layout='token'; expected layout='expert', which has a row for each choice. Pass both"
+        )
     expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
     most = most_recv_rows(buffer.config, layout, expert_alignment)
     rows = most if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, most)
@@ -132,7 +139,7 @@ def dispatch(
     weights_view = None if weights is None else traced_view(buffer, weights)
     x_view, idx_view = traced_view(buffer, x), traced_view(buffer, topk_idx)
     dispatch_inputs(info_of(buffer), None, x_view, idx_view, weights_view, None, None, rows, expert_alignment, layout)
-    return _dispatch(buffer, _Form(rows, layout, expert_alignment), x, topk_idx, weights, token_of(after))
+    return _dispatch(buffer, _Form(rows, layout, expert_alignment, reduce), x, topk_idx, weights, token_of(after))
 
 
 def combine(
@@ -141,6 +148,7 @@ def combine(
     handle: Handle,
     *,
     topk_weights: jax.Array | None = None,
+    reduce: str = "rank",
     after: jax.Array | None = None,
 ) -> Combined:
     """Send rows back to the ranks of their tokens and add up the rows of each token there, in float32. See `Buffer.combine`.
@@ -153,6 +161,7 @@ def combine(
         handle: The handle of the dispatch that brought the tokens.
         topk_weights: None, or with a handle of `layout="expert"` the weight of each row, `[num_worst_tokens]` float32. Rows are multiplied
             by them in float32.
+        reduce: The order of the sum, as in `Buffer.combine`.
         after: As in `dispatch`. Default: the token of `handle`.
 
     Returns:
@@ -169,7 +178,7 @@ def combine(
     if not isinstance(handle, Handle):
         raise argument_error(handle, "handle", "the .handle of deepep_rt.jax.dispatch", "Pass it as it is.")
     weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
-    return _combine(buffer, x, weights, handle, token_of(handle.token if after is None else after))
+    return _combine(buffer, reduce, x, weights, handle, token_of(handle.token if after is None else after))
 
 
 def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,7 +266,7 @@ def _dispatch_backward(buffer: Buffer, form: _Form, kept: Any, gradient: Dispatc
     weights = gradient.recv_topk_weights
     if weights is not None and recv_idx is not None:
         weights = jnp.where(recv_idx >= 0, weights, 0)
-    token, x, *weights = _combine_rows(buffer, gradient.recv_x, weights, handle, gradient.handle.token)
+    token, x, *weights = _combine_rows(buffer, gradient.recv_x, weights, handle, gradient.handle.token, reduce=form.reduce)
     return x, None, *(weights or [None]), token
 
 
@@ -265,20 +274,22 @@ _dispatch = jax.custom_vjp(_dispatch_once, nondiff_argnums=(0, 1))
 _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
-def _combine_once(buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array) -> Combined:
-    rows = _combine_rows(buffer, x, weights, handle, after, weighted=weights is not None)
+def _combine_once(
+    buffer: Buffer, reduce: str, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array
+) -> Combined:
+    rows = _combine_rows(buffer, x, weights, handle, after, weighted=weights is not None, reduce=reduce)
     token, out = _named("deepep_rt.combine", rows)
     return Combined(out, token)
 
 
 def _combine_forward(
-    buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array
+    buffer: Buffer, reduce: str, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array
 ) -> tuple[Combined, Any]:
-    out = _combine_once(buffer, x, weights, handle, after)
+    out = _combine_once(buffer, reduce, x, weights, handle, after)
     return out, (handle, out.token, weights, None if weights is None else x)
 
 
-def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[Any, ...]:
+def _combine_backward(buffer: Buffer, reduce: str, kept: Any, gradient: Combined) -> tuple[Any, ...]:
     """Give each row the gradient of its token. If JAX computed the combine again for the gradient, this call comes after it."""
     handle, done, weights, x = kept
     shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
@@ -290,22 +301,29 @@ def _combine_backward(buffer: Buffer, kept: Any, gradient: Combined) -> tuple[An
     return (weights[:, None] * exact).astype(rows.dtype), (exact * x.astype(jnp.float32)).sum(1), None, token
 
 
-_combine = jax.custom_vjp(_combine_once, nondiff_argnums=(0,))
+_combine = jax.custom_vjp(_combine_once, nondiff_argnums=(0, 1))
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _combine_rows(
-    buffer: Buffer, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array, *, weighted: bool = False
+    buffer: Buffer,
+    x: jax.Array,
+    weights: jax.Array | None,
+    handle: Handle,
+    after: jax.Array,
+    *,
+    weighted: bool = False,
+    reduce: str,
 ) -> list[jax.Array]:
     """Combine rows, and weights unless they are None or multiply the rows. Return the token and the sums."""
     config, tokens = buffer.config, handle.num_tokens
     known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {}, layout=handle.layout)
     views = [None if array is None else traced_view(buffer, array) for array in (x, weights)]
-    combine_inputs(info_of(buffer), None, views[0], known, views[1], None, weighted)
+    combine_inputs(info_of(buffer), None, views[0], known, views[1], None, weighted, reduce)
     returned = [] if weights is None or weighted else [((tokens, config.num_topk), jnp.float32)]
     shapes = [((tokens, config.hidden), x.dtype), *returned]
     given = [handle.tables, x] + ([] if weights is None else [weights])
-    return call(buffer, run_combine, (*_sizes(handle), handle.layout, weighted), [after], given, shapes)
+    return call(buffer, run_combine, (*_sizes(handle), handle.layout, weighted, reduce), [after], given, shapes)
 
 
 def _sizes(handle: Handle) -> tuple[int, int]:

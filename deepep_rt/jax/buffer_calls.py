@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..arrays.view import View, host_bytes
 from ..backends.base import Backend
 from ..buffer import Buffer, backend_of
@@ -68,12 +70,14 @@ def run_combine(
     num_recv_rows: int,
     layout: str,
     weighted: bool,
+    reduce: str,
 ) -> None:
     """Combine, and copy the sums of rows and of weights."""
     table, x, *weights = arguments
     backend = backend_of(buffer)
     handle = backend.tables.load(table, num_tokens, num_recv_rows, layout)
-    back = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, weighted=weighted, stream=stream)
+    how: dict[str, Any] = dict(topk_weights=weights[0] if weights else None, weighted=weighted, reduce=reduce)
+    back = buffer.combine(x, handle, **how, stream=stream)
     _copy(backend, stream, *zip((back.x, back.topk_weights), results, strict=False))
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..arrays import dlpack
 from ..arrays.view import HOST, View
 from ..buffer import Buffer, backend_of, info_of
-from ..errors import EPError
+from ..errors import EPError, EPInputError
 from .arguments import NO_FRAMEWORK
 from .device import check_device
 
@@ -83,9 +84,20 @@ def call(
         made[key] = _callback(buffer, *key)
     aliases, all_results = {0: 0}, [token, *results]
     step = buffer_callback(made[key], all_results, input_output_aliases=aliases, command_buffer_compatible=may_be_captured)
-    outputs = step(*after, *arguments)
+    outputs = _without_vmap(step)(*after, *arguments)
     # Without this barrier XLA fuses the call, in a scan on a GPU, with the step that stacks its results. XLA then makes the call twice.
     return jax.lax.optimization_barrier(outputs)
+
+
+def _without_vmap(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same step of a program. It refuses `jax.vmap`: the other ranks would make another number of calls."""
+    once = custom_vmap(step)
+
+    def refuse(*_: Any) -> NoReturn:
+        raise EPInputError("a call inside of jax.vmap; expected one call for the whole batch. Make its rows tokens of one call")
+
+    once.def_vmap(refuse)
+    return once
 
 
 def callbacks_of(buffer: Buffer) -> dict[Any, Callable[..., None]]:

@@ -11,6 +11,9 @@ from . import structs
 from .nodes_layout import NodesLayout
 from .regions import Map, align_up, arrange
 
+_MIN_CHOICE_WINDOW = 64
+"""Tokens, or all of them if they are fewer, whose choices always have room."""
+
 
 class Layout:
     """All memory maps of a Buffer, and every constant of the kernels that follows from its sizes. Each is computed once.
@@ -35,13 +38,20 @@ class Layout:
             [
                 ("control", self.control.num_bytes),
                 # Staging of combine. A dispatch also writes here if the pool is full, and its result is copied out.
-                ("landing", max(self.max_result_bytes, self.staging(config.row_bytes).num_bytes)),
+                ("landing", self.landing_bytes),
                 ("pool", config.num_slots * self.max_result_bytes),
                 ("sums", config.num_slots * self.max_sums_bytes),
                 ("low_latency", self.low_latency.num_bytes if config.low_latency else 0),
                 *([("network", self.nodes.network.num_bytes)] if self.nodes else ()),
             ]
         )
+
+    @cached_property
+    def landing_bytes(self) -> int:
+        """Bytes of the region where rows land that have no memory of their own."""
+        config = self.config
+        some_choices = self.choice_staging(min(config.num_max_tokens_per_rank, _MIN_CHOICE_WINDOW)).num_bytes
+        return max(self.max_result_bytes, self.staging(config.row_bytes).num_bytes, 0 if self.nodes else some_choices)
 
     @property
     def network_start(self) -> int:
@@ -204,6 +214,7 @@ class Layout:
                 ("offsets", 4 * (experts + 1)),
                 ("ends", 4 * experts),
                 ("totals", 8),
+                ("sources", 8 * capacity),
             ]
         )
 
@@ -260,6 +271,22 @@ class Layout:
         if self.nodes:
             return self.nodes.staging(row_bytes)
         return _rows_and_weights(self.config.num_max_sent_rows, row_bytes, self.config.num_topk)
+
+    def choice_staging(self, window_tokens: int) -> Map:
+        """Memory at a token's rank for the rows of each choice of some tokens; see the kernel combine_choices."""
+        config = self.config
+        rows = window_tokens * config.num_topk
+        return arrange(
+            [("masks", window_tokens * config.num_ranks * 4), ("topk_weights", rows * 4), ("x", rows * config.row_bytes)]
+        )
+
+    @cached_property
+    def choice_window(self) -> int:
+        """The most tokens whose choices are staged at a time. All ranks agree on it, so it does not depend on the rows of a call."""
+        most = self.config.num_max_tokens_per_rank
+        while self.choice_staging(most).num_bytes > self.landing_bytes:
+            most = -(-most // 2)
+        return most
 
     def combined(self, num_tokens: int, row_bytes: int, with_weights: bool) -> Map:
         """A result of combine."""

@@ -54,12 +54,14 @@ LOCAL_KERNELS = (
         "expert_positions",
         """
     u64 topk_idx;           // [capacity, num_topk] int32 or int64: local experts of the rows by token; -1: none
+    u64 src_idx;            // [capacity, 2] int32: source rank and source token of the rows by token
     u64 num_recv;           // int32: rows by token that arrived
     u64 num_per_expert;     // [num_experts] int32: choices of each expert, aligned up
     u64 positions;          // out: [capacity, num_topk] int32, the row of each choice; -1: none
     u64 offsets;            // out: [num_experts + 1] int32, the first row of each expert, and the end
     u64 ends;               // out: [num_experts] int32, the end of an expert's rows without padding; -1: they did not arrive
     u64 totals;             // out: [2] int32, rows with their padding, dropped ones too; rows by token
+    u64 sources;            // out: [capacity, 2] int32, a copy of src_idx
     i32 idx_bytes;          // 4 or 8
     i32 num_topk;
     i32 num_experts;        // of this rank

@@ -115,6 +115,8 @@ State = CStruct(
     u32 combine_blocks;
     u32 combine_items;
     u32 combine_tokens;
+    u32 combine_copied;    // items that copy warps of combine_choices have finished
+    u32 combine_differs;   // 1: the ranks made different calls, as the first launch of a call of combine_choices saw
     u32 copy_bandwidth_blocks;
     u32 copy_bandwidth_items;
     u32 abort;             // set by the first wait that times out; all later waits end at once

@@ -113,6 +113,34 @@ KERNELS: dict[str, Kernel] = {
             per_dtype=True,
         ),
         Kernel(
+            "combine_choices",
+            _COMMON
+            + """
+    i32 num_tokens;
+    i32 first_token;        // of the window
+    i32 window_tokens;
+    i32 is_weighted;        // rows are multiplied by their weights
+    u64 y;                  // [rows by expert, kRowBytes]
+    u64 topk_weights;       // [rows by expert] float32, or 0
+    u64 bias_0;             // [num_tokens, kRowBytes], or 0
+    u64 bias_1;
+    u64 handle;
+    u64 positions;          // these three of expert_positions
+    u64 totals;
+    u64 sources;
+    u64 out;                // [num_tokens, kRowBytes]
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32, or 0
+    u64 recv_x_offset;      // where this rank receives the rows of its tokens: offsets from its symmetric base
+    u64 recv_topk_weights_offset;
+    u64 recv_masks_offset;
+    u64 call_signature;     // all ranks must agree on it
+""",
+            folder="experts",
+            threads="kCombineThreads",
+            shared="kCombineSharedBytes",
+            per_dtype=True,
+        ),
+        Kernel(
             "route_nodes",
             _ROUTE,
             folder="nodes",

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from .._checks import choice
 from ..buffer import Buffer
+from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import check_buffer, check_differentiable, check_fp8, check_tensor
 from .operators import TracedHandle, traced_combine, traced_dispatch
-from .tensor_ops import aligned, received_rows, to_fp8
+from .tensor_ops import aligned, dot_rows, received_rows, to_fp8
 
 
 def _backward_pass() -> int:
@@ -106,6 +108,7 @@ def dispatch(
     expert_alignment: int = 1,
     layout: str | None = None,
     fp8: bool = False,
+    reduce: str = "rank",
 ) -> Dispatched:
     """Call `Buffer.dispatch` with tensors, on the current stream. Differentiable in `x` and `topk_weights`.
 
@@ -123,6 +126,7 @@ def dispatch(
         layout: As in `Buffer.dispatch`.
         fp8: Send rows as float8_e4m3fn with a float32 scale for each 128 channels. They arrive in the dtype of `x`. The error is up to
             1/16 of a number, or 1/450000 of the largest one of its 128. Gradients ignore the rounding, and travel in the dtype of `x`.
+        reduce: The order in which the backward pass adds up gradients, as in `Buffer.combine`. "topk" needs `layout="expert"`.
 
     Returns:
         Rows, experts, weights, counts and the handle.
@@ -146,10 +150,15 @@ def dispatch(
         check_tensor(tensor, name, required=name == "x")
     fp8 = check_fp8(buffer, fp8, "fp8")
     check_differentiable(x, fp8)
+    by_expert = layout == "expert" or (layout is None and getattr(handle, "layout", None) == "expert")
+    if choice(reduce, "reduce", ("rank", "topk")) == "topk" and not by_expert:
+        raise EPInputError(
+            "reduce='topk' without layout='expert'; expected both, because it adds up a row for each choice. Pass layout too"
+        )
     if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
-        given = (x, topk_idx, topk_weights, handle, num_worst_tokens, expert_alignment, layout, fp8)
+        given = (x, topk_idx, topk_weights, handle, num_worst_tokens, expert_alignment, layout, fp8, reduce)
         return Dispatched(*traced_dispatch(buffer, *given))
-    options = (_without_link(handle), num_worst_tokens, expert_alignment, layout, fp8)
+    options = (_without_link(handle), num_worst_tokens, expert_alignment, layout, fp8, reduce)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, offsets, without_link, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
     )
@@ -162,7 +171,14 @@ def dispatch(
 
 
 def combine(
-    buffer: Buffer, x: Any, handle: DispatchHandle, *, topk_weights: Any = None, bias: Any = None, fp8_grad: bool = False
+    buffer: Buffer,
+    x: Any,
+    handle: DispatchHandle,
+    *,
+    topk_weights: Any = None,
+    bias: Any = None,
+    fp8_grad: bool = False,
+    reduce: str = "rank",
 ) -> Any:
     """Call `Buffer.combine` with tensors, on the current stream. Differentiable in `x`, `topk_weights` and `bias`.
 
@@ -178,6 +194,7 @@ def combine(
             by them in float32. It must require a gradient on all ranks or on none.
         bias: None, one tensor or two tensors, `[num_tokens, hidden]`, dtype of `x`. They are added to the sum.
         fp8_grad: Send the rows of the gradient as float8_e4m3fn with scales, as `fp8` in `dispatch` does.
+        reduce: The order of the sum, as in `Buffer.combine`.
 
     Returns:
         `[num_tokens, hidden]`, dtype of `x`: for each token the sum of its rows.
@@ -196,9 +213,9 @@ def combine(
     check_tensor(topk_weights, "topk_weights", required=False)
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
-        return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad)
+        return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad, reduce)
     link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
-    return _Combine.apply(x, link, topk_weights, buffer, _without_link(handle), fp8_grad, *biases)
+    return _Combine.apply(x, link, topk_weights, buffer, _without_link(handle), fp8_grad, reduce, *biases)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -216,6 +233,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         expert_alignment: int,
         layout: str | None,
         fp8: bool,
+        reduce: str,
     ) -> tuple:
         rows, scales = to_fp8(x) if fp8 else (x, None)
         options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment, layout=layout)
@@ -227,7 +245,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         if fp8:  # `recv_x` is a copy; with copies of these too, the Buffer's memory is free again
             recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
         offsets = sent.expert_offsets
-        ctx.buffer, ctx.handle, ctx.link = buffer, sent.handle, lambda: None
+        ctx.buffer, ctx.handle, ctx.link, ctx.reduce = buffer, sent.handle, lambda: None, reduce
         ctx.set_materialize_grads(False)
         # All ranks save a tensor, even an empty one, so that torch.utils.checkpoint repeats the forward pass on all ranks.
         # Weights of padding rows do not return, so only rows by token need to know which weights are not theirs.
@@ -260,8 +278,8 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
             grad_weights = aligned(
                 grad_weights.masked_fill(elsewhere, 0)
             )  # zeros of other ranks' experts do not depend on the weights
-        back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights)
-        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 7
+        back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights, reduce=ctx.reduce)
+        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 8
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
@@ -269,13 +287,21 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, link: Any, topk_weights: Any, buffer: Buffer, handle: DispatchHandle, fp8_grad: bool, *biases: Any
+        ctx: Any,
+        x: Any,
+        link: Any,
+        topk_weights: Any,
+        buffer: Buffer,
+        handle: DispatchHandle,
+        fp8_grad: bool,
+        reduce: str,
+        *biases: Any,
     ) -> Any:
-        ctx.buffer, ctx.handle, ctx.fp8_grad = buffer, handle, fp8_grad
+        ctx.buffer, ctx.handle, ctx.fp8_grad, ctx.reduce = buffer, handle, fp8_grad, reduce
         weighted = topk_weights is not None
         if weighted:
             ctx.save_for_backward(topk_weights, x if ctx.needs_input_grad[2] else None)
-        return buffer.combine(x, handle, topk_weights=topk_weights, weighted=weighted, bias=biases or None).x
+        return buffer.combine(x, handle, topk_weights=topk_weights, weighted=weighted, reduce=reduce, bias=biases or None).x
 
     @staticmethod
     @once_differentiable
@@ -291,11 +317,11 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
                 weights, x = saved
                 exact = grad_x.float()
                 if x is not None:
-                    dots = (exact * x.float()).sum(1)
+                    dots = dot_rows(exact, x.float(), ctx.reduce)
                     grad_weights = dots.masked_fill(sent.recv_expert_idx < 0, 0)  # the experts' rows of padding may be NaN
                 grad_x = (exact * weights[:, None]).to(grad.dtype)
-        num_biases = len(ctx.needs_input_grad) - 6
-        return grad_x, None, grad_weights, None, None, None, *[grad] * num_biases
+        num_biases = len(ctx.needs_input_grad) - 7
+        return grad_x, None, grad_weights, None, None, None, None, *[grad] * num_biases
 
 
 def _without_link(handle: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..buffer import Buffer, buffer_of, info_of
 from ..errors import EPInputError
 from ..results import DispatchHandle
-from .tensor_ops import aligned, received_rows, to_fp8
+from .tensor_ops import aligned, dot_rows, received_rows, to_fp8
 
 _STEP = 2.0**-50  # so small that programs that compare the results of two runs take the handles for equal
 _keys = itertools.count(1)
@@ -82,8 +82,9 @@ def dispatch_op(
     expert_alignment: int,
     layout: str,
     fp8: bool,
+    reduce: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Dispatch along a new routing.
+    """Dispatch along a new routing. `reduce` is for the gradient.
 
     Returns:
         The rows; the experts of the rows, or with `layout="expert"` the offsets of experts; the weights, or an empty tensor; the number of
@@ -119,6 +120,7 @@ def _(
     expert_alignment: int,
     layout: str,
     fp8: bool,
+    reduce: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     config = buffer_of(buffer).config
     num_rows = torch.library.get_ctx().new_dynamic_size() if num_worst_tokens is None else num_worst_tokens
@@ -136,7 +138,7 @@ def _(
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, _, weights, ctx.buffer, _, _, layout, _ = inputs
+    x, _, weights, ctx.buffer, _, _, layout, _, ctx.reduce = inputs
     ctx.num_tokens, ctx.has_weights, ctx.by_expert = x.shape[0], weights is not None, layout == "expert"
     ctx.save_for_backward(output[5], output[1])
 
@@ -148,8 +150,8 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *
     if ctx.has_weights and ctx.needs_input_grad[2]:
         # Only the rank of an expert has a gradient of its weight: the zeros of other ranks are no copies.
         back = grad_weights if ctx.by_expert else grad_weights.masked_fill(experts < 0, 0)
-    x, weights = torch.ops.deepep_rt.send_back(grad_x, handle, back, ctx.buffer, ctx.num_tokens)
-    return x if ctx.needs_input_grad[0] else None, None, None if back is None else weights, *[None] * 5
+    x, weights = torch.ops.deepep_rt.send_back(grad_x, handle, back, ctx.buffer, ctx.num_tokens, ctx.reduce)
+    return x if ctx.needs_input_grad[0] else None, None, None if back is None else weights, *[None] * 6
 
 
 dispatch_op.register_autograd(_dispatch_backward, setup_context=_keep_for_dispatch)
@@ -165,12 +167,14 @@ def combine_op(
     buffer: int,
     num_tokens: int,
     fp8_grad: bool,
+    reduce: str,
 ) -> Tensor:
     """Add up rows, weighted or not, and biases."""
     biases = tuple(bias for bias in (bias_0, bias_1) if bias is not None)
     weighted = topk_weights is not None
     known = _handle_of(handle)
-    return buffer_of(buffer).combine(aligned(x), known, topk_weights=topk_weights, weighted=weighted, bias=biases or None).x
+    how: dict[str, Any] = dict(topk_weights=topk_weights, weighted=weighted, reduce=reduce, bias=biases or None)
+    return buffer_of(buffer).combine(aligned(x), known, **how).x
 
 
 @combine_op.register_fake
@@ -183,12 +187,13 @@ def _(
     buffer: int,
     num_tokens: int,
     fp8_grad: bool,
+    reduce: str,
 ) -> Tensor:
     return x.new_empty(num_tokens, x.shape[1])
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad = inputs
+    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce = inputs
     ctx.num_recv_rows, ctx.biases = x.shape[0], [bias is not None for bias in biases]
     ctx.weighted = weights is not None
     if weights is None:
@@ -199,39 +204,43 @@ def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     handle, *saved = ctx.saved_tensors
-    grad_x, is_row = torch.ops.deepep_rt.send_again(grad, handle, ctx.buffer, ctx.num_recv_rows, ctx.weighted, ctx.fp8_grad)
+    grad_x, is_row = torch.ops.deepep_rt.send_again(
+        grad, handle, ctx.buffer, ctx.num_recv_rows, ctx.weighted, ctx.fp8_grad, "rank"
+    )
     grad_weights = None
     if saved:
         weights, x = saved
         exact = grad_x.float()
-        grad_weights = (exact * x.float()).sum(1).masked_fill(~is_row, 0)  # the experts' rows of padding may be NaN
+        grad_weights = dot_rows(exact, x.float(), ctx.reduce).masked_fill(~is_row, 0)  # the experts' rows of padding may be NaN
         grad_x = (exact * weights[:, None]).to(grad.dtype)
     biases = [grad if exists else None for exists in ctx.biases]
-    return grad_x, torch.zeros_like(handle), grad_weights, *biases, None, None, None
+    return grad_x, torch.zeros_like(handle), grad_weights, *biases, None, None, None, None
 
 
 combine_op.register_autograd(_combine_backward, setup_context=_keep_for_combine)
 
 
 @operator("send_back")
-def send_back_op(x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+def send_back_op(
+    x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int, reduce: str
+) -> tuple[Tensor, Tensor]:
     """Add up rows, and return weights to their choices: the gradient of a dispatch."""
     weights = None if topk_weights is None else aligned(topk_weights)
-    back = buffer_of(buffer).combine(aligned(x), _handle_of(handle), topk_weights=weights)
+    back = buffer_of(buffer).combine(aligned(x), _handle_of(handle), topk_weights=weights, reduce=reduce)
     return back.x, x.new_empty(0, dtype=torch.float32) if weights is None else back.topk_weights
 
 
 @send_back_op.register_fake
-def _(x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int, reduce: str) -> tuple[Tensor, Tensor]:
     of_token = 0 if topk_weights is None else (num_tokens, buffer_of(buffer).config.num_topk)
     return x.new_empty(num_tokens, x.shape[1]), x.new_empty(of_token, dtype=torch.float32)
 
 
 @operator("send_again")
 def send_again_op(
-    x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool
+    x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool, reduce: str
 ) -> tuple[Tensor, Tensor]:
-    """Dispatch along a known routing: the gradient of a combine.
+    """Dispatch along a known routing: the gradient of a combine. `reduce` is for the gradient of this call.
 
     Returns:
         The rows, and with `by_expert` whether each is a row of an expert, and no padding.
@@ -244,20 +253,22 @@ def send_again_op(
 
 
 @send_again_op.register_fake
-def _(x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool, reduce: str
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(num_recv_rows, x.shape[1]), x.new_empty(num_recv_rows if by_expert else 0, dtype=torch.bool)
 
 
 def _keep_for_known_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, handle, ctx.buffer, *_ = inputs
+    x, handle, ctx.buffer, *_, ctx.reduce = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(handle)
 
 
 def _known_dispatch_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     (handle,) = ctx.saved_tensors
-    x, _ = torch.ops.deepep_rt.send_back(grad, handle, None, ctx.buffer, ctx.num_tokens)
-    return x, torch.zeros_like(handle), None, None, None, None
+    x, _ = torch.ops.deepep_rt.send_back(grad, handle, None, ctx.buffer, ctx.num_tokens, ctx.reduce)
+    return x, torch.zeros_like(handle), None, None, None, None, None
 
 
 send_again_op.register_autograd(_known_dispatch_backward, setup_context=_keep_for_known_dispatch)
@@ -273,6 +284,7 @@ def traced_dispatch(
     expert_alignment: int,
     layout: str | None,
     fp8: bool,
+    reduce: str,
 ) -> tuple[Any, ...]:
     """Add a dispatch to the graph. Return the fields of `Dispatched`."""
     serial = info_of(buffer).serial
@@ -280,26 +292,28 @@ def traced_dispatch(
         _check_handle(handle)
         if topk_idx is not None or topk_weights is not None or layout not in (None, handle.layout):
             raise EPInputError("handle= with a routing in a compiled function; expected only x. Leave the others out")
-        recv_x, _ = torch.ops.deepep_rt.send_again(x, handle.tensor, serial, handle.num_recv_rows, False, fp8)
+        recv_x, _ = torch.ops.deepep_rt.send_again(x, handle.tensor, serial, handle.num_recv_rows, False, fp8, reduce)
         num_recv, per_expert, offsets = handle.counts
         return recv_x, None, None, num_recv, per_expert, handle, offsets
     if topk_idx is None:
         raise EPInputError("topk_idx=None without handle; expected one of them. Pass the routing")
     layout = layout or "token"
     recv_x, experts, weights, num_recv, per_expert, tensor = torch.ops.deepep_rt.dispatch(
-        x, topk_idx, topk_weights, serial, num_worst_tokens, expert_alignment, layout, fp8
+        x, topk_idx, topk_weights, serial, num_worst_tokens, expert_alignment, layout, fp8, reduce
     )
     recv_idx, offsets = (None, experts) if layout == "expert" else (experts, None)
     traced = TracedHandle(tensor, x.shape[0], recv_x.shape[0], layout, (num_recv, per_expert, offsets))
     return recv_x, recv_idx, None if topk_weights is None else weights, num_recv, per_expert, traced, offsets
 
 
-def traced_combine(buffer: Buffer, x: Any, handle: Any, topk_weights: Any, biases: Sequence[Any], fp8_grad: bool) -> Any:
+def traced_combine(
+    buffer: Buffer, x: Any, handle: Any, topk_weights: Any, biases: Sequence[Any], fp8_grad: bool, reduce: str
+) -> Any:
     """Add a combine to the graph."""
     _check_handle(handle)
     bias_0, bias_1 = (*biases, None, None)[:2]
     return torch.ops.deepep_rt.combine(
-        x, handle.tensor, topk_weights, bias_0, bias_1, info_of(buffer).serial, handle.num_tokens, fp8_grad
+        x, handle.tensor, topk_weights, bias_0, bias_1, info_of(buffer).serial, handle.num_tokens, fp8_grad, reduce
     )
 
 

@@ -93,6 +93,18 @@ def received_rows(sent: DispatchResult, dtype: Any) -> Any:
     return sent.recv_x if num_kept is None else zero_padding(sent.recv_x, num_kept)
 
 
+def dot_rows(a: Any, b: Any, reduce: str) -> Any:
+    """Return the dot product of each row of `a` with that of `b`, `[n]`. With `reduce="topk"`, its bits do not depend on `n`."""
+    products = a * b
+    if reduce == "rank":
+        return products.sum(1)
+    while (width := products.shape[1]) > 1:  # PyTorch's order of a sum depends on the number of rows
+        half = width // 2
+        sums = products[:, :half] + products[:, half : 2 * half]
+        products = torch.cat([sums, products[:, 2 * half :]], 1) if width % 2 else sums
+    return products[:, 0]
+
+
 def dispatch_layout(topk_idx: Any, num_experts: int, num_ranks: int) -> tuple[Any, Any, Any]:
     """Count the tokens for each rank and each expert.
 

@@ -482,3 +482,37 @@ def _same_bits(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
     if not same.all():
         where = np.unravel_index(int(np.argmin(same)) // got.itemsize, got.shape)
         raise AssertionError(f"{name}{list(map(int, where))} is {got[where]!r}, expected {wanted[where]!r}")
+
+
+def expected_choice_sums(
+    rank: int,
+    all_inputs: Sequence[RankInputs],
+    outputs: Sequence[np.ndarray],
+    received: Sequence[ExpertRows],
+    *,
+    weighted: bool = False,
+    biases: Sequence[np.ndarray] = (),
+) -> np.ndarray:
+    """Work out what `combine(reduce="topk")` gives rank `rank`.
+
+    Args:
+        rank: The rank of the tokens.
+        all_inputs: Inputs of all ranks.
+        outputs: Rows of each rank's experts.
+        received: What each rank received.
+        weighted: Whether rows are multiplied by their weights.
+        biases: Arrays that are added to the sum.
+    """
+    terms: dict[tuple[int, int], np.ndarray] = {}
+    for rows, got in zip(outputs, received, strict=True):
+        for row, (source, token, choice) in enumerate(got.src_idx):
+            if source == rank:
+                factor = got.weights[row] if weighted else np.float32(1)
+                terms[token, choice] = factor * rows[row].astype(np.float32)
+    mine, dtype = all_inputs[rank], outputs[0].dtype
+    total = np.zeros((len(mine.topk_idx), outputs[0].shape[1]), np.float32)
+    for token, choice in sorted(terms):
+        total[token] += terms[token, choice]
+    for bias in biases:
+        total += bias.astype(np.float32)
+    return total.astype(dtype)

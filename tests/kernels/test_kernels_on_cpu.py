@@ -150,6 +150,16 @@ BROKEN = [
     pytest.param(
         expert_rounds, "experts/expand_rows.cu", r"min\(begin \+ kTailRows, p.num_rows\)", "begin", id="padding-is-not-marked"
     ),
+    pytest.param(
+        expert_rounds, "experts/combine_choices.cu", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-of-choices-do-not-wait"
+    ),
+    pytest.param(
+        expert_rounds,
+        "experts/combine_choices.cu",
+        r"before \+ num_done == routes.num_items",
+        "before == 0",
+        id="flag-after-the-first-items",
+    ),
     pytest.param(throughput_rounds, "throughput/combine.cu", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
 ]
 

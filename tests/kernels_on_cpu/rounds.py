@@ -201,7 +201,8 @@ class ExpertRound:
         self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
         for y, expected in zip(self.y, self.expected, strict=True):
             y[expected.experts < 0] = np.nan  # combine must not read padding
-        self.sent, self.again, self.back = {}, {}, {}
+        self.sent, self.again, self.back, self.choices = {}, {}, {}, {}
+        self.has_choice_sums = not self.config.has_network
 
     def run(self, rank):
         put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
@@ -210,7 +211,10 @@ class ExpertRound:
         if self.alignment == 1:
             self.again[rank] = buffer.dispatch(x, handle=sent.handle)
         weights = put(rank, self.expected[rank].weights)
-        self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, topk_weights=weights, weighted=self.weighted)
+        y, how = put(rank, self.y[rank]), dict(topk_weights=weights, weighted=self.weighted)
+        self.back[rank] = buffer.combine(y, sent.handle, **how)
+        if self.has_choice_sums:
+            self.choices[rank] = buffer.combine(y, sent.handle, **how, reduce="topk")
 
     def check(self):
         with_padding, experts = self.options["zero_padding"], self.config.num_experts
@@ -228,6 +232,11 @@ class ExpertRound:
             if not self.weighted and self.worst is None:
                 mine = self.inputs[rank]
                 assert_same(back.topk_weights, np.where(mine.topk_idx >= 0, mine.topk_weights, np.float32(0)))
+        for rank, back in self.choices.items():
+            wanted = oracle.expected_choice_sums(rank, self.inputs, self.y, self.expected, weighted=self.weighted)
+            assert_same(back.x, wanted)
+            if not self.weighted:
+                assert_same(back.topk_weights, self.back[rank].topk_weights)
 
 
 def broken(tmp_path, file, pattern, replacement):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import oracle
 from dispatch import CASES
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import EPInputError
+from deepep_rt import EPInputError, EPUnavailableError
 
 
 def _dispatch(buffer: Any, mine: oracle.RankInputs, **options: Any) -> Any:
@@ -124,6 +125,86 @@ def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
             y = np.ones((limit, 32), np.float32)
             counted = buffer.combine(y, sent.handle).x[:, 0]  # rows of this rank's tokens that were not dropped
             assert comm.allreduce(int(counted.sum())) == comm.allreduce(int((expected.experts >= 0).sum()))
+
+
+def check_sums_of_choices(comm: MPI.Intracomm) -> None:
+    """`reduce="topk"` adds up the rows of choices in their order, in every type, with weights and biases. Some rows were dropped."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    for seed, (num_topk, each, hidden, dtype, _, given) in enumerate(CASES[:5]):
+        experts = each * ranks
+        if num_topk > experts:
+            continue
+        sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=experts)
+        inputs = inputs_of_all(comm, seed, lambda rank: 0 if rank == 1 else 40 + rank, dtype=dtype, **sizes, **given)
+        bias = np.random.default_rng([seed, rank, 9]).standard_normal((len(inputs[rank].x), hidden), np.float32).astype(dtype)
+        with make_buffer(comm, **sizes, dtype=dtype) as buffer:
+            if buffer.backend == "cuda" and buffer.config.has_network:
+                with raises(EPUnavailableError, "several nodes"):
+                    sent = _dispatch(buffer, inputs[rank])
+                    buffer.combine(sent.recv_x, sent.handle, reduce="topk")
+                continue
+            for worst in (None, 30):
+                received = [
+                    oracle.expected_expert_rows(r, inputs, experts, expert_alignment=3, num_worst_tokens=worst)
+                    for r in range(ranks)
+                ]
+                outputs = [
+                    np.random.default_rng([seed, r]).standard_normal((len(e.x), hidden), np.float32).astype(dtype)
+                    for r, e in enumerate(received)
+                ]
+                for y, e in zip(outputs, received, strict=True):
+                    y[e.experts < 0] = np.nan  # combine must not read padding
+                sent = _dispatch(buffer, inputs[rank], expert_alignment=3, num_worst_tokens=worst)
+                mine = received[rank]
+                for weighted, biases in ((True, ()), (False, (bias,)), (True, (bias, bias))):
+                    back = buffer.combine(
+                        outputs[rank], sent.handle, topk_weights=mine.weights, weighted=weighted, reduce="topk", bias=biases
+                    )
+                    expected = oracle.expected_choice_sums(rank, inputs, outputs, received, weighted=weighted, biases=biases)
+                    np.testing.assert_array_equal(back.x, expected)
+                    assert (back.topk_weights is None) == weighted
+                if worst is None:
+                    back = buffer.combine(outputs[rank], sent.handle, topk_weights=mine.weights, reduce="topk")
+                    ours = inputs[rank]
+                    np.testing.assert_array_equal(
+                        back.topk_weights, np.where(ours.topk_idx >= 0, ours.topk_weights, np.float32(0))
+                    )
+                back = buffer.combine(outputs[rank], sent.handle, reduce="topk")
+                np.testing.assert_array_equal(back.x, oracle.expected_choice_sums(rank, inputs, outputs, received))
+            with raises(EPInputError, "layout='token'", "reduce='topk'"):
+                by_token = buffer.dispatch(inputs[rank].x, inputs[rank].topk_idx)
+                buffer.combine(by_token.recv_x, by_token.handle, reduce="topk")
+            with raises(EPInputError, "reduce='sum'", "'rank' or 'topk'"):
+                buffer.combine(outputs[rank], sent.handle, reduce="sum")
+
+
+def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:
+    """The tokens and experts of one rank, spread over 1, 2, 4 and 8 ranks, give the same bits with `reduce="topk"`."""
+    hidden, experts, num_topk, tokens = 64, 16, 4, 48
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
+    idx = np.ascontiguousarray(rng.random((tokens, experts)).argsort(axis=1)[:, :num_topk])
+    weights = rng.random((tokens, num_topk), np.float32)
+    gains = rng.standard_normal((experts, hidden), np.float32)
+    ranks, found = comm.Get_size(), []
+    for size in (size for size in (1, 2, 4, 8) if size <= ranks):
+        group = comm.Split(0 if comm.Get_rank() < size else 1, comm.Get_rank())
+        try:
+            if comm.Get_rank() < size:
+                part = slice(comm.Get_rank() * tokens // size, (comm.Get_rank() + 1) * tokens // size)
+                sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=experts, dtype="bfloat16")
+                with make_buffer(group, **sizes) as buffer:
+                    if buffer.backend == "cuda" and buffer.config.has_network:
+                        continue
+                    sent = buffer.dispatch(x[part], idx[part], weights[part], layout="expert")
+                    expert = sent.recv_expert_idx + comm.Get_rank() * experts // size
+                    y = (gains[expert] * sent.recv_x.astype(np.float32)).astype(ml_dtypes.bfloat16)
+                    back = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True, reduce="topk")
+                    found.append(np.concatenate(group.allgather(np.asarray(back.x).view(np.uint16).copy())))
+        finally:
+            group.Free()
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 def check_sums(comm: MPI.Intracomm) -> None:

@@ -180,18 +180,29 @@ def check_gradients(comm: MPI.Intracomm) -> None:
         assert "".join(calls) == "dckc"
 
 
-def _by_expert(buffer: Any, rows: int | None = None, alignment: int = 1) -> Callable[..., jax.Array]:
+def _by_expert(buffer: Any, rows: int | None = None, alignment: int = 1, reduce: str = "rank") -> Callable[..., jax.Array]:
     """Return the layer over all ranks. Its experts take their rows as they lie."""
 
     def layer(
         x: jax.Array, idx: jax.Array, weights: jax.Array, matrices: jax.Array, mixing: jax.Array, after: Any = None
     ) -> jax.Array:
-        how = dict(layout="expert", num_worst_tokens=rows, expert_alignment=alignment)
+        how = dict(layout="expert", num_worst_tokens=rows, expert_alignment=alignment, reduce=reduce)
         sent = ep.dispatch(buffer, x, idx, weights, **how, after=after)
         y = jnp.tanh(jax.lax.ragged_dot(sent.recv_x, matrices, jnp.diff(sent.expert_offsets)))
-        return x + ep.combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights).x @ mixing
+        return x + ep.combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights, reduce=reduce).x @ mixing
 
     return layer
+
+
+def check_no_vmap(comm: MPI.Intracomm) -> None:
+    mine = inputs_of_all(
+        comm, 4, lambda rank: 5, hidden=HIDDEN, num_topk=TOPK, num_experts=4 * comm.Get_size(), idx_dtype="int32"
+    )[0]
+    x, idx = jnp.asarray(mine.x)[None], jnp.asarray(mine.topk_idx)[None]
+    with _buffer(comm) as buffer:
+        for transform in (jax.vmap, lambda f: jax.jit(jax.vmap(f)), lambda f: jax.vmap(jax.grad(lambda *given: f(*given).sum()))):
+            with raises(EPInputError, "inside of jax.vmap", "one call for the whole batch"):
+                transform(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x)(x, idx)
 
 
 def check_gradients_by_expert(comm: MPI.Intracomm) -> None:
@@ -201,6 +212,10 @@ def check_gradients_by_expert(comm: MPI.Intracomm) -> None:
         assert "".join(calls) == "dcdckckc"
         _compare(comm, model, partial(_scanned, _by_expert(buffer, 2 * TOKENS * TOPK * comm.Get_size(), 8)))
         _compare(comm, model, partial(_unrolled, ep.checkpoint(_by_expert(buffer, alignment=4))))
+        if not (buffer.backend == "cuda" and buffer.config.has_network):
+            _compare(comm, model, partial(_unrolled, _by_expert(buffer, reduce="topk")))
+    with _buffer(comm) as buffer, raises(EPInputError, "reduce='topk' with layout='token'"):
+        ep.dispatch(buffer, jnp.ones((2, HIDDEN)), np.zeros((2, TOPK), np.int32), reduce="topk")
 
 
 def check_rows_by_expert(comm: MPI.Intracomm) -> None:

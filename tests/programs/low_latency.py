@@ -124,6 +124,28 @@ def check_sums_have_an_order(comm: MPI.Intracomm) -> None:
                 assert_same("x", back.x, wanted)
 
 
+def check_names_of_the_order(comm: MPI.Intracomm) -> None:
+    """`reduce` is another name for `allow_multiple_reduction`."""
+    with make_low_latency_buffer(comm) as buffer:
+        mine = make_low_latency_inputs(comm, 9, lambda rank: 5)[comm.Get_rank()]
+        y = expert_outputs(buffer, 9)[comm.Get_rank()]
+        for reduce, allowed in (("rank", True), ("topk", False)):
+            found = []
+            for how in (dict(reduce=reduce), dict(allow_multiple_reduction=allowed)):
+                sent = buffer.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False)
+                back = buffer.low_latency_combine(y, mine.topk_idx, mine.topk_weights, sent.handle, **how)
+                found.append(np.asarray(back.x).copy())
+            np.testing.assert_array_equal(*found)
+        sent = buffer.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False)
+        for wrong, words in (
+            (dict(reduce="rank", allow_multiple_reduction=False), "reduce='topk'"),
+            (dict(reduce="all"), "'rank' or 'topk'"),
+        ):
+            with raises(EPInputError, words):
+                buffer.low_latency_combine(y, mine.topk_idx, mine.topk_weights, sent.handle, **wrong)
+        buffer.low_latency_combine(y, mine.topk_idx, mine.topk_weights, sent.handle)
+
+
 def check_out(comm: MPI.Intracomm) -> None:
     rank = comm.Get_rank()
     with make_low_latency_buffer(comm) as buffer:

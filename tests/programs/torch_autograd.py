@@ -103,6 +103,39 @@ def check_checkpoints_by_expert(comm: MPI.Intracomm) -> None:
             compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
 
 
+def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:
+    """With `reduce="topk"`, results and gradients have the same bits on 1, 2, 4 and 8 ranks."""
+    hidden, num_experts, count, found = 96, 16, 48, []
+    rng = np.random.default_rng(24)
+    x, seed_grad = (torch.from_numpy(rng.standard_normal((count, hidden), np.float32)).bfloat16() for _ in range(2))
+    idx = torch.from_numpy(np.ascontiguousarray(rng.random((count, num_experts)).argsort(axis=1)[:, :TOPK]))
+    weights = torch.from_numpy(rng.random((count, TOPK), np.float32))
+    gains = torch.from_numpy(rng.standard_normal((num_experts, hidden), np.float32)).to(device())
+    for size in (size for size in (1, 2, 4, 8) if size <= comm.Get_size()):
+        group = comm.Split(0 if comm.Get_rank() < size else 1, comm.Get_rank())
+        if comm.Get_rank() < size:
+            rank, each = comm.Get_rank(), num_experts // size
+            part = slice(rank * count // size, (rank + 1) * count // size)
+            with buffer_for(group, hidden=hidden, num_experts=num_experts, dtype="bfloat16") as buffer:
+                if buffer.backend == "host" or not buffer.config.has_network:
+                    mine = x[part].to(device()).requires_grad_()
+                    of_mine = weights[part].to(device()).requires_grad_()
+                    sent = dispatch(buffer, mine, idx[part].to(device()), of_mine, layout="expert", reduce="topk")
+                    row = torch.arange(len(sent.recv_x), device=device())
+                    expert = torch.searchsorted(sent.expert_offsets[1:].long(), row, right=True) + rank * each
+                    y = (torch.tanh(sent.recv_x.float()) * gains[expert]).bfloat16()
+                    out = combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights, reduce="topk")
+                    out.backward(seed_grad[part].to(device()))
+                    whole = (torch.cat(group.allgather(t.detach().float().cpu())) for t in (out, mine.grad, of_mine.grad))
+                    found.append(tuple(whole))
+        group.Free()
+    for other in found[1:]:
+        for got, expected, name in zip(other, found[0], ("out", "x.grad", "weights.grad"), strict=True):
+            assert torch.equal(got, expected), name
+    with buffer_for(comm) as buffer, raises(EPInputError, "reduce='topk' without layout='expert'"):
+        dispatch(buffer, torch.ones(2, HIDDEN), idx[:2], reduce="topk")
+
+
 def check_finite_differences_by_expert(comm: MPI.Intracomm) -> None:
     """The gradients of dispatch, weighted combine and its weights, against differences of the loss in float32."""
     tokens, mats = tokens_of_all(comm, 22, counts=lambda rank: 3 + rank), matrices(comm, 22)

@@ -116,7 +116,7 @@ def check_compiled_options(comm: MPI.Intracomm) -> None:
                 backward(out, mine)
                 found.append((out, x.grad, weights.grad, bias.grad))
             for plain, compiled_one, name in zip(*found, ("out", "x.grad", "weights.grad", "bias.grad"), strict=True):
-                close(compiled_one, plain.detach(), 1e-6, name)
+                close(compiled_one, plain.detach().cpu(), 1e-6, name)
 
 
 def check_a_part_is_compiled(comm: MPI.Intracomm) -> None:
@@ -145,21 +145,25 @@ def check_operators(comm: MPI.Intracomm) -> None:
     mine = tokens_of_all(comm, 34, counts=lambda rank: 6)[comm.Get_rank()]
     with buffer_for(comm) as buffer:
         serial = buffer._info.serial
-        for layout, alignment in (("token", 1), ("expert", 4)):
+        for layout, alignment, reduce in (("token", 1, "rank"), ("expert", 4, "rank"), ("expert", 1, "topk")):
+            if reduce == "topk" and buffer.backend == "cuda" and buffer.config.has_network:
+                continue
             x, idx, weights = mine.leaves()
             check = torch.library.opcheck
-            check(torch.ops.deepep_rt.dispatch, (x, idx, weights, serial, None, alignment, layout, False))
-            check(torch.ops.deepep_rt.dispatch, (x, idx, None, serial, 64, alignment, layout, False))
+            check(torch.ops.deepep_rt.dispatch, (x, idx, weights, serial, None, alignment, layout, False, reduce))
+            check(torch.ops.deepep_rt.dispatch, (x, idx, None, serial, 64, alignment, layout, False, reduce))
             rows, _, recv_weights, *_, handle = torch.ops.deepep_rt.dispatch(
-                x, idx, weights, serial, None, alignment, layout, False
+                x, idx, weights, serial, None, alignment, layout, False, reduce
             )
             rows, recv_weights, handle = (t.detach().requires_grad_() for t in (rows, recv_weights, handle))
             given = recv_weights if layout == "expert" else None
-            check(torch.ops.deepep_rt.combine, (rows, handle, given, x, None, serial, len(x), False))
-            check(torch.ops.deepep_rt.combine, (rows, handle, None, None, None, serial, len(x), False))
-            check(torch.ops.deepep_rt.send_again, (x, handle, serial, len(rows), layout == "expert", False))
+            check(torch.ops.deepep_rt.combine, (rows, handle, given, x, None, serial, len(x), False, reduce))
+            check(torch.ops.deepep_rt.combine, (rows, handle, None, None, None, serial, len(x), False, reduce))
+            check(torch.ops.deepep_rt.send_again, (x, handle, serial, len(rows), layout == "expert", False, reduce))
             with torch.no_grad():
-                check(torch.ops.deepep_rt.send_back, (rows.detach(), handle.detach(), recv_weights.detach(), serial, len(x)))
+                check(
+                    torch.ops.deepep_rt.send_back, (rows.detach(), handle.detach(), recv_weights.detach(), serial, len(x), reduce)
+                )
 
 
 def _decode(buffer: Any, x: Any, idx: Any, weights: Any, use_fp8: bool, with_weights: bool) -> Any:

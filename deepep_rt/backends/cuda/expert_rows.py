@@ -28,7 +28,7 @@ class RowsByExpert:
 
     by_token: DispatchHandle
     memory: Any  # the owner of the tables
-    tables: dict[str, int]  # addresses of positions, offsets, ends and totals: see the kernel expert_positions
+    tables: dict[str, int]  # addresses of positions, offsets, ends, totals and sources: see the kernel expert_positions
 
 
 class ExpertRows:
@@ -72,6 +72,8 @@ class ExpertRows:
         stream, handle = call.stream, inputs.handle
         routing: RowsByExpert = handle.routing
         routing.memory.add_stream(stream)
+        if inputs.reduce == "topk":
+            return self._by_token.add_up_choices(inputs, routing.by_token, routing.tables, call)
         order, num_topk = self._runtime.order, self._config.num_topk
         order.enqueue_waits(call)
         x, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_weights)
@@ -107,8 +109,9 @@ class ExpertRows:
     def _new_handle(self, inputs: DispatchInputs, by_token: DispatchHandle, views: Views, call: Call) -> DispatchHandle:
         """Find the rows of each expert, and make the handle."""
         config, idx = self._config, views["topk_idx"]
-        num_recv, counts = views["num_recv"], views["num_recv_per_expert"]
+        num_recv, counts, src_idx = views["num_recv"], views["num_recv_per_expert"], views["src_idx"]
         assert idx is not None
+        assert src_idx is not None
         assert num_recv is not None
         assert counts is not None
         counts_list = by_token.num_recv_tokens_per_expert_list
@@ -123,6 +126,7 @@ class ExpertRows:
         tables = {name: memory.ptr + offset for name, offset in parts.offsets.items()}
         values = {
             "topk_idx": address_of(idx),
+            "src_idx": src_idx.ptr,
             "num_recv": num_recv.ptr,
             "num_per_expert": counts.ptr,
             **tables,
@@ -148,7 +152,7 @@ class ExpertRows:
             "scales": address_of(scales),
             "topk_weights": address_of(by_token.get("topk_weights")),
             "src_idx": address_of(by_token["src_idx"]),
-            **routing.tables,
+            **{name: routing.tables[name] for name in ("positions", "offsets", "ends", "totals")},
             "out_x": base + parts.offsets["x"],
             "out_scales": base + parts.offsets["scales"],
             "out_weights": base + parts.offsets["topk_weights"],

@@ -216,7 +216,9 @@ class NodesThroughput:
                 "sums": base + staging["sums"],
                 "sum_weights": base + staging["sum_weights"],
                 "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack(call_signature.combine_kind(inputs.weighted), *dtypes_of(x, None, weights)),
+                "call_signature": call_signature.pack(
+                    call_signature.combine_kind(inputs.weighted, inputs.reduce), *dtypes_of(x, None, weights)
+                ),
                 "chunk_tokens": chunk.num_tokens,
                 "chunk_weights": chunk.offsets["weights"],
                 "chunk_rows": chunk.offsets["rows"],
@@ -225,6 +227,14 @@ class NodesThroughput:
         given = inputs.topk_weights, *inputs.biases
         self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
         return combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
+
+    def add_up_choices(
+        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
+    ) -> Callable[[], Views]:
+        """Refuse: the staging of several nodes has a row for each node or rank, and not for each choice."""
+        raise EPUnavailableError(
+            "reduce='topk' over several nodes on GPUs; expected a Buffer of one node, or reduce='rank'. Leave it out"
+        )
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceiling`."""

@@ -17,3 +17,15 @@ class RowMover(Protocol):
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Queue a combine. Return the function that makes its results."""
+
+    def add_up_choices(
+        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
+    ) -> Callable[[], Views]:
+        """Queue a combine of rows by expert with `reduce="topk"`. Return the function that makes its results.
+
+        Args:
+            inputs: Of the combine.
+            by_token: The handle of the rows by token.
+            tables: Addresses of the tables of the kernel expert_positions.
+            call: How the call runs.
+        """

@@ -13,6 +13,7 @@ from ...cuda import driver
 from ...errors import EPInputError, EPUnavailableError
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
+from .choice_sums import ChoiceSums
 from .result_memory import ResultMemory
 from .result_views import combine_views, dispatch_views, dtypes_of
 from .runtime import CudaRuntime, address_of
@@ -40,6 +41,7 @@ class Throughput:
         self.results = ResultMemory(
             runtime.memory.ptr, runtime.regions, config.num_slots, runtime.order, runtime.stream_pool, copy_when_full
         )
+        self._choice_sums = ChoiceSums(runtime, self.results)
         self._has_peer_access = config.num_ranks <= MAX_RANKS_PER_NODE and all(runtime.memory.peers)
         if self._has_peer_access:
             for kernel in ("route", "dispatch"):
@@ -190,12 +192,21 @@ class Throughput:
                 "recv_x_offset": staging_offset + staging["x"],
                 "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
                 "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack(call_signature.combine_kind(inputs.weighted), *dtypes_of(x, None, weights)),
+                "call_signature": call_signature.pack(
+                    call_signature.combine_kind(inputs.weighted, inputs.reduce), *dtypes_of(x, None, weights)
+                ),
             },
         )
         given = inputs.topk_weights, *inputs.biases
         self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
         return combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
+
+    def add_up_choices(
+        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
+    ) -> Callable[[], Views]:
+        """Launch one kernel for each window of tokens; see `ChoiceSums`."""
+        self._check_peer_access()
+        return self._choice_sums.add_up(inputs, by_token, tables, self.num_sms, call)
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Bytes per second that every rank pushes while all ranks push to all others; see `Buffer.copy_ceiling`."""

@@ -49,6 +49,8 @@ class ExpertRows:
 
     def combine(self, inputs: CombineInputs) -> Views:
         """Add up this rank's rows of each token in the order of the token's choices, and combine the sums."""
+        if inputs.reduce == "topk":
+            return self._sum_of_choices(inputs)
         routing: RowsByExpert = inputs.handle.routing
         num_rows, num_topk = routing.positions.shape
         rows = to_float32(rows_of(inputs.x), inputs.x.dtype)
@@ -73,6 +75,51 @@ class ExpertRows:
             back = result.view(inputs.x.framework)
         by_token = replace(inputs, x=y.view(inputs.x.framework), handle=routing.by_token, topk_weights=back)
         return self._throughput.combine(by_token)
+
+    def _sum_of_choices(self, inputs: CombineInputs) -> Views:
+        """Send the row of each choice to the rank of its token, and add them up there in the order of the choices."""
+        routing: RowsByExpert = inputs.handle.routing
+        num_rows, num_topk = routing.positions.shape
+        num_tokens, hidden, dtype = routing.by_token.num_tokens, self._config.hidden, inputs.x.dtype
+        entries = np.nonzero(routing.positions >= 0)
+        of_entries = routing.positions[entries]
+        rows = np.zeros((num_rows, num_topk, inputs.x.row_bytes), np.uint8)
+        weights = np.zeros((num_rows, num_topk), np.float32)
+        rows[entries] = rows_of(inputs.x)[of_entries]
+        if inputs.topk_weights is not None:
+            weights[entries] = values_of(inputs.topk_weights).reshape(-1)[of_entries]
+        is_sent = (routing.positions >= 0).astype(np.uint8)
+        by_token = replace(inputs, handle=routing.by_token)
+        given = [rows.reshape(num_rows, -1), weights.view(np.uint8), is_sent]
+        sent, parts, lost = self._throughput.return_rows(by_token, given)
+
+        rows = np.zeros((num_tokens, num_topk, inputs.x.row_bytes), np.uint8)
+        weights = np.zeros((num_tokens, num_topk), np.float32)
+        has_row = np.zeros((num_tokens, num_topk), bool)
+        for peer, (tokens, arrived) in enumerate(zip(sent.sent_tokens, parts, strict=True)):
+            if peer in lost:
+                continue
+            row, choice = np.nonzero(arrived[2])
+            target = tokens[row], choice
+            rows[target] = arrived[0].reshape(len(tokens), num_topk, inputs.x.row_bytes)[row, choice]
+            weights[target] = np.ascontiguousarray(arrived[1]).view(np.float32)[row, choice]
+            has_row[target] = True
+        total = np.zeros((num_tokens, hidden), np.float32)
+        with np.errstate(all="ignore"):  # an inf - inf stands in the caller's numbers
+            for k in range(num_topk):
+                (has_choice,) = np.nonzero(has_row[:, k])
+                terms = to_float32(np.ascontiguousarray(rows[has_choice, k]), dtype)
+                total[has_choice] += weights[has_choice, k, None] * terms if inputs.weighted else terms
+            for bias in inputs.biases:
+                total += to_float32(rows_of(bias), dtype)
+            out = Result(total.shape, dtype)
+            from_float32(total, dtype, out.rows)
+        views: Views = {"x": out.view(inputs.x.framework), "topk_weights": None}
+        if inputs.topk_weights is not None and not inputs.weighted:
+            returned = Result(weights.shape, "float32")
+            returned.values[...] = weights
+            views["topk_weights"] = returned.view(inputs.x.framework)
+        return views
 
     def _new_handle(self, inputs: DispatchInputs, by_token: DispatchHandle, views: Views) -> DispatchHandle:
         idx, counts = views["topk_idx"], views["num_recv_per_expert"]

@@ -43,16 +43,29 @@ class Throughput:
             inputs: The arguments of the call.
             excluded: `[num_tokens, num_ranks]` bool, rows that arrive and are not added. None: all are added.
         """
+        given = [rows_of(view) for view in (inputs.x, inputs.topk_weights) if view is not None]
+        routing, parts, lost = self.return_rows(inputs, given)
+        return self._add_up(inputs, routing, parts, lost, excluded)
+
+    def return_rows(self, inputs: CombineInputs, given: list[np.ndarray]) -> tuple[Routing, list[list[np.ndarray]], set[int]]:
+        """Send rows to the ranks of their tokens.
+
+        Args:
+            inputs: The arguments of the call, with a handle of rows by token.
+            given: Arrays of bytes with a row for each row by token.
+
+        Returns:
+            The routing that both ranks of each pair know, the arrays from each rank, and the lost ranks.
+        """
         with self.channel.call():
-            handle, x = inputs.handle, inputs.x
-            routing: Routing = handle.routing
-            headers = self.agreement.new_headers(combine_kind(inputs.weighted), x, inputs, routing.serial)
-            headers.report_size(routing.num_received, x.row_bytes)
+            routing: Routing = inputs.handle.routing
+            headers = self.agreement.new_headers(combine_kind(inputs.weighted, inputs.reduce), inputs.x, inputs, routing.serial)
+            headers.report_size(routing.num_received, max(part.shape[1] for part in given))
             sizes = [len(tokens) for tokens in routing.sent_tokens]
             send_mask, recv_mask = self.agreement.exchange_row_counts(headers, "kPhaseCombineWindow", routing.num_received, sizes)
             routing = routing.restricted(recv_mask, send_mask)  # rows go back to the sources of the dispatch
-            parts, lost = self._exchange_sums(inputs, routing)
-            return self._add_up(inputs, routing, parts, lost, excluded)
+            parts, lost = self._exchange_sums(given, routing)
+            return routing, parts, lost
 
     def _new_handle(self, inputs: DispatchInputs) -> DispatchHandle:
         """Agree on a dispatch, and work out its routing."""
@@ -177,9 +190,8 @@ class Throughput:
         if "topk_weights" in results:
             results["topk_weights"].values[is_other] = 0
 
-    def _exchange_sums(self, inputs: CombineInputs, routing: Routing) -> tuple[list[list[np.ndarray]], set[int]]:
-        """Exchange the rows of a combine; returns the rows, and weights if given, of each rank, and the lost ranks."""
-        given = [rows_of(view) for view in (inputs.x, inputs.topk_weights) if view is not None]
+    def _exchange_sums(self, given: list[np.ndarray], routing: Routing) -> tuple[list[list[np.ndarray]], set[int]]:
+        """Exchange the rows of a combine; returns the arrays of each rank, and the lost ranks."""
         outgoing = [[part[first : first + count] for part in given] for first, count in routing.row_ranges]
         incoming = [[np.empty((len(tokens), part.shape[1]), np.uint8) for part in given] for tokens in routing.sent_tokens]
         incoming[self._rank] = outgoing[self._rank]
