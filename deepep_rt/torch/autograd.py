@@ -150,7 +150,9 @@ def dispatch(
         check_tensor(tensor, name, required=name == "x")
     fp8 = check_fp8(buffer, fp8, "fp8")
     check_differentiable(x, fp8)
-    by_expert = layout == "expert" or (layout is None and getattr(handle, "layout", None) == "expert")
+    by_expert = layout == "expert" or (
+        layout is None and isinstance(handle, DispatchHandle | TracedHandle) and handle.layout == "expert"
+    )
     if choice(reduce, "reduce", ("rank", "topk")) == "topk" and not by_expert:
         raise EPInputError(
             "reduce='topk' without layout='expert'; expected both, because it adds up a row for each choice. Pass layout too"
