@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import oracle
+import spmd
 from dispatch import CASES
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
@@ -187,7 +188,7 @@ def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:
     weights = rng.random((tokens, num_topk), np.float32)
     gains = rng.standard_normal((experts, hidden), np.float32)
     ranks, found = comm.Get_size(), []
-    for size in (size for size in (1, 2, 4, 8) if size <= ranks):
+    for size in (size for size in (1, 2, 4, 8) if size <= ranks and size % spmd.more_settings.get("ranks_per_node", 1) == 0):
         group = comm.Split(0 if comm.Get_rank() < size else 1, comm.Get_rank())
         try:
             if comm.Get_rank() < size:
