@@ -199,7 +199,14 @@ CASES: dict[str, Case] = {
 }
 ALWAYS_RAISE = {"compat.Buffer.get_local_buffer_tensor.offset"}
 MAY_BE_NONE = ("num_worst_tokens", "num_max_recv_tokens", "ranks_per_node", "row_bytes", *_NETWORK)
-MADE_BY_CALLS = {"Handle", "Dispatched", "LowLatencyHandle", "LowLatencyDispatched", "Combined"}  # the caller makes none of these
+MADE_BY_CALLS = {
+    "Handle",
+    "TracedHandle",
+    "Dispatched",
+    "LowLatencyHandle",
+    "LowLatencyDispatched",
+    "Combined",
+}  # the caller makes none of these
 
 
 def _public() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -7,10 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import oracle
-import spmd
 from dispatch import CASES
 from mpi4py import MPI
-from spmd import inputs_of_all, main, make_buffer, raises
+from spmd import groups_of_every_size, inputs_of_all, main, make_buffer, raises
 
 from deepep_rt import EPInputError, EPUnavailableError
 
@@ -187,23 +186,18 @@ def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:
     idx = np.ascontiguousarray(rng.random((tokens, experts)).argsort(axis=1)[:, :num_topk])
     weights = rng.random((tokens, num_topk), np.float32)
     gains = rng.standard_normal((experts, hidden), np.float32)
-    ranks, found = comm.Get_size(), []
-    for size in (size for size in (1, 2, 4, 8) if size <= ranks and size % spmd.more_settings.get("ranks_per_node", 1) == 0):
-        group = comm.Split(0 if comm.Get_rank() < size else 1, comm.Get_rank())
-        try:
-            if comm.Get_rank() < size:
-                part = slice(comm.Get_rank() * tokens // size, (comm.Get_rank() + 1) * tokens // size)
-                sizes = dict(hidden=hidden, num_topk=num_topk, num_experts=experts, dtype="bfloat16")
-                with make_buffer(group, **sizes) as buffer:
-                    if buffer.backend == "cuda" and buffer.config.has_network:
-                        continue
-                    sent = buffer.dispatch(x[part], idx[part], weights[part], layout="expert")
-                    expert = sent.recv_expert_idx + comm.Get_rank() * experts // size
-                    y = (gains[expert] * sent.recv_x.astype(np.float32)).astype(ml_dtypes.bfloat16)
-                    back = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True, reduce="topk")
-                    found.append(np.concatenate(group.allgather(np.asarray(back.x).view(np.uint16).copy())))
-        finally:
-            group.Free()
+    found = []
+    for group in groups_of_every_size(comm):
+        size, rank = group.Get_size(), group.Get_rank()
+        part = slice(rank * tokens // size, (rank + 1) * tokens // size)
+        with make_buffer(group, hidden=hidden, num_topk=num_topk, num_experts=experts, dtype="bfloat16") as buffer:
+            if buffer.backend == "cuda" and buffer.config.has_network:
+                continue
+            sent = buffer.dispatch(x[part], idx[part], weights[part], layout="expert")
+            expert = sent.recv_expert_idx + rank * experts // size
+            y = (gains[expert] * sent.recv_x.astype(np.float32)).astype(ml_dtypes.bfloat16)
+            back = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True, reduce="topk")
+            found.append(np.concatenate(group.allgather(np.asarray(back.x).view(np.uint16).copy())))
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])
 

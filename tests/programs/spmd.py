@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and float8)
@@ -111,6 +111,16 @@ def make_buffer(comm: MPI.Intracomm, *, num_experts: int, **settings: Any) -> Bu
     """Make a small Buffer on the backend of this module."""
     defaults = dict(num_max_tokens_per_rank=64, hidden=32, num_topk=4, dtype="float32", timeout_s=TIMEOUT_S)
     return Buffer(comm, backend=backend, num_experts=num_experts, **{**defaults, **more_settings, **settings})
+
+
+def groups_of_every_size(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
+    """Yield this rank's group of 8, 4, 2 and 1 ranks. All ranks are in a group of the same size, as NVSHMEM wants."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    for size in (8, 4, 2, 1):
+        if ranks % size == 0 and size % more_settings.get("ranks_per_node", 1) == 0:
+            group = comm.Split(rank // size, rank)
+            yield group
+            group.Free()
 
 
 def inputs_of_all(comm: MPI.Intracomm, seed: int, num_tokens: Callable[[int], int], **settings: Any) -> list[oracle.RankInputs]:

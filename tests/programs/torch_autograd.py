@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpi4py import MPI
-from spmd import main, raises
+from spmd import groups_of_every_size, main, raises
 from torch.utils.checkpoint import checkpoint
 from torch_layers import (
     BOUND,
@@ -111,29 +111,27 @@ def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:
     idx = torch.from_numpy(np.ascontiguousarray(rng.random((count, num_experts)).argsort(axis=1)[:, :TOPK]))
     weights = torch.from_numpy(rng.random((count, TOPK), np.float32))
     gains = torch.from_numpy(rng.standard_normal((num_experts, hidden), np.float32)).to(device())
-    for size in (size for size in (1, 2, 4, 8) if size <= comm.Get_size()):
-        group = comm.Split(0 if comm.Get_rank() < size else 1, comm.Get_rank())
-        if comm.Get_rank() < size:
-            rank, each = comm.Get_rank(), num_experts // size
-            part = slice(rank * count // size, (rank + 1) * count // size)
-            with buffer_for(group, hidden=hidden, num_experts=num_experts, dtype="bfloat16") as buffer:
-                if buffer.backend == "host" or not buffer.config.has_network:
-                    mine = x[part].to(device()).requires_grad_()
-                    of_mine = weights[part].to(device()).requires_grad_()
-                    sent = dispatch(buffer, mine, idx[part].to(device()), of_mine, layout="expert", reduce="topk")
-                    row = torch.arange(len(sent.recv_x), device=device())
-                    expert = torch.searchsorted(sent.expert_offsets[1:].long(), row, right=True) + rank * each
-                    y = (torch.tanh(sent.recv_x.float()) * gains[expert]).bfloat16()
-                    out = combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights, reduce="topk")
-                    out.backward(seed_grad[part].to(device()))
-                    whole = (torch.cat(group.allgather(t.detach().float().cpu())) for t in (out, mine.grad, of_mine.grad))
-                    found.append(tuple(whole))
-        group.Free()
+    for group in groups_of_every_size(comm):
+        size, rank = group.Get_size(), group.Get_rank()
+        part = slice(rank * count // size, (rank + 1) * count // size)
+        with buffer_for(group, hidden=hidden, num_experts=num_experts, dtype="bfloat16") as buffer:
+            if buffer.backend == "cuda" and buffer.config.has_network:
+                continue
+            mine = x[part].to(device()).requires_grad_()
+            of_mine = weights[part].to(device()).requires_grad_()
+            sent = dispatch(buffer, mine, idx[part].to(device()), of_mine, layout="expert", reduce="topk")
+            row = torch.arange(len(sent.recv_x), device=device())
+            expert = torch.searchsorted(sent.expert_offsets[1:].long(), row, right=True) + rank * num_experts // size
+            y = (torch.tanh(sent.recv_x.float()) * gains[expert]).bfloat16()
+            out = combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights, reduce="topk")
+            out.backward(seed_grad[part].to(device()))
+            whole = (torch.cat(group.allgather(t.detach().float().cpu())) for t in (out, mine.grad, of_mine.grad))
+            found.append(tuple(whole))
     for other in found[1:]:
         for got, expected, name in zip(other, found[0], ("out", "x.grad", "weights.grad"), strict=True):
             assert torch.equal(got, expected), name
     with buffer_for(comm) as buffer, raises(EPInputError, "reduce='topk' without layout='expert'"):
-        dispatch(buffer, torch.ones(2, HIDDEN), idx[:2], reduce="topk")
+        dispatch(buffer, torch.ones(2, HIDDEN, device=device()), idx[:2].to(device()), reduce="topk")
 
 
 def check_finite_differences_by_expert(comm: MPI.Intracomm) -> None:
