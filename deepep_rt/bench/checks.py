@@ -159,7 +159,9 @@ _NUM_RANKS = whole(1, 1 << 16)
 
 _THROUGHPUT_ROW = record(
     {
-        "work": matching("dispatch_(bf16|fp8)_(unknown|known|worst)|combine_bf16"),
+        "work": matching(
+            "dispatch_(bf16|fp8)_(unknown|known|worst)|dispatch_expert_(unknown|known)|(copy|permute)_expert|combine_(bf16|expert|topk)"
+        ),
         "tokens": _TOKENS,
         "sms": _SMS,
         "us": _TIME_US,

@@ -14,9 +14,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from .references import Reference, low_latency_parts
-from .results import Sizes, fp8_or_bf16, low_latency_rows, on_gpu, throughput_rows, title
+from .results import Row, Sizes, fp8_or_bf16, low_latency_rows, on_gpu, throughput_rows, title
 
-WORKS = {"dispatch_bf16": "Dispatch, BF16", "dispatch_fp8": "Dispatch, FP8", "combine_bf16": "Combine, BF16"}
+WORKS = {
+    "dispatch_bf16": "Dispatch, BF16",
+    "dispatch_fp8": "Dispatch, FP8",
+    "combine_bf16": "Combine, BF16",
+    "dispatch_expert": "Dispatch by expert, BF16",
+    "combine_expert": "Combine by expert, weighted",
+    "combine_topk": "Combine, reduce='topk'",
+}
+PANELS_IN_A_ROW = 3
 ROUTINGS = {"known": "routing known", "unknown": "routing unknown", "worst": "fixed shapes"}
 
 # Colours after Okabe and Ito, which colour-blind readers can distinguish. Dashes mark references, markers the routing.
@@ -68,11 +76,15 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
                 lines.append(Line(points, label, colour, MARKERS[routing]))
             for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
                 lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
+            if work == "dispatch_expert":
+                lines += _in_two_steps(rows, num_tokens, alone)
+            if len(panels[-1]) == PANELS_IN_A_ROW:
+                panels.append([])
             panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
     xlabel = "SMs of a call" if on_gpu(result) else "SMs of a call (without meaning on the host)"
     ylabel = "GB/s, own rank" if alone else "GB/s from other ranks"
     with rc_context(STYLE):
-        figure, axes = _grid(result, len(tokens), len(works), "Throughput")
+        figure, axes = _grid(result, len(panels), max(map(len, panels)), "Throughput")
         top = 1.12 * max(gb_s for row in panels for _, lines in row for line in lines for gb_s in line.points.values()) or 1.0
         for i, row in enumerate(panels):
             for j, (name, lines) in enumerate(row):
@@ -80,6 +92,19 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
                 axes[i][j].set_ylim(0, top)
                 label_lines(axes[i][j], lines)
         return figure
+
+
+def _in_two_steps(rows: Iterable[Row], num_tokens: int, alone: bool) -> list[Line]:
+    """Return the bandwidth of plain dispatch, and then a copy of the rows by expert."""
+    of = {(row.work, row.sms): row for row in rows if row.tokens == num_tokens}
+    lines = []
+    for step, colour in (("copy", THEIRS[0]), ("permute", THEIRS[1])):
+        points = {}
+        for (work, sms), plain in of.items():
+            if work == "dispatch_bf16_known" and (then := of.get((f"{step}_expert", sms))):
+                points[sms] = (plain.gb_s if alone else plain.remote_gb_s) * plain.us / (plain.us + then.us)
+        lines.append(Line(points, f"dispatch, then {step}", colour, "D", "--"))
+    return lines
 
 
 def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> Figure:

@@ -53,6 +53,32 @@ class Machine:
         block = rng.standard_normal((min(max(num_rows, 1), 512), hidden), dtype=np.float32).astype(ml_dtypes.bfloat16)
         return self.upload(np.resize(block, (num_rows, hidden)))
 
+    def download(self, array: Any) -> np.ndarray:
+        """Copy an array to host memory."""
+        return array.get() if self.on_gpu else np.asarray(array)
+
+    def copied(self, array: Any) -> Any:
+        """Return a copy of an array, in memory of its library."""
+        out = self.upload(np.empty(array.shape, array.dtype))
+        self.copy(array, out)
+        return out
+
+    def copy(self, source: Any, out: Any) -> None:
+        """Copy the bytes of an array."""
+        if self.on_gpu:
+            out.data.copy_from_device_async(source.data, source.nbytes)
+        else:
+            out[...] = source
+
+    def take(self, rows: Any, idx: Any, out: Any) -> None:
+        """Copy `rows[idx]` to `out` in one pass. Rows have a multiple of 16 bytes."""
+        if self.on_gpu:
+            import cupy
+
+            cupy.take(rows.view("complex128"), idx, axis=0, out=out.view("complex128"))
+        else:
+            np.take(rows.view(np.uint64), idx, axis=0, out=out.view(np.uint64))
+
     def name(self) -> str:
         """Return the name of the GPU, or the architecture of the processor."""
         if not self.on_gpu:

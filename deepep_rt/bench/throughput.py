@@ -4,6 +4,10 @@
 
 Routing: with `unknown` the GPU counts and the host reads the counts. `known` repeats a handle. `worst` fixes the shapes
 (num_worst_tokens).
+
+`expert` is BF16 with `layout="expert"`, and combine with weights. `combine_topk` adds `reduce="topk"`. `copy_expert` is a plain copy of the
+bytes of a rank's rows by expert. `permute_expert` makes these rows of the rows by token, with an array library. Dispatch by expert compares
+with plain dispatch and one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +28,16 @@ from .results import Row, document, row_bytes
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-WORKS = (*(f"dispatch_{kind}_{routing}" for kind in ("bf16", "fp8") for routing in ("unknown", "known", "worst")), "combine_bf16")
+WORKS = (
+    *(f"dispatch_{kind}_{routing}" for kind in ("bf16", "fp8") for routing in ("unknown", "known", "worst")),
+    "combine_bf16",
+    "dispatch_expert_unknown",
+    "dispatch_expert_known",
+    "copy_expert",
+    "permute_expert",
+    "combine_expert",
+    "combine_topk",
+)
 NUM_SETS = 2  # calls alternate between the inputs, so that the L2 cache does not hold their rows
 
 
@@ -57,6 +70,17 @@ def num_steps(settings: Settings) -> int:
 
 
 @dataclass
+class ExpertInputs:
+    """A routing with rows by expert."""
+
+    handle: DispatchHandle
+    experts_out: Any  # rows for combine
+    weights: Any  # of these rows
+    rows: Any  # rows by token
+    row_of: Any  # the row by token of each row by expert
+
+
+@dataclass
 class Inputs:
     """One set of arguments on the device, and the numbers of its rows."""
 
@@ -67,6 +91,7 @@ class Inputs:
     topk_weights: Any
     handle: DispatchHandle
     experts_out: Any  # rows for combine
+    by_expert: ExpertInputs
     num_rows: float  # received rows, mean over the ranks
     num_remote_rows: float
 
@@ -94,8 +119,19 @@ class Bench:
         sent = buffer.dispatch(bf16, topk_idx, topk_weights)
         experts_out = self.machine.bf16(rng, sent.handle.num_recv_rows, settings.hidden)
         remote = int((sent.recv_src_idx[:, 0] != self.comm.rank).sum())
+        by_expert = self._by_expert(buffer, sent, bf16, topk_idx, topk_weights)
         means = (self.comm.allreduce(n) / self.comm.size for n in (sent.handle.num_recv_rows, remote))
-        return Inputs(bf16, fp8, scales, topk_idx, topk_weights, sent.handle, experts_out, *means)
+        return Inputs(bf16, fp8, scales, topk_idx, topk_weights, sent.handle, experts_out, by_expert, *means)
+
+    def _by_expert(self, buffer: Buffer, by_token: Any, x: Any, topk_idx: Any, topk_weights: Any) -> ExpertInputs:
+        sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert")
+        rank, token, _ = self.machine.download(sent.recv_src_idx).T
+        source = self.machine.download(by_token.recv_src_idx)
+        most = self.comm.allreduce(len(x), MPI.MAX)
+        row_of = np.searchsorted(source[:, 0] * most + source[:, 1], rank * most + token)
+        experts_out = self.machine.bf16(self.rng, sent.handle.num_recv_rows, self.settings.hidden)
+        weights = self.machine.copied(sent.recv_topk_weights)
+        return ExpertInputs(sent.handle, experts_out, weights, self.machine.copied(by_token.recv_x), self.machine.upload(row_of))
 
     def cases(self, buffer: Buffer, sets: list[Inputs], num_tokens: int) -> Iterator[tuple[str, Callable[[int], Any]]]:
         """Yield each work and the function that makes its call."""
@@ -120,6 +156,30 @@ class Bench:
             yield f"dispatch_{name}_known", known
             yield f"dispatch_{name}_worst", fixed
         yield "combine_bf16", lambda i: buffer.combine(sets[i % NUM_SETS].experts_out, sets[i % NUM_SETS].handle)
+        yield from self.expert_cases(buffer, sets)
+
+    def expert_cases(self, buffer: Buffer, sets: list[Inputs]) -> Iterator[tuple[str, Callable[[int], Any]]]:
+        """Yield the works with rows by expert."""
+        of = [s.by_expert for s in sets]
+        targets = [self.machine.copied(one.experts_out) for one in of]
+
+        def fresh(i: int) -> None:
+            s = sets[i % NUM_SETS]
+            buffer.dispatch(s.bf16, s.topk_idx, s.topk_weights, layout="expert")
+
+        def known(i: int) -> None:
+            buffer.dispatch(sets[i % NUM_SETS].bf16, handle=of[i % NUM_SETS].handle)
+
+        def combine(i: int, reduce: str = "rank") -> None:
+            one = of[i % NUM_SETS]
+            buffer.combine(one.experts_out, one.handle, topk_weights=one.weights, weighted=True, reduce=reduce)
+
+        yield "dispatch_expert_unknown", fresh
+        yield "dispatch_expert_known", known
+        yield "copy_expert", lambda i: self.machine.copy(of[i % NUM_SETS].experts_out, targets[i % NUM_SETS])
+        yield "permute_expert", lambda i: self.machine.take(of[i % NUM_SETS].rows, of[i % NUM_SETS].row_of, targets[i % NUM_SETS])
+        yield "combine_expert", combine
+        yield "combine_topk", lambda i: combine(i, "topk")
 
     def run(self, sms: int) -> tuple[float, list[Row]]:
         """Measure all works with one number of SMs. Return the copy ceiling in GB/s, and the rows."""

@@ -85,7 +85,7 @@ def test_a_run_writes_results_pictures_and_a_report(measured):
         "low_latency.json", "low_latency.png", "report.md", "throughput.json", "throughput.png",
     ]  # fmt: skip
     throughput, low_latency = (read(folder / f"{name}.json") for name in ("throughput", "low_latency"))
-    assert len(throughput_rows(throughput)) == 2 * 7
+    assert len(throughput_rows(throughput)) == 2 * 13
     assert [row.tokens for row in low_latency_rows(low_latency)] == [1, 4, 16, 64]
     for name in ("throughput", "low_latency"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -103,9 +103,9 @@ def test_only_rank_0_prints(measured):
     assert printed.count("the report is") == 1
     assert printed.count("% of ceiling") == 1
     steps = [line for line in progress.splitlines() if " done; " in line]
-    assert 4 <= len(steps) <= 24
+    assert 4 <= len(steps) <= 36
     assert len(steps) == len(set(steps))
-    assert steps[0].startswith("throughput: 0 of 14 done; dispatch_bf16_unknown, 64 tokens")
+    assert steps[0].startswith("throughput: 0 of 26 done; dispatch_bf16_unknown, 64 tokens")
     assert steps[-1].startswith("low-latency: 3 of 4 done")
 
 

@@ -19,8 +19,10 @@ from deepep_rt.bench.results import Row, Sizes, read, throughput_rows
 from deepep_rt.errors import EPConfigError
 
 PEERS = ROOT / "bench/reference/h200x8_peers.json"
-WORKS = {f"dispatch_{dtype}_{routing}" for dtype in ("bf16", "fp8") for routing in ("unknown", "known", "worst")} | {
-    "combine_bf16"
+WORKS = {
+    *(f"dispatch_{dtype}_{routing}" for dtype in ("bf16", "fp8") for routing in ("unknown", "known", "worst")),
+    *("combine_bf16", "combine_expert", "combine_topk", "copy_expert", "permute_expert"),
+    *("dispatch_expert_unknown", "dispatch_expert_known"),
 }
 
 
