@@ -113,7 +113,7 @@ def check_num_worst_tokens(comm: MPI.Intracomm) -> None:
     )
     arriving = oracle.expected_expert_rows(rank, inputs, experts, expert_alignment=2).num_recv
     with make_buffer(comm, num_experts=experts, num_max_tokens_per_rank=16) as buffer:
-        for limit in (16 * ranks * 4, arriving, arriving // 2, 1 + rank % 2, 0, arriving * (rank % 2)):
+        for limit in (16 * ranks * 4 + 4, arriving, arriving // 2, 1 + rank % 2, 0, arriving * (rank % 2)):
             expected = oracle.expected_expert_rows(rank, inputs, experts, num_worst_tokens=limit, expert_alignment=2)
             sent = _dispatch(buffer, inputs[rank], num_worst_tokens=limit, expert_alignment=2, zero_padding=True)
             oracle.check_expert_rows(sent, expected, has_counts=False, with_padding=True)
@@ -176,6 +176,20 @@ def check_sums_of_choices(comm: MPI.Intracomm) -> None:
                 buffer.combine(by_token.recv_x, by_token.handle, reduce="topk")
             with raises(EPInputError, "reduce='sum'", "'rank' or 'topk'"):
                 buffer.combine(outputs[rank], sent.handle, reduce="sum")
+
+
+def check_sums_of_no_rows(comm: MPI.Intracomm) -> None:
+    """All tokens go to the last rank, or nowhere. Ranks without rows take part in both orders of the sum."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    x = np.random.default_rng(rank).standard_normal((5, 32), np.float32)
+    with make_buffer(comm, num_experts=4 * ranks) as buffer:
+        for chosen in (4 * ranks - 1, -1):
+            idx = np.full((5, 4), -1)
+            idx[:, 1] = chosen
+            sent = buffer.dispatch(x, idx, np.ones((5, 4), np.float32), layout="expert")
+            for reduce in ("rank",) if buffer.backend == "cuda" and buffer.config.has_network else ("rank", "topk"):
+                back = buffer.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True, reduce=reduce)
+                np.testing.assert_array_equal(back.x, x if chosen >= 0 else np.zeros_like(x))
 
 
 def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:

@@ -90,7 +90,7 @@ class ExpertRows:
             weights[entries] = values_of(inputs.topk_weights).reshape(-1)[of_entries]
         is_sent = (routing.positions >= 0).astype(np.uint8)
         by_token = replace(inputs, handle=routing.by_token)
-        given = [rows.reshape(num_rows, -1), weights.view(np.uint8), is_sent]
+        given = [rows.reshape(num_rows, num_topk * inputs.x.row_bytes), weights.view(np.uint8), is_sent]
         sent, parts, lost = self._throughput.return_rows(by_token, given)
 
         rows = np.zeros((num_tokens, num_topk, inputs.x.row_bytes), np.uint8)
