@@ -37,6 +37,25 @@ class Call:
 
 
 @dataclass(frozen=True)
+class ExpertCall:
+    """A dispatch with rows by expert and its combine."""
+
+    is_repeat: bool  # with the handle of the first call
+    dtype: str
+    scale_words: int
+    by_column: bool
+    has_weights: bool
+    zero_padding: bool
+    mode: str
+    combine_dtype: str
+    combine_mode: str
+    sums_weights: bool
+    is_weighted: bool  # rows are multiplied by the weights
+    has_bias: bool
+    reduce: str
+
+
+@dataclass(frozen=True)
 class Step:
     """A low-latency dispatch and its combine."""
 
@@ -60,7 +79,7 @@ class RoundPlan:
     """One round: calls of one mode with new data."""
 
     number: int
-    kind: str  # throughput, low_latency or graph
+    kind: str  # throughput, expert_rows, low_latency or graph
     tokens: tuple[int, ...]  # of each rank
     pool_size: int  # experts that tokens choose from
     pool_rank: int  # the rank of these experts; -1: experts of all ranks
@@ -71,6 +90,7 @@ class RoundPlan:
     worst: tuple[int, ...] | None = None  # num_worst_tokens of each rank
     alignment: int = 1
     calls: tuple[Call, ...] = ()
+    expert_calls: tuple[ExpertCall, ...] = ()
     steps: tuple[Step, ...] = ()
 
 
@@ -81,6 +101,8 @@ def round_of(options: Options, number: int) -> RoundPlan:
     kind = "throughput"
     if buffer.shape.low_latency and draw.chance(0.6):
         kind = "graph" if buffer.has_graph and draw.chance(0.2) else "low_latency"
+    elif draw.chance(0.35):
+        kind = "expert_rows"
     pool_size, pool_rank = _pool(draw, options, buffer)
     common = dict(
         number=number,
@@ -97,15 +119,16 @@ def round_of(options: Options, number: int) -> RoundPlan:
         return RoundPlan(**{**common, "idx_dtype": "int64"})  # the graph reads the same arrays each time
     if kind == "low_latency":
         return RoundPlan(**common, steps=_steps(draw, options, buffer))
-    most = options.num_ranks * buffer.shape.tokens
+    most = options.num_ranks * buffer.shape.tokens * (buffer.shape.topk if kind == "expert_rows" else 1)
     worst = None
     if draw.chance(0.4):
         worst = (most,) * options.num_ranks
         if draw.chance(0.5):
             worst = tuple(draw.number(0, most) for _ in range(options.num_ranks))
-    return RoundPlan(
-        **common, worst=worst, alignment=draw.one_of(1, 1, 4, 16, 128), calls=_calls(draw, buffer.shape, worst is not None)
-    )
+    alignment = draw.one_of(1, 1, 4, 16, 128)
+    if kind == "expert_rows":
+        return RoundPlan(**common, worst=worst, alignment=alignment, expert_calls=_expert_calls(draw, buffer.shape))
+    return RoundPlan(**common, worst=worst, alignment=alignment, calls=_calls(draw, buffer.shape, worst is not None))
 
 
 def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.ndarray:
@@ -220,6 +243,29 @@ def _calls(draw: Draw, shape: Shape, is_fixed: bool) -> tuple[Call, ...]:
             )
         )
     return tuple(made)
+
+
+def _expert_calls(draw: Draw, shape: Shape) -> tuple[ExpertCall, ...]:
+    payloads = [dtype for dtype in _PAYLOADS if _fits(shape, dtype)]
+    sums = [dtype for dtype in COMBINE_DTYPES if _fits(shape, dtype)]
+    return tuple(
+        ExpertCall(
+            is_repeat=number > 0,
+            dtype=draw.one_of(*payloads),
+            scale_words=draw.number(1, -(-shape.hidden // FP8_GROUP)) if draw.chance(0.4) else 0,
+            by_column=draw.chance(0.5),
+            has_weights=draw.chance(0.7),
+            zero_padding=draw.chance(0.5),
+            mode=_stream_mode(draw),
+            combine_dtype=draw.one_of(*sums),
+            combine_mode=_stream_mode(draw),
+            sums_weights=draw.chance(0.7),
+            is_weighted=draw.chance(0.6),
+            has_bias=draw.chance(0.3),
+            reduce=draw.one_of("rank", "topk"),
+        )
+        for number in range(draw.one_of(1, 1, 2))
+    )
 
 
 def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]:

@@ -23,6 +23,7 @@ from ..buffer import Buffer
 from ..comm.rendezvous import timed_allgather
 from ..config import Config
 from ..errors import EPError, EPUnavailableError
+from . import expert_rows as soak_expert_rows
 from . import graph as soak_graph
 from . import low_latency as soak_low_latency
 from . import throughput as soak_throughput
@@ -39,7 +40,12 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-_RUN_ROUND = {"throughput": soak_throughput.run_round, "low_latency": soak_low_latency.run_round, "graph": soak_graph.run_round}
+_RUN_ROUND = {
+    "throughput": soak_throughput.run_round,
+    "expert_rows": soak_expert_rows.run_round,
+    "low_latency": soak_low_latency.run_round,
+    "graph": soak_graph.run_round,
+}
 _ROUNDS_BETWEEN_SYNCS = 16
 _DEFAULT_MINUTES = 10.0
 _COMPILING_S = 900.0  # additional limit for making a Buffer on GPUs

@@ -169,7 +169,7 @@ def test_plans_draw_every_option():
 
     options = soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True)
     rounds = [soak_plan.round_of(options, number) for number in range(1500)]
-    assert {plan.kind for plan in rounds} == {"throughput", "low_latency", "graph"}
+    assert {plan.kind for plan in rounds} == {"throughput", "expert_rows", "low_latency", "graph"}
     calls = [call for plan in rounds if plan.kind == "throughput" for call in plan.calls]
     values = {name: {getattr(call, name) for call in calls} for name in vars(calls[0])}
     assert {"bfloat16", "float32", "float8_e4m3fn", "uint8"} <= values["dtype"]
@@ -188,6 +188,10 @@ def test_plans_draw_every_option():
     assert {buffer.num_max_recv_tokens is None for buffer in on_host} == {True, False}
     asked = buffers_of(soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True, ranks_per_node=2))
     assert {buffer.ranks_per_node for buffer in asked} == {2}
+    by_expert = [call for plan in rounds for call in plan.expert_calls]
+    for name in ("is_repeat", "by_column", "has_weights", "zero_padding", "sums_weights", "is_weighted", "has_bias"):
+        assert {getattr(call, name) for call in by_expert} == {True, False}, name
+    assert {call.reduce for call in by_expert} == {"rank", "topk"}
     steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
     for name, wanted in (
         ("use_fp8", {True, False}),
