@@ -163,7 +163,9 @@ class _Exchange:
             check.raw_rows(made_in, what, name, arrays.rows(got), keys, make, at=kept.position)
             if is_zero:
                 zeros = lambda part: arrays.xp.zeros((len(part), width), np.uint32)  # noqa: E731
-                check.raw_rows(made_in, what, f"{name} (padding)", arrays.rows(got), is_padding, zeros, at=is_padding)
+                check.raw_rows(
+                    made_in, what, name, arrays.rows(got), is_padding, zeros, lambda row: "which is padding", is_padding
+                )
 
         def run() -> None:
             words = self.hidden * DTYPES[call.dtype].itemsize // 4
@@ -174,7 +176,7 @@ class _Exchange:
             else:
                 scales = sent.recv_x_scales
                 if call.by_column:
-                    scales = arrays.xp.ascontiguousarray(scales[:, :num_rows].T)
+                    scales = scales[:, :num_rows].T.copy()
                 keys = self._keys("scales", kept.source, kept.token)
                 rows(
                     "recv_x_scales",
