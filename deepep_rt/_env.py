@@ -55,6 +55,13 @@ def share_gpus() -> bool:
     return _flag("DEEPEP_RT_SHARE_GPUS")
 
 
+def nvtx() -> str:
+    """`DEEPEP_RT_NVTX`: "1" marks calls for profilers, "0" does not. "auto" when unset and a profiler listens, otherwise "0"."""
+    if os.environ.get("DEEPEP_RT_NVTX"):
+        return "1" if _flag("DEEPEP_RT_NVTX") else "0"
+    return "auto" if os.environ.get("NVTX_INJECTION64_PATH") else "0"  # profilers set it
+
+
 def timeout_s() -> float:
     """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 300 when unset."""
     text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or "300"
@@ -95,6 +102,7 @@ _READERS = {
     "DEEPEP_RT_DEBUG": debug,
     "DEEPEP_RT_REMEASURE": remeasure,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
+    "DEEPEP_RT_NVTX": nvtx,
     "DEEPEP_RT_TIMEOUT_S": timeout_s,
     "DEEPEP_RT_RANKS_PER_NODE": ranks_per_node,
 }

@@ -117,11 +117,13 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
     ) -> None:
         from .backends.agreement import report_config_error  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
+        from .backends.nvtx_ranges import annotator, mark_calls
         from .comm.convert import communicator_of
 
         ranks = communicator_of(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
         try:
+            annotate = annotator()
             backend = choice(backend, "backend", ("auto", "cuda", "host"), error=EPConfigError)
             on_exhausted = choice(on_exhausted, "on_exhausted", ("copy", "error"), error=EPConfigError)
             if network is not None and not isinstance(network, NetworkOptions):
@@ -146,7 +148,10 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
         except EPConfigError as error:
             report_config_error(ranks, error, timeout_s)
             raise
-        self._start(ranks.Get_rank(), make_backend(ranks, config, backend, next(_serials), on_exhausted, network))
+        made = make_backend(ranks, config, backend, next(_serials), on_exhausted, network)
+        if annotate is not None:
+            mark_calls(made, annotate)
+        self._start(ranks.Get_rank(), made)
 
     @staticmethod
     def size_hint(

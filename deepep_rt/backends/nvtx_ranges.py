@@ -1,0 +1,78 @@
+"""NVTX ranges around the calls of a Buffer. Profilers such as Nsight Systems show them on their timeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .. import _env
+from ..errors import EPConfigError
+from .base import Backend
+from .calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
+
+_DOMAIN = "deepep_rt"
+
+
+def annotator() -> Callable[..., Any] | None:
+    """Return `nvtx.annotate` if a profiler listens or the user asks for ranges, and otherwise None.
+
+    Raises:
+        EPConfigError: If the user asks for ranges, and the package nvtx is missing.
+    """
+    wanted = _env.nvtx()
+    if wanted == "0":
+        return None
+    try:
+        import nvtx
+    except ImportError:
+        if wanted == "auto":
+            return None
+        raise EPConfigError("DEEPEP_RT_NVTX=1, but the package nvtx is missing; expected it. Run: pip install nvtx") from None
+    return nvtx.annotate
+
+
+def mark_calls(backend: Backend, annotate: Callable[..., Any]) -> None:
+    """Put a range with its sizes around each call of a backend."""
+    for name, text in _TEXTS.items():
+        setattr(backend, name, _in_a_range(annotate, name, getattr(backend, name), text))
+
+
+def _in_a_range(
+    annotate: Callable[..., Any], name: str, call: Callable[..., Any], text: Callable[[Any], str]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def marked(inputs: Any, *arguments: Any) -> Any:
+        with annotate(f"{name}: {text(inputs)}", domain=_DOMAIN):
+            return call(inputs, *arguments)
+
+    return marked
+
+
+def _dispatch(inputs: DispatchInputs) -> str:
+    routing = "known routing" if inputs.handle else "new routing"
+    return f"{_rows(inputs.x, 'tokens')}, {routing}, layout {inputs.layout}"
+
+
+def _combine(inputs: CombineInputs) -> str:
+    return f"{_rows(inputs.x, 'rows')} for {inputs.handle.num_tokens} tokens, reduce {inputs.reduce}"
+
+
+def _low_latency_dispatch(inputs: LowLatencyDispatchInputs) -> str:
+    return _rows(inputs.x, "tokens") + (", FP8" if inputs.use_fp8 else "")
+
+
+def _low_latency_combine(inputs: LowLatencyCombineInputs) -> str:
+    return f"{inputs.handle.num_tokens} tokens of {inputs.y.row_bytes // inputs.y.shape[1]} bytes"
+
+
+def _rows(x: Any, what: str) -> str:
+    return f"{x.shape[0]} {what} of {x.row_bytes} bytes"
+
+
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "dispatch": _dispatch,
+    "combine": _combine,
+    "low_latency_dispatch": _low_latency_dispatch,
+    "low_latency_combine": _low_latency_combine,
+}
