@@ -283,10 +283,11 @@ class Layout:
     @cached_property
     def choice_window(self) -> int:
         """The most tokens whose choices are staged at a time. All ranks agree on it, so it does not depend on the rows of a call."""
-        most = self.config.num_max_tokens_per_rank
-        while self.choice_staging(most).num_bytes > self.landing_bytes:
-            most = -(-most // 2)
-        return most
+        window = self.config.num_max_tokens_per_rank
+        least = min(window, _MIN_CHOICE_WINDOW)
+        while window > least and self.choice_staging(window).num_bytes > self.landing_bytes:
+            window = max(-(-window // 2), least)
+        return window
 
     def combined(self, num_tokens: int, row_bytes: int, with_weights: bool) -> Map:
         """A result of combine."""

@@ -239,11 +239,13 @@ def test_what_a_buffer_takes(config: Config) -> None:
     assert layout.max_result_bytes == worst
     assert layout.symmetric.sizes == {
         "control": layout.control.num_bytes,
-        "landing": max(worst, layout.staging(row).num_bytes),
+        "landing": max(worst, layout.staging(row).num_bytes, layout.choice_staging(min(tokens, 64)).num_bytes),
         "pool": config.num_slots * worst,
         "sums": config.num_slots * layout.combined(tokens, row, True).num_bytes,
         "low_latency": 0,
     }
+    assert min(tokens, 64) <= layout.choice_window <= tokens
+    assert layout.choice_staging(layout.choice_window).num_bytes <= layout.landing_bytes
     handle = layout.handle.num_bytes + layout.counts.num_bytes
     assert layout.size_hint["handles"] == (2 * config.num_slots + 2) * handle
 
