@@ -212,11 +212,12 @@ def test_builders_do_not_fail_while_the_cache_is_cleared(tmp_path: Path, caplog:
     folder = tmp_path / "cache"
     words = [sys.executable, "-W", "error", "-c", BUILDER, str(folder), "", str(HELPERS)]
     builders = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    removed = 0
+    removed = at_last_removal = 0
     while any(builder.poll() is None for builder in builders):
         removed += KernelCache(folder).clear()
         KernelCache(folder).entries()
-        if removed % 3 == 0:
+        if removed % 3 == 0 and removed != at_last_removal:  # once: builders may not win against a loop of removals
             shutil.rmtree(folder, ignore_errors=True)
+            at_last_removal = removed
     assert [builder.communicate()[1] for builder in builders] == [""] * 3
     assert removed > 0
