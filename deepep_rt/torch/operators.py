@@ -311,6 +311,8 @@ def traced_combine(
 ) -> Any:
     """Add a combine to the graph."""
     _check_handle(handle)
+    if len(biases) > 2:
+        raise EPInputError(f"len(bias)={len(biases)}; expected at most 2 tensors. Add them up first")
     bias_0, bias_1 = (*biases, None, None)[:2]
     return torch.ops.deepep_rt.combine(
         x, handle.tensor, topk_weights, bias_0, bias_1, info_of(buffer).serial, handle.num_tokens, fp8_grad, reduce

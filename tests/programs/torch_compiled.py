@@ -136,6 +136,8 @@ def check_a_part_is_compiled(comm: MPI.Intracomm) -> None:
         plain = dispatch(buffer, x.detach(), idx)
         with raises(Exception, "from outside of this compiled function"):
             compiled(combine)(buffer, plain.recv_x, plain.handle)
+        with raises(Exception, "len(bias)=3; expected at most 2"):
+            combine(buffer, sent.recv_x, sent.handle, bias=[x, x, x])
         with raises(Exception, "topk_idx=None without handle"):
             compiled(dispatch)(buffer, x.detach())
 
