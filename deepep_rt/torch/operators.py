@@ -290,8 +290,9 @@ def traced_dispatch(
     serial = info_of(buffer).serial
     if handle is not None:
         _check_handle(handle)
-        if topk_idx is not None or topk_weights is not None or layout not in (None, handle.layout):
-            raise EPInputError("handle= with a routing in a compiled function; expected only x. Leave the others out")
+        sizes_given = num_worst_tokens is not None or expert_alignment != 1
+        if topk_idx is not None or topk_weights is not None or sizes_given or layout not in (None, handle.layout):
+            raise EPInputError("handle= with a routing or sizes in a compiled function; expected only x. Leave the others out")
         recv_x, _ = torch.ops.deepep_rt.send_again(x, handle.tensor, serial, handle.num_recv_rows, False, fp8, reduce)
         num_recv, per_expert, offsets = handle.counts
         return recv_x, None, None, num_recv, per_expert, handle, offsets

@@ -136,6 +136,9 @@ def check_a_part_is_compiled(comm: MPI.Intracomm) -> None:
         plain = dispatch(buffer, x.detach(), idx)
         with raises(Exception, "from outside of this compiled function"):
             compiled(combine)(buffer, plain.recv_x, plain.handle)
+        for more in (dict(topk_idx=idx), dict(num_worst_tokens=9), dict(expert_alignment=2), dict(layout="expert")):
+            with raises(Exception, "handle= with a routing or sizes"):
+                dispatch(buffer, x, handle=sent.handle, **more)
         with raises(Exception, "len(bias)=3; expected at most 2"):
             combine(buffer, sent.recv_x, sent.handle, bias=[x, x, x])
         with raises(Exception, "topk_idx=None without handle"):
