@@ -42,13 +42,28 @@ class FailureNotice:
         self._poll_at = time.monotonic() + _POLL_PERIOD_S
 
     def failed_peers(self) -> list[int]:
-        """Return the ranks that have left and whose last data has arrived. Call it often while waiting."""
+        """Return the ranks that have left and whose last data has arrived. Call it often while waiting.
+
+        Raises:
+            EPUnavailableError: If the store of the ranks has ended, and no rank has said that it leaves.
+        """
         if (now := time.monotonic()) >= self._poll_at:
             self._poll_at = now + _POLL_PERIOD_S
-            for peer in self._peers:
-                while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
-                    self._received[peer] = now, self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
+            try:
+                self._receive(now)
+            except EPUnavailableError:
+                if not self._received:  # otherwise it ended with a rank that has left
+                    raise
         return [rank for rank, (arrived_at, _) in self._received.items() if now > arrived_at + _GRACE_S]
+
+    def _receive(self, now: float) -> None:
+        for peer in self._peers:
+            while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
+                self._received[peer] = now, self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
+
+    def first_to_leave(self) -> int | None:
+        """Return the rank whose notice arrived first, also if its last data may still arrive."""
+        return next(iter(self._received), None)
 
     def error(self, peer: int, phase: str, call_idx: int = 0, node: int | None = None) -> EPTimeoutError:
         """Make the error of a wait for a rank that has left."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
+from memory_store import make_ranks, on_all
 
+from deepep_rt import Buffer, EPError, EPTimeoutError
 from deepep_rt.comm import failure_notice
 from deepep_rt.comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
 from deepep_rt.comm.store import StoreCommunicator
@@ -74,3 +77,46 @@ def test_earlier_data_of_a_leaving_rank_may_still_arrive(notices: list[FailureNo
     assert notices[1].failed_peers() == [0]
     assert "mine " * 50 in str(notices[1].error(0, "rows")), "the whole text arrives"
     leaving.join()
+
+
+def test_the_store_ends_after_a_notice(ranks: list[StoreCommunicator], notices: list[FailureNotice]) -> None:
+    """It lives in the process of a rank, which may leave as soon as all peers have read why."""
+    leaving = _start_notifying(notices[0], KeyError("mine"))
+    while not notices[1]._received or not notices[2]._received:
+        notices[1].failed_peers()
+        notices[2].failed_peers()
+    leaving.join()
+    ranks[0]._store.fails = True
+    end = time.monotonic() + 5
+    while not (failed := notices[1].failed_peers()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert failed == [0]
+
+
+def test_a_call_names_the_rank_that_ended_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store ends while the call still waits for data that the rank sent before its notice."""
+    ranks = make_ranks(2)
+    store = ranks[0]._store
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=2, timeout_s=20.0, dtype="float32", backend="host")
+    buffers = on_all(ranks, lambda comm: Buffer(comm, **sizes))
+    delete_key = store.delete_key
+
+    def end_after_the_notice(key: str) -> bool:
+        deleted = delete_key(key)
+        store.fails = f"/{FAILURE_NOTICE_TAG}/" in key
+        return deleted
+
+    monkeypatch.setattr(store, "delete_key", end_after_the_notice)
+
+    def use(comm: StoreCommunicator) -> Exception:
+        with pytest.raises((KeyError, EPError)) as caught, buffers[comm.rank] as buffer:
+            if comm.rank == 0:
+                raise KeyError("mine")
+            buffer.dispatch(np.ones((4, 64), np.float32), np.zeros((4, 1), np.int64))
+        return caught.value
+
+    error = on_all(ranks, use)[1]
+    assert isinstance(error, EPTimeoutError), error
+    assert "rank 0 left the Buffer" in str(error)
+    assert "KeyError: 'mine'" in str(error)
+    assert "the store" in str(error.__cause__)

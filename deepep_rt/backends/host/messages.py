@@ -28,7 +28,7 @@ import numpy as np
 from ...comm.communicator import Communicator
 from ...comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
 from ...config import Config
-from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError
+from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels.structs import PHASES
 
 _HEADER_TAG, _HEARTBEAT_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
@@ -100,6 +100,10 @@ class MessageChannel:
         except (EPInputError, EPOutOfMemoryError):  # all ranks agree on it, or nothing was sent yet
             raise
         except BaseException as error:
+            if isinstance(error, EPUnavailableError) and (peer := self._failure_notice.first_to_leave()) is not None:
+                # A store ends with the rank that holds it, perhaps before its last data was read.
+                self._failure = self._failure_notice.error(peer, "messages over a store", self._call_idx, self._node_of(peer))
+                raise self._failure from error
             if self._failure is None and not self._in_low_latency:  # headers of low-latency calls carry numbers
                 self._break(f"{type(error).__name__} interrupted call {self._call_idx} of rank {self.rank}")
             raise
