@@ -1,120 +1,9 @@
-// combine: sends rows back to the ranks of their tokens, and adds up the rows of each token while they arrive.
-//
-// Layout: the rows that dispatch received from one source are contiguous here. They become contiguous at the source too, in the order of
-// the source's tokens. A transfer is therefore a plain copy of chunks. Staging at the source has one row for each (token, rank) that
-// dispatch sent: first the rows of rank 0, then those of rank 1, and so on.
-//
-// Roles of the warps in each block:
-// - kCombineCopyWarps copy warps push chunks of kChunkRows rows.
-// - One signal warp raises a flag for each chunk that is written. A flag needs a fence, and a fence takes as long as many rows. The signal
-//   warp raises all due flags after each fence, and copy warps wait for no fence. Without TMA, a copy warp writes with its own stores and
-//   raises its own flags.
-// - Reduce warps take tokens in ascending order and wait for the flags of the chunks with a token's rows. They add up the rows in float32
-//   and in rank order.
-// Copy warps never wait for reduce warps, and staging holds all rows. The kernel therefore cannot deadlock while the blocks of each rank
-// get to run.
-//
-// Protocol:
-// 1. Each rank publishes its receive window (recv_window.cuh).
-// 2. After a chunk is written, the sender releases combine_flags[sender][chunk] = epoch at the receiver.
-// The last block to finish resets State::combine_blocks, combine_items and combine_tokens, and advances State::combine_epoch.
-//
-// Reuse of memory: flags need no reset. A peer raises epoch k + 1 only after it has read window k + 1 of this rank. This rank publishes
-// that window after its kernel k has seen all of its flags. For the same reason, call k + 1 may overwrite the staging of call k.
+// combine: a combine whose rows travel as they are. combine.cuh describes the roles of the warps and the protocol.
 //
 // Bytes: each row crosses the link once. The source reads each staged row once and writes each token once.
-#include "common/bulk.cuh"
-#include "common/number.cuh"
-#include "common/work.cuh"
-#include "throughput/recv_window.cuh"
+#include "throughput/combine.cuh"
 
-constexpr int kSignalWarp = kHasTma ? kCombineCopyWarps : -1;  // number of the signal warp in the block
-constexpr int kFirstReduceWarp = kHasTma ? kSignalWarp + 1 : kCombineCopyWarps;
 constexpr int kRowVecs = kRowBytes / 16;
-
-struct Routes {
-  u64 to_x[kNumRanks];  // address of this rank's first row at a source, and of its weights
-  u64 to_weights[kNumRanks];
-  i64 from_row[kNumRanks];    // the first row of y for a source
-  int num_rows[kNumRanks];    // rows of y for a source
-  i64 staged_row[kNumRanks];  // first row of this rank's staging from a rank
-  int max_rows;
-  bool idle;  // a wait timed out or the ranks differ: the block sends nothing and waits for nothing
-};
-
-__device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
-  const int lane = lane_idx();
-  const i32* rows = at<const i32>(p.handle, kHandleNumRows);
-  RecvWindow window = {};
-  bool ok = true;
-  int count = 0;
-  if (lane < kNumRanks) {
-    ok = await_window(p, kControlCombineWindows, epoch, kPhaseCombineWindow, lane, window);
-    i64 from_row = 0, to_row = 0, staged_row = 0;
-    for (int s = 0; s < lane; ++s) from_row += rows[s * kNumRanks + p.rank];
-    for (int r = 0; r < p.rank; ++r) to_row += rows[lane * kNumRanks + r];
-    for (int r = 0; r < lane; ++r) staged_row += rows[p.rank * kNumRanks + r];
-    count = clamp_rows(p.capacity - from_row, rows[lane * kNumRanks + p.rank]);
-    routes.to_x[lane] = window.x + to_row * kRowBytes;
-    routes.to_weights[lane] = window.topk_weights + to_row * kNumTopk * sizeof(float);
-    routes.from_row[lane] = from_row;
-    routes.num_rows[lane] = count;
-    routes.staged_row[lane] = staged_row;
-  }
-  const bool all_arrived = __all_sync(~0u, ok);
-  const bool agreed = all_arrived && !ranks_differ(p, window, serial);
-  const int max_rows = __reduce_max_sync(~0u, count);
-  if (lane == 0) {
-    routes.max_rows = max_rows;
-    routes.idle = !agreed || was_aborted(p);
-  }
-}
-
-struct Chunk {
-  int rank;
-  int idx;
-  int num_rows;
-  i64 first;  // row among the rows for that rank
-};
-
-__device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j) {
-  const Item it = item_at(j, p.rank);
-  return {it.rank, it.chunk, rows_in_chunk(routes.num_rows[it.rank], it.chunk, kChunkRows), static_cast<i64>(it.chunk) * kChunkRows};
-}
-
-__device__ __forceinline__ const char* source_of(const Params& p, const Routes& routes, const Chunk& c) {
-  return at<const char>(p.y, (routes.from_row[c.rank] + c.first) * kRowBytes);
-}
-
-__device__ __forceinline__ char* target_of(const Routes& routes, const Chunk& c) {
-  return at<char>(routes.to_x[c.rank], c.first * kRowBytes);
-}
-
-__device__ __forceinline__ void copy_weights(const Params& p, const Routes& routes, const Chunk& c) {
-  if (!p.topk_weights) return;
-  const float* from = at<const float>(p.topk_weights, 0) + (routes.from_row[c.rank] + c.first) * kNumTopk;
-  float* to = at<float>(routes.to_weights[c.rank], 0) + c.first * kNumTopk;
-  for (int i = lane_idx(); i < c.num_rows * kNumTopk; i += 32) to[i] = from[i];
-}
-
-// The caller has released the chunk.
-__device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 epoch) {
-  st_relaxed_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
-}
-
-__device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
-  const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows;
-  return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * kNumRanks, num_workers, kCombineItemsPerTicket);
-}
-
-// A copy warp's message to the signal warp: the number of its written chunks, and the items.
-struct CopyProgress {
-  static constexpr int kRingEntries = 32;
-  u32 written;
-  u32 signalled;  // the signal warp's answer: entries of the ring that are free again
-  u32 done;       // 1: no more items follow
-  i32 items[kRingEntries];
-};
 
 __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, CopyProgress& progress) {
   const int num_workers = gridDim.x * kCombineCopyWarps;
@@ -143,21 +32,6 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     if (all) st_release_block(&progress.done, 1);
   };
   bulk_pipeline<kCombineStages>(stages, barriers, [&] { return work.next(); }, target, load, store, written);
-}
-
-// Lane m follows copy warp m. This loop has no time limit, because copy warps wait only for the copy engine of their SM.
-__device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 epoch, CopyProgress* progress) {
-  const bool follows = lane_idx() < kCombineCopyWarps;
-  CopyProgress& mine = progress[follows ? lane_idx() : 0];
-  u32 signalled = 0;
-  for (bool done = false; !done;) {
-    done = __all_sync(~0u, !follows || ld_acquire_block(&mine.done));  // read before `written`, which is final then
-    const u32 now = follows ? ld_acquire_block(&mine.written) : 0;
-    if (!__any_sync(~0u, now > signalled)) continue;
-    fence_release_sys();
-    for (; signalled < now; ++signalled) raise_flag(p, chunk_at(p, routes, mine.items[signalled % CopyProgress::kRingEntries]), epoch);
-    if (follows) st_release_block(&mine.signalled, signalled);
-  }
 }
 
 __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, u32 epoch) {
@@ -205,82 +79,18 @@ __device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks
   }
 }
 
-__device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 epoch) {
-  const int lane = lane_idx();
-  const u64 base = p.peers[p.rank];
-  const u32* flags = at<const u32>(base, kControlCombineFlags);
-  int position = -1, next_position = -1;  // of the row from rank `lane`; -1: that rank sends none
-  auto prefetch = [&](int token) {
-    position = next_position;
-    const bool exists = lane < kNumRanks && token < p.num_tokens;
-    next_position = exists ? at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane] : -1;
-  };
-  WorkIterator work({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, prefetch);
-  for (int token = work.next(); token >= 0; token = work.next()) {
-    bool ok = true;
-    if (position >= 0) ok = wait_epoch(p, flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
-    const bool all_ok = __all_sync(~0u, ok);
-    __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
-    if (!all_ok) return;
-    const i64 staged = position >= 0 ? routes.staged_row[lane] + position : -1;
-    u64 rows[kNumRanks];  // addresses of the token's rows; 0: that rank sent none
-    float weight = 0;
-#pragma unroll
-    for (int r = 0; r < kNumRanks; ++r) {
-      const i64 row = __shfl_sync(~0u, staged, r);
-      rows[r] = row >= 0 ? base + p.recv_x_offset + row * kRowBytes : 0;
-      if (p.topk_weights && row >= 0 && lane < kNumTopk) {
-        weight += ld_relaxed_sys(at<const float>(base, p.recv_topk_weights_offset) + row * kNumTopk + lane);  // L1 may hold an old line
-      }
-    }
-    if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
-    reduce_token(p, rows, token);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   __shared__ u64 barriers[kCombineCopyWarps * kCombineStages];
   __shared__ CopyProgress progress[kCombineCopyWarps];
-  State* state = at<State>(p.state, 0);
-  const int warp = warp_idx(), lane = lane_idx();
-  const u32 epoch = state->combine_epoch + 1;
-
-  const u32 serial = *at<const u32>(p.handle, kHandleSerial);
-
-  if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    publish(p, kControlCombineWindows, epoch, lane,
-            {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, 0, 0, p.call_signature, serial, epoch});
-  }
-  if (threadIdx.x < kCombineCopyWarps) progress[threadIdx.x].written = progress[threadIdx.x].signalled = progress[threadIdx.x].done = 0;
-  if (warp == 0) read_routes(p, epoch, serial, routes);
-  __syncthreads();
-
-  if (!routes.idle) {
-    if (warp >= kFirstReduceWarp) {
-      reduce_tokens(p, routes, epoch);
-    } else if (warp == kSignalWarp) {
-      signal_chunks(p, routes, epoch, progress);
-    } else if constexpr (kHasTma) {
+  auto copy_rows = [&](u32 epoch) {
+    const int warp = warp_idx();
+    if constexpr (kHasTma) {
       copy_rows_bulk(p, routes, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages, progress[warp]);
     } else {
       copy_rows_by_warp(p, routes, epoch);
     }
-  }
-  __syncthreads();
-
-  if (warp != 0) return;
-  bool last = lane == 0 && is_last_block(&state->combine_blocks);
-  last = __shfl_sync(~0u, last, 0);
-  if (!last) return;
-  __syncwarp();  // all lanes see what lane 0 acquired
-  if (__any_sync(~0u, routes.idle || was_aborted(p))) {
-    poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, lane, 32);
-    if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
-  }
-  if (lane == 0) {
-    state->combine_blocks = state->combine_items = state->combine_tokens = 0;
-    state->combine_epoch = epoch;
-  }
+  };
+  combine_rows(p, routes, progress, copy_rows, reduce_token);
 }

@@ -99,4 +99,4 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
 def combine_constants(config: Config, dtype: str) -> dict[str, int]:
     """Return the constants of a combine kernel for rows of `dtype`."""
     row_bytes = config.hidden * DTYPES[dtype].itemsize
-    return {"kRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}
+    return {"kRowBytes": row_bytes, "kStagedRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}

@@ -160,7 +160,7 @@ BROKEN = [
         "before == 0",
         id="flag-after-the-first-items",
     ),
-    pytest.param(throughput_rounds, "throughput/combine.cu", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
+    pytest.param(throughput_rounds, "throughput/combine.cuh", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
 ]
 
 
