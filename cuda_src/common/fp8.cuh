@@ -9,11 +9,11 @@ struct Fp8Scale {
   float inverse;
 };
 
-// All 8 lanes get the same scale. `rounded_up`: up to a power of two.
-__device__ __forceinline__ Fp8Scale scale_of(float amax, bool rounded_up) {
+// All 8 lanes get the same scale. `rounded_up`: up to a power of two. `least`: the least amax that a scale is made for.
+__device__ __forceinline__ Fp8Scale scale_of(float amax, bool rounded_up, float least = kLeastAmax) {
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-  amax = fmaxf(amax, kLeastAmax);
+  amax = fmaxf(amax, least);
   if (!rounded_up) return {__fdiv_rn(amax, kFp8Max), __fdiv_rn(kFp8Max, amax)};
   const u32 bits = __float_as_uint(__fdiv_rn(amax, kFp8Max));
   const u32 exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
@@ -29,7 +29,7 @@ __device__ __forceinline__ u32 to_fp8x2(float low, float high) {
 
 // Converts 16 channels to 16 bytes.
 template <int kFrom>
-__device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>], bool rounded_up, float& scale) {
+__device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>], bool rounded_up, float& scale, float least = kLeastAmax) {
   constexpr int kEach = kPerVec<kFrom>;
   float values[16 / kEach][kEach];
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>]
   float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i / kEach][i % kEach]));
-  const Fp8Scale s = scale_of(amax, rounded_up);
+  const Fp8Scale s = scale_of(amax, rounded_up, least);
   scale = s.scale;
   Vec16 v;
 #pragma unroll

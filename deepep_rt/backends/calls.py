@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.view import Framework, View
+from ..comm.call_signature import combine_kind
 from ..config import Config
 from ..results import DispatchHandle, LowLatencyHandle
 
@@ -66,6 +67,12 @@ class CombineInputs:
     biases: tuple[View, ...]
     weighted: bool = False  # multiply rows by topk_weights, instead of sending them back
     reduce: str = "rank"  # each rank adds up its rows of a token; "topk": the token's rank adds up the row of each choice
+    compress: str | None = None  # the form of rows on the way, one of `COMPRESSIONS`; None: as they are
+
+    @property
+    def kind(self) -> str:
+        """The kind of the call, which all ranks must agree on."""
+        return combine_kind(self.weighted, self.reduce, self.compress)
 
 
 @dataclass(slots=True)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._checks import argument_error, choice, flag, whole_number
+from ..arrays.compressed_rows import COMPRESSIONS
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
 from ..config import COMBINE_DTYPES, Config
-from ..errors import EPInputError
+from ..errors import EPInputError, EPUnavailableError
 from ..results import DispatchHandle
 from .array_checks import as_view, check_row, check_tokens, misaligned
 from .calls import BufferInfo, CombineInputs, DispatchInputs
@@ -182,6 +183,7 @@ def combine_inputs(
     bias: Any,
     weighted: bool = False,
     reduce: str = "rank",
+    compress: str | None = None,
 ) -> CombineInputs:
     """Check the arguments of `Buffer.combine`. Its docstring names the rules."""
     config = info.config
@@ -205,6 +207,9 @@ def combine_inputs(
             "reduce='topk' with a handle of layout='token'; expected a handle of layout='expert', which has a row for each choice. "
             "Dispatch with layout='expert'"
         )
+    if compress is not None:
+        compress = choice(compress, "compress", COMPRESSIONS)
+        _check_compression(config, compress, reduce)
     given: Sequence[Any] = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise EPInputError(f"len(bias)={len(given)}; expected at most 2 arrays. Add them up first")
@@ -212,7 +217,22 @@ def combine_inputs(
     biases = tuple(as_view(info, array, f"bias[{i}]", stream, shape, dtypes) for i, array in enumerate(given))
     for i, view in enumerate(biases):
         check_row(info, view, f"bias[{i}]")
-    return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce)
+    return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce, compress)
+
+
+def _check_compression(config: Config, compress: str, reduce: str) -> None:
+    if reduce == "topk":
+        raise EPInputError(
+            f"compress={compress!r} with reduce='topk'; expected reduce='rank', because compression changes the bits that reduce='topk' "
+            f"keeps. Leave one of them out"
+        )
+    if config.hidden % FP8_GROUP:
+        raise EPInputError(f"hidden={config.hidden}; expected a multiple of {FP8_GROUP} with compress={compress!r}. Leave it out")
+    if config.has_network:
+        raise EPUnavailableError(
+            f"compress={compress!r} on {config.num_nodes} nodes; expected one node, because rows are not compressed between nodes yet. "
+            f"Leave it out"
+        )
 
 
 def _check_handle(info: BufferInfo, handle: Any) -> None:

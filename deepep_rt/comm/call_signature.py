@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+from ..arrays.compressed_rows import COMPRESSIONS
 from ..arrays.dtypes import DTYPES
 
 CALL_KINDS = (
@@ -18,6 +19,7 @@ CALL_KINDS = (
     "combine with weighted=True",
     "combine with reduce='topk'",
     "combine with weighted=True and reduce='topk'",
+    *(f"combine with {weighted}compress={name!r}" for weighted in ("", "weighted=True and ") for name in COMPRESSIONS),
 )
 
 _DTYPES = (None, *DTYPES)  # None: the caller did not pass the array
@@ -39,9 +41,10 @@ def dispatch_kind(layout: str) -> str:
     return "dispatch" if layout == "token" else "dispatch with layout='expert'"
 
 
-def combine_kind(weighted: bool, reduce: str) -> str:
+def combine_kind(weighted: bool, reduce: str, compress: str | None) -> str:
     """Return the kind of a throughput combine with these arguments."""
-    arguments = (["weighted=True"] if weighted else []) + (["reduce='topk'"] if reduce == "topk" else [])
+    given = {"weighted=True": weighted, "reduce='topk'": reduce == "topk", f"compress={compress!r}": compress is not None}
+    arguments = [text for text, is_given in given.items() if is_given]
     return "combine with " + " and ".join(arguments) if arguments else "combine"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..arrays.dtypes import FP8_GROUP
 from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
 from .structs import CStruct
 
@@ -21,6 +22,7 @@ class Kernel:
         shared: Constant with the bytes of dynamic shared memory.
         per_dtype: Whether it is compiled once for each element type of combine.
         is_local: Whether it works on arrays of one rank without a Buffer (jit/local_kernels.py).
+        compression: The form of a combine's rows on the way, one of `COMPRESSIONS`. None: they travel as they are.
         needs_fp8: Whether it needs a GPU that converts to FP8.
         low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
         over_nodes: Whether it serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node.
@@ -35,6 +37,7 @@ class Kernel:
     folder: str = ""
     shared: str | None = None
     per_dtype: bool = False
+    compression: str | None = None
     is_local: bool = False
     needs_fp8: bool = False
     low_latency: bool = False
@@ -45,6 +48,8 @@ class Kernel:
 
     def fits(self, config: Config) -> bool:
         """Return whether a Buffer of these sizes can launch the kernel."""
+        if self.compression and config.hidden % FP8_GROUP:
+            return False
         if self.over_nodes:
             return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE
         if not self.low_latency:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ..arrays.compressed_rows import COMPRESSIONS
 from .kernel import Kernel
 from .local_table import LOCAL_KERNELS
 
@@ -52,6 +53,24 @@ _DISPATCH = (
 """
 )
 
+_COMBINE = (
+    _COMMON
+    + """
+    i32 num_tokens;
+    u64 y;                  // [rows received in dispatch, kRowBytes]
+    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
+    u64 bias_0;             // [num_tokens, kRowBytes], or 0
+    u64 bias_1;
+    u64 handle;
+    u64 out;                // [num_tokens, kRowBytes]
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
+    u64 recv_x_offset;      // where this rank receives the rows of its tokens: offsets from its symmetric base
+    u64 recv_topk_weights_offset;
+    i64 capacity;           // rows of y
+    u64 call_signature;     // all ranks must agree on it
+"""
+)
+
 _LOW_LATENCY_COMBINE = (
     _COMMON
     + """
@@ -92,25 +111,24 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             "combine",
-            _COMMON
-            + """
-    i32 num_tokens;
-    u64 y;                  // [rows received in dispatch, kRowBytes]
-    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
-    u64 bias_0;             // [num_tokens, kRowBytes], or 0
-    u64 bias_1;
-    u64 handle;
-    u64 out;                // [num_tokens, kRowBytes]
-    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
-    u64 recv_x_offset;      // where this rank receives the rows of its tokens: offsets from its symmetric base
-    u64 recv_topk_weights_offset;
-    i64 capacity;           // rows of y
-    u64 call_signature;     // all ranks must agree on it
-""",
+            _COMBINE,
             folder="throughput",
             threads="kCombineThreads",
             shared="kCombineSharedBytes",
             per_dtype=True,
+        ),
+        *(
+            Kernel(
+                f"combine_{compression}",
+                _COMBINE,
+                folder="throughput",
+                threads="kCombineThreads",
+                shared="kCombineSharedBytes",
+                per_dtype=True,
+                compression=compression,
+                needs_fp8=compression == "fp8",
+            )
+            for compression in COMPRESSIONS
         ),
         Kernel(
             "combine_choices",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..arrays.compressed_rows import COMPRESSIONS, LOG10_CODES, LOG10_LEAST, LOG10_OCTAVES, compressed_row_bytes
 from ..arrays.dtypes import DTYPES, FP8_GROUP
 from ..config import COMBINE_DTYPES, LOW_LATENCY_TILE_BYTES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, STAGE_BYTES, Config, rows_per_copy
 from ..errors import EPConfigError
@@ -17,6 +18,7 @@ TAIL_ROWS = 32
 EXPERTS_PER_BLOCK = 2
 """Experts that a block of expert_positions takes at a time."""
 
+_COMPRESSED_REDUCE_WARPS = 9
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
 
 
@@ -100,3 +102,30 @@ def combine_constants(config: Config, dtype: str) -> dict[str, int]:
     """Return the constants of a combine kernel for rows of `dtype`."""
     row_bytes = config.hidden * DTYPES[dtype].itemsize
     return {"kRowBytes": row_bytes, "kStagedRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}
+
+
+def compressed_constants(config: Config, dtype: str, compression: str, arch: str) -> dict[str, int]:
+    """Return the constants of a combine kernel whose rows of `dtype` are compressed on the way.
+
+    With TMA each copy warp has two stages for compressed chunks. More warps copy than in a plain combine, because they convert.
+    """
+    row_bytes = compressed_row_bytes(config.hidden, compression)
+    constants = {
+        "kCompression": COMPRESSIONS.index(compression),
+        **{f"kCompression{name.capitalize()}": number for number, name in enumerate(COMPRESSIONS)},
+        "kStagedRowBytes": row_bytes,
+        "kLog10Codes": LOG10_CODES,
+        "kLog10Least": LOG10_LEAST,
+        "kLog10Range": LOG10_OCTAVES << 23,
+    }
+    if arch_number(arch) >= 90:
+        chunk_bytes = rows_per_copy(config.hidden * DTYPES[dtype].itemsize) * row_bytes
+        pitch = -(-chunk_bytes // 128) * 128 + 128
+        copy_warps = min(10, max(1, _STAGING_BYTES // (2 * pitch)))
+        constants |= {
+            "kStageBytes": pitch,
+            "kCombineCopyWarps": copy_warps,
+            "kCombineThreads": 32 * (copy_warps + 1 + _COMPRESSED_REDUCE_WARPS),
+            "kCombineSharedBytes": copy_warps * 2 * pitch,
+        }
+    return constants

@@ -26,7 +26,7 @@ SIZES = {
     **dict.fromkeys(
         ["dispatch", "combine", "rounds", "bad_calls", "low_latency", "choices", "frameworks"], ("8", "4", "3", "2", "1")
     ),
-    "expert_rows": ("4", "3", "1"),
+    **dict.fromkeys(["compressed", "expert_rows"], ("4", "3", "1")),
     "buffers": ("8", "2", "1"),  # with all sizes, this program would take the longest
 }
 

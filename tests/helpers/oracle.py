@@ -4,7 +4,7 @@ This code is independent of `deepep_rt.backends.host`: it has no messages, count
 order. `expected_combine` adds up in float64, and `expected_sums` in the documented order and roundings, bit for bit. Every function takes
 the inputs of all ranks. `make_inputs` depends on (seed, rank) alone, so each rank can make the inputs of all ranks without communication.
 
-`RankInputs.x` may have any dtype, also one of `ml_dtypes`.
+`RankInputs.x` may have any dtype, also one of `ml_dtypes`. Compressed rows are those of the library, which tests/arrays checks alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from deepep_rt.arrays.compressed_rows import compress as compressed
+from deepep_rt.arrays.compressed_rows import expand
 
 
 @dataclass
@@ -165,19 +168,24 @@ def expected_sums(
     all_worst: Sequence[int | None] | None = None,
     all_weights: Sequence[np.ndarray] | None = None,
     biases: Sequence[np.ndarray] = (),
+    compress: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Work out the bits of a combine. The other arguments are those of `expected_combine`.
 
     A node's rows of a token are added up in float32 and rank order. The sum of a node other than that of `rank` is rounded to the rows'
     type. Then the nodes' sums are added up in node order, and the biases. Weights are added up in the same order, and not rounded.
 
-    `node_size` is the ranks of a node; default: all ranks.
+    `node_size` is the ranks of a node; default: all ranks. `compress` is the form of rows on the way.
 
     Returns:
         `[num_tokens, hidden]` of the rows' type, and `[num_tokens, num_topk]` float32 (None without `all_weights`).
     """
     num_ranks, num_tokens, dtype = len(all_inputs), len(all_inputs[rank].topk_idx), all_y[rank].dtype
     node_size = node_size or num_ranks
+
+    def sent(row: np.ndarray) -> np.ndarray:
+        return row if compress is None else expand(compressed(row[None], compress), row.size, compress)[0]
+
     terms: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(num_tokens)]
     for peer in range(num_ranks):
         worst = all_worst[peer] if all_worst is not None else None
@@ -186,7 +194,7 @@ def expected_sums(
         for row in range(received.num_kept):
             source, token = received.src_idx[row]
             if source == rank:
-                terms[token][peer] = all_y[peer][row].astype(np.float32), given[row]
+                terms[token][peer] = sent(all_y[peer][row].astype(np.float32)), given[row]
     x = np.zeros((num_tokens, all_y[rank].shape[1]), np.float32)
     weights = np.zeros((num_tokens, 1 if all_weights is None else all_weights[rank].shape[1]), np.float32)
     for token in range(num_tokens):

@@ -12,10 +12,12 @@ from deepep_rt import EPTimeoutError
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
+    COMPRESSED,
     LOW_LATENCY,
     THROUGHPUT,
     LowLatencyRound,
     broken,
+    compressed_rounds,
     expert_rounds,
     fails,
     low_latency_rounds,
@@ -93,6 +95,22 @@ def test_expert_rows(seed):
         expert_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
 
 
+@pytest.mark.parametrize("seed", seeds(3))
+def test_compressed_rows(seed):
+    with Machine(3, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 1) as machine:
+        compressed_rounds(machine, machine.buffers(**COMPRESSED), seed, 3)
+
+
+def without_fp8(machine, buffers, seed, count):
+    compressed_rounds(machine, buffers, seed, count, kinds=("log10", None))
+
+
+def test_compressed_rows_on_old_gpus():
+    """GPUs without FP8 refuse it, and the copy engine of other ranks changes nothing."""
+    with Machine(2, 1, ["sm_80", "sm_90"], weak_memory=True) as machine:
+        without_fp8(machine, machine.buffers(**{**COMPRESSED, "num_experts": 4}), 1, 2)
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 def test_mixed_architectures(seed):
     """GPUs with and without the copy engine and FP8 work together."""
@@ -160,13 +178,35 @@ BROKEN = [
         "before == 0",
         id="flag-after-the-first-items",
     ),
+    pytest.param(
+        compressed_rounds,
+        "throughput/combine_compressed.cuh",
+        r"if \(lane == 0\) bulk_wait_read<1>\(\);",
+        "",
+        id="stage-is-filled-too-early",
+    ),
+    pytest.param(
+        compressed_rounds,
+        "throughput/combine_compressed.cuh",
+        r"own stores to the stage\n    __syncwarp\(\);",
+        "own stores",
+        id="chunk-leaves-before-it-is-whole",
+    ),
+    pytest.param(
+        compressed_rounds,
+        "common/compressed.cuh",
+        r"for \(int step = 1; step < 8;",
+        "for (int step = 1; step < 4;",
+        id="half-a-group",
+    ),
     pytest.param(throughput_rounds, "throughput/combine.cuh", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
 ]
 
 
 @pytest.mark.parametrize(("run_rounds", "file", "pattern", "replacement"), BROKEN)
 def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
-    folder, sizes = broken(tmp_path, file, pattern, replacement), THROUGHPUT if run_rounds is throughput_rounds else LOW_LATENCY
+    folder = broken(tmp_path, file, pattern, replacement)
+    sizes = {throughput_rounds: THROUGHPUT, compressed_rounds: {**COMPRESSED, "num_experts": 4}}.get(run_rounds, LOW_LATENCY)
     one_block = dict(num_sms=1) if "common/work.cuh" in file else {}  # the second block starts after the first one has ended
     assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **one_block)
 
@@ -175,6 +215,12 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     ("file", "pattern", "replacement"),
     [
         pytest.param("throughput/combine.cu", r"fence_release_sys\(\);\n      raise_flag", "raise_flag", id="no-fence"),
+        pytest.param(
+            "throughput/combine_compressed.cuh",
+            r"fence_release_sys\(\);\n      raise_flag",
+            "raise_flag",
+            id="compressed-no-fence",
+        ),
         pytest.param("throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="no-wait-for-other-lanes"),
         pytest.param(
             "throughput/recv_window.cuh",
@@ -187,4 +233,7 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
 def test_missing_memory_order_fails(tmp_path, file, pattern, replacement):
     folder = broken(tmp_path, file, pattern, replacement)
     options = dict(arch="sm_80", weak_memory=True)
-    assert fails(folder, lambda machine, seed: throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 8), **options)
+    run_rounds, sizes = (
+        (without_fp8, {**COMPRESSED, "num_experts": 4}) if "compressed" in file else (throughput_rounds, THROUGHPUT)
+    )
+    assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **options)

@@ -43,6 +43,7 @@ inline void ld_relaxed_sys_global_u32(u32& v, const void* p) { v = load<u32>(p);
 inline void ld_relaxed_sys_global_u64(u64& v, const void* p) { v = load<u64>(p); }
 inline void ld_relaxed_sys_global_f32(float& v, const void* p) { v = load<float>(p); }
 inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
+inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 inline void ld_global_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 
 inline void st_release_cta_u32(void* p, u32 v) { store(p, v, Order::kRelease); }

@@ -18,6 +18,7 @@ from .machine import Machine
 
 LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
+COMPRESSED = dict(num_max_tokens_per_rank=24, hidden=640, num_topk=2, num_experts=6, num_sms=2)
 THROUGHPUT = dict(num_max_tokens_per_rank=40, hidden=64, num_topk=2, num_experts=6, num_sms=2)
 
 
@@ -136,10 +137,18 @@ def throughput_rounds(machine, buffers, seed, count):
         made.check()
 
 
-class ThroughputRound:
-    """A dispatch and a combine of all ranks."""
+def compressed_rounds(machine, buffers, seed, count, kinds=("fp8", None, "log10")):
+    """Run rounds whose rows come back compressed, in each format in turn, between rounds without."""
+    rounds = [ThroughputRound(machine, buffers, 100 * seed + i, compress=kinds[i % len(kinds)]) for i in range(count)]
+    machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
+    for made in rounds:
+        made.check()
 
-    def __init__(self, machine, buffers, seed):
+
+class ThroughputRound:
+    """A dispatch and a combine of all ranks. `compress`: the form of the rows on the way back."""
+
+    def __init__(self, machine, buffers, seed, compress=None):
         self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
         rng = np.random.default_rng([seed, 4])
         ranks, experts = range(self.config.num_ranks), self.config.num_experts
@@ -153,6 +162,7 @@ class ThroughputRound:
         self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
         self.weights = [draw.random((len(e.x), self.config.num_topk), np.float32) for e in self.expected]
         self.sent, self.again, self.back = {}, {}, {}
+        self.compress = compress
 
     def run(self, rank):
         put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
@@ -161,16 +171,16 @@ class ThroughputRound:
         sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **options)
         if self.alignment == 1:
             self.again[rank] = buffer.dispatch(x, handle=sent.handle)
-        self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, topk_weights=put(rank, self.weights[rank]))
+        how = dict(topk_weights=put(rank, self.weights[rank]), compress=self.compress)
+        self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, **how)
 
     def check(self):
         for rank, expected in enumerate(self.expected):
             oracle.check_dispatch(self.sent[rank], expected, has_counts=self.worst is None)
             if rank in self.again:
                 assert_same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
-            options = dict(
-                all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights, node_size=self.config.node_size
-            )
+            options = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights, compress=self.compress)
+            options["node_size"] = self.config.node_size
             oracle.check_sums(self.back[rank], rank, self.inputs, self.y, self.config.num_experts, **options)
 
 

@@ -50,7 +50,6 @@ class ChoiceSums:
         parts = runtime.layout.combined(num_tokens, x.row_bytes, returns)
         owner = self._results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
-        kind = call_signature.combine_kind(inputs.weighted, inputs.reduce)
         values = {
             "num_tokens": num_tokens,
             "first_token": 0,
@@ -65,7 +64,7 @@ class ChoiceSums:
             "out": out,
             "out_topk_weights": out_weights if returns else 0,
             **self._regions,
-            "call_signature": call_signature.pack(kind, *dtypes_of(x, None, weights)),
+            "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
         }
         launch = runtime.launcher("combine_choices", x.dtype)
         for first in range(0, runtime.config.num_max_tokens_per_rank, self._window):

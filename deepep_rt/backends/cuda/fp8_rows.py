@@ -31,8 +31,8 @@ class Fp8Rows:
         self._runtime, self._memory = runtime, memory
         self._without_fp8 = next(((rank, arch) for rank, arch in enumerate(archs) if not has_fp8(arch)), None)
 
-    def converted(self, inputs: DispatchInputs, call: Call) -> DispatchInputs:
-        """Queue the conversion. Return the arguments with the converted rows, whose owner holds their memory.
+    def check_support(self, argument: str) -> None:
+        """Check that all GPUs can convert to FP8, which `argument` of a call needs.
 
         Raises:
             EPUnavailableError: on all ranks, if the GPU of a rank cannot convert.
@@ -40,8 +40,16 @@ class Fp8Rows:
         if self._without_fp8 is not None:
             rank, arch = self._without_fp8
             raise EPUnavailableError(
-                f"use_fp8=True; expected GPUs with FP8 on all ranks, but rank {rank} has {arch}. Pass use_fp8=False on all ranks"
+                f"{argument}; expected GPUs with FP8 on all ranks, but rank {rank} has {arch}. Leave it out on all ranks"
             )
+
+    def converted(self, inputs: DispatchInputs, call: Call) -> DispatchInputs:
+        """Queue the conversion. Return the arguments with the converted rows, whose owner holds their memory.
+
+        Raises:
+            EPUnavailableError: as `check_support`.
+        """
+        self.check_support("use_fp8=True")
         order, stream = self._runtime.order, call.stream
         order.enqueue_waits(call)
         (x,) = self._runtime.on_device(stream, inputs.x)

@@ -216,9 +216,7 @@ class NodesThroughput:
                 "sums": base + staging["sums"],
                 "sum_weights": base + staging["sum_weights"],
                 "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack(
-                    call_signature.combine_kind(inputs.weighted, inputs.reduce), *dtypes_of(x, None, weights)
-                ),
+                "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
                 "chunk_tokens": chunk.num_tokens,
                 "chunk_weights": chunk.offsets["weights"],
                 "chunk_rows": chunk.offsets["rows"],

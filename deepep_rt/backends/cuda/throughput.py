@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import View
 from ...comm import call_signature
 from ...comm.rendezvous import agree_on_measurement, begin_measurement
@@ -171,13 +172,16 @@ class Throughput:
         stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
         x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        staging = self._layout.staging(x.row_bytes).offsets
+        kernel, staged_bytes = "combine", x.row_bytes
+        if inputs.compress:
+            kernel, staged_bytes = f"combine_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
+        staging = self._layout.staging(staged_bytes).offsets
         staging_offset = self._regions.offsets["landing"]
         num_tokens = handle.num_tokens
         parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
-        self._runtime.launcher("combine", x.dtype)(
+        self._runtime.launcher(kernel, x.dtype)(
             stream,
             self.num_sms,
             {
@@ -192,9 +196,7 @@ class Throughput:
                 "recv_x_offset": staging_offset + staging["x"],
                 "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
                 "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack(
-                    call_signature.combine_kind(inputs.weighted, inputs.reduce), *dtypes_of(x, None, weights)
-                ),
+                "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
             },
         )
         given = inputs.topk_weights, *inputs.biases

@@ -45,6 +45,8 @@ class ThroughputCalls:
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """See `Buffer.combine`."""
+        if inputs.compress == "fp8":
+            self._fp8_rows.check_support("compress='fp8'")
         make_views = (self._by_token if inputs.handle.layout == "token" else self._by_expert).add_up(inputs, call)
         self._runtime.monitor.check_inputs()
         views = self._runtime.for_caller(make_views, inputs.x.device == HOST, call.stream)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...arrays.compressed_rows import compress, expand
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
-from ...comm.call_signature import combine_kind, dispatch_kind
+from ...comm.call_signature import dispatch_kind
 from ...results import DispatchHandle, Views
 from ..calls import BufferInfo, CombineInputs, DispatchInputs
 from ..overflow import OverflowLog, too_many_rows
@@ -44,6 +45,8 @@ class Throughput:
             excluded: `[num_tokens, num_ranks]` bool, rows that arrive and are not added. None: all are added.
         """
         given = [rows_of(view) for view in (inputs.x, inputs.topk_weights) if view is not None]
+        if inputs.compress:
+            given[0] = compress(to_float32(given[0], inputs.x.dtype), inputs.compress)
         routing, parts, lost = self.return_rows(inputs, given)
         return self._add_up(inputs, routing, parts, lost, excluded)
 
@@ -59,7 +62,7 @@ class Throughput:
         """
         with self.channel.call():
             routing: Routing = inputs.handle.routing
-            headers = self.agreement.new_headers(combine_kind(inputs.weighted, inputs.reduce), inputs.x, inputs, routing.serial)
+            headers = self.agreement.new_headers(inputs.kind, inputs.x, inputs, routing.serial)
             headers.report_size(routing.num_received, max(part.shape[1] for part in given))
             sizes = [len(tokens) for tokens in routing.sent_tokens]
             send_mask, recv_mask = self.agreement.exchange_row_counts(headers, "kPhaseCombineWindow", routing.num_received, sizes)
@@ -219,7 +222,7 @@ class Throughput:
             for first in range(0, ranks, node_size):
                 node = [peer for peer in range(first, first + node_size) if peer not in lost]
                 tokens = [routing.sent_tokens[peer] for peer in node]
-                rows = [to_float32(parts[peer][0], dtype) for peer in node]
+                rows = [_as_floats(parts[peer][0], inputs) for peer in node]
                 if excluded is not None:
                     rows = [part[~excluded[sent, peer]] for peer, sent, part in zip(node, tokens, rows, strict=True)]
                     tokens = [sent[~excluded[sent, peer]] for peer, sent in zip(node, tokens, strict=True)]
@@ -233,6 +236,13 @@ class Throughput:
             out = Result(total.shape, dtype)
             from_float32(total, dtype, out.rows)
         return {"x": out.view(framework), "topk_weights": None if weights is None else weights.view(framework)}
+
+
+def _as_floats(rows: np.ndarray, inputs: CombineInputs) -> np.ndarray:
+    """Convert the bytes of rows that arrived to float32."""
+    if inputs.compress:
+        return expand(rows, inputs.x.shape[1], inputs.compress)
+    return to_float32(rows, inputs.x.dtype)
 
 
 def _add_node(total: np.ndarray, tokens: list[np.ndarray], rows: list[np.ndarray], dtype: str | None) -> None:
