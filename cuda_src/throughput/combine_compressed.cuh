@@ -121,7 +121,7 @@ __device__ __forceinline__ Compressed load_compressed(const char* row, int chann
 
 // This loop waits for memory. A lane has the channels of up to kAtOnce rows in flight.
 __device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
-  constexpr int kMost = kIsLog10 ? 3 : 4, kAtOnce = kNumRanks < kMost ? kNumRanks : kMost, kEach = kPerVec<kElement>;
+  constexpr int kAtOnce = kNumRanks < 3 ? kNumRanks : 3, kEach = kPerVec<kElement>;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int channel = lane_idx() * kLaneChannels; channel < kHidden; channel += kPassChannels) {
     float sum[kLaneChannels] = {};
