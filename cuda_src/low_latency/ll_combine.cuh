@@ -63,7 +63,7 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
   for (int token = receivers.first(); ok && token < p.num_tokens; token += receivers.step()) {
     const Choice now = choice;
     choice = Choice(p, token + receivers.step());
-    ok = receive_token(p, call, receivers, token, now);
+    ok = receive_token<PlainShare>(p, call, receivers, token, now);
   }
   if (!ok) poison(p.out, out_bytes, lane_idx(), 32);  // all of it: this warp does not know the tokens that other warps skip
 }

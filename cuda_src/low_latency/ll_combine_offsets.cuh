@@ -3,6 +3,7 @@
 #include "low_latency/low_latency.cuh"
 
 constexpr int kRowVecs = kHidden / 8;
+constexpr int kSentVecs = kSentRowBytes / sizeof(Vec16);  // of a row on its way
 constexpr int kTileVecs = kLlTileBytes / sizeof(Vec16);
 constexpr int kMaxVecsPerThread = kTileVecs / 32;  // that a thread loads at once
 constexpr int kRowsOfToken = kNumRanks > kNumTopk ? kNumRanks : kNumTopk;

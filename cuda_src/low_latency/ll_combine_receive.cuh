@@ -130,11 +130,11 @@ __device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const Wa
     return wait_until(p, epoch, kPhaseLlCombineRows, sender, [&](u32&) { return is_written(ld_relaxed_sys(vec)); });
   };
   u32 lost = ~__ballot_sync(~0u, lane >= rows.count || rows.arrived);
-  for (int i = group.thread(0); i - lane < kRowVecs; i += group.num_threads()) {
+  for (int i = group.thread(0); i - lane < kSentVecs; i += group.num_threads()) {
     u32 late = 0;
     for (int first = 0; first < rows.count; first += kAtOnce) {
       Vec16 held[kAtOnce];
-      auto exists = [&](int j) { return i < kRowVecs && first + j < rows.count; };
+      auto exists = [&](int j) { return i < kSentVecs && first + j < rows.count; };
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const u64 row = __shfl_sync(~0u, rows.row, first + j);
@@ -164,56 +164,78 @@ __device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const Wa
   rows.count = kept, rows.added = added;
 }
 
+// Eight channels of a row, as a thread reads them. The other form of a share is CompressedShare.
+struct PlainShare {
+  static constexpr int kPerRow = kRowVecs, kChannels = 8, kMaxAtOnce = kMasksOnTimeout ? 4 : 8;  // more would spill registers
+  using Place = Vec16*;
+  Vec16 held;
+
+  __device__ static __forceinline__ Place place(u64 row, int i) { return at<Vec16>(row, 0) + i; }
+  __device__ __forceinline__ void load(Place from) { held = ld_relaxed_sys(from); }
+  __device__ __forceinline__ bool has_arrived() const { return is_written(held); }
+  __device__ __forceinline__ void complete() const {}
+  __device__ __forceinline__ void clear(Place from) const { st_vec(from, empty_vec()); }
+  __device__ __forceinline__ void add_to(float (&sum)[kChannels], float weight) const { add_scaled_to<kBfloat16>(sum, held, weight); }
+  __device__ static __forceinline__ void store(Vec16* out, int i, const float (&sum)[kChannels]) {
+    st_vec(out + i, rounded<kBfloat16>(sum));
+  }
+};
+
 // Computes one warp's part of a token. False: the wait timed out.
+template <class Share>
 __device__ inline bool receive_token(const Params& p, const Call& call, const WarpGroup& group, int token, const Choice& choice) {
-  constexpr int kMaxAtOnce = kMasksOnTimeout ? 4 : 8,
-                kAtOnce = kNumTopk < kMaxAtOnce ? kNumTopk : kMaxAtOnce;  // more would spill registers
+  constexpr int kAtOnce = kNumTopk < Share::kMaxAtOnce ? kNumTopk : Share::kMaxAtOnce;
   bool ok;
   Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
   if (!ok && !kMasksOnTimeout) return false;
   if constexpr (kMasksOnTimeout) drop_incomplete_rows(p, call.received, group, rows);
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
-  for (int i = group.thread(group.block()); i - lane_idx() < kRowVecs; i += group.num_threads()) {
-    const bool exists = i < kRowVecs;
-    float sum[8] = {};
+  for (int i = group.thread(group.block()); i - lane_idx() < Share::kPerRow; i += group.num_threads()) {
+    const bool exists = i < Share::kPerRow;
+    float sum[Share::kChannels] = {};
     for (int first = 0; first < rows.count; first += kAtOnce) {
-      Vec16* from[kAtOnce];
-      Vec16 held[kAtOnce];
+      typename Share::Place from[kAtOnce];
+      Share shares[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        from[j] = at<Vec16>(__shfl_sync(~0u, rows.row, first + j), 0) + i;
-        if (exists && first + j < rows.count) held[j] = ld_relaxed_sys(from[j]);
+        from[j] = Share::place(__shfl_sync(~0u, rows.row, first + j), i);
+        if (exists && first + j < rows.count) shares[j].load(from[j]);
       }
       auto missing = [&] {
         u32 which = 0;
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) which |= (exists && first + j < rows.count && !is_written(held[j]) ? 1u : 0) << j;
+        for (int j = 0; j < kAtOnce; ++j) which |= (exists && first + j < rows.count && !shares[j].has_arrived() ? 1u : 0) << j;
         return which;
       };
-      // Loads all missing rows again together, so that a round trip to memory serves all of them. From the second round on, the thread
+      // Loads all missing shares again together, so that a round trip to memory serves all of them. From the second round on, the thread
       // first polls one of them, because polling is cheap.
       for (u32 left, round = 0; __any_sync(~0u, left = missing()) && ok; ++round) {
         const int late = __ffs(__reduce_or_sync(~0u, left)) - 1;
         const int sender = __shfl_sync(~0u, rows.sender, first + late);
-        const Vec16* row = at<Vec16>(__shfl_sync(~0u, rows.row, first + late), 0) + i;
+        const auto place = Share::place(__shfl_sync(~0u, rows.row, first + late), i);
         if (round > 0 && left >> late & 1) {
-          ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) { return is_written(ld_relaxed_sys(row)); });
+          ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) {
+            Share now;
+            now.load(place);
+            return now.has_arrived();
+          });
         }
         ok = __all_sync(~0u, ok);
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          if (left >> j & 1) held[j] = ld_relaxed_sys(from[j]);
+          if (left >> j & 1) shares[j].load(from[j]);
         }
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const float weight = __shfl_sync(~0u, rows.weight, first + j);
+        shares[j].complete();
         if (!exists || first + j >= rows.count) continue;
-        st_vec(from[j], empty_vec());
-        if (rows.added >> (first + j) & 1) add_scaled_to<kBfloat16>(sum, held[j], weight);
+        shares[j].clear(from[j]);
+        if (rows.added >> (first + j) & 1) shares[j].add_to(sum, weight);
       }
     }
-    if (exists) st_vec(out + i, rounded<kBfloat16>(sum));
+    if (exists) Share::store(out, i, sum);
   }
   return kMasksOnTimeout || __all_sync(~0u, ok);
 }

@@ -54,7 +54,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
     for (int r = 0; r < p.rank; ++r) to_row += rows[lane * kNumRanks + r];
     for (int r = 0; r < lane; ++r) staged_row += rows[p.rank * kNumRanks + r];
     count = clamp_rows(p.capacity - from_row, rows[lane * kNumRanks + p.rank]);
-    routes.to_x[lane] = window.x + to_row * kStagedRowBytes;
+    routes.to_x[lane] = window.x + to_row * kSentRowBytes;
     routes.to_weights[lane] = window.topk_weights + to_row * kNumTopk * sizeof(float);
     routes.from_row[lane] = from_row;
     routes.num_rows[lane] = count;
@@ -86,7 +86,7 @@ __device__ __forceinline__ const char* source_of(const Params& p, const Routes& 
 }
 
 __device__ __forceinline__ char* target_of(const Routes& routes, const Chunk& c) {
-  return at<char>(routes.to_x[c.rank], c.first * kStagedRowBytes);
+  return at<char>(routes.to_x[c.rank], c.first * kSentRowBytes);
 }
 
 __device__ __forceinline__ void copy_weights(const Params& p, const Routes& routes, const Chunk& c) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
       const i64 row = __shfl_sync(~0u, staged, r);
-      rows[r] = row >= 0 ? base + p.recv_x_offset + row * kStagedRowBytes : 0;
+      rows[r] = row >= 0 ? base + p.recv_x_offset + row * kSentRowBytes : 0;
       if (p.topk_weights && row >= 0 && lane < kNumTopk) {
         weight += ld_relaxed_sys(at<const float>(base, p.recv_topk_weights_offset) + row * kNumTopk + lane);  // L1 may hold an old line
       }

@@ -5,7 +5,7 @@
 // while the warp fills its other stage; without TMA straight to the peer. Reduce warps convert back and add up in float32. Rows of the own
 // rank are converted too, so that the result does not depend on the rank of an expert.
 //
-// Bytes: each row is read once, crosses the link once with kStagedRowBytes, and is read once from staging. Each token is written once.
+// Bytes: each row is read once, crosses the link once with kSentRowBytes, and is read once from staging. Each token is written once.
 #pragma once
 #include "common/compressed.cuh"
 #include "throughput/combine.cuh"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void compress_row(const char* from, char* to) {
 __device__ __forceinline__ void compress_chunk(const Params& p, const Routes& routes, const Chunk& c, char* to) {
   copy_weights(p, routes, c);
   for (int row = 0; row < c.num_rows; ++row) {
-    compress_row(source_of(p, routes, c) + static_cast<i64>(row) * kRowBytes, to + static_cast<i64>(row) * kStagedRowBytes);
+    compress_row(source_of(p, routes, c) + static_cast<i64>(row) * kRowBytes, to + static_cast<i64>(row) * kSentRowBytes);
   }
 }
 
@@ -71,7 +71,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     fence_bulk_copies();  // each lane's own stores to the stage
     __syncwarp();
     if (lane == 0) {
-      bulk_store(target, stage, c.num_rows * kStagedRowBytes);
+      bulk_store(target, stage, c.num_rows * kSentRowBytes);
       bulk_commit();
       while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= CopyProgress::kRingEntries)
         continue;  // the signal warp waits for nothing, so this ends

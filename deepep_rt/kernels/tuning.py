@@ -101,7 +101,7 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
 def combine_constants(config: Config, dtype: str) -> dict[str, int]:
     """Return the constants of a combine kernel for rows of `dtype`."""
     row_bytes = config.hidden * DTYPES[dtype].itemsize
-    return {"kRowBytes": row_bytes, "kStagedRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}
+    return {"kRowBytes": row_bytes, "kSentRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}
 
 
 def compressed_constants(config: Config, dtype: str, compression: str, arch: str) -> dict[str, int]:
@@ -113,7 +113,7 @@ def compressed_constants(config: Config, dtype: str, compression: str, arch: str
     constants = {
         "kCompression": COMPRESSIONS.index(compression),
         **{f"kCompression{name.capitalize()}": number for number, name in enumerate(COMPRESSIONS)},
-        "kStagedRowBytes": row_bytes,
+        "kSentRowBytes": row_bytes,
         "kLog10Codes": LOG10_CODES,
         "kLog10Least": LOG10_LEAST,
         "kLog10Range": LOG10_OCTAVES << 23,
