@@ -91,6 +91,7 @@ class LowLatencyCalls(BufferBase):
         *,
         allow_multiple_reduction: bool = True,
         reduce: str | None = None,
+        compress: str | None = None,
         zero_copy: bool = False,
         out: Any = None,
         async_finish: bool = False,
@@ -113,6 +114,9 @@ class LowLatencyCalls(BufferBase):
                 GPUs. It must be the same on all ranks, as must the dispatch of `handle`; a difference breaks the buffer.
             reduce: Another name for it, as in `combine`: "rank" is `allow_multiple_reduction=True`, and "topk" is False. With "topk" the
                 bits are the same for any number of ranks and any placement of experts.
+            compress: The form of the rows on the way, as in `combine`: None, "fp8" or "log10". A rank rounds its sum of a token's rows to
+                bfloat16 and compresses it. `hidden` is a multiple of 512, nodes may be several, and the value is the same on all ranks;
+                a difference breaks the buffer. Not with `allow_multiple_reduction=False`.
             zero_copy: `y` is the array of `get_low_latency_combine_buffer`. The call reads rows in place in any case.
             out: `[num_tokens, hidden]` bfloat16 for the result, outside of `y`; default: memory of the buffer.
             async_finish: As in `dispatch`.
@@ -124,6 +128,7 @@ class LowLatencyCalls(BufferBase):
 
         Raises:
             EPInputError: If an argument is wrong. Nothing was launched.
+            EPUnavailableError: With `compress="fp8"`, if the GPU of a rank cannot convert to FP8.
             EPTimeoutError: If a peer did not answer in an earlier call.
 
         Example:
@@ -133,7 +138,7 @@ class LowLatencyCalls(BufferBase):
         with self._call_lock:
             call = self._begin(y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
-                self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out, reduce
+                self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out, reduce, compress
             )
             if flag(zero_copy, "zero_copy") and inputs.y.ptr != backend.low_latency_combine_view(handle.framework).ptr:
                 raise EPInputError(

@@ -25,9 +25,32 @@
 #include "low_latency/ll_combine_receive.cuh"
 #include "low_latency/ll_combine_send.cuh"
 
+// Rows travel as bfloat16. The other form is CompressedRows.
+struct PlainRows {
+  static constexpr bool kIsCompressed = false;
+  using Share = PlainShare;
+
+  // Called by all warps of a group: computes and writes this thread's part of a row.
+  __device__ static __forceinline__ void send_row(const Params& p, const Entry& entry, int thread, int step, Vec16* to) {
+    auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
+    if (step * 2 >= kRowVecs) {
+      entry.reduce<2, 4>(p, thread, step, kRowVecs, write);
+    } else {
+      entry.reduce<kMaxVecsPerThread, 1>(p, thread, step, kRowVecs, write);
+    }
+  }
+
+  // Called by one warp: computes and writes the tile that begins at vector `start`.
+  __device__ static __forceinline__ void send_tile(const Params& p, const Entry& entry, int start, Vec16* to) {
+    auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
+    entry.reduce<kMaxVecsPerThread, 2>(p, start + lane_idx(), 32, min(start + kTileVecs, kRowVecs), write);
+  }
+};
+
 // Runs the whole call. Each entry consists of num_parts items, and groups of the shape of `senders` claim them. send(call, item, num_items,
 // num_entries) runs the send half from the group's first item on. kInterleaved: entry_at gives the entry of a position.
-template <bool kInterleaved, class Send>
+// `Form`: of the rows on the way.
+template <bool kInterleaved, class Form, class Send>
 __device__ __forceinline__ void combine(const Params& p, const WarpGroup& senders, int num_parts, Send send) {
   __shared__ Call call;
   __shared__ u32 first_item;
@@ -63,7 +86,7 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
   for (int token = receivers.first(); ok && token < p.num_tokens; token += receivers.step()) {
     const Choice now = choice;
     choice = Choice(p, token + receivers.step());
-    ok = receive_token<PlainShare>(p, call, receivers, token, now);
+    ok = receive_token<typename Form::Share>(p, call, receivers, token, now);
   }
   if (!ok) poison(p.out, out_bytes, lane_idx(), 32);  // all of it: this warp does not know the tokens that other warps skip
 }

@@ -103,6 +103,42 @@ __device__ __forceinline__ void reduce(int first, int stride, int end, u32 which
   }
 }
 
+// Like `reduce`, but a thread computes kVecs neighbouring vectors, write(i, vectors) gets all of them, and every thread has a column.
+template <int kVecs, int kRows, class From, class Write>
+__device__ __forceinline__ void reduce_shares(int first, int stride, int end, u32 which, float weight, From from, Write write) {
+  for (; first < end; first += stride) {
+    float sum[kVecs][8] = {};
+    u32 left = which;
+    while (left) {
+      Vec16 held[kRows][kVecs];
+      float w[kRows];
+      bool has[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r, left &= left - 1) {
+        has[r] = left;
+        const int i = left ? __ffs(left) - 1 : 0;
+        const Vec16* row = from(i);
+        w[r] = __shfl_sync(~0u, weight, i);
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+          if (has[r]) held[r][j] = ld_vec(row + first * kVecs + j);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+          if (has[r]) add_scaled_to<kBfloat16>(sum[j], held[r][j], w[r]);
+        }
+      }
+    }
+    Vec16 both[kVecs];
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) both[j] = rounded<kBfloat16>(sum[j]);
+    write(first, both);
+  }
+}
+
 // An entry of the handle in a warp: a received token and its source. Lane k holds the row of the token's choice k on this rank, and its
 // weight.
 struct Entry {
@@ -129,6 +165,12 @@ struct Entry {
   __device__ __forceinline__ void reduce(const Params& p, int first, int stride, int end, Write write) const {
     auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
     ::reduce<kVecsPerThread, kRows>(first, stride, end, __ballot_sync(~0u, row >= 0), weight, from, write);
+  }
+
+  template <int kVecs, int kRows, class Write>
+  __device__ __forceinline__ void reduce_shares(const Params& p, int first, int stride, int end, Write write) const {
+    auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
+    ::reduce_shares<kVecs, kRows>(first, stride, end, __ballot_sync(~0u, row >= 0), weight, from, write);
   }
 };
 

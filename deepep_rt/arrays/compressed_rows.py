@@ -24,6 +24,9 @@ from .number_formats import to_fp8
 COMPRESSIONS = ("fp8", "log10")
 """Formats of rows on their way."""
 
+LOW_LATENCY_CHANNELS = 512
+"""Low-latency calls compress rows of a multiple of it: their warps convert so many channels at a time."""
+
 LOG10_CODES = 507
 """Codes other than zero. With 508, a byte could have all bits set."""
 
@@ -76,8 +79,8 @@ def expand(packed: np.ndarray, hidden: int, compression: str) -> np.ndarray:
         with np.errstate(all="ignore"):
             return (_e4m3_numbers()[high] * scales[:, :, None]).reshape(num_rows, hidden)
     start = hidden + hidden // 4
-    low = np.ascontiguousarray(packed[:, hidden:start]).view(np.uint32)
-    low = (low[:, :, None] >> (2 * np.arange(_LOW_BITS_CHANNELS, dtype=np.uint32)) & 3).reshape(high.shape)
+    words = np.ascontiguousarray(packed[:, hidden:start]).view(np.uint32)
+    low = (words[:, :, None] >> (2 * np.arange(_LOW_BITS_CHANNELS, dtype=np.uint32)) & 3).reshape(high.shape)
     heads = np.ascontiguousarray(packed[:, start : start + 8 * groups]).view(np.uint32).reshape(num_rows, groups, 2)
     codes = (high.astype(np.uint32) & 0x7F) << 2 | low
     largest, step = heads[:, :, :1], heads[:, :, 1:]

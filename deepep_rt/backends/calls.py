@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.view import Framework, View
-from ..comm.call_signature import combine_kind
+from ..comm.call_signature import combine_kind, low_latency_combine_kind
 from ..config import Config
 from ..results import DispatchHandle, LowLatencyHandle
 
@@ -109,3 +109,9 @@ class LowLatencyCombineInputs:
     handle: LowLatencyHandle
     reduce_early: bool  # an expert rank adds up its own experts' rows of a token before it sends them
     out: View | None
+    compress: str | None = None  # the form of rows on the way, one of `COMPRESSIONS`; None: as they are
+
+    @property
+    def kind(self) -> str:
+        """The kind of the call, which all ranks must agree on."""
+        return low_latency_combine_kind(self.reduce_early, self.compress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .._checks import argument_error, choice, flag
+from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
 from ..errors import EPInputError
 from ..results import LowLatencyHandle
@@ -63,6 +64,7 @@ def low_latency_combine_inputs(
     allow_multiple_reduction: bool,
     out: Any,
     reduce: str | None = None,
+    compress: str | None = None,
 ) -> LowLatencyCombineInputs:
     """Check the arguments of `Buffer.low_latency_combine`. Its docstring names the rules."""
     config = info.config
@@ -71,6 +73,9 @@ def low_latency_combine_inputs(
         if choice(reduce, "reduce", ("rank", "topk")) == "rank" and not reduce_early:
             raise EPInputError("reduce='rank' with allow_multiple_reduction=False, which is reduce='topk'. Leave one of them out")
         reduce_early = reduce == "rank"
+    if compress is not None:
+        compress = choice(compress, "compress", COMPRESSIONS)
+        _check_compression(config.hidden, compress, reduce_early)
     check_low_latency_handle(info, handle)
     rows = as_view(info, y, "y", stream, (config.num_local_experts, config.worst_recv_tokens, config.hidden), ("bfloat16",))
     check_start(rows, "y")
@@ -85,7 +90,19 @@ def low_latency_combine_inputs(
             raise EPInputError(
                 "out overlaps y; expected separate memory, because y is read while out is written. Pass another array"
             )
-    return LowLatencyCombineInputs(rows, idx, weights, handle, reduce_early, into)
+    return LowLatencyCombineInputs(rows, idx, weights, handle, reduce_early, into, compress)
+
+
+def _check_compression(hidden: int, compress: str, reduce_early: bool) -> None:
+    if not reduce_early:
+        raise EPInputError(
+            f"compress={compress!r} with allow_multiple_reduction=False; expected True, because compression changes the bits that False "
+            f"keeps. Leave one of them out"
+        )
+    if hidden % LOW_LATENCY_CHANNELS:
+        raise EPInputError(
+            f"hidden={hidden}; expected a multiple of {LOW_LATENCY_CHANNELS} with compress={compress!r} in low-latency calls. Leave it out"
+        )
 
 
 def check_low_latency_handle(info: BufferInfo, handle: Any) -> None:

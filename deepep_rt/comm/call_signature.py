@@ -20,6 +20,7 @@ CALL_KINDS = (
     "combine with reduce='topk'",
     "combine with weighted=True and reduce='topk'",
     *(f"combine with {weighted}compress={name!r}" for weighted in ("", "weighted=True and ") for name in COMPRESSIONS),
+    *(f"low_latency_combine with compress={name!r}" for name in COMPRESSIONS),
 )
 
 _DTYPES = (None, *DTYPES)  # None: the caller did not pass the array
@@ -33,7 +34,7 @@ _FIELDS: tuple[tuple[str, Sequence[str | None] | None], ...] = (  # name, and th
     ("handle (number of its dispatch)", None),
 )
 NUM_FIELDS = len(_FIELDS)
-_BITS = (4, 5, 5, 5, 5, 20)  # of the fields in a packed signature; low-latency kernels have room for its lower 32 bits
+_BITS = (5, 5, 5, 5, 5, 20)  # of the fields in a packed signature; low-latency kernels have room for its lower 32 bits
 
 
 def dispatch_kind(layout: str) -> str:
@@ -46,6 +47,13 @@ def combine_kind(weighted: bool, reduce: str, compress: str | None) -> str:
     given = {"weighted=True": weighted, "reduce='topk'": reduce == "topk", f"compress={compress!r}": compress is not None}
     arguments = [text for text, is_given in given.items() if is_given]
     return "combine with " + " and ".join(arguments) if arguments else "combine"
+
+
+def low_latency_combine_kind(reduce_early: bool, compress: str | None) -> str:
+    """Return the kind of a low-latency combine with these arguments."""
+    if not reduce_early:
+        return "low_latency_combine with allow_multiple_reduction=False"
+    return f"low_latency_combine with compress={compress!r}" if compress else "low_latency_combine"
 
 
 @functools.lru_cache

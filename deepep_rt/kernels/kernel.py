@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..arrays.compressed_rows import LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
 from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
 from .structs import CStruct
@@ -48,7 +49,7 @@ class Kernel:
 
     def fits(self, config: Config) -> bool:
         """Return whether a Buffer of these sizes can launch the kernel."""
-        if self.compression and config.hidden % FP8_GROUP:
+        if self.compression and config.hidden % (LOW_LATENCY_CHANNELS if self.low_latency else FP8_GROUP):
             return False
         if self.over_nodes:
             return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE

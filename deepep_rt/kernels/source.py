@@ -11,7 +11,7 @@ from ..errors import EPCompileError, EPConfigError, EPUnavailableError
 from . import structs
 from .kernel import Kernel
 from .layout import Layout
-from .tuning import combine_constants, compressed_constants, local_constants, tuning
+from .tuning import combine_constants, compressed_stages, compression_constants, local_constants, tuning
 
 Constants = Mapping[str, int]
 
@@ -39,8 +39,10 @@ def kernel_constants(layout: Layout, arch: str, kernel: Kernel, dtype: str | Non
         if dtype is None:
             raise EPConfigError(f"dtype=None; expected the element type that kernel {kernel.name} adds up")
         constants.update(combine_constants(config, dtype))
-        if kernel.compression:
-            constants.update(compressed_constants(config, dtype, kernel.compression, arch))
+        if kernel.compression and constants["kHasTma"]:
+            constants.update(compressed_stages(config, dtype, kernel.compression))
+    if kernel.compression:
+        constants.update(compression_constants(config, kernel.compression))
     return constants
 
 

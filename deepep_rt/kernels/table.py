@@ -254,23 +254,21 @@ KERNELS: dict[str, Kernel] = {
             overlaps=True,
             max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
-        Kernel(
-            "ll_combine",
-            _LOW_LATENCY_COMBINE,
-            folder="low_latency",
-            threads="kLlThreads",
-            low_latency=True,
-            overlaps=True,
-            max_stack_bytes=8,  # arguments of NVSHMEM's functions
-        ),
-        Kernel(
-            "ll_combine_large",
-            _LOW_LATENCY_COMBINE,
-            folder="low_latency",
-            threads="kLlThreads",
-            low_latency=True,
-            scale_up_only=True,
-            overlaps=True,
+        *(
+            Kernel(
+                f"{name}_{compression}" if compression else name,
+                _LOW_LATENCY_COMBINE,
+                folder="low_latency",
+                threads="kLlThreads",
+                low_latency=True,
+                scale_up_only=name == "ll_combine_large",
+                overlaps=True,
+                compression=compression,
+                needs_fp8=compression == "fp8",
+                max_stack_bytes=0 if name == "ll_combine_large" else 8,  # arguments of NVSHMEM's functions
+            )
+            for compression in (None, *COMPRESSIONS)
+            for name in ("ll_combine", "ll_combine_large")
         ),
         Kernel(
             "copy_bandwidth",

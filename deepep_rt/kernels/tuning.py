@@ -104,28 +104,29 @@ def combine_constants(config: Config, dtype: str) -> dict[str, int]:
     return {"kRowBytes": row_bytes, "kSentRowBytes": row_bytes, "kChunkRows": rows_per_copy(row_bytes)}
 
 
-def compressed_constants(config: Config, dtype: str, compression: str, arch: str) -> dict[str, int]:
-    """Return the constants of a combine kernel whose rows of `dtype` are compressed on the way.
-
-    With TMA each copy warp has two stages for compressed chunks. More warps copy than in a plain combine, because they convert.
-    """
-    row_bytes = compressed_row_bytes(config.hidden, compression)
-    constants = {
+def compression_constants(config: Config, compression: str) -> dict[str, int]:
+    """Return the constants of a kernel that compresses rows on the way."""
+    return {
         "kCompression": COMPRESSIONS.index(compression),
         **{f"kCompression{name.capitalize()}": number for number, name in enumerate(COMPRESSIONS)},
-        "kSentRowBytes": row_bytes,
+        "kSentRowBytes": compressed_row_bytes(config.hidden, compression),
         "kLog10Codes": LOG10_CODES,
         "kLog10Least": LOG10_LEAST,
         "kLog10Range": LOG10_OCTAVES << 23,
     }
-    if arch_number(arch) >= 90:
-        chunk_bytes = rows_per_copy(config.hidden * DTYPES[dtype].itemsize) * row_bytes
-        pitch = -(-chunk_bytes // 128) * 128 + 128
-        copy_warps = min(10, max(1, _STAGING_BYTES // (2 * pitch)))
-        constants |= {
-            "kStageBytes": pitch,
-            "kCombineCopyWarps": copy_warps,
-            "kCombineThreads": 32 * (copy_warps + 1 + _COMPRESSED_REDUCE_WARPS),
-            "kCombineSharedBytes": copy_warps * 2 * pitch,
-        }
-    return constants
+
+
+def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str, int]:
+    """Return the constants of a combine kernel with TMA that compresses rows of `dtype`.
+
+    Each copy warp has two stages for compressed chunks. More warps copy than in a plain combine, because they convert.
+    """
+    rows = rows_per_copy(config.hidden * DTYPES[dtype].itemsize)
+    pitch = -(-rows * compressed_row_bytes(config.hidden, compression) // 128) * 128 + 128
+    copy_warps = min(10, max(1, _STAGING_BYTES // (2 * pitch)))
+    return {
+        "kStageBytes": pitch,
+        "kCombineCopyWarps": copy_warps,
+        "kCombineThreads": 32 * (copy_warps + 1 + _COMPRESSED_REDUCE_WARPS),
+        "kCombineSharedBytes": copy_warps * 2 * pitch,
+    }

@@ -139,7 +139,14 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
         *("combine", "combine_fp8", "combine_log10", "combine_choices"),
     }
     local = {name for name, kernel in KERNELS.items() if kernel.is_local}
-    assert names[1] == {"ll_dispatch", "ll_combine", "ll_combine_large"} | local
+    assert (
+        names[1]
+        == {
+            "ll_dispatch",
+            *(f"{name}{form}" for name in ("ll_combine", "ll_combine_large") for form in ("", "_fp8", "_log10")),
+        }
+        | local
+    )
     far = {kernel.name for kernel, _ in cli.variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
     assert names[1] - far == {"ll_combine_large"}
 

@@ -69,6 +69,10 @@ def test_the_fields_of_a_call_without_scales() -> None:
     assert fields(*call) == unpack(pack(*call)) == (2, 1, 0, 0, 0, 0)
 
 
+def test_every_kind_has_a_signature_of_its_own() -> None:
+    assert [unpack(pack(kind, "bfloat16", None, None))[0] for kind in CALL_KINDS] == list(range(len(CALL_KINDS)))
+
+
 def test_kinds_of_low_latency() -> None:
     """The first field decides."""
     for number, kind in enumerate(CALL_KINDS):

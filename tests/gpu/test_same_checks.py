@@ -24,6 +24,7 @@ HOST_ONLY = {
     "check_low_latency_bad_expert_number",
     "check_wrong_low_latency_arguments",  # GPUs do not read these numbers
     "check_ranks_that_disagree_on_low_latency_calls",
+    "check_ranks_that_disagree_on_low_latency_compression",
     "check_other_choices_are_refused",  # on GPUs: test_low_latency.test_other_choices_are_reported
     "check_late_messages_of_every_kind",  # needs the messages of the host backend's combine
 }
@@ -41,6 +42,7 @@ def _checks():
         import expert_rows
         import lost_ranks
         import low_latency
+        import low_latency_compressed
         import low_latency_errors
         import low_latency_hooks
         import masks
@@ -49,7 +51,7 @@ def _checks():
     except ImportError:  # without MPI, pytest only collects these tests
         return []
     found = []
-    for_low_latency = (low_latency, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
+    for_low_latency = (low_latency, low_latency_compressed, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
     on_nodes = transports.nodes()
     settings_of = {
         **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls), on_nodes[:1]),

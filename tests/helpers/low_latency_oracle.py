@@ -1,7 +1,7 @@
 """Work out the results of the low-latency calls from the inputs of all ranks, by plain loops over tokens.
 
-Like `oracle`, this code is independent of `deepep_rt`. It converts to FP8 with `ml_dtypes`. The order of all sums is documented, so results
-are compared bit for bit.
+Like `oracle`, this code is independent of `deepep_rt`, but for compressed rows, which tests/arrays checks alone. It converts to FP8 with
+`ml_dtypes`. The order of all sums is documented, so results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 from oracle import RankInputs
+
+from deepep_rt.arrays.compressed_rows import compress as compressed
+from deepep_rt.arrays.compressed_rows import expand
 
 GROUP = 128
 
@@ -114,6 +117,7 @@ def expected_combine(
     live: Collection[int] | None = None,
     answering: Collection[int] | None = None,
     named: np.ndarray | None = None,
+    compress: str | None = None,
 ) -> np.ndarray:
     """Work out what rank `rank` gets back, `[num_tokens, hidden]` bfloat16.
 
@@ -126,6 +130,7 @@ def expected_combine(
         live: The ranks that are not masked in the dispatch, rank `rank` included; None: all.
         answering: The ranks that are not masked in the combine; None: as in the dispatch.
         named: `[num_tokens, num_topk]` bool, the choices that combine names; with `reduce_early`, all or none of one rank. None: all.
+        compress: The form of rows on the way.
     """
     mine, num_ranks = all_inputs[rank], len(all_inputs)
     live = range(num_ranks) if live is None else live
@@ -154,7 +159,8 @@ def expected_combine(
             if reduce_early:
                 total = np.zeros(hidden, np.float32)
                 for peer in sorted(sums):
-                    total = total + _bfloat16(sums[peer]).astype(np.float32)
+                    row = _bfloat16(sums[peer]).astype(np.float32)
+                    total = total + (row if compress is None else expand(compressed(row[None], compress), hidden, compress)[0])
                 out[token] = _bfloat16(total)
             elif sums:
                 out[token] = _bfloat16(sums[0])

@@ -17,6 +17,7 @@ from tests.kernels_on_cpu.rounds import (
     THROUGHPUT,
     LowLatencyRound,
     broken,
+    compressed_low_latency_rounds,
     compressed_rounds,
     expert_rounds,
     fails,
@@ -48,6 +49,26 @@ def test_many_tokens(seed):
         sizes = dict(num_max_tokens_per_rank=12, num_topk=4, num_experts=8, low_latency_sms=1)
         low_latency_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 3, reduce=True)
         assert "ll_combine_large" in machine.launched
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_compressed_low_latency_rows(seed):
+    """In both kernels, and with hooks."""
+    sizes = dict(hidden=512, **(dict(num_max_tokens_per_rank=12, low_latency_sms=1) if seed == 3 else {}))
+    with Machine(2, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 1) as machine:
+        compressed_low_latency_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 5)
+        prefix = "ll_combine_large_" if seed == 3 else "ll_combine_"
+        assert {f"{prefix}fp8", f"{prefix}log10"} & set(machine.launched)
+
+
+def test_compressed_low_latency_rows_with_masks():
+    """A silent rank is masked while others wait for its rows."""
+    with Machine(3, 1) as machine:
+        buffers = machine.buffers(**{**LOW_LATENCY, "num_experts": 6, "hidden": 512}, on_timeout="mask")
+        compressed_low_latency_rounds(machine, buffers, 1, 2)
+        made = LowLatencyRound(machine, buffers, 9, calling=[0, 2], reduce=True, compress="log10").all()
+        machine.run()
+        made.check(live=[0, 2])
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -145,6 +166,20 @@ BROKEN = [
         id="rows-are-not-reset",
     ),
     pytest.param(
+        compressed_low_latency_rounds,
+        "low_latency/ll_combine_compressed.cuh",
+        r"is_written\(held.high\) && ",
+        "",
+        id="codes-are-not-awaited",
+    ),
+    pytest.param(
+        compressed_low_latency_rounds,
+        "low_latency/ll_combine_compressed.cuh",
+        r"if \(!leads_group\(\)\) return;",
+        "if (!leads_group() || c.head[0] == kEmptySentinel) return;",
+        id="heads-are-not-reset",
+    ),
+    pytest.param(
         low_latency_rounds,
         "low_latency/ll_dispatch_send.cuh",
         r"next;\n    __syncthreads\(\);",
@@ -206,9 +241,15 @@ BROKEN = [
 @pytest.mark.parametrize(("run_rounds", "file", "pattern", "replacement"), BROKEN)
 def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     folder = broken(tmp_path, file, pattern, replacement)
-    sizes = {throughput_rounds: THROUGHPUT, compressed_rounds: {**COMPRESSED, "num_experts": 4}}.get(run_rounds, LOW_LATENCY)
-    one_block = dict(num_sms=1) if "common/work.cuh" in file else {}  # the second block starts after the first one has ended
-    assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **one_block)
+    sizes = {
+        throughput_rounds: THROUGHPUT,
+        compressed_rounds: {**COMPRESSED, "num_experts": 4},
+        compressed_low_latency_rounds: {**LOW_LATENCY, "hidden": 512},
+    }.get(run_rounds, LOW_LATENCY)
+    options = dict(num_sms=1) if "common/work.cuh" in file else {}  # the second block starts after the first one has ended
+    if file.endswith("ll_combine_compressed.cuh"):
+        options["weak_memory"] = True  # words arrive in another order than they were stored
+    assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **options)
 
 
 @pytest.mark.parametrize(

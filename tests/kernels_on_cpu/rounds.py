@@ -51,7 +51,8 @@ class LowLatencyRound:
     Args:
         seed: Decides inputs and options.
         calling: The ranks that make the calls; None: all.
-        options: Options to set instead of random ones: `format`, `early` (the dispatch sends the weights), `reduce`, `hooks`.
+        options: Options to set instead of random ones: `format`, `early` (the dispatch sends the weights), `reduce`, `hooks`,
+            `compress`.
     """
 
     def __init__(self, machine, buffers, seed, calling=None, **options):
@@ -60,7 +61,7 @@ class LowLatencyRound:
         random_options = dict(
             format=FORMATS[rng.integers(4)], early=rng.random() < 0.5, reduce=rng.random() < 0.7, hooks=rng.random() < 0.3
         )
-        self.options = {**random_options, **options}
+        self.options = {**random_options, "compress": None, **options}
         self.calling = range(self.config.num_ranks) if calling is None else calling
         self.inputs = inputs_of(self.config, seed)
         shape = self.config.num_local_experts, self.config.worst_recv_tokens, self.config.hidden
@@ -82,6 +83,7 @@ class LowLatencyRound:
         self.back = {}
         for r in self.calling:
             arguments = dict(allow_multiple_reduction=self.options["reduce"], return_recv_hook=self.options["hooks"])
+            arguments["compress"] = self.options["compress"]
             y = self.machine.put(r, self.y[r])
             self.back[r] = self.buffers[r].low_latency_combine(y, self.idx[r], self.weights[r], self.sent[r].handle, **arguments)
 
@@ -104,13 +106,25 @@ class LowLatencyRound:
         fp8 = dict(fp8=kind.pop("use_fp8", True), round_scale=kind.get("round_scale", False), ue8m0=kind.get("use_ue8m0", False))
         for r in self.calling:
             check_dispatch(self.sent[r], expected_dispatch(r, self.inputs, experts, live=live, **fp8))
-            shares = dict(reduce_early=options["reduce"], live=live, answering=answering)
+            shares = dict(reduce_early=options["reduce"], live=live, answering=answering, compress=options["compress"])
             assert_same(self.back[r].x, expected_combine(r, self.inputs, self.y, experts, **shares))
 
 
 def low_latency_rounds(machine, buffers, seed, count, **options):
     """Queue some rounds, and then run them."""
     rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, **options).all() for i in range(count)]
+    machine.run()
+    for made in rounds:
+        made.check()
+
+
+def compressed_low_latency_rounds(machine, buffers, seed, count, kinds=("fp8", None, "log10"), **options):
+    """Queue rounds whose rows come back compressed, in each format in turn, between rounds without. Then run them."""
+    rounds = []
+    for i in range(count):
+        compress = kinds[(seed + i) % len(kinds)]
+        given = dict(compress=compress, **({"reduce": True} if compress else {}), **options)
+        rounds.append(LowLatencyRound(machine, buffers, 100 * seed + i, **given).all())
     machine.run()
     for made in rounds:
         made.check()

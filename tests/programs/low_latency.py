@@ -255,4 +255,4 @@ def check_random_rounds(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    main(__name__, "low_latency_hooks", "low_latency_errors")
+    main(__name__, "low_latency_compressed", "low_latency_hooks", "low_latency_errors")

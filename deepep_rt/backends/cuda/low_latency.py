@@ -230,6 +230,11 @@ class LowLatency:
             raise EPInputError(
                 "allow_multiple_reduction=False; expected True on GPUs with on_timeout='mask' or masked ranks. Leave it out"
             )
+        if inputs.compress == "fp8" and self._archs_without_fp8:
+            rank, arch = next(iter(self._archs_without_fp8.items()))
+            raise EPUnavailableError(
+                f"compress='fp8'; expected GPUs with FP8 on all ranks, but rank {rank} has {arch}. Leave it out on all ranks"
+            )
         self._hooks.combine.check_can_start(with_hook)
         self._order.enqueue_waits(call)
         y, idx, weights = self._runtime.on_device(stream, inputs.y, inputs.topk_idx, inputs.topk_weights)
@@ -250,12 +255,7 @@ class LowLatency:
             "idx_bytes": idx.itemsize,
             "reduce_early": inputs.reduce_early,
             "has_weights": handle.has_weights,
-            "call_signature": call_signature.pack(
-                "low_latency_combine" if inputs.reduce_early else "low_latency_combine with allow_multiple_reduction=False",
-                "bfloat16",
-                None,
-                None,
-            ),
+            "call_signature": call_signature.pack(inputs.kind, "bfloat16", None, None),
         }
         framework, shape = y.framework, (num_tokens, self._config.hidden)
 
@@ -263,6 +263,8 @@ class LowLatency:
             return {"x": given_out or self._runtime.result(out, shape, "bfloat16", owner, framework, stream)}
 
         kernel = "ll_combine_large" if num_tokens >= self._least_large_combine and inputs.reduce_early else "ll_combine"
+        if inputs.compress:
+            kernel = f"{kernel}_{inputs.compress}"
         given = inputs.topk_idx, inputs.topk_weights
         arguments = y, idx, weights, inputs.y, *given, given_out  # not the handle, which holds its tables
         record_end = functools.partial(self._order.record_end, call, arguments, (tables, owner), *given)

@@ -112,7 +112,8 @@ class CallAgreement:
 
     def phase(self, name: str) -> str:
         """The phase that errors name for a wait: a dispatch in a low-latency call has that call's phases."""
-        return _LOW_LATENCY_PHASES.get(self._low_latency_call or "", {}).get(name, name)
+        call = (self._low_latency_call or "").partition(" ")[0]  # the arguments that ranks agree on follow
+        return _LOW_LATENCY_PHASES.get(call, {}).get(name, name)
 
     def new_headers(
         self, kind: str, x: View, inputs: DispatchInputs | CombineInputs | LowLatencyCombineInputs, serial: int

@@ -179,7 +179,7 @@ class LowLatency:
 
     def _reduce_at_experts(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, excluded: np.ndarray) -> np.ndarray:
         """Add up the local rows of each token, and send the sum as bfloat16. The rank of the token adds up the sums."""
-        with self._agreement.low_latency_call("low_latency_combine"):
+        with self._agreement.low_latency_call(inputs.kind):
             weights = routing.weights
             if weights is None:
                 _, arrived = self._throughput.dispatch(
@@ -195,7 +195,9 @@ class LowLatency:
             token, choice = np.nonzero(excluded)
             excluded_ranks[token, routing.topk_idx[token, choice] // self._config.num_local_experts] = True
             sums_view = sums.view(inputs.y.framework)
-            total = self._throughput.combine(CombineInputs(sums_view, routing.rows, None, ()), excluded_ranks)["x"]
+            total = self._throughput.combine(
+                CombineInputs(sums_view, routing.rows, None, (), compress=inputs.compress), excluded_ranks
+            )["x"]
             assert total is not None
             return rows_of(total)
 
@@ -231,8 +233,7 @@ class LowLatency:
         ends = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])
         slots = [routing.slot[first:end] for first, end in ends.T]  # entries lie in the order of their source ranks
         num_sent = [len(part) for part in slots]
-        kind = "low_latency_combine with allow_multiple_reduction=False"
-        with self._agreement.low_latency_call(kind), self._channel.call():
+        with self._agreement.low_latency_call(inputs.kind), self._channel.call():
             headers = self._agreement.new_headers("combine", inputs.y, inputs, tokens.serial)
             headers.report_size(num_sent, y.shape[1])
             send_mask, recv_mask = self._agreement.exchange_row_counts(headers, "kPhaseLlCombineRoom", num_sent, num_expected)

@@ -17,6 +17,45 @@ from deepep_rt.kernels.layout import Layout
 __all__ = ["fake", "make"]
 
 
+@pytest.mark.parametrize(("compress", "row_bytes"), [("fp8", 272), ("log10", 336)])
+def test_compressed_rows(fake: FakeGpu, make: Any, compress: str, row_bytes: int) -> None:
+    """Another kernel sends them, and they take less staging."""
+    with make() as buffer:
+        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+        x, idx, _ = arguments(fake)
+        sent = buffer.dispatch(x, idx)
+        y = Array(fake, "bfloat16", 30, 256)
+        signatures = set()
+        for given in (None, compress):
+            fake.pop_launches()
+            back = buffer.combine(y, sent.handle, topk_weights=Array(fake, "float32", 30, 4), compress=given)
+            (combine,) = fake.pop_launches()
+            signatures.add(combine.call_signature)
+            assert combine.kernel == (f"combine_{given}" if given else "combine")
+            assert like(back.x) == ("bfloat16", (10, 256))
+            rows, landing = buffer.config.num_max_sent_rows, region(buffer, "landing")
+            assert BASE + combine.recv_topk_weights_offset + rows * 4 * 4 <= BASE + combine.recv_x_offset
+            assert BASE + combine.recv_x_offset + rows * (row_bytes if given else 512) <= landing.stop
+        assert len(signatures) == 2, "ranks that differ find out"
+
+
+def test_compressed_rows_on_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepep_rt.jit.current_gpu.target_arch", lambda: "sm_80")
+    with make() as buffer:
+        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
+        x, idx, _ = arguments(fake)
+        handle = buffer.dispatch(x, idx).handle
+        fake.pop_launches()
+        y = Array(fake, "bfloat16", 30, 256)
+        with pytest.raises(
+            EPUnavailableError, match=r"compress='fp8'; expected GPUs with FP8 on all ranks, but rank 0 has sm_80"
+        ):
+            buffer.combine(y, handle, compress="fp8")
+        assert fake.pop_launches() == []
+        buffer.combine(y, handle, compress="log10")
+        assert [launch.kernel for launch in fake.pop_launches()] == ["combine_log10"]
+
+
 def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
     with make() as buffer:
         fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
