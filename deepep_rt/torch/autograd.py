@@ -133,6 +133,7 @@ def combine(
     bias: Any = None,
     fp8_grad: bool = False,
     reduce: str = "rank",
+    compress: str | None = None,
 ) -> Any:
     """Call `Buffer.combine` with tensors, on the current stream. Differentiable in `x`, `topk_weights` and `bias`.
 
@@ -149,12 +150,15 @@ def combine(
         bias: None, one tensor or two tensors, `[num_tokens, hidden]`, dtype of `x`. They are added to the sum.
         fp8_grad: Send the rows of the gradient as float8_e4m3fn with scales, as `fp8` in `dispatch` does.
         reduce: The order of the sum, as in `Buffer.combine`.
+        compress: The form of the rows on the way, as in `Buffer.combine`. Gradients ignore the rounding. Their rows are not
+            compressed, except by `fp8_grad`.
 
     Returns:
         `[num_tokens, hidden]`, dtype of `x`: for each token the sum of its rows.
 
     Raises:
         EPInputError: If an argument is wrong. No kernel was launched.
+        EPUnavailableError: As in `Buffer.combine`.
         EPTimeoutError: As in `Buffer.combine`.
         EPDestroyedError: After `destroy()`, also in the backward pass.
 
@@ -167,9 +171,10 @@ def combine(
     check_tensor(topk_weights, "topk_weights", required=False)
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
-        return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad, reduce)
+        return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad, reduce, compress)
     link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
-    return _Combine.apply(x, link, topk_weights, buffer, unlinked(handle), fp8_grad, reduce, *biases)
+    how = dict(weighted=topk_weights is not None, reduce=reduce, compress=compress)
+    return _Combine.apply(x, link, topk_weights, buffer, unlinked(handle), fp8_grad, how, *biases)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -248,14 +253,13 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
         buffer: Buffer,
         handle: DispatchHandle,
         fp8_grad: bool,
-        reduce: str,
+        how: dict[str, Any],
         *biases: Any,
     ) -> Any:
-        ctx.buffer, ctx.handle, ctx.fp8_grad, ctx.reduce = buffer, handle, fp8_grad, reduce
-        weighted = topk_weights is not None
-        if weighted:
+        ctx.buffer, ctx.handle, ctx.fp8_grad, ctx.reduce = buffer, handle, fp8_grad, how["reduce"]
+        if how["weighted"]:
             ctx.save_for_backward(topk_weights, x if ctx.needs_input_grad[2] else None)
-        return buffer.combine(x, handle, topk_weights=topk_weights, weighted=weighted, reduce=reduce, bias=biases or None).x
+        return buffer.combine(x, handle, topk_weights=topk_weights, bias=biases or None, **how).x
 
     @staticmethod
     @once_differentiable

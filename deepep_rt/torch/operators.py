@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.inputs import compression
 from ..buffer import Buffer, buffer_of, info_of
 from ..errors import EPInputError
 from .handles import TracedHandle, check_traced, handle_of, tensor_of
@@ -121,13 +122,12 @@ def combine_op(
     num_tokens: int,
     fp8_grad: bool,
     reduce: str,
+    compress: str | None,
 ) -> Tensor:
-    """Add up rows, weighted or not, and biases."""
+    """Add up rows, weighted or not, and biases. `fp8_grad` is for the gradient."""
     biases = tuple(bias for bias in (bias_0, bias_1) if bias is not None)
-    weighted = topk_weights is not None
-    known = handle_of(handle)
-    how: dict[str, Any] = dict(topk_weights=topk_weights, weighted=weighted, reduce=reduce, bias=biases or None)
-    return buffer_of(buffer).combine(aligned(x), known, **how).x
+    how: dict[str, Any] = dict(weighted=topk_weights is not None, reduce=reduce, compress=compress, bias=biases or None)
+    return buffer_of(buffer).combine(aligned(x), handle_of(handle), topk_weights=topk_weights, **how).x
 
 
 @combine_op.register_fake
@@ -139,14 +139,13 @@ def _(
     bias_1: Tensor | None,
     buffer: int,
     num_tokens: int,
-    fp8_grad: bool,
-    reduce: str,
+    *_: Any,
 ) -> Tensor:
     return x.new_empty(num_tokens, x.shape[1])
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce = inputs
+    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce, _ = inputs
     ctx.num_recv_rows, ctx.biases = x.shape[0], [bias is not None for bias in biases]
     ctx.weighted = weights is not None
     if weights is None:
@@ -167,7 +166,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_weights = dot_rows(exact, x.float(), ctx.reduce).masked_fill(~is_row, 0)  # the experts' rows of padding may be NaN
         grad_x = (exact * weights[:, None]).to(grad.dtype)
     biases = [grad if exists else None for exists in ctx.biases]
-    return grad_x, torch.zeros_like(handle), grad_weights, *biases, None, None, None, None
+    return grad_x, torch.zeros_like(handle), grad_weights, *biases, *[None] * 5
 
 
 combine_op.register_autograd(_combine_backward, setup_context=_keep_for_combine)
@@ -261,13 +260,19 @@ def traced_dispatch(
 
 
 def traced_combine(
-    buffer: Buffer, x: Any, handle: Any, topk_weights: Any, biases: Sequence[Any], fp8_grad: bool, reduce: str
+    buffer: Buffer,
+    x: Any,
+    handle: Any,
+    topk_weights: Any,
+    biases: Sequence[Any],
+    fp8_grad: bool,
+    reduce: str,
+    compress: str | None,
 ) -> Any:
     """Add a combine to the graph."""
     check_traced(handle)
     if len(biases) > 2:
         raise EPInputError(f"len(bias)={len(biases)}; expected at most 2 tensors. Add them up first")
     bias_0, bias_1 = (*biases, None, None)[:2]
-    return torch.ops.deepep_rt.combine(
-        x, handle.tensor, topk_weights, bias_0, bias_1, info_of(buffer).serial, handle.num_tokens, fp8_grad, reduce
-    )
+    how = (info_of(buffer).serial, handle.num_tokens, fp8_grad, reduce, compression(buffer.config, compress, reduce))
+    return torch.ops.deepep_rt.combine(x, handle.tensor, topk_weights, bias_0, bias_1, *how)
