@@ -207,9 +207,7 @@ def combine_inputs(
             "reduce='topk' with a handle of layout='token'; expected a handle of layout='expert', which has a row for each choice. "
             "Dispatch with layout='expert'"
         )
-    if compress is not None:
-        compress = choice(compress, "compress", COMPRESSIONS)
-        _check_compression(config, compress, reduce)
+    compress = compression(config, compress, reduce)
     given: Sequence[Any] = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise EPInputError(f"len(bias)={len(given)}; expected at most 2 arrays. Add them up first")
@@ -220,7 +218,11 @@ def combine_inputs(
     return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce, compress)
 
 
-def _check_compression(config: Config, compress: str, reduce: str) -> None:
+def compression(config: Config, compress: str | None, reduce: str) -> str | None:
+    """Return the form of combine's rows on the way, checked."""
+    if compress is None:
+        return None
+    compress = choice(compress, "compress", COMPRESSIONS)
     if reduce == "topk":
         raise EPInputError(
             f"compress={compress!r} with reduce='topk'; expected reduce='rank', because compression changes the bits that reduce='topk' "
@@ -233,6 +235,7 @@ def _check_compression(config: Config, compress: str, reduce: str) -> None:
             f"compress={compress!r} on {config.num_nodes} nodes; expected one node, because rows are not compressed between nodes yet. "
             f"Leave it out"
         )
+    return compress
 
 
 def _check_handle(info: BufferInfo, handle: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,6 +79,13 @@ class _Form(NamedTuple):
     reduce: str  # of the gradient
 
 
+class _Sum(NamedTuple):
+    """How a combine adds up rows."""
+
+    reduce: str
+    compress: str | None = None
+
+
 def dispatch(
     buffer: Buffer,
     x: jax.Array,
@@ -149,6 +155,7 @@ def combine(
     *,
     topk_weights: jax.Array | None = None,
     reduce: str = "rank",
+    compress: str | None = None,
     after: jax.Array | None = None,
 ) -> Combined:
     """Send rows back to the ranks of their tokens and add up the rows of each token there, in float32. See `Buffer.combine`.
@@ -162,13 +169,15 @@ def combine(
         topk_weights: None, or with a handle of `layout="expert"` the weight of each row, `[num_worst_tokens]` float32. Rows are multiplied
             by them in float32.
         reduce: The order of the sum, as in `Buffer.combine`.
+        compress: The form of the rows on the way, as in `Buffer.combine`. Gradients ignore the rounding, and their rows are not compressed.
         after: As in `dispatch`. Default: the token of `handle`.
 
     Returns:
         `x` `[num_tokens, hidden]`, dtype of `x`, and the `token` of the call.
 
     Raises:
-        EPInputError: While JAX traces the call, if a shape or dtype is wrong.
+        EPInputError: While JAX traces the call, if a shape, a dtype or an option is wrong.
+        EPUnavailableError: While JAX traces the call, with `compress` on several nodes.
 
     Example:
         >>> out = combine(buffer, y, sent.handle).x
@@ -178,51 +187,7 @@ def combine(
     if not isinstance(handle, Handle):
         raise argument_error(handle, "handle", "the .handle of deepep_rt.jax.dispatch", "Pass it as it is.")
     weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
-    return _combine(buffer, reduce, x, weights, handle, token_of(handle.token if after is None else after))
-
-
-def checkpoint(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute a layer and its calls again for its gradient, instead of keeping intermediate results. All ranks do it in the same order.
-
-    With `jax.checkpoint`, XLA may compute a layer again at any time, even before the gradients of the layers above. On the CPU, ranks then
-    make their calls in different orders. Here the layer's first call waits for the gradient. `jax.checkpoint` keeps the order inside of
-    `jax.lax.scan`. It also does with a policy that keeps results of calls, which are named "deepep_rt.dispatch" and "deepep_rt.combine".
-
-    Args:
-        layer: `layer(*arrays, after=token)` gives `after` to its first call. Pass everything that needs a gradient as an array: the layer
-            cannot close over it.
-
-    Returns:
-        The same function, as `layer(*arrays, after=None)`.
-
-    Example:
-        >>> def layer(parameters, x, after):
-        ...     sent = dispatch(buffer, x, *router(parameters, x), after=after)
-        ...     return x + combine(buffer, experts(parameters, sent), sent.handle).x
-        >>> loss = lambda parameters, x: (checkpoint(layer)(parameters, x) ** 2).sum()
-    """
-
-    def once(after: jax.Array, *arguments: Any) -> Any:
-        return layer(*arguments, after=after)
-
-    def forward(after: jax.Array, *arguments: Any) -> tuple[Any, Any]:
-        out = once(after, *arguments)
-        return out, (arguments, _token_from(out))
-
-    def backward(kept: Any, gradient: Any) -> tuple[Any, ...]:
-        arguments, done = kept
-        # Without the barrier XLA keeps the results that it should compute again.
-        after, arguments = jax.lax.optimization_barrier((done + _token_from(gradient), arguments))
-        _, pull = jax.vjp(once, after, *arguments)
-        return tuple(pull(gradient))
-
-    run = jax.custom_vjp(once)
-    run.defvjp(forward, backward)
-
-    def checkpointed(*arrays: Any, after: Any = None) -> Any:
-        return run(token_of(after), *arrays)
-
-    return checkpointed
+    return _combine(buffer, _Sum(reduce, compress), x, weights, handle, token_of(handle.token if after is None else after))
 
 
 def _dispatch_once(
@@ -266,7 +231,7 @@ def _dispatch_backward(buffer: Buffer, form: _Form, kept: Any, gradient: Dispatc
     weights = gradient.recv_topk_weights
     if weights is not None and recv_idx is not None:
         weights = jnp.where(recv_idx >= 0, weights, 0)
-    token, x, *weights = _combine_rows(buffer, gradient.recv_x, weights, handle, gradient.handle.token, reduce=form.reduce)
+    token, x, *weights = _combine_rows(buffer, gradient.recv_x, weights, handle, gradient.handle.token, _Sum(form.reduce))
     return x, None, *(weights or [None]), token
 
 
@@ -275,21 +240,20 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 def _combine_once(
-    buffer: Buffer, reduce: str, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array
+    buffer: Buffer, how: _Sum, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array
 ) -> Combined:
-    rows = _combine_rows(buffer, x, weights, handle, after, weighted=weights is not None, reduce=reduce)
+    rows = _combine_rows(buffer, x, weights, handle, after, how, weighted=weights is not None)
     token, out = _named("deepep_rt.combine", rows)
     return Combined(out, token)
 
 
-def _combine_forward(
-    buffer: Buffer, reduce: str, x: jax.Array, weights: jax.Array | None, handle: Handle, after: jax.Array
-) -> tuple[Combined, Any]:
-    out = _combine_once(buffer, reduce, x, weights, handle, after)
+def _combine_forward(buffer: Buffer, how: _Sum, *arguments: Any) -> tuple[Combined, Any]:
+    x, weights, handle, _ = arguments
+    out = _combine_once(buffer, how, *arguments)
     return out, (handle, out.token, weights, None if weights is None else x)
 
 
-def _combine_backward(buffer: Buffer, reduce: str, kept: Any, gradient: Combined) -> tuple[Any, ...]:
+def _combine_backward(buffer: Buffer, how: _Sum, kept: Any, gradient: Combined) -> tuple[Any, ...]:
     """Give each row the gradient of its token. If JAX computed the combine again for the gradient, this call comes after it."""
     handle, done, weights, x = kept
     shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
@@ -311,29 +275,22 @@ def _combine_rows(
     weights: jax.Array | None,
     handle: Handle,
     after: jax.Array,
-    *,
+    how: _Sum,
     weighted: bool = False,
-    reduce: str,
 ) -> list[jax.Array]:
     """Combine rows, and weights unless they are None or multiply the rows. Return the token and the sums."""
     config, tokens = buffer.config, handle.num_tokens
     known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {}, layout=handle.layout)
     views = [None if array is None else traced_view(buffer, array) for array in (x, weights)]
-    combine_inputs(info_of(buffer), None, views[0], known, views[1], None, weighted, reduce)
+    combine_inputs(info_of(buffer), None, views[0], known, views[1], None, weighted, *how)
     returned = [] if weights is None or weighted else [((tokens, config.num_topk), jnp.float32)]
     shapes = [((tokens, config.hidden), x.dtype), *returned]
     given = [handle.tables, x] + ([] if weights is None else [weights])
-    return call(buffer, run_combine, (*_sizes(handle), handle.layout, weighted, reduce), [after], given, shapes)
+    return call(buffer, run_combine, (*_sizes(handle), handle.layout, weighted, *how), [after], given, shapes)
 
 
 def _sizes(handle: Handle) -> tuple[int, int]:
     return handle.num_tokens, handle.num_recv_rows
-
-
-def _token_from(tree: Any) -> jax.Array:
-    """Return a token that depends on every element of a tree of arrays."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return sum((leaf.sum(dtype=jnp.float32) for leaf in leaves), start=jnp.zeros(1, jnp.float32))
 
 
 def _named(name: str, results: list[jax.Array]) -> list[jax.Array]:

@@ -71,13 +71,14 @@ def run_combine(
     layout: str,
     weighted: bool,
     reduce: str,
+    compress: str | None,
 ) -> None:
     """Combine, and copy the sums of rows and of weights."""
     table, x, *weights = arguments
     backend = backend_of(buffer)
     handle = backend.tables.load(table, num_tokens, num_recv_rows, layout)
-    how: dict[str, Any] = dict(topk_weights=weights[0] if weights else None, weighted=weighted, reduce=reduce)
-    back = buffer.combine(x, handle, **how, stream=stream)
+    how: dict[str, Any] = dict(weighted=weighted, reduce=reduce, compress=compress)
+    back = buffer.combine(x, handle, topk_weights=weights[0] if weights else None, **how, stream=stream)
     _copy(backend, stream, *zip((back.x, back.topk_weights), results, strict=False))
 
 

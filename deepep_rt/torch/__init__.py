@@ -5,9 +5,9 @@ the host. Both run on the stream of the forward pass, as all of autograd does. T
 has to run the backward pass, with the same calls.
 """
 
-from .autograd import Dispatched, Handle, combine, dispatch
+from .autograd import Dispatched, combine, dispatch
+from .handles import Handle, TracedHandle
 from .low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
-from .operators import TracedHandle
 from .process_group import communicator
 
 __all__ = [

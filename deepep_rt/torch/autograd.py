@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,56 +14,9 @@ from ..buffer import Buffer
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import check_buffer, check_differentiable, check_fp8, check_tensor
-from .operators import TracedHandle, traced_combine, traced_dispatch
+from .handles import Handle, Link, TracedHandle, unlinked
+from .operators import traced_combine, traced_dispatch
 from .tensor_ops import aligned, dot_rows, received_rows, to_fp8
-
-
-def _backward_pass() -> int:
-    """Return the number of the current backward pass, or -1 outside of a backward pass."""
-    return torch._C._current_graph_task_id()
-
-
-class _Link:
-    """Ties a combine to its dispatch by a tensor without elements.
-
-    If the experts of a rank got no row, nothing else may connect the two. The backward pass of that rank would then leave out the dispatch,
-    and the other ranks would wait for it.
-    """
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self._pass = _backward_pass()
-
-    def of_this_graph(self) -> Any:
-        """Return the tensor, or None if only the combine is computed again in a backward pass (`checkpoint(use_reentrant=True)`).
-
-        Such a combine gets another graph and another backward pass, which must not continue into that of the dispatch.
-        """
-        return self.tensor if self._pass == _backward_pass() else None
-
-
-@dataclass(eq=False)
-class Handle(DispatchHandle):
-    """The routing of a dispatch, for `combine` of this module and for every call of `Buffer` that takes a handle."""
-
-    # Internal fields:
-    without_link: DispatchHandle = field(repr=False)  # the graph holds this one, because the link would hold the graph
-    link: _Link = field(repr=False)
-
-    def detach(self) -> DispatchHandle:
-        """Return the routing alone. The backward pass of a combine with it does not run that of the dispatch.
-
-        Use it for a backward pass in pieces: the program gives the gradient of `recv_x` to the dispatch later, on all ranks.
-
-        Returns:
-            A handle for `combine`.
-
-        Example:
-            >>> rows = sent.recv_x.detach().requires_grad_()
-            >>> combine(buffer, experts(rows), sent.handle.detach()).backward(gradient)
-            >>> sent.recv_x.backward(rows.grad)  # a combine, along the same routing
-        """
-        return self.without_link
 
 
 class Dispatched(NamedTuple):
@@ -160,11 +112,11 @@ def dispatch(
     if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
         given = (x, topk_idx, topk_weights, handle, num_worst_tokens, expert_alignment, layout, fp8, reduce)
         return Dispatched(*traced_dispatch(buffer, *given))
-    options = (_without_link(handle), num_worst_tokens, expert_alignment, layout, fp8, reduce)
+    options = (unlinked(handle), num_worst_tokens, expert_alignment, layout, fp8, reduce)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, offsets, without_link, tensor = _Dispatch.apply(
         x, topk_weights, topk_idx, buffer, *options
     )
-    link = _Link(tensor)
+    link = Link(tensor)
     if tensor.requires_grad:
         tensor.grad_fn.link = weakref.ref(link)
     fields = {f.name: getattr(without_link, f.name) for f in dataclasses.fields(DispatchHandle)}
@@ -181,6 +133,7 @@ def combine(
     bias: Any = None,
     fp8_grad: bool = False,
     reduce: str = "rank",
+    compress: str | None = None,
 ) -> Any:
     """Call `Buffer.combine` with tensors, on the current stream. Differentiable in `x`, `topk_weights` and `bias`.
 
@@ -197,12 +150,15 @@ def combine(
         bias: None, one tensor or two tensors, `[num_tokens, hidden]`, dtype of `x`. They are added to the sum.
         fp8_grad: Send the rows of the gradient as float8_e4m3fn with scales, as `fp8` in `dispatch` does.
         reduce: The order of the sum, as in `Buffer.combine`.
+        compress: The form of the rows on the way, as in `Buffer.combine`. Gradients ignore the rounding. Their rows are not
+            compressed, except by `fp8_grad`.
 
     Returns:
         `[num_tokens, hidden]`, dtype of `x`: for each token the sum of its rows.
 
     Raises:
         EPInputError: If an argument is wrong. No kernel was launched.
+        EPUnavailableError: As in `Buffer.combine`.
         EPTimeoutError: As in `Buffer.combine`.
         EPDestroyedError: After `destroy()`, also in the backward pass.
 
@@ -215,9 +171,10 @@ def combine(
     check_tensor(topk_weights, "topk_weights", required=False)
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
-        return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad, reduce)
+        return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad, reduce, compress)
     link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
-    return _Combine.apply(x, link, topk_weights, buffer, _without_link(handle), fp8_grad, reduce, *biases)
+    how = dict(weighted=topk_weights is not None, reduce=reduce, compress=compress)
+    return _Combine.apply(x, link, topk_weights, buffer, unlinked(handle), fp8_grad, how, *biases)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -296,14 +253,13 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
         buffer: Buffer,
         handle: DispatchHandle,
         fp8_grad: bool,
-        reduce: str,
+        how: dict[str, Any],
         *biases: Any,
     ) -> Any:
-        ctx.buffer, ctx.handle, ctx.fp8_grad, ctx.reduce = buffer, handle, fp8_grad, reduce
-        weighted = topk_weights is not None
-        if weighted:
+        ctx.buffer, ctx.handle, ctx.fp8_grad, ctx.reduce = buffer, handle, fp8_grad, how["reduce"]
+        if how["weighted"]:
             ctx.save_for_backward(topk_weights, x if ctx.needs_input_grad[2] else None)
-        return buffer.combine(x, handle, topk_weights=topk_weights, weighted=weighted, reduce=reduce, bias=biases or None).x
+        return buffer.combine(x, handle, topk_weights=topk_weights, bias=biases or None, **how).x
 
     @staticmethod
     @once_differentiable
@@ -324,7 +280,3 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
                 grad_x = (exact * weights[:, None]).to(grad.dtype)
         num_biases = len(ctx.needs_input_grad) - 7
         return grad_x, None, grad_weights, None, None, None, None, *[grad] * num_biases
-
-
-def _without_link(handle: Any) -> Any:
-    return handle.without_link if isinstance(handle, Handle) else handle

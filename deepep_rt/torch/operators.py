@@ -6,24 +6,17 @@ also ties the backward pass of a combine to that of its dispatch.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..backends.inputs import compression
 from ..buffer import Buffer, buffer_of, info_of
 from ..errors import EPInputError
-from ..results import DispatchHandle
+from .handles import TracedHandle, check_traced, handle_of, tensor_of
 from .tensor_ops import aligned, dot_rows, received_rows, to_fp8
-
-_STEP = 2.0**-50  # so small that programs that compare the results of two runs take the handles for equal
-_keys = itertools.count(1)
-_handles: weakref.WeakValueDictionary[int, _HandleArray] = weakref.WeakValueDictionary()  # by key
 
 
 def operator(name: str, in_cuda_graphs: bool = False) -> Callable[[Callable[..., Any]], Any]:
@@ -31,45 +24,6 @@ def operator(name: str, in_cuda_graphs: bool = False) -> Callable[[Callable[...,
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)  # older versions leave out all operators with tensors on the CPU
     more: dict[str, Any] = {} if in_cuda_graphs or tag is None else {"tags": (tag,)}
     return torch.library.custom_op(f"deepep_rt::{name}", mutates_args=(), **more)
-
-
-class _HandleArray(np.ndarray):
-    """The memory of a handle's tensor. The handle lives as long as this memory."""
-
-    handle: DispatchHandle
-
-
-def _tensor_of(handle: DispatchHandle) -> Tensor:
-    key = next(_keys)
-    array = np.full(1, key * _STEP).view(_HandleArray)
-    array.handle = handle
-    _handles[key] = array
-    return torch.from_numpy(array)
-
-
-def _handle_of(tensor: Tensor) -> DispatchHandle:
-    array = _handles.get(round(tensor.item() / _STEP))
-    if array is None:
-        raise EPInputError("the handle of this call is gone; expected that of a dispatch whose results live. Keep its handle.")
-    return array.handle
-
-
-@dataclass
-class TracedHandle:
-    """The routing of a dispatch in a function that `torch.compile` compiles."""
-
-    tensor: Any
-    """Leads to the handle, `[1]` float64 on the CPU."""
-    num_tokens: int
-    """Tokens that this rank dispatched."""
-    num_recv_rows: int
-    """Rows of `recv_x`."""
-    layout: str
-    """The order of the rows: "token" or "expert"."""
-    counts: tuple[Any, ...]
-    """`num_recv_tokens`, `num_recv_tokens_per_expert` and `expert_offsets`."""
-    num_recv_tokens_per_expert_list: None = None
-    """A graph does not know the counts. Use `expert_offsets` or `num_recv_tokens_per_expert`."""
 
 
 @operator("dispatch")
@@ -107,7 +61,7 @@ def dispatch_op(
         weights = x.new_empty(0, dtype=torch.float32)
     experts = sent.expert_offsets if by_expert else sent.recv_topk_idx
     counts = sent.num_recv_tokens, sent.num_recv_tokens_per_expert
-    return received_rows(sent, x.dtype), experts, weights, *counts, _tensor_of(sent.handle)
+    return received_rows(sent, x.dtype), experts, weights, *counts, tensor_of(sent.handle)
 
 
 @dispatch_op.register_fake
@@ -168,13 +122,12 @@ def combine_op(
     num_tokens: int,
     fp8_grad: bool,
     reduce: str,
+    compress: str | None,
 ) -> Tensor:
-    """Add up rows, weighted or not, and biases."""
+    """Add up rows, weighted or not, and biases. `fp8_grad` is for the gradient."""
     biases = tuple(bias for bias in (bias_0, bias_1) if bias is not None)
-    weighted = topk_weights is not None
-    known = _handle_of(handle)
-    how: dict[str, Any] = dict(topk_weights=topk_weights, weighted=weighted, reduce=reduce, bias=biases or None)
-    return buffer_of(buffer).combine(aligned(x), known, **how).x
+    how: dict[str, Any] = dict(weighted=topk_weights is not None, reduce=reduce, compress=compress, bias=biases or None)
+    return buffer_of(buffer).combine(aligned(x), handle_of(handle), topk_weights=topk_weights, **how).x
 
 
 @combine_op.register_fake
@@ -186,14 +139,13 @@ def _(
     bias_1: Tensor | None,
     buffer: int,
     num_tokens: int,
-    fp8_grad: bool,
-    reduce: str,
+    *_: Any,
 ) -> Tensor:
     return x.new_empty(num_tokens, x.shape[1])
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce = inputs
+    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce, _ = inputs
     ctx.num_recv_rows, ctx.biases = x.shape[0], [bias is not None for bias in biases]
     ctx.weighted = weights is not None
     if weights is None:
@@ -214,7 +166,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_weights = dot_rows(exact, x.float(), ctx.reduce).masked_fill(~is_row, 0)  # the experts' rows of padding may be NaN
         grad_x = (exact * weights[:, None]).to(grad.dtype)
     biases = [grad if exists else None for exists in ctx.biases]
-    return grad_x, torch.zeros_like(handle), grad_weights, *biases, None, None, None, None
+    return grad_x, torch.zeros_like(handle), grad_weights, *biases, *[None] * 5
 
 
 combine_op.register_autograd(_combine_backward, setup_context=_keep_for_combine)
@@ -226,7 +178,7 @@ def send_back_op(
 ) -> tuple[Tensor, Tensor]:
     """Add up rows, and return weights to their choices: the gradient of a dispatch."""
     weights = None if topk_weights is None else aligned(topk_weights)
-    back = buffer_of(buffer).combine(aligned(x), _handle_of(handle), topk_weights=weights, reduce=reduce)
+    back = buffer_of(buffer).combine(aligned(x), handle_of(handle), topk_weights=weights, reduce=reduce)
     return back.x, x.new_empty(0, dtype=torch.float32) if weights is None else back.topk_weights
 
 
@@ -246,7 +198,7 @@ def send_again_op(
         The rows, and with `by_expert` whether each is a row of an expert, and no padding.
     """
     rows, scales = to_fp8(x) if fp8 else (aligned(x), None)
-    known = _handle_of(handle)
+    known = handle_of(handle)
     sent = buffer_of(buffer).dispatch(rows, x_scales=scales, handle=known, zero_padding=known.layout == "expert")
     is_row = sent.recv_expert_idx >= 0 if by_expert else x.new_empty(0, dtype=torch.bool)
     return received_rows(sent, x.dtype), is_row
@@ -289,7 +241,7 @@ def traced_dispatch(
     """Add a dispatch to the graph. Return the fields of `Dispatched`."""
     serial = info_of(buffer).serial
     if handle is not None:
-        _check_handle(handle)
+        check_traced(handle)
         sizes_given = num_worst_tokens is not None or expert_alignment != 1
         if topk_idx is not None or topk_weights is not None or sizes_given or layout not in (None, handle.layout):
             raise EPInputError("handle= with a routing or sizes in a compiled function; expected only x. Leave the others out")
@@ -308,20 +260,19 @@ def traced_dispatch(
 
 
 def traced_combine(
-    buffer: Buffer, x: Any, handle: Any, topk_weights: Any, biases: Sequence[Any], fp8_grad: bool, reduce: str
+    buffer: Buffer,
+    x: Any,
+    handle: Any,
+    topk_weights: Any,
+    biases: Sequence[Any],
+    fp8_grad: bool,
+    reduce: str,
+    compress: str | None,
 ) -> Any:
     """Add a combine to the graph."""
-    _check_handle(handle)
+    check_traced(handle)
     if len(biases) > 2:
         raise EPInputError(f"len(bias)={len(biases)}; expected at most 2 tensors. Add them up first")
     bias_0, bias_1 = (*biases, None, None)[:2]
-    return torch.ops.deepep_rt.combine(
-        x, handle.tensor, topk_weights, bias_0, bias_1, info_of(buffer).serial, handle.num_tokens, fp8_grad, reduce
-    )
-
-
-def _check_handle(handle: Any) -> None:
-    if not isinstance(handle, TracedHandle):
-        raise EPInputError(
-            "handle comes from outside of this compiled function; expected a dispatch inside. Compile both calls together"
-        )
+    how = (info_of(buffer).serial, handle.num_tokens, fp8_grad, reduce, compression(buffer.config, compress, reduce))
+    return torch.ops.deepep_rt.combine(x, handle.tensor, topk_weights, bias_0, bias_1, *how)

@@ -17,8 +17,9 @@ import oracle
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError
+from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError
 from deepep_rt import jax as ep
+from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 from deepep_rt.jax.callbacks import callbacks_of
 
 HIDDEN, TOPK, TOKENS = 32, 3, 12
@@ -243,6 +244,50 @@ def check_rows_by_expert(comm: MPI.Intracomm) -> None:
         sent = ep.dispatch(buffer, jnp.asarray(mine.x), mine.topk_idx, mine.topk_weights)
         with raises(EPInputError, "weighted=True with a handle of layout='token'"):
             ep.combine(buffer, sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
+
+
+def check_compressed_rows(comm: MPI.Intracomm) -> None:
+    """Sums have the bits of the Buffer's own combine. Gradients are those of rows that travel as they are."""
+    model, own = _layers(comm, 1), np.random.default_rng([5, comm.Get_rank()])
+    x, factors = (jnp.asarray(own.standard_normal((TOKENS, 128), np.float32)) for _ in range(2))
+    idx, weights = model.idx[0], model.weights[0]
+    with _buffer(comm, hidden=128) as buffer:
+
+        @partial(jax.jit, static_argnames=("layout", "compress"))
+        @partial(jax.grad, argnums=(0, 1), has_aux=True)
+        def gradients(x: jax.Array, weights: jax.Array, layout: str, compress: str | None) -> Any:
+            sent = ep.dispatch(buffer, x, idx, weights, layout=layout)
+            gains = sent.recv_topk_weights if layout == "expert" else None
+            out = ep.combine(buffer, sent.recv_x * 3, sent.handle, topk_weights=gains, compress=compress).x
+            return (out * factors).sum(), out
+
+        if buffer.config.has_network:
+            with raises(EPUnavailableError, "expected one node"):
+                gradients(x, weights, "token", "fp8")
+            return
+        for layout in ("token", "expert"):
+            expected, plain = jax.block_until_ready(gradients(x, weights, layout, None))
+            for compress in COMPRESSIONS:
+                got, out = jax.block_until_ready(gradients(x, weights, layout, compress))
+                sent = buffer.dispatch(x, idx, weights, layout=layout)
+                y = jax.block_until_ready(sent.recv_x * 3)
+                how = dict(topk_weights=sent.recv_topk_weights, weighted=True) if layout == "expert" else {}
+                np.testing.assert_array_equal(out, buffer.combine(y, sent.handle, compress=compress, **how).x)
+                assert not np.array_equal(out, plain), f"{compress}: the rows were not compressed"
+                for a, b in zip(got, expected, strict=True):
+                    np.testing.assert_array_equal(a, b)
+
+        sent = ep.dispatch(buffer, x, idx, layout="expert")
+        for words, wrong in (
+            ("compress='fp4'; expected 'fp8' or 'log10'", dict(compress="fp4")),
+            ("compress='fp8' with reduce='topk'", dict(compress="fp8", reduce="topk")),
+        ):
+            with raises(EPInputError, words):
+                jax.jit(partial(ep.combine, buffer, **wrong))(sent.recv_x, sent.handle)
+    with _buffer(comm) as buffer:
+        sent = ep.dispatch(buffer, model.x, idx)
+        with raises(EPInputError, f"hidden={HIDDEN}; expected a multiple of 128 with compress='log10'"):
+            jax.jit(partial(ep.combine, buffer, compress="log10"))(sent.recv_x, sent.handle)
 
 
 def check_gradient_of_weights_alone(comm: MPI.Intracomm) -> None:

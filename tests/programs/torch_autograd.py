@@ -32,7 +32,8 @@ from torch_layers import (
     tokens_of_all,
 )
 
-from deepep_rt import EPDestroyedError, EPInputError
+from deepep_rt import EPDestroyedError, EPInputError, EPUnavailableError
+from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 from deepep_rt.torch import Handle, combine, dispatch
 
 
@@ -441,6 +442,44 @@ def check_fp8(comm: MPI.Intracomm) -> None:
         out = layer(buffer, x, idx, weights, weights_of, fp8=True, fp8_grad=True, num_worst_tokens=64 * comm.Get_size())
         backward(out, mine)
         compare(comm, tokens, mats, (out, x, weights, weights_of), 0.1)
+
+
+def check_compressed_rows(comm: MPI.Intracomm) -> None:
+    """A combine has the bits of the Buffer's own. Its gradients are those of rows that travel as they are."""
+    mine = tokens_of_all(comm, 26)[comm.Get_rank()]
+
+    def run(compress: str | None, layout: str) -> tuple[torch.Tensor, ...]:
+        x, idx, weights = mine.leaves()
+        bias = mine.seed_grad.to(device()).clone().requires_grad_()
+        sent = dispatch(buffer, x, idx, weights, layout=layout)
+        y, gains = torch.tanh(sent.recv_x), sent.recv_topk_weights if layout == "expert" else None
+        out = combine(buffer, y, sent.handle, topk_weights=gains, bias=bias, compress=compress)
+        how = dict(topk_weights=gains.detach(), weighted=True) if layout == "expert" else {}
+        assert torch.equal(out, buffer.combine(y.detach(), sent.handle, bias=bias.detach(), compress=compress, **how).x)
+        backward(out, mine)
+        return out, x.grad, weights.grad, bias.grad
+
+    with buffer_for(comm) as buffer:
+        if buffer.config.has_network:
+            with raises(EPUnavailableError, "expected one node"):
+                run("fp8", "token")
+            return
+        for layout in ("token", "expert"):
+            plain, *expected = run(None, layout)
+            for compress in COMPRESSIONS:
+                out, *gradients = run(compress, layout)
+                assert not torch.equal(out, plain), f"{compress}: the rows were not compressed"
+                assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+        sent = dispatch(buffer, mine.x.to(device()), mine.idx.to(device()), layout="expert")
+        for wrong in ("fp4", 8):
+            with raises(EPInputError, f"compress={wrong!r}", "'fp8' or 'log10'"):
+                combine(buffer, sent.recv_x, sent.handle, compress=wrong)
+        with raises(EPInputError, "compress='fp8' with reduce='topk'"):
+            combine(buffer, sent.recv_x, sent.handle, compress="fp8", reduce="topk")
+    with buffer_for(comm, hidden=64) as buffer:
+        sent = dispatch(buffer, mine.x[:, :64].contiguous().to(device()), mine.idx.to(device()))
+        with raises(EPInputError, "hidden=64; expected a multiple of 128 with compress='log10'"):
+            combine(buffer, sent.recv_x, sent.handle, compress="log10")
 
 
 def check_no_second_derivative(comm: MPI.Intracomm) -> None:

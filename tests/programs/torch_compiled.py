@@ -32,6 +32,7 @@ from torch_layers import (
 )
 
 from deepep_rt import EPInputError
+from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 from deepep_rt.torch import combine, dispatch, low_latency_combine, low_latency_dispatch
 
 BACKENDS = ("aot_eager", *(("inductor",) if shutil.which("g++") else ()))
@@ -119,6 +120,37 @@ def check_compiled_options(comm: MPI.Intracomm) -> None:
                 close(compiled_one, plain.detach().cpu(), 1e-6, name)
 
 
+def check_compressed_rows(comm: MPI.Intracomm) -> None:
+    """Compiled functions have the bits of plain ones, and gradients of rows that travel as they are. Tracing refuses wrong arguments."""
+    mine = tokens_of_all(comm, 36)[comm.Get_rank()]
+
+    def round_trip(buffer: Any, x: Any, idx: Any, weights: Any, **how: Any) -> Any:
+        sent = dispatch(buffer, x, idx, weights, layout="expert")
+        return combine(buffer, torch.tanh(sent.recv_x), sent.handle, topk_weights=sent.recv_topk_weights, bias=x, **how)
+
+    def bits(run: Any, compress: str | None) -> tuple[torch.Tensor, ...]:
+        x, idx, weights = mine.leaves()
+        out = run(buffer, x, idx, weights, compress=compress)
+        backward(out, mine)
+        return out.detach(), x.grad, weights.grad
+
+    with buffer_for(comm) as buffer, compiler("aot_eager") as compiled:
+        run = compiled(round_trip)
+        refused = [(dict(compress="fp4"), "compress='fp4'"), (dict(compress="fp8", reduce="topk"), "with reduce='topk'")]
+        refused += [(dict(compress="fp8"), "expected one node")] if buffer.config.has_network else []
+        for wrong, words in refused:
+            with raises(Exception, words):
+                run(buffer, *mine.leaves(), **wrong)
+        if buffer.config.has_network:
+            return
+        expected = bits(round_trip, None)
+        for compress in COMPRESSIONS:
+            plain, other = bits(round_trip, compress), bits(run, compress)
+            assert all(torch.equal(*pair) for pair in zip(plain, other, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(other[1:], expected[1:], strict=True))
+            assert not torch.equal(other[0], expected[0])
+
+
 def check_a_part_is_compiled(comm: MPI.Intracomm) -> None:
     """The handle of a compiled dispatch serves a plain combine. That of a plain dispatch is refused in a compiled function."""
     tokens, mats = tokens_of_all(comm, 33), matrices(comm, 33)
@@ -150,9 +182,14 @@ def check_operators(comm: MPI.Intracomm) -> None:
     mine = tokens_of_all(comm, 34, counts=lambda rank: 6)[comm.Get_rank()]
     with buffer_for(comm) as buffer:
         serial = buffer._info.serial
-        for layout, alignment, reduce in (("token", 1, "rank"), ("expert", 4, "rank"), ("expert", 1, "topk")):
+        for layout, alignment, reduce, compress in (
+            ("token", 1, "rank", "fp8"),
+            ("expert", 4, "rank", "log10"),
+            ("expert", 1, "topk", None),
+        ):
             if reduce == "topk" and buffer.backend == "cuda" and buffer.config.has_network:
                 continue
+            compress = None if buffer.config.has_network else compress
             x, idx, weights = mine.leaves()
             check = torch.library.opcheck
             check(torch.ops.deepep_rt.dispatch, (x, idx, weights, serial, None, alignment, layout, False, reduce))
@@ -162,8 +199,8 @@ def check_operators(comm: MPI.Intracomm) -> None:
             )
             rows, recv_weights, handle = (t.detach().requires_grad_() for t in (rows, recv_weights, handle))
             given = recv_weights if layout == "expert" else None
-            check(torch.ops.deepep_rt.combine, (rows, handle, given, x, None, serial, len(x), False, reduce))
-            check(torch.ops.deepep_rt.combine, (rows, handle, None, None, None, serial, len(x), False, reduce))
+            check(torch.ops.deepep_rt.combine, (rows, handle, given, x, None, serial, len(x), False, reduce, compress))
+            check(torch.ops.deepep_rt.combine, (rows, handle, None, None, None, serial, len(x), False, reduce, None))
             check(torch.ops.deepep_rt.send_again, (x, handle, serial, len(rows), layout == "expert", False, reduce))
             with torch.no_grad():
                 check(
