@@ -127,7 +127,8 @@ class LowLatencyCalls(Calls):
             topk_idx: The argument of the dispatch.
             topk_weights: `[num_tokens, num_topk]` float32.
             handle: The handle of the dispatch.
-            use_logfmt: Not supported.
+            use_logfmt: Send the rows as 10-bit logarithms: `compress="log10"` of `deepep_rt.Buffer.low_latency_combine`. The format differs
+                from DeepEP's, and `hidden` is a multiple of 512.
             zero_copy: Read the rows from the tensor that `get_next_low_latency_combine_buffer` returned.
             async_finish: Run on the communication stream. The event then tells when the call is done.
             return_recv_hook: Only send. The hook receives. Not together with `async_finish`.
@@ -139,7 +140,7 @@ class LowLatencyCalls(Calls):
 
         Raises:
             EPInputError: If an argument is wrong.
-            EPUnavailableError: For `use_logfmt` and `combine_wait_recv_cost_stats`.
+            EPUnavailableError: For `combine_wait_recv_cost_stats`.
 
         Example:
             >>> combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
@@ -147,11 +148,7 @@ class LowLatencyCalls(Calls):
         self._state.low_latency_buffers()
         check_handle(handle, ExpertHandle, "low_latency_dispatch")
         _check_hook(async_finish, return_recv_hook)
-        zero_copy = flag(zero_copy, "zero_copy")
-        if flag(use_logfmt, "use_logfmt"):
-            raise EPUnavailableError(
-                "use_logfmt=True; expected False: this library sends combine's rows as bfloat16. Leave it out."
-            )
+        zero_copy, use_logfmt = flag(zero_copy, "zero_copy"), flag(use_logfmt, "use_logfmt")
         if combine_wait_recv_cost_stats is not None:
             raise EPUnavailableError(
                 "combine_wait_recv_cost_stats was given; expected None, because only dispatches measure waiting. "
@@ -169,6 +166,7 @@ class LowLatencyCalls(Calls):
             topk_idx,
             topk_weights,
             handle.routing,
+            compress="log10" if use_logfmt else None,
             out=out,
             return_recv_hook=return_recv_hook,
             **stream.options,

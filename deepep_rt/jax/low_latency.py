@@ -115,6 +115,7 @@ def low_latency_combine(
     handle: LowLatencyHandle,
     *,
     allow_multiple_reduction: bool = True,
+    compress: str | None = None,
     after: jax.Array | None = None,
 ) -> Combined:
     """Send the experts' outputs back, and add them up with their weights in float32. See `Buffer.low_latency_combine`. It has no gradient.
@@ -127,6 +128,7 @@ def low_latency_combine(
         topk_weights: `[num_tokens, num_topk]` float32. The same as in the dispatch, if it had weights.
         handle: The handle of the dispatch that brought the tokens.
         allow_multiple_reduction: Add up a rank's outputs for a token before sending them. The same on all ranks.
+        compress: The form of the rows on the way, as in `Buffer.low_latency_combine`: None, "fp8" or "log10".
         after: As in `low_latency_dispatch`. Default: the token of `handle`.
 
     Returns:
@@ -144,8 +146,8 @@ def low_latency_combine(
     given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
     known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, NO_FRAMEWORK)
     y, idx, weights = (traced_view(buffer, array) for array in given)
-    low_latency_combine_inputs(info_of(buffer), None, y, idx, weights, known, allow_multiple_reduction, None)
-    sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction)
+    low_latency_combine_inputs(info_of(buffer), None, y, idx, weights, known, allow_multiple_reduction, None, None, compress)
+    sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction, compress)
     return _without_gradient(
         partial(_combine, buffer, sizes), handle.tables, *given, token_of(handle.token if after is None else after)
     )
@@ -173,7 +175,7 @@ def _dispatch(
     return LowLatencyDispatched(recv_x, scales[0] if scales else None, counts, handle)
 
 
-def _combine(buffer: Buffer, sizes: tuple[int, bool, bool], *arrays: jax.Array) -> Combined:
+def _combine(buffer: Buffer, sizes: tuple[int, bool, bool, str | None], *arrays: jax.Array) -> Combined:
     *given, after = arrays
     shapes = [((sizes[0], buffer.config.hidden), jnp.bfloat16)]
     token, out = call(buffer, _run_combine, sizes, [after], given, shapes, may_be_captured=True)
@@ -207,10 +209,12 @@ def _run_combine(
     num_tokens: int,
     has_weights: bool,
     reduce_early: bool,
+    compress: str | None,
 ) -> None:
     table, y, idx, weights = arguments
     handle = backend_of(buffer).tables.load_low_latency(table, num_tokens, has_weights)
-    buffer.low_latency_combine(y, idx, weights, handle, allow_multiple_reduction=reduce_early, out=results[0], stream=stream)
+    how = dict(allow_multiple_reduction=reduce_early, compress=compress)
+    buffer.low_latency_combine(y, idx, weights, handle, **how, out=results[0], stream=stream)
 
 
 def _without_gradient(run: Callable[..., Any], *arguments: Any) -> Any:

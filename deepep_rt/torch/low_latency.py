@@ -105,6 +105,7 @@ def low_latency_combine(
     handle: LowLatencyHandle,
     *,
     allow_multiple_reduction: bool = True,
+    compress: str | None = None,
 ) -> Any:
     """Call `Buffer.low_latency_combine` with tensors, on the current stream. It has no gradient.
 
@@ -116,6 +117,7 @@ def low_latency_combine(
         topk_weights: `[num_tokens, num_topk]` float32. The same as in the dispatch, if it had weights.
         handle: The handle of the dispatch that brought the tokens.
         allow_multiple_reduction: Add up a rank's outputs for a token before sending them. The same on all ranks.
+        compress: The form of the rows on the way, as in `Buffer.low_latency_combine`: None, "fp8" or "log10".
 
     Returns:
         `[num_tokens, hidden]` bfloat16: for each token the weighted sum of its experts' outputs.
@@ -135,7 +137,7 @@ def low_latency_combine(
         raise EPInputError("handle is not that of deepep_rt.torch.low_latency_dispatch; expected its .handle. Pass it as it is")
     if handle.buffer_serial != info_of(buffer).serial:
         raise EPInputError("handle is of another Buffer; expected one of this Buffer's low_latency_dispatch. Call that Buffer")
-    sizes = (handle.buffer_serial, handle.num_tokens, handle.has_weights, allow_multiple_reduction)
+    sizes = (handle.buffer_serial, handle.num_tokens, handle.has_weights, allow_multiple_reduction, compress)
     return torch.ops.deepep_rt.low_latency_combine(x, topk_idx, topk_weights, handle.tables, *sizes)
 
 
@@ -205,6 +207,7 @@ def low_latency_combine_op(
     num_tokens: int,
     has_weights: bool,
     reduce_early: bool,
+    compress: str | None,
 ) -> Tensor:
     """Combine along the routing in `tables`."""
     of = buffer_of(buffer)
@@ -212,7 +215,7 @@ def low_latency_combine_op(
         as_view(info_of(of), tables, "tables", None), num_tokens, has_weights
     )
     out = x.new_empty(num_tokens, of.config.hidden)
-    of.low_latency_combine(x, topk_idx, topk_weights, handle, allow_multiple_reduction=reduce_early, out=out)
+    of.low_latency_combine(x, topk_idx, topk_weights, handle, allow_multiple_reduction=reduce_early, compress=compress, out=out)
     return out
 
 
@@ -226,6 +229,7 @@ def _(
     num_tokens: int,
     has_weights: bool,
     reduce_early: bool,
+    compress: str | None,
 ) -> Tensor:
     return x.new_empty(num_tokens, x.shape[2])
 

@@ -30,28 +30,36 @@ def _tokens(rank: int) -> int:
     return (5, 1, MAX_TOKENS, 3)[rank % 4]
 
 
-def _step(buffer: Buffer, late_weights: bool, reduce_early: bool, options: dict[str, bool]) -> Any:
+def _step(buffer: Buffer, late_weights: bool, reduce_early: bool, options: dict[str, bool], compress: str | None = None) -> Any:
     """Return a compiled step that dispatches, and combines given outputs of experts."""
 
     @jax.jit
     def step(x: jax.Array, idx: jax.Array, weights: jax.Array, y: jax.Array) -> Any:
         sent = ep.low_latency_dispatch(buffer, x, idx, None if late_weights else weights, **options)
-        return sent, ep.low_latency_combine(buffer, y, idx, weights, sent.handle, allow_multiple_reduction=reduce_early)
+        how = dict(allow_multiple_reduction=reduce_early, compress=compress)
+        return sent, ep.low_latency_combine(buffer, y, idx, weights, sent.handle, **how)
 
     return step
 
 
 def _check_steps(
-    comm: MPI.Intracomm, buffer: Buffer, step: Any, reduce_early: bool, options: dict[str, bool], seeds: range
+    comm: MPI.Intracomm,
+    buffer: Buffer,
+    step: Any,
+    reduce_early: bool,
+    options: dict[str, bool],
+    seeds: range,
+    compress: str | None = None,
 ) -> None:
     """Run a compiled step with several inputs."""
     rank = comm.Get_rank()
     for seed in seeds:
         inputs, y = (
-            make_low_latency_inputs(comm, seed, _tokens, idx_dtype="int32"),
+            make_low_latency_inputs(comm, seed, _tokens, idx_dtype="int32", hidden=buffer.config.hidden),
             expert_outputs(buffer, seed, special=bool(seed % 2)),
         )
-        expected = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
+        how = dict(reduce_early=reduce_early, compress=compress)
+        expected = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, **how)
         mine = inputs[rank]
         sent, back = jax.block_until_ready(step(mine.x, mine.topk_idx, mine.topk_weights, y[rank]))
         got = jax.tree.map(np.asarray, sent)
@@ -65,6 +73,13 @@ def check_every_format(comm: MPI.Intracomm) -> None:
             late, early = bool(i % 2), i != 3
             with ep.errors():
                 _check_steps(comm, buffer, _step(buffer, late, early, options), early, options, range(3))
+
+
+def check_compressed_rows(comm: MPI.Intracomm) -> None:
+    with make_low_latency_buffer(comm, hidden=512) as buffer, ep.errors():
+        for compress in ("fp8", "log10"):
+            step = _step(buffer, False, True, FORMATS[0], compress)
+            _check_steps(comm, buffer, step, True, FORMATS[0], range(2), compress)
 
 
 def check_a_scan(comm: MPI.Intracomm) -> None:

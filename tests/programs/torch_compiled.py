@@ -208,34 +208,36 @@ def check_operators(comm: MPI.Intracomm) -> None:
                 )
 
 
-def _decode(buffer: Any, x: Any, idx: Any, weights: Any, use_fp8: bool, with_weights: bool) -> Any:
+def _decode(buffer: Any, x: Any, idx: Any, weights: Any, use_fp8: bool, with_weights: bool, compress: str | None) -> Any:
     sent = low_latency_dispatch(buffer, x, idx, weights if with_weights else None, use_fp8=use_fp8)
     rows = sent.recv_x
     if use_fp8:
         groups = rows.float().unflatten(-1, (sent.recv_x_scales.shape[-1], 128)) * sent.recv_x_scales[..., None]
         rows = groups.flatten(-2).bfloat16()
     y = rows * 2
-    return low_latency_combine(buffer, y, idx, weights, sent.handle), sent.num_recv_tokens_per_expert
+    return low_latency_combine(buffer, y, idx, weights, sent.handle, compress=compress), sent.num_recv_tokens_per_expert
 
 
 def check_low_latency_calls(comm: MPI.Intracomm) -> None:
     """Plain, compiled, and the Buffer's own calls give the same bits."""
     experts = EACH * comm.Get_size()
     settings = dict(
-        hidden=HIDDEN, num_topk=TOPK, num_experts=experts, num_max_tokens_per_rank=8, dtype="bfloat16", low_latency=True
+        hidden=4 * HIDDEN, num_topk=TOPK, num_experts=experts, num_max_tokens_per_rank=8, dtype="bfloat16", low_latency=True
     )
+    kinds = ((False, False, None), (False, True, "log10"), (True, True, None))
     with make_buffer(comm, **settings) as buffer, compiler("aot_eager") as compiled:
         run = compiled(_decode)
-        for seed, (use_fp8, with_weights) in enumerate(((False, False), (False, True), (True, True))):
+        for seed, (use_fp8, with_weights, compress) in enumerate(kinds):
             mine = tokens_of_all(comm, seed, counts=lambda rank: 8 if rank else 5)[comm.Get_rank()]
-            x, idx, weights = mine.x.bfloat16().to(device()), mine.idx.to(device()), mine.weights.to(device())
-            (plain, counts), (other, other_counts) = (f(buffer, x, idx, weights, use_fp8, with_weights) for f in (_decode, run))
+            x, idx, weights = mine.x.repeat(1, 4).bfloat16().to(device()), mine.idx.to(device()), mine.weights.to(device())
+            given = x, idx, weights, use_fp8, with_weights, compress
+            (plain, counts), (other, other_counts) = (f(buffer, *given) for f in (_decode, run))
             assert torch.equal(plain, other)
             assert torch.equal(counts, other_counts)
             sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights if with_weights else None, use_fp8=use_fp8)
             assert torch.equal(sent.num_recv_tokens_per_expert, counts)
             if not use_fp8:
-                back = buffer.low_latency_combine(sent.recv_x * 2, idx, weights, sent.handle).x
+                back = buffer.low_latency_combine(sent.recv_x * 2, idx, weights, sent.handle, compress=compress).x
                 assert torch.equal(back, plain)
 
 
@@ -253,7 +255,7 @@ def check_low_latency_operators(comm: MPI.Intracomm) -> None:
         for use_fp8, use_ue8m0 in ((False, False), (True, False), (True, True)):
             torch.library.opcheck(dispatch_op, (x, idx, weights, serial, use_fp8, use_ue8m0, use_ue8m0), test_utils=some)
         rows, _, tables = dispatch_op(x, idx, weights, serial, False, False, False)
-        torch.library.opcheck(combine_op, (rows, idx, weights, tables, serial, len(x), True, False))
+        torch.library.opcheck(combine_op, (rows, idx, weights, tables, serial, len(x), True, False, None))
         with raises(EPInputError, "no gradient"):
             low_latency_dispatch(buffer, x.requires_grad_(), idx, use_fp8=False).recv_x.sum().backward()
         sent = low_latency_dispatch(buffer, x.detach(), idx, use_fp8=False)

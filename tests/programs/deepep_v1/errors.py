@@ -152,8 +152,6 @@ def _check_low_latency_errors(
         buffer.low_latency_combine(packed, topk_idx, weights, tuple(handle))
     with raises(EPInputError, "whole"):
         buffer.get_next_low_latency_combine_buffer(tuple(handle))
-    with raises(EPUnavailableError, "use_logfmt"):
-        buffer.low_latency_combine(packed, topk_idx, weights, handle, use_logfmt=True)
     with raises(EPUnavailableError, "combine_wait_recv_cost_stats"):
         buffer.low_latency_combine(packed, topk_idx, weights, handle, combine_wait_recv_cost_stats=weights)
     for call in (

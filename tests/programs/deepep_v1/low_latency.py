@@ -170,7 +170,7 @@ def run_two_in_flight(world: World) -> None:
                 assert int((handle[1] & 0xFFFFFFFF).sum()) == int(count.sum())
                 y = from_fp8(packed) if fp8 else packed
                 back, _, receive = buffer.low_latency_combine(
-                    y.contiguous(), idx, world.ones(*idx.shape), handle, return_recv_hook=True
+                    y.contiguous(), idx, world.ones(*idx.shape), handle, use_logfmt=not fp8, return_recv_hook=True
                 )
                 backs.append((x, idx, back, receive))
             for x, idx, back, receive in backs:
