@@ -58,11 +58,13 @@ class ThroughputCalls(BufferBase):
 
         Args:
             x: `[num_tokens, hidden]`, any dtype up to the buffer's width: bfloat16, float16, float32, float8, int8 or uint8 (FP8 from
-                frameworks that cannot export it). A row has a multiple of 16 bytes.
+                frameworks that cannot export it). A row has a multiple of 16 bytes. Or `[num_tokens, hidden // 2]` uint8, two numbers of
+                4 bits in a byte (NVFP4, MXFP4).
             topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. With `handle`, the same as then, or None;
                 `recv_topk_idx` is None then.
             topk_weights: `[num_tokens, num_topk]` float32, or None. Needs `topk_idx`.
-            x_scales: `[num_tokens, n]`, at most one 4-byte word for 128 channels: `hidden // 128` float32, or packed UE8M0.
+            x_scales: `[num_tokens, n]`, at most one 4-byte word for 128 channels: `hidden // 128` float32, or packed UE8M0. With rows at
+                most half as wide as the buffer's, at most one byte for 16 channels (NVFP4). A row of scales has a multiple of 4 bytes.
             handle: Repeat the routing of an earlier dispatch. The call counts nothing, and the host does not wait.
             num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens` (times `num_topk`, and padding, with
                 `layout="expert"`). The host does not wait, so a CUDA graph can capture the call (keep the result as long as the graph).

@@ -43,6 +43,9 @@ MAX_ROW_BYTES = 96 * 1024
 MAX_TIMEOUT_S = 1e9
 """Thirty years. Kernels count nanoseconds in 64 bits."""
 
+NUMBERS_PER_SCALE_BYTE = 16
+"""The fewest channels that share a byte of scales, as in NVFP4."""
+
 _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # of a block of low-latency dispatch; sm_80 has 163 KB
 
 ROUTE_THREADS = 256
@@ -257,6 +260,12 @@ class Config:
     def scale_bytes(self) -> int:
         """The bytes for the scales of a row: one float32 per group of channels."""
         return -(-self.hidden // FP8_GROUP) * 4
+
+    def most_scale_bytes(self, row_bytes: int) -> int:
+        """Return the most bytes for the scales of a row of `row_bytes`. Rows half as wide as the Buffer's leave room for more scales."""
+        if 2 * row_bytes > self.row_bytes:
+            return self.scale_bytes
+        return max(self.scale_bytes, -(-self.hidden // NUMBERS_PER_SCALE_BYTE) + 3 & ~3)
 
     @cached_property
     def low_latency_threads(self) -> int:

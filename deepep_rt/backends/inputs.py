@@ -18,6 +18,7 @@ from .calls import BufferInfo, CombineInputs, DispatchInputs
 MOST_ALIGNMENT = 1 << 20
 """The largest `expert_alignment`."""
 
+_PACKED_DTYPES = ("uint8", "int8")
 _MOST_ROWS = (1 << 31) - 1  # kernels count rows in 32 bits
 
 
@@ -41,9 +42,11 @@ def dispatch_inputs(
     """Check the arguments of `Buffer.dispatch`. Its docstring names the rules."""
     config = info.config
     rows = as_view(info, x, "x", stream)
-    if len(rows.shape) != 2 or rows.shape[1] != config.hidden:
+    is_packed = rows.dtype in _PACKED_DTYPES and rows.shape[1:] == (config.hidden // 2,)  # two numbers of 4 bits in a byte
+    if len(rows.shape) != 2 or (rows.shape[1] != config.hidden and not is_packed):
         raise EPInputError(
-            f"x.shape={list(rows.shape)}; expected [num_tokens, {config.hidden}]. Pass rows of this Buffer's hidden"
+            f"x.shape={list(rows.shape)}; expected [num_tokens, {config.hidden}], or [num_tokens, {config.hidden // 2}] of uint8 for "
+            f"numbers of 4 bits. Pass rows of this Buffer's hidden"
         )
     check_row(info, rows, "x")
     check_tokens(info, rows)
@@ -67,7 +70,7 @@ def dispatch_inputs(
                 "topk_idx=None; expected expert numbers for topk_weights, which travel to their experts. Pass topk_idx too"
             )
         weights = as_view(info, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
-    scales = None if x_scales is None else _scales_view(info, x_scales, stream, num_tokens)
+    scales = None if x_scales is None else _scales_view(info, x_scales, stream, rows)
     zero_padding = flag(zero_padding, "zero_padding")
     use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
     round_scale = flag(round_scale, "round_scale") or use_ue8m0
@@ -158,8 +161,9 @@ def _check_known_routing(info: BufferInfo, rows: View, handle: DispatchHandle, n
         )
 
 
-def _scales_view(info: BufferInfo, x_scales: Any, stream: int | None, num_tokens: int) -> View:
-    scales, most = as_view(info, x_scales, "x_scales", stream), info.config.scale_bytes
+def _scales_view(info: BufferInfo, x_scales: Any, stream: int | None, rows: View) -> View:
+    scales, num_tokens = as_view(info, x_scales, "x_scales", stream), rows.shape[0]
+    most = info.config.most_scale_bytes(rows.row_bytes)
     if len(scales.shape) != 2 or scales.shape[0] != num_tokens:
         raise EPInputError(
             f"x_scales.shape={list(scales.shape)}; expected [{num_tokens}, scales of a row]. Pass one row of scales for each token"
@@ -169,7 +173,7 @@ def _scales_view(info: BufferInfo, x_scales: Any, stream: int | None, num_tokens
     if scales.row_bytes % 4 or scales.row_bytes > most:
         raise EPInputError(
             f"x_scales has {scales.row_bytes} bytes a row; expected a multiple of 4 up to {most}. "
-            f"Pass hidden // 128 float32, or packed UE8M0"
+            f"Pass hidden // 128 float32, packed UE8M0, or a byte for 16 channels of rows half as wide as this Buffer's"
         )
     return scales
 

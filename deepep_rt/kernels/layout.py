@@ -264,7 +264,9 @@ class Layout:
     def max_result_bytes(self) -> int:
         """Bytes of the largest dispatch result."""
         config = self.config
-        return self.result(config.num_max_recv_tokens, config.row_bytes, config.scale_bytes, 8, with_topk=True).num_bytes
+        wide, narrow = config.row_bytes, config.row_bytes // 2
+        forms = ((wide, config.scale_bytes), (narrow, config.most_scale_bytes(narrow)))
+        return max(self.result(config.num_max_recv_tokens, *form, 8, with_topk=True).num_bytes for form in forms)
 
     def staging(self, row_bytes: int) -> Map:
         """Memory at a token's rank, where the rows of combine arrive before the rank adds them up."""

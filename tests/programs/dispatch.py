@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -45,6 +46,40 @@ def check_every_kind_of_row(comm: MPI.Intracomm) -> None:
     for case in CASES:
         if case[0] <= case[1] * comm.Get_size():
             _run_case(comm, lambda rank: 5 + 3 * rank, case)
+
+
+def check_rows_of_4_bit_numbers(comm: MPI.Intracomm) -> None:
+    """Two numbers in a byte. NVFP4 has a scale byte for 16 numbers, and MXFP4 one for 32."""
+    hidden, experts, rank = 512, 4 * comm.Get_size(), comm.Get_rank()
+    for width, channels_of_scale in (("bfloat16", 16), ("float8_e4m3fn", 16), ("bfloat16", 32)):
+        sizes = dict(hidden=hidden // 2, num_topk=4, num_experts=experts)
+        inputs = inputs_of_all(
+            comm, 4, lambda rank: 64 - 9 * rank, dtype="uint8", num_scales=hidden // channels_of_scale // 4, **sizes
+        )
+        mine = inputs[rank]
+        with make_buffer(comm, hidden=hidden, num_topk=4, num_experts=experts, dtype=width) as buffer:
+            for layout in ("token", "expert", "token"):
+                sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, x_scales=mine.scales, layout=layout)
+                if layout == "token":
+                    oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, experts))
+                else:
+                    oracle.check_expert_rows(sent, oracle.expected_expert_rows(rank, inputs, experts))
+            wide = np.zeros((len(mine.x), hidden), np.uint8 if width != "bfloat16" else ml_dtypes.bfloat16)
+            if channels_of_scale == 16:
+                with raises(EPInputError, "x_scales has 32 bytes a row", "up to 16"):
+                    buffer.dispatch(wide, mine.topk_idx, x_scales=mine.scales)
+            with raises(EPInputError, "x.shape=", f"[num_tokens, {hidden}]", f"[num_tokens, {hidden // 2}] of uint8"):
+                buffer.dispatch(wide[:, : hidden // 2].astype(np.float32), mine.topk_idx)
+            _check_plain_rows(buffer, comm)
+
+
+def _check_plain_rows(buffer: Any, comm: MPI.Intracomm) -> None:
+    config = buffer.config
+    sizes = dict(hidden=config.hidden, num_topk=config.num_topk, num_experts=config.num_experts)
+    inputs = inputs_of_all(comm, 5, lambda rank: 7, dtype=config.dtype, **sizes)
+    mine = inputs[comm.Get_rank()]
+    sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+    oracle.check_dispatch(sent, oracle.expected_dispatch(comm.Get_rank(), inputs, config.num_experts))
 
 
 def check_expert_alignment(comm: MPI.Intracomm) -> None:
