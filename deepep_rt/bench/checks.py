@@ -160,7 +160,8 @@ _NUM_RANKS = whole(1, 1 << 16)
 _THROUGHPUT_ROW = record(
     {
         "work": matching(
-            "dispatch_(bf16|fp8)_(unknown|known|worst)|dispatch_expert_(unknown|known)|(copy|permute)_expert|combine_(bf16|expert|topk)"
+            "dispatch_(bf16|fp8)_(unknown|known|worst)|dispatch_expert_(unknown|known)|(copy|permute)_expert|"
+            "combine_(bf16|expert|topk|fp8|log10)"
         ),
         "tokens": _TOKENS,
         "sms": _SMS,
@@ -168,7 +169,7 @@ _THROUGHPUT_ROW = record(
         "gb_s": _GB_S,
         "remote_gb_s": _GB_S,
     },
-    {"host_us": optional(_TIME_US)},
+    {"host_us": optional(_TIME_US), "row_bytes": optional(whole(1, 1 << 30)), "percent_of_combine": optional(number(1e-6, 1e12))},
     is_closed=True,
 )
 _ALWAYS = ("call_us", "host_dispatch_us", "host_combine_us")
@@ -192,7 +193,11 @@ def _result(row: Check, **more: Check) -> Check:
         "rows": each(row),
         **more,
     }
-    return record(needed, {"drivers": optional(mapping(text, anything)), "versions": optional(mapping(text, anything))})
+    perhaps = {
+        "left_out": optional(mapping(text, text)),
+        **dict.fromkeys(("drivers", "versions"), optional(mapping(text, anything))),
+    }
+    return record(needed, perhaps)
 
 
 _REFERENCES = record(

@@ -23,6 +23,8 @@ WORKS = {
     "dispatch_expert": "Dispatch by expert, BF16",
     "combine_expert": "Combine by expert, weighted",
     "combine_topk": "Combine, reduce='topk'",
+    "combine_fp8": "Combine, rows as FP8",
+    "combine_log10": "Combine, rows as 10-bit logarithms",
 }
 PANELS_IN_A_ROW = 3
 ROUTINGS = {"known": "routing known", "unknown": "routing unknown", "worst": "fixed shapes"}
@@ -78,6 +80,7 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
                 lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
             if work == "dispatch_expert":
                 lines += _in_two_steps(rows, num_tokens, alone)
+            lines += _in_the_time_of_plain(here, alone)
             if len(panels[-1]) == PANELS_IN_A_ROW:
                 panels.append([])
             panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
@@ -88,10 +91,23 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
         top = 1.12 * max(gb_s for row in panels for _, lines in row for line in lines for gb_s in line.points.values()) or 1.0
         for i, row in enumerate(panels):
             for j, (name, lines) in enumerate(row):
-                draw_panel(axes[i][j], name, lines, xlabel=xlabel if i + 1 == len(panels) else "", ylabel="" if j else ylabel)
+                is_last = all(j >= len(below) for below in panels[i + 1 :])
+                draw_panel(axes[i][j], name, lines, xlabel=xlabel if is_last else "", ylabel="" if j else ylabel)
                 axes[i][j].set_ylim(0, top)
                 label_lines(axes[i][j], lines)
+            for unused in axes[i][len(row) :]:
+                unused.set_visible(False)
         return figure
+
+
+def _in_the_time_of_plain(rows: Iterable[Row], alone: bool) -> list[Line]:
+    """Return the bandwidth that compressed combines would have if they took as long as plain ones."""
+    points = {
+        row.sms: (row.gb_s if alone else row.remote_gb_s) * row.percent_of_combine / 100
+        for row in rows
+        if row.percent_of_combine is not None
+    }
+    return [Line(points, "in the time of\na plain combine", THEIRS[0], "D", "--")]
 
 
 def _in_two_steps(rows: Iterable[Row], num_tokens: int, alone: bool) -> list[Line]:

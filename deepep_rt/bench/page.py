@@ -72,6 +72,8 @@ def section(result: Mapping[str, Any], references: Sequence[Reference], picture_
         "### All rows",
         *_table(report.low_latency_table(result) if is_low_latency else report.throughput_table(result)),
     ]
+    if not is_low_latency and (compressed := report.compression_table(result)):
+        parts += ["### Combine with compressed rows", *_table(compressed)]
     for reference in used:
         if table := (_low_latency_comparison if is_low_latency else report.throughput_comparison)(result, reference):
             parts += [f"### Compared with {markdown_text(reference.name)}", *_table(table)]

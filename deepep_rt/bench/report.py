@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .._console import console
 from .references import COMPARISON_HEADS, Reference, comparison_cells, difference_note, pair_rows, ratio_note
-from .results import BYTE_FORMULA, Row, Sizes, format_us, fp8_or_bf16, low_latency_rows, throughput_rows, title
+from .results import BYTE_FORMULA, Row, Sizes, format_us, fp8_or_bf16, low_latency_rows, row_bytes, throughput_rows, title
 
 _WIDTH_OF_LOGS = 120
 _LOW_LATENCY_COLUMNS = {
@@ -49,6 +49,8 @@ def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()
     """Print the tables of a result, and the comparisons with other systems."""
     if throughput_rows(result):
         print_table(throughput_table(result))
+        if table := compression_table(result):
+            print_table(table)
         for reference in references:
             if table := throughput_comparison(result, reference):
                 print_table(table)
@@ -63,6 +65,7 @@ def throughput_table(result: Mapping[str, Any]) -> ResultTable:
     ceiling = result["copy_ceiling_gb_s"]["used"]
     what = "remote" if result["num_ranks"] > 1 else "within the one rank"
     caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling:.4g} GB/s {what}."
+    caption += "".join(f" {work} was not measured: {reason}." for work, reason in (result.get("left_out") or {}).items())
     heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
     return ResultTable(title(result), heads, [_throughput_cells(row, ceiling) for row in throughput_rows(result)], caption)
 
@@ -71,6 +74,25 @@ def _throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
     share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
     bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share)
     return [row.work, str(row.tokens), str(row.sms), format_us(row.us), *bandwidths, format_us(row.host_us)]
+
+
+def compression_table(result: Mapping[str, Any]) -> ResultTable | None:
+    """Make the table of combines with compressed rows. Return None if there are none, as in older results."""
+    plain_bytes = row_bytes("combine_bf16", Sizes.of(result).hidden)
+    rows = [
+        [
+            *(row.work, str(row.tokens), str(row.sms), format_us(row.us), f"{row.percent_of_combine:.1f}"),
+            *(str(row.row_bytes), f"{100 * row.row_bytes / plain_bytes:.1f}"),
+        ]
+        for row in throughput_rows(result)
+        if row.percent_of_combine is not None and row.row_bytes is not None
+    ]
+    caption = (
+        "% of combine: the time, of that of combine_bf16 with the same tokens and SMs in this run. Row bytes: the bytes of a row on the "
+        "way, which GB/s counts. In the picture, the broken line is the bandwidth if the same bytes took as long as a plain combine."
+    )
+    heads = ["work", "tokens", "SMs", "us", "% of combine", "row bytes", "% of BF16 bytes"]
+    return ResultTable("combine with compressed rows", heads, rows, caption) if rows else None
 
 
 def throughput_comparison(result: Mapping[str, Any], reference: Reference) -> ResultTable | None:

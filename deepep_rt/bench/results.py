@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..arrays.compressed_rows import COMPRESSIONS, compressed_row_bytes
 from ..errors import EPConfigError
 from .checks import InvalidValue, check_result
 
 BYTE_FORMULA = (
-    "received rows (each token once for each destination rank, own rank included) x row bytes (with scales), mean over ranks; "
-    "remote: the same without the rows of the own rank"
+    "received rows (each token once for each destination rank, own rank included) x bytes of a row on the way (with scales; "
+    "compressed rows: as they travel), mean over ranks; remote: the same without the rows of the own rank"
 )
 _PACKAGES = re.compile(
     r"deepep.rt|numpy|mpi4py|mpich|cupy.*|cuda-(python|core|bindings)|nvshmem4py.*|nvidia-(cuda-nvrtc|nvjitlink|nvshmem).*"
@@ -37,6 +38,8 @@ class Row:
     gb_s: float
     remote_gb_s: float
     host_us: float | None = None  # time of the host in a call, without waiting for its end
+    row_bytes: int | None = None  # of a row on the way
+    percent_of_combine: float | None = None  # compressed combines: their time, of the plain combine's with these tokens and SMs
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,10 @@ class Sizes(NamedTuple):
 
 
 def row_bytes(work: str, hidden: int) -> int:
-    """Bytes of a row that a work moves, with its scales."""
+    """Bytes of a row on the way, with its scales."""
+    kind, _, compression = work.partition("_")
+    if kind == "combine" and compression in COMPRESSIONS:
+        return compressed_row_bytes(hidden, compression)
     return hidden + hidden // 128 * 4 if "fp8" in work else 2 * hidden
 
 

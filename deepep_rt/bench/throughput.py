@@ -8,6 +8,10 @@ Routing: with `unknown` the GPU counts and the host reads the counts. `known` re
 `expert` is BF16 with `layout="expert"`, and combine with weights. `combine_topk` adds `reduce="topk"`. `copy_expert` is a plain copy of the
 bytes of a rank's rows by expert. `permute_expert` makes these rows of the rows by token, with an array library. Dispatch by expert compares
 with plain dispatch and one of them.
+
+`combine_fp8` and `combine_log10` are `combine_bf16` with `compress=`. Their bytes are those of the compressed rows. Before the benchmark
+measures them, it compares some of their sums with those of the host. It leaves out works that a machine or a size does not allow, and
+records the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ import numpy as np
 from mpi4py import MPI
 
 from ..buffer import Buffer
+from ..errors import EPInputError, EPUnavailableError
 from ..results import DispatchHandle
-from . import program, timing
+from . import compressed, program, timing
 from .machine import Machine
 from .results import Row, document, row_bytes
 
@@ -37,7 +42,10 @@ WORKS = (
     "permute_expert",
     "combine_expert",
     "combine_topk",
+    *compressed.WORKS,
 )
+MAY_BE_LEFT_OUT = ("combine_topk", *compressed.WORKS)
+"""Works that some GPUs, sizes or numbers of nodes do not have."""
 NUM_SETS = 2  # calls alternate between the inputs, so that the L2 cache does not hold their rows
 
 
@@ -65,7 +73,7 @@ class Settings(program.Settings):
 
 
 def num_steps(settings: Settings) -> int:
-    """Count the calls of `step` in `run`."""
+    """Count the calls of `step` in `run`. Works that are left out count too."""
     return len(settings.sms) * len(settings.tokens) * len(WORKS)
 
 
@@ -104,6 +112,7 @@ class Bench:
         self.machine = Machine(comm, settings.backend)
         self.rng = np.random.default_rng([settings.seed, comm.rank])
         self.clock = timing.clock(self.machine.on_gpu)
+        self.left_out: dict[str, str] = {}
 
     def make_inputs(self, buffer: Buffer, num_tokens: int) -> Inputs:
         """Make random tokens and routing. Dispatch the routing once for its handle and counts."""
@@ -157,6 +166,12 @@ class Bench:
             yield f"dispatch_{name}_worst", fixed
         yield "combine_bf16", lambda i: buffer.combine(sets[i % NUM_SETS].experts_out, sets[i % NUM_SETS].handle)
         yield from self.expert_cases(buffer, sets)
+        for work, compression in compressed.WORKS.items():
+
+            def smaller(i: int, compression: str = compression) -> None:
+                buffer.combine(sets[i % NUM_SETS].experts_out, sets[i % NUM_SETS].handle, compress=compression)
+
+            yield work, smaller
 
     def expert_cases(self, buffer: Buffer, sets: list[Inputs]) -> Iterator[tuple[str, Callable[[int], Any]]]:
         """Yield the works with rows by expert."""
@@ -190,14 +205,35 @@ class Bench:
             for num_tokens in settings.tokens:
                 sets = [self.make_inputs(buffer, num_tokens) for _ in range(NUM_SETS)]
                 num_rows, num_remote = (sum(getattr(s, n) for s in sets) / NUM_SETS for n in ("num_rows", "num_remote_rows"))
+                spent: dict[str, float] = {}
                 for work, call in self.cases(buffer, sets, num_tokens):
                     self.step(f"{work}, {num_tokens} tokens, {sms} SMs")
-                    seconds = timing.measure(buffer, comm, self.clock, call, settings)
+                    if not self.is_possible(work, call):
+                        continue
+                    if work in compressed.WORKS:
+                        self.check_sums(buffer, sets[0], work)
+                    seconds = spent[work] = timing.measure(buffer, comm, self.clock, call, settings)
                     waits = work.endswith("unknown")
                     host = None if waits else 1e6 * timing.measure_host(buffer, comm, call, settings)
-                    gb_s, remote_gb_s = (n * row_bytes(work, settings.hidden) / seconds / 1e9 for n in (num_rows, num_remote))
-                    rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host))
+                    each = row_bytes(work, settings.hidden)
+                    gb_s, remote_gb_s = (n * each / seconds / 1e9 for n in (num_rows, num_remote))
+                    percent = 100 * seconds / spent["combine_bf16"] if work in compressed.WORKS else None
+                    rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host, each, percent))
         return ceiling, rows
+
+    def is_possible(self, work: str, call: Callable[[int], Any]) -> bool:
+        """Make a call if it may be refused. The refusal is the same on all ranks, and becomes the reason in the result."""
+        if work in MAY_BE_LEFT_OUT:
+            try:
+                call(0)
+            except (EPInputError, EPUnavailableError) as error:
+                self.left_out[work] = str(error).partition(". ")[0]
+        return work not in self.left_out
+
+    def check_sums(self, buffer: Buffer, inputs: Inputs, work: str) -> None:
+        """Check a combine with compressed rows. The rows by token are those that this rank received."""
+        arrays: dict[str, Any] = dict(x=inputs.bf16, topk_idx=inputs.topk_idx, recv_x=inputs.by_expert.rows)
+        compressed.check_sums(self.comm, self.machine, buffer, work, **arrays, handle=inputs.handle)
 
 
 def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambda doing: None) -> dict[str, Any] | None:
@@ -217,7 +253,7 @@ def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambd
         ceilings[sms], found = bench.run(sms)
         rows += found
     rows.sort(key=lambda row: (row.tokens, row.work, row.sms))
-    described = {**bench.machine.described(), **settings.described(timing.BOUNDARY[settings.backend])}
+    described = {**bench.machine.described(), **settings.described(timing.BOUNDARY[settings.backend]), "left_out": bench.left_out}
     return document(rows, ceilings, described, settings.commit) if comm.rank == 0 else None
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._checks import is_int_in_range
+from ..arrays.compressed_rows import COMPRESSIONS
+from ..arrays.dtypes import FP8_GROUP
 from ..config import MAX_RANKS_PER_NODE, PATHS
 from ..errors import EPConfigError
 
@@ -55,7 +57,7 @@ class Options:
         num_ranks: Ranks of the run.
         on_gpu: Draw the larger shapes for GPUs, and rounds with CUDA graphs.
         rounds_per_buffer: Rounds before the next Buffer is made.
-        has_fp8: Draw FP8 conversion in low-latency dispatches.
+        has_fp8: Draw FP8 conversion in low-latency dispatches, and combines with rows as FP8.
         tokens: Most tokens of a rank in Buffers of the throughput mode alone. None: the shape's.
         low_latency_tokens: Most tokens of a rank in Buffers of both modes. None: the shape's.
         hidden: Elements of a row. None: the shape's.
@@ -159,6 +161,13 @@ def buffer_of(options: Options, number: int) -> BufferPlan:
         path=draw.one_of(*PATHS),
         num_max_recv_tokens=draw.one_of(None, ranks * shape.tokens, draw.number(shape.tokens, ranks * shape.tokens)),
     )
+
+
+def compressions_of(options: Options, shape: Shape) -> list[str | None]:
+    """List the forms of compressed rows that a combine may take. [None]: none."""
+    if shape.hidden % FP8_GROUP:
+        return [None]
+    return [form for form in COMPRESSIONS if form != "fp8" or options.has_fp8]
 
 
 def _ranks_per_node(draw: Draw, options: Options) -> int | None:

@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.dtypes import FP8_GROUP
 from .arrays import Arrays
-
-_LARGEST = np.float32(448)  # of e4m3fn
-_LEAST = np.float32(1e-4)  # lower bound of a group's largest channel
+from .row_formats import after_compression
 
 
 class Rows(NamedTuple):
@@ -165,6 +162,7 @@ def summed(
     dtype: str,
     row: Callable[[int, np.ndarray], Any],
     biases: Sequence[Any] = (),
+    compress: str | None = None,
 ) -> Any:
     """Compute the sums of a combine: float32, each node in rank order, then the nodes, then the biases, rounded once.
 
@@ -178,6 +176,7 @@ def summed(
         dtype: Element type of the rows.
         row: Returns rank `peer`'s rows for tokens of this rank, as unsigned integers.
         biases: Biases of all tokens, as unsigned integers.
+        compress: The form of rows on the way, those of this rank included. None: as they are.
     """
     total = arrays.xp.zeros((len(routing.mine), width), np.float32)
     for first in range(0, routing.num_ranks, node_size):
@@ -185,7 +184,8 @@ def summed(
         for peer in range(first, first + node_size):
             tokens = routing.returned_by(peer)
             if len(tokens):
-                node[arrays.put(tokens)] += arrays.to_float32(row(peer, tokens), dtype)
+                rows = arrays.to_float32(row(peer, tokens), dtype)
+                node[arrays.put(tokens)] += rows if compress is None else after_compression(arrays, rows, compress)
         if not first <= routing.rank < first + node_size:
             node = arrays.to_float32(arrays.from_float32(node, dtype), dtype)
         total += node  # a node without a row adds 0, which changes no bit
@@ -229,43 +229,3 @@ def weighted(
     for peer in range(num_ranks):
         total += arrays.to_float32(arrays.from_float32(sums[peer], "bfloat16"), "bfloat16")
     return arrays.from_float32(total, "bfloat16")
-
-
-def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tuple[Any, Any]:
-    """Convert rows of finite bfloat16 to e4m3fn with a scale for each 128 channels, rounded to nearest, ties to even.
-
-    Args:
-        arrays: NumPy or CuPy.
-        rows: `[n, hidden]` uint16.
-        round_scale: Round scales to powers of two.
-        ue8m0: Return scales as exponents.
-
-    Returns:
-        `[n, hidden]` uint8, and `[n, hidden // 128]` float32 or uint8.
-    """
-    xp = arrays.xp
-    groups = arrays.to_float32(rows, "bfloat16").reshape(len(rows), rows.shape[1] // FP8_GROUP, FP8_GROUP)
-    largest = xp.maximum(abs(groups).max(axis=2), _LEAST)
-    scales, factors = largest / _LARGEST, _LARGEST / largest
-    if round_scale:
-        bits = scales.view(np.uint32)
-        up = ((bits & xp.uint32(0x7FFFFF)) != 0).astype(np.uint32)
-        scales = (((bits >> xp.uint32(23)) + up) << xp.uint32(23)).view(np.float32)
-        factors = xp.float32(1) / scales
-    scaled = xp.minimum(abs(groups) * factors[:, :, None], _LARGEST)
-    middles = arrays.put(_middles())
-    codes = xp.searchsorted(middles, scaled.reshape(-1))
-    is_tie = middles[xp.minimum(codes, len(middles) - 1)] == scaled.reshape(-1)
-    codes += is_tie & (codes % 2 == 1)
-    codes = codes.astype(np.uint8).reshape(rows.shape) | (rows >> np.uint16(8) & np.uint16(0x80)).astype(np.uint8)
-    if ue8m0:
-        return codes, (scales.view(np.uint32) >> xp.uint32(23)).astype(np.uint8)
-    return codes, scales
-
-
-def _middles() -> np.ndarray:
-    """List the midpoints between adjacent magnitudes of e4m3fn, ascending."""
-    codes = np.arange(127)
-    exponent, mantissa = codes >> 3, codes & 7
-    sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    return ((sizes[1:] + sizes[:-1]) / 2).astype(np.float32)

@@ -102,6 +102,7 @@ class _Exchange:
         self.keys = {what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0")}
         on_nodes = session.buffer.backend == "cuda" and session.buffer.config.has_network
         self.reduce = "rank" if on_nodes else call.reduce
+        self.compress = None if session.buffer.config.has_network or self.reduce == "topk" else call.compress
 
     def run(self) -> DispatchHandle:
         """Make both calls. Return the handle."""
@@ -225,7 +226,9 @@ class _Exchange:
             if len(kept.position):
                 arrays.scatter(arrays.rows(weights), kept.position, arrays.numbers(keys, 1, "float32"))
         bias = arrays.typed(self._bias(), call.combine_dtype, (len(self.tokens), self.hidden)) if call.has_bias else None
-        how: dict[str, Any] = dict(topk_weights=weights, weighted=self._is_weighted, reduce=self.reduce, bias=bias)
+        how: dict[str, Any] = dict(
+            topk_weights=weights, weighted=self._is_weighted, reduce=self.reduce, compress=self.compress, bias=bias
+        )
         return session.timed("combine", call.combine_mode, lambda where: session.buffer.combine(y, handle, **how, **where))
 
     @property
@@ -235,6 +238,8 @@ class _Exchange:
     def _combine_check(self, back: CombineResult) -> Callable[[], None]:
         call, arrays, check, made_in = self.call, self.arrays, self.check, self.plan.number
         what, num_tokens, dtype = f"combine by expert {self.number}", len(self.tokens), call.combine_dtype
+        if self.compress:
+            what += f" with compress={self.compress!r}"
         has_row = [received.has_row(self.rank) for received in self.received]
 
         def run() -> None:
@@ -250,7 +255,7 @@ class _Exchange:
                 def row(peer: int, tokens: np.ndarray) -> Any:
                     return arrays.from_float32(self._added_up(tokens, has_row[peer][tokens]), dtype)
 
-                wanted = summed(arrays, self.by_token, node_size, self.hidden, dtype, row, biases)
+                wanted = summed(arrays, self.by_token, node_size, self.hidden, dtype, row, biases, self.compress)
             at = np.arange(num_tokens)
             cut = lambda part: wanted[part[0] : part[-1] + 1]  # noqa: E731
             check.rows(made_in, what, "x", back.x, (num_tokens, self.hidden), dtype, at, cut)

@@ -13,8 +13,9 @@ import numpy as np
 
 from ..arrays.dtypes import DTYPES, FP8_GROUP
 from ..config import COMBINE_DTYPES, MAX_ROW_BYTES, ROW_ALIGNMENT
-from .buffers import CHOICES, EXCLUDED, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of
+from .buffers import CHOICES, EXCLUDED, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of, compressions_of
 
+_STREAM_MODES = ("plain", "plain", "async", "event", "stream")
 _PAYLOADS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8")
 _LONGEST_DELAY_S = 0.02
 
@@ -34,6 +35,7 @@ class Call:
     combine_mode: str
     sums_weights: bool
     biases: int
+    compress: str | None  # in Buffers of one node
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ExpertCall:
     is_weighted: bool  # rows are multiplied by the weights
     has_bias: bool
     reduce: str
+    compress: str | None  # in Buffers of one node, with reduce="rank"
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,8 @@ def round_of(options: Options, number: int) -> RoundPlan:
             worst = tuple(draw.number(0, most) for _ in range(options.num_ranks))
     alignment = draw.one_of(1, 1, 4, 16, 128)
     if kind == "expert_rows":
-        return RoundPlan(**common, worst=worst, alignment=alignment, expert_calls=_expert_calls(draw, buffer.shape))
-    return RoundPlan(**common, worst=worst, alignment=alignment, calls=_calls(draw, buffer.shape, worst is not None))
+        return RoundPlan(**common, worst=worst, alignment=alignment, expert_calls=_expert_calls(draw, options, buffer.shape))
+    return RoundPlan(**common, worst=worst, alignment=alignment, calls=_calls(draw, options, buffer.shape))
 
 
 def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.ndarray:
@@ -217,13 +220,9 @@ def _fits(shape: Shape, dtype: str) -> bool:
     return row_bytes <= width and row_bytes % ROW_ALIGNMENT == 0
 
 
-def _stream_mode(draw: Draw) -> str:
-    return draw.one_of("plain", "plain", "async", "event", "stream")
-
-
-def _calls(draw: Draw, shape: Shape, is_fixed: bool) -> tuple[Call, ...]:
+def _calls(draw: Draw, options: Options, shape: Shape) -> tuple[Call, ...]:
     payloads = [dtype for dtype in _PAYLOADS if _fits(shape, dtype)]
-    sums = [dtype for dtype in COMBINE_DTYPES if _fits(shape, dtype)]
+    sums, forms = [dtype for dtype in COMBINE_DTYPES if _fits(shape, dtype)], compressions_of(options, shape)
     made = []
     for number in range(draw.one_of(1, 1, 2, 3)):
         has_idx = number == 0 or draw.chance(0.5)
@@ -235,19 +234,20 @@ def _calls(draw: Draw, shape: Shape, is_fixed: bool) -> tuple[Call, ...]:
                 scale_dtype=draw.one_of("float32", "int32"),
                 has_idx=has_idx,
                 has_weights=has_idx and draw.chance(0.7),
-                mode=_stream_mode(draw),
+                mode=draw.one_of(*_STREAM_MODES),
                 combine_dtype=draw.one_of(*sums),
-                combine_mode=_stream_mode(draw),
+                combine_mode=draw.one_of(*_STREAM_MODES),
                 sums_weights=draw.chance(0.4),
                 biases=draw.one_of(0, 0, 1, 2),
+                compress=draw.one_of(*forms) if draw.chance(0.2) else None,
             )
         )
     return tuple(made)
 
 
-def _expert_calls(draw: Draw, shape: Shape) -> tuple[ExpertCall, ...]:
+def _expert_calls(draw: Draw, options: Options, shape: Shape) -> tuple[ExpertCall, ...]:
     payloads = [dtype for dtype in _PAYLOADS if _fits(shape, dtype)]
-    sums = [dtype for dtype in COMBINE_DTYPES if _fits(shape, dtype)]
+    sums, forms = [dtype for dtype in COMBINE_DTYPES if _fits(shape, dtype)], compressions_of(options, shape)
     return tuple(
         ExpertCall(
             is_repeat=number > 0,
@@ -256,13 +256,14 @@ def _expert_calls(draw: Draw, shape: Shape) -> tuple[ExpertCall, ...]:
             by_column=draw.chance(0.5),
             has_weights=draw.chance(0.7),
             zero_padding=draw.chance(0.5),
-            mode=_stream_mode(draw),
+            mode=draw.one_of(*_STREAM_MODES),
             combine_dtype=draw.one_of(*sums),
-            combine_mode=_stream_mode(draw),
+            combine_mode=draw.one_of(*_STREAM_MODES),
             sums_weights=draw.chance(0.7),
             is_weighted=draw.chance(0.6),
             has_bias=draw.chance(0.3),
             reduce=draw.one_of("rank", "topk"),
+            compress=draw.one_of(*forms) if draw.chance(0.2) else None,
         )
         for number in range(draw.one_of(1, 1, 2))
     )

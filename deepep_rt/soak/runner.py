@@ -86,6 +86,7 @@ class Run:
         self.comm, self.asked, self.rank = comm, asked, comm.rank
         self.ranks = communicator_of(comm)
         self.backend, has_fp8 = self.choose_backend()
+        has_fp8 = all(comm.allgather(has_fp8))  # all ranks draw the same plans
         seed = comm.bcast(int.from_bytes(os.urandom(4), "little") if asked.seed is None else asked.seed)
         sizes: dict[str, Any] = asked.sizes
         self.options = Options(seed=seed, num_ranks=comm.size, on_gpu=self.backend == "cuda", has_fp8=has_fp8, **sizes)

@@ -56,6 +56,7 @@ class _Exchange:
         self.keys = {
             what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0", "bias1")
         }
+        self.compress = None if session.buffer.config.has_network else call.compress
 
     def run(self) -> DispatchHandle:
         """Make both calls. Return the handle."""
@@ -178,12 +179,14 @@ class _Exchange:
         return session.timed(
             "combine",
             call.combine_mode,
-            lambda where: session.buffer.combine(y, handle, topk_weights=weights, bias=bias, **where),
+            lambda where: session.buffer.combine(y, handle, topk_weights=weights, bias=bias, compress=self.compress, **where),
         )
 
     def _combine_check(self, back: CombineResult) -> Callable[[], None]:
         call, arrays, check, made_in = self.call, self.arrays, self.check, self.plan.number
         what, num_tokens = f"combine {self.number}", len(self.tokens)
+        if self.compress:
+            what += f" with compress={self.compress!r}"
 
         def rows_of(name: str, width: int, dtype: str) -> Callable[[int, np.ndarray], Any]:
             def row(peer: int, tokens: np.ndarray) -> Any:
@@ -200,7 +203,8 @@ class _Exchange:
             dtype = call.combine_dtype
             biases = [self._bias(i) for i in range(call.biases)]
             node_size = self.session.buffer.config.node_size
-            wanted = summed(arrays, self.routing, node_size, self.hidden, dtype, rows_of("y", self.hidden, dtype), biases)
+            y = rows_of("y", self.hidden, dtype)
+            wanted = summed(arrays, self.routing, node_size, self.hidden, dtype, y, biases, self.compress)
             compare("x", back.x, self.hidden, dtype, wanted)
             if not call.sums_weights:
                 check.value(made_in, what, "topk_weights", back.topk_weights, None)

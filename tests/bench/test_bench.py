@@ -85,7 +85,7 @@ def test_a_run_writes_results_pictures_and_a_report(measured):
         "low_latency.json", "low_latency.png", "report.md", "throughput.json", "throughput.png",
     ]  # fmt: skip
     throughput, low_latency = (read(folder / f"{name}.json") for name in ("throughput", "low_latency"))
-    assert len(throughput_rows(throughput)) == 2 * 13
+    assert len(throughput_rows(throughput)) == 2 * 15
     assert [row.tokens for row in low_latency_rows(low_latency)] == [1, 4, 16, 64]
     for name in ("throughput", "low_latency"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -96,6 +96,11 @@ def test_a_run_writes_results_pictures_and_a_report(measured):
     for row in throughput_rows(throughput):
         assert [row.work, str(row.tokens), str(row.sms), f"{row.us:.1f}"] in [line[:4] for line in page.tables[0]]
     assert str(folder / "report.md") in printed
+    compressed = [row for row in throughput_rows(throughput) if row.percent_of_combine is not None]
+    assert {row.work for row in compressed} == {"combine_fp8", "combine_log10"}
+    assert "Combine with compressed rows" in page.text
+    for row in compressed:
+        assert [f"{row.percent_of_combine:.1f}", str(row.row_bytes)] in [line[4:6] for line in page.tables[1]]
 
 
 def test_only_rank_0_prints(measured):
@@ -103,9 +108,9 @@ def test_only_rank_0_prints(measured):
     assert printed.count("the report is") == 1
     assert printed.count("% of ceiling") == 1
     steps = [line for line in progress.splitlines() if " done; " in line]
-    assert 4 <= len(steps) <= 36
+    assert 4 <= len(steps) <= 40
     assert len(steps) == len(set(steps))
-    assert steps[0].startswith("throughput: 0 of 26 done; dispatch_bf16_unknown, 64 tokens")
+    assert steps[0].startswith("throughput: 0 of 30 done; dispatch_bf16_unknown, 64 tokens")
     assert steps[-1].startswith("low-latency: 3 of 4 done")
 
 
@@ -284,6 +289,23 @@ def test_bandwidth_against_sms():
     assert "DeepEP V1, 8 ranks,\nrouting unknown" in labels_of(panels["Dispatch, BF16, 8192 tokens a rank"])
     assert {axes.get_xlabel() for axes in figure.axes} == {"", "SMs of a call"}
     assert {axes.get_ylabel() for axes in figure.axes} == {"", "GB/s from other ranks"}
+
+
+def test_compressed_combines_are_drawn_with_the_time_of_plain_ones(measured):
+    result = read(measured[0] / "throughput.json")
+    figure = bench_figures.throughput(result)
+    panels = {axes.get_title("left"): axes for axes in figure.axes if axes.get_visible()}
+    assert len(panels) == 2 * 8
+    for row in throughput_rows(result):
+        if row.work in ("combine_fp8", "combine_log10"):
+            axes = panels[f"{bench_figures.WORKS[row.work]}, {row.tokens} tokens a rank"]
+            assert ((row.sms, row.remote_gb_s),) in lines_of(axes)
+            slow = row.remote_gb_s * row.percent_of_combine / 100
+            assert ((row.sms, slow),) in lines_of(axes)
+            assert labels_of(axes) == {"copy ceiling", "this run", "in the time of\na plain combine"}
+    assert "in the time of\na plain combine" not in labels_of(panels["Combine, BF16, 64 tokens a rank"])
+    lowest = [axes for axes in panels.values() if axes.get_xlabel()]
+    assert len(lowest) == 3, "one in each column"
 
 
 def test_latency_against_tokens():

@@ -22,7 +22,7 @@ PEERS = ROOT / "bench/reference/h200x8_peers.json"
 WORKS = {
     *(f"dispatch_{dtype}_{routing}" for dtype in ("bf16", "fp8") for routing in ("unknown", "known", "worst")),
     *("combine_bf16", "combine_expert", "combine_topk", "copy_expert", "permute_expert"),
-    *("dispatch_expert_unknown", "dispatch_expert_known"),
+    *("dispatch_expert_unknown", "dispatch_expert_known", "combine_fp8", "combine_log10"),
 }
 
 
@@ -110,6 +110,8 @@ def test_bytes_are_received_rows_times_row_bytes(run):
     rows = json.loads(run[1].read_text())["rows"]
     found = {row["work"]: row["gb_s"] * 1e3 * row["us"] for row in rows if row["tokens"] == 16 and row["sms"] == 24}
     row_bytes = {work: 128 + 4 if "fp8" in work else 256 for work in WORKS}
+    row_bytes |= {"combine_fp8": 128 + 16, "combine_log10": 128 + 32 + 16}  # as they travel: a multiple of 16
+    assert all(row["row_bytes"] == row_bytes[row["work"]] for row in rows)
     num_rows = {round(found[work] / row_bytes[work], 6) for work in WORKS}
     assert len(num_rows) == 1
     assert 16 < num_rows.pop() <= 32  # top-8 of 16 experts: most tokens go to both ranks
@@ -121,6 +123,69 @@ def test_table_and_comparison_are_printed(run):
     assert "compared with DeepEP V1" in printed
     assert "compared with DeepEP V2" in printed
     assert "best" in printed
+
+
+def test_compressed_combines_compare_with_the_plain_one(run):
+    result = read(run[1])
+    rows = {(row.work, row.tokens, row.sms): row for row in throughput_rows(result)}
+    for (work, tokens, sms), row in rows.items():
+        if work in ("combine_fp8", "combine_log10"):
+            assert row.percent_of_combine == pytest.approx(100 * row.us / rows["combine_bf16", tokens, sms].us)
+        else:
+            assert row.percent_of_combine is None
+    assert result["left_out"] == {}
+    table = report.compression_table(result)
+    assert len(table.rows) == 2 * 2 * 2
+    row = rows["combine_log10", 4096, 64]
+    assert ["combine_log10", "4096", "64", f"{row.us:.1f}", f"{row.percent_of_combine:.1f}", "176", "68.8"] in table.rows
+    assert "combine with compressed rows" in run[0]
+
+
+def test_older_results_have_no_compressed_combines(capsys):
+    result = read(ROOT / "bench/results/h200x8_2026-11-22.json")
+    assert report.compression_table(result) is None
+    report.print_result(result)
+    printed = capsys.readouterr().out
+    assert "compressed rows:" in printed, "the convention of bytes"
+    assert "not measured" not in printed
+    assert "% of combine" not in printed
+
+
+def test_works_that_are_not_possible_are_left_out(tmp_path):
+    """Compressed rows need a multiple of 128 channels. The other works are measured, and the reason stands below the table."""
+    file = tmp_path / "result.json"
+    printed = launch("throughput.py", "--quick", "--tokens", "16", "--hidden", "192", "--sms", "8", "--json", str(file))
+    result = read(file)
+    assert {row.work for row in throughput_rows(result)} == WORKS - {"combine_fp8", "combine_log10"}
+    assert set(result["left_out"]) == {"combine_fp8", "combine_log10"}
+    assert "expected a multiple of 128 with compress='fp8'" in result["left_out"]["combine_fp8"]
+    assert "combine_fp8 was not measured: hidden=192" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("work", ["combine_fp8", "combine_log10"])
+def test_wrong_sums_of_compressed_rows_are_found(work, tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(f"""
+from mpi4py import MPI
+from deepep_rt import EPError
+from deepep_rt.backends.host import throughput as host
+from deepep_rt.bench import throughput
+expand = host.expand
+def wrong(rows, hidden, compression):
+    made = expand(rows, hidden, compression)
+    if MPI.COMM_WORLD.rank == 1 and "combine_" + compression == "{work}":
+        made[3:4, 5] *= 2
+    return made
+host.expand = wrong
+settings = throughput.Settings(backend="host", hidden=128, experts=16, tokens=(16,), sms=(8,), quick=True)
+try:
+    throughput.run(MPI.COMM_WORLD, settings)
+except EPError as error:
+    print(error)
+""")
+    done = subprocess.run(python_on(2, script), capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    assert done.stdout.count(f"{work}: ") == 2, done.stdout + done.stderr
+    assert "of the 16 checked sums of rank 1 differ" in done.stdout
 
 
 def test_peer_figures():

@@ -37,6 +37,7 @@ def _checks():
         import buffers
         import choices
         import combine
+        import compressed
         import consensus
         import dispatch
         import expert_rows
@@ -54,7 +55,7 @@ def _checks():
     for_low_latency = (low_latency, low_latency_compressed, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
     on_nodes = transports.nodes()
     settings_of = {
-        **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls), on_nodes[:1]),
+        **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls, compressed), on_nodes[:1]),
         **dict.fromkeys((dispatch, combine, rounds, expert_rows), on_nodes),
         nodes: on_nodes[1:],  # its checks declare nodes, and this declares the path
         **dict.fromkeys(for_low_latency, transports.transports()),
@@ -76,8 +77,9 @@ def test_check(check, settings, comm, monkeypatch):
     if check.__name__ == "check_subcommunicators" and comm.Get_size() % 2:
         return  # groups of different sizes over one NVSHMEM runtime are refused; see cuda.nvshmem.NvshmemMemory
     source = inspect.getsource(check)
-    if ("use_fp8=True" in source or "FORMATS" in source) and not has_fp8(current_gpu.target_arch()):
-        return  # these GPUs have no FP8; test_low_latency runs all sizes without it
+    needs_fp8 = "use_fp8=True" in source or "FORMATS" in source or check.__module__ == "compressed"
+    if needs_fp8 and not has_fp8(current_gpu.target_arch()):
+        return  # these GPUs have no FP8; test_low_latency and test_compressed also run without it
     monkeypatch.setattr(spmd, "backend", "cuda")
     monkeypatch.setattr(spmd, "more_settings", settings)
     monkeypatch.setenv("DEEPEP_RT_DEBUG", "1")

@@ -71,6 +71,27 @@ def without_rounding():
         throughput._add_node = original
 
 
+@contextlib.contextmanager
+def with_a_wrong_bit():
+    """Change a bit of a compressed row that arrived."""
+    original = throughput.expand
+
+    def damaged(*arguments):
+        bits = original(*arguments).view(np.uint32)
+        bits[-1:, -1] ^= (1 << 22) * IS_LAST
+        return bits.view(np.float32)
+
+    throughput.expand = damaged
+    try:
+        yield
+    finally:
+        throughput.expand = original
+
+
+CONTEXTS = {"roundings": without_rounding, "compression": with_a_wrong_bit}
+"""The damages of parts of calls."""
+
+
 def fifth(action):
     def act(result):
         calls.append(None)
@@ -96,7 +117,7 @@ DAMAGES = {
     "counts": ("low_latency_dispatch", count_one_more),
     "rows": ("low_latency_dispatch", change("x", 0)),
     "sums": ("low_latency_combine", change("x")),
-    "roundings": ("combine", lambda result: None),
+    **dict.fromkeys(CONTEXTS, ("combine", lambda result: None)),
     "sleep": ("combine", fifth(lambda: time.sleep(1000))),
     "raise": ("combine", fifth(fail)),
     "silent": ("low_latency_dispatch", fifth(lambda: time.sleep(1000))),
@@ -116,7 +137,7 @@ def run(damage, options):
     calls.clear()
     setattr(HostBackend, method, damaged)
     try:
-        with without_rounding() if damage == "roundings" else contextlib.nullcontext():
+        with CONTEXTS.get(damage, contextlib.nullcontext)():
             cli.run(["soak", *options])
     except SystemExit as end:
         return end.code

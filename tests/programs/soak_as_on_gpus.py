@@ -99,7 +99,7 @@ def make_cupy():
     for name in ("where", "searchsorted", "concatenate", "stack", "clip"):
         make = getattr(np, name)
         setattr(cupy, name, lambda *a, make=make, **k: np.asarray(make(*map(plain, a), **k)).view(Array))
-    for name in ("uint32", "float32", "maximum", "minimum"):
+    for name in ("uint32", "uint64", "float32", "maximum", "minimum"):
         setattr(cupy, name, getattr(np, name))
     cupy.ndarray = ndarray
 

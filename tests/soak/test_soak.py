@@ -111,6 +111,15 @@ def test_sums_of_nodes_that_are_not_rounded_are_found(tmp_path):
     assert again["mismatches"][0]["found"] == first["found"], "the command declares the same nodes"
 
 
+def test_wrong_compressed_rows_are_found(tmp_path):
+    damaged(2, tmp_path, ["compression"], "--rounds", "60", "--seed", "3", "--hidden", "256", "--ranks-per-node", "2")
+    first = json.loads((tmp_path / "compression.json").read_text())["mismatches"][0]
+    assert (first["rank"], first["array"]) == (1, "x")
+    assert "with compress=" in first["call"]
+    again = json.loads((tmp_path / "compression_again.json").read_text())
+    assert again["mismatches"][0]["found"] == first["found"]
+
+
 @pytest.mark.parametrize(
     ("damage", "seed", "words"),
     [
@@ -175,6 +184,7 @@ def test_plans_draw_every_option():
     assert {"bfloat16", "float32", "float8_e4m3fn", "uint8"} <= values["dtype"]
     assert values["mode"] == {"plain", "async", "event", "stream"}
     assert values["biases"] == {0, 1, 2}
+    assert values["compress"] == {None, "fp8", "log10"}
     assert {True, False} == values["is_repeat"] == values["has_weights"] == values["sums_weights"]
     assert any(plan.worst is not None for plan in rounds)
     assert any(plan.worst is None for plan in rounds)
@@ -192,6 +202,7 @@ def test_plans_draw_every_option():
     for name in ("is_repeat", "by_column", "has_weights", "zero_padding", "sums_weights", "is_weighted", "has_bias"):
         assert {getattr(call, name) for call in by_expert} == {True, False}, name
     assert {call.reduce for call in by_expert} == {"rank", "topk"}
+    assert {call.compress for call in by_expert} == {None, "fp8", "log10"}
     steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
     for name, wanted in (
         ("use_fp8", {True, False}),
@@ -206,6 +217,22 @@ def test_plans_draw_every_option():
     ):
         assert {getattr(step, name) for step in steps} == wanted, name
     assert any(len(plan.steps) > 1 for plan in rounds if plan.kind == "low_latency")
+
+
+def test_a_fifth_of_the_combines_compress_rows():
+    """Rows with other numbers of channels are not compressed, and GPUs without FP8 use the other format alone."""
+    from deepep_rt.soak import buffers as soak_buffers
+    from deepep_rt.soak import plan as soak_plan
+
+    def drawn(**settings):
+        options = soak_buffers.Options(seed=2, num_ranks=4, on_gpu=True, **settings)
+        rounds = [soak_plan.round_of(options, number) for number in range(1500)]
+        return [call.compress for plan in rounds for call in (*plan.calls, *plan.expert_calls)]
+
+    found = drawn(hidden=7168)
+    assert 0.17 < sum(form is not None for form in found) / len(found) < 0.23
+    assert set(drawn(hidden=7184)) == {None}
+    assert set(drawn(hidden=7168, has_fp8=False)) == {None, "log10"}
 
 
 def test_a_plan_comes_from_the_seed_alone():
@@ -272,7 +299,7 @@ def test_fp8_agrees_with_the_oracle(round_scale, ue8m0):
     import ml_dtypes
 
     from deepep_rt.soak.arrays import Arrays, row_keys
-    from deepep_rt.soak.expected import to_fp8
+    from deepep_rt.soak.row_formats import to_fp8
 
     arrays = Arrays(on_gpu=False)
     rows = arrays.numbers(row_keys(5, np.arange(6)), 256, "bfloat16")
@@ -284,9 +311,44 @@ def test_fp8_agrees_with_the_oracle(round_scale, ue8m0):
     assert scales.tobytes() == factors.tobytes()
 
 
+@pytest.mark.parametrize("form", ["fp8", "log10"])
+def test_compressed_rows_agree_with_the_library(form):
+    """Soak computes the values after the way without packing rows, so that it can do so on a GPU."""
+    from deepep_rt.arrays.compressed_rows import compress, expand
+    from deepep_rt.soak.arrays import Arrays, row_keys
+    from deepep_rt.soak.row_formats import after_compression
+
+    arrays, draw = Arrays(on_gpu=False), np.random.default_rng(8)
+    made = [
+        arrays.to_float32(arrays.numbers(row_keys(5, np.arange(40)), 384, dtype), dtype)
+        for dtype in ("bfloat16", "float16", "float32")
+    ]
+    made.append(draw.standard_normal((40, 384), np.float32))
+    made.append(draw.lognormal(0, 6, (40, 384)).astype(np.float32) * np.sign(made[3]))
+    made.append(np.where(draw.random((40, 384)) < 0.05, made[-1], np.float32(0)))  # most channels are zero
+    made.append(np.ldexp(made[3], draw.integers(-140, 100, (40, 1))))  # also tiny
+    made.append(np.repeat(made[3][:, :1], 384, axis=1))  # all channels are equal, so all lower bits are set
+    made.append(-np.zeros((3, 384), np.float32))
+    made.append(np.zeros((0, 384), np.float32))
+    rows = np.concatenate(made)
+    wanted = expand(compress(rows, form), 384, form)
+    assert after_compression(arrays, rows, form).tobytes() == wanted.tobytes()
+
+
+def test_compressed_rows_on_a_gpu_come_in_parts(monkeypatch):
+    from deepep_rt.soak import arrays as soak_arrays
+    from deepep_rt.soak.row_formats import after_compression
+
+    arrays = soak_arrays.Arrays(on_gpu=False)
+    rows = np.random.default_rng(3).standard_normal((50, 256), np.float32)
+    whole = after_compression(arrays, rows, "log10")
+    monkeypatch.setattr(soak_arrays, "_CHUNK_BYTES", 7 * 1024)
+    assert after_compression(arrays, rows, "log10").tobytes() == whole.tobytes()
+
+
 def test_fp8_ties_go_to_even():
     from deepep_rt.soak.arrays import Arrays
-    from deepep_rt.soak.expected import to_fp8
+    from deepep_rt.soak.row_formats import to_fp8
 
     values = np.zeros((1, 128), np.float32)
     values[0, :4] = 448, 17, 19, -17  # between 16 and 18, and 18 and 20
@@ -350,12 +412,12 @@ def test_differences_are_found_on_a_gpu():
     assert found[19:27].tolist() == [32, 33, 34, 35, 36, 0, 38, 0]
 
 
-@pytest.mark.parametrize("call", ["none", "low_latency_dispatch"])
-def test_rounds_for_gpus(call, tmp_path):
-    """Run graphs, streams and comparisons of GPU rounds, with NumPy for CuPy. Without damage, the ranks are two nodes."""
+@pytest.mark.parametrize(("call", "nodes"), [("none", 1), ("none", 2), ("low_latency_dispatch", 1)])
+def test_rounds_for_gpus(call, nodes, tmp_path):
+    """Run graphs, streams and comparisons of GPU rounds, with NumPy for CuPy. On one node, some combines compress rows."""
     sizes = ["--hidden", "256", "--tokens", "32", "--low-latency-tokens", "8", "--topk", "2", "--experts", "4"]
     options = ["--rounds", "80", "--rounds-per-buffer", "20", "--seed", "1", "--json", tmp_path / "soak.json", *sizes]
-    options += ["--ranks-per-node", "1"] if call == "none" else []
+    options += ["--ranks-per-node", str(2 // nodes)]
     run(2, PROGRAMS / "soak_as_on_gpus.py", call, *options, status=int(call != "none"))
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["status"] == ("passed" if call == "none" else "mismatch")
