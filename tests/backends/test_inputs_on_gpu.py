@@ -196,7 +196,7 @@ ANY_BYTES = [("dispatch", "x"), ("dispatch", "x_scales")]
 )
 def test_shapes_and_dtypes(call: str, name: str, what: str) -> None:
     array = ARGUMENTS[call][name]
-    wrong = moved(array, shape=(*array.shape[:-1], 3)) if what == "shape" else moved(array, dtype="int8", shape=array.shape)
+    wrong = moved(array, shape=(*array.shape[:-1], 301)) if what == "shape" else moved(array, dtype="int8", shape=array.shape)
     with pytest.raises(EPInputError) as caught:
         check(call, **{name: wrong})
     assert str(caught.value).startswith((f"{name} ", f"{name}.")), str(caught.value)
@@ -227,10 +227,11 @@ def test_the_widest_rows() -> None:
 
 
 def test_the_maximum_of_scales() -> None:
-    most = CONFIG.scale_bytes
-    assert check("dispatch", x_scales=Array("uint8", (TOKENS, most))).scales.row_bytes == most
-    with pytest.raises(EPInputError, match=f"^x_scales has {most + 4} bytes a row"):
-        check("dispatch", x_scales=Array("uint8", (TOKENS, most + 4)))
+    for x in (Array(CONFIG.dtype, (TOKENS, CONFIG.hidden)), Array("uint8", (TOKENS, CONFIG.hidden // 2))):
+        most = CONFIG.scale_bytes if x.dtype != "uint8" else CONFIG.hidden // 16
+        assert check("dispatch", x=x, x_scales=Array("uint8", (TOKENS, most))).scales.row_bytes == most
+        with pytest.raises(EPInputError, match=f"^x_scales has {most + 4} bytes a row"):
+            check("dispatch", x=x, x_scales=Array("uint8", (TOKENS, most + 4)))
 
 
 @pytest.mark.parametrize("call", ["combine", "low_latency_combine"])
