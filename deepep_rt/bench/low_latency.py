@@ -2,7 +2,8 @@
 
     mpirun -n 8 python bench/low_latency.py --json bench/results/NAME.json --compare bench/reference/h200x8_peers.json
 
-`graph`: mean of a call in a captured chain. `step`: time of each replay of a graph of dispatch and combine, replayed back to back.
+`graph`: mean of a call in a captured chain. `C fp8`, `C log10`: the same for combines with `compress=`. `step`: time of each replay of a
+graph of dispatch and combine, replayed back to back.
 `send`, `receive`: GPU times of the two launches of a call with a hook. All rows have arrived before the hook is called.
 """
 
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
+from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..buffer import Buffer
+from ..errors import EPUnavailableError
 from ..results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 from . import program, timing
 from .machine import Machine
@@ -184,6 +187,16 @@ class GraphBench(Bench):
         results.clear()  # after the last replay has ended
         return found
 
+    def compressed_chain(self, compress: str) -> float | None:
+        """Time combines with compressed rows, if this Buffer and the GPUs of all ranks can make them."""
+        if self.settings.hidden % LOW_LATENCY_CHANNELS:
+            return None
+        try:
+            self.combine(compress=compress)
+        except EPUnavailableError:
+            return None
+        return self.chain(lambda: self.combine(compress=compress))
+
     def step_times(self) -> np.ndarray:
         """Return the microseconds of each replayed step on the slowest rank.
 
@@ -240,6 +253,7 @@ class GraphBench(Bench):
             p99,
             *self.parts(self.dispatch),
             *self.parts(self.combine),
+            *(self.compressed_chain(compress) for compress in COMPRESSIONS),
         )
 
 

@@ -17,6 +17,8 @@ _WIDTH_OF_LOGS = 120
 _LOW_LATENCY_COLUMNS = {
     "graph D": "graph_dispatch_us",
     "graph C": "graph_combine_us",
+    "C fp8": "graph_combine_fp8_us",
+    "C log10": "graph_combine_log10_us",
     "graph D+C": "graph_both_us",
     "step p50": "step_p50_us",
     "step p99": "step_p99_us",

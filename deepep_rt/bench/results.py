@@ -59,6 +59,8 @@ class LowLatencyRow:
     dispatch_receive_us: float | None = None
     combine_send_us: float | None = None
     combine_receive_us: float | None = None
+    graph_combine_fp8_us: float | None = None  # with compress="fp8"; None too where rows or GPUs do not fit
+    graph_combine_log10_us: float | None = None
 
 
 # --- sizes -------------------------------------------------------------------------------------------------------------------------

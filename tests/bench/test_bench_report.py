@@ -151,6 +151,16 @@ def test_older_results_have_no_compressed_combines(capsys):
     assert "% of combine" not in printed
 
 
+def test_compressed_low_latency_combines_have_columns():
+    """Older results have none, and neither have sizes that rows cannot be compressed for."""
+    result = read(ROOT / "bench/results/h200x4_2026-11-22_low_latency.json")
+    heads = list(report.low_latency_columns(result))
+    assert not {"C fp8", "C log10"} & set(heads)
+    result["rows"][-1].update(graph_combine_fp8_us=7.5, graph_combine_log10_us=None)
+    with_fp8 = list(report.low_latency_columns(result))
+    assert with_fp8 == [*heads[:2], "C fp8", *heads[2:]]
+
+
 def test_works_that_are_not_possible_are_left_out(tmp_path):
     """Compressed rows need a multiple of 128 channels. The other works are measured, and the reason stands below the table."""
     file = tmp_path / "result.json"
