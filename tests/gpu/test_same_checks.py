@@ -77,7 +77,7 @@ def test_check(check, settings, comm, monkeypatch):
     if check.__name__ == "check_subcommunicators" and comm.Get_size() % 2:
         return  # groups of different sizes over one NVSHMEM runtime are refused; see cuda.nvshmem.NvshmemMemory
     source = inspect.getsource(check)
-    needs_fp8 = "use_fp8=True" in source or "FORMATS" in source or check.__module__ == "compressed"
+    needs_fp8 = "use_fp8=True" in source or "FORMATS" in source or check.__module__ in ("compressed", "low_latency_compressed")
     if needs_fp8 and not has_fp8(current_gpu.target_arch()):
         return  # these GPUs have no FP8; test_low_latency and test_compressed also run without it
     monkeypatch.setattr(spmd, "backend", "cuda")
