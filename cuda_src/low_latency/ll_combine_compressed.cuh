@@ -14,7 +14,10 @@ static_assert(kHeadsOffset + kHidden / kFp8Group * kHeadBytes == kSentRowBytes);
 __device__ __forceinline__ bool leads_group() { return lane_idx() % 8 == 0; }
 
 struct CompressedShare {
-  static constexpr int kPerRow = kRowShares, kChannels = kLaneChannels, kMaxAtOnce = kMasksOnTimeout ? 1 : kIsLog10 ? 2 : 4;  // more would spill registers
+  static constexpr int kPerRow = kRowShares, kChannels = kLaneChannels,
+                       kMaxAtOnce = kMasksOnTimeout ? 1
+                                    : kIsLog10      ? 2
+                                                    : 4;  // more would spill registers
   struct Place {
     u64 row;
     int share;

@@ -213,8 +213,9 @@ def _run_combine(
 ) -> None:
     table, y, idx, weights = arguments
     handle = backend_of(buffer).tables.load_low_latency(table, num_tokens, has_weights)
-    how = dict(allow_multiple_reduction=reduce_early, compress=compress)
-    buffer.low_latency_combine(y, idx, weights, handle, **how, out=results[0], stream=stream)
+    buffer.low_latency_combine(
+        *(y, idx, weights, handle), allow_multiple_reduction=reduce_early, compress=compress, out=results[0], stream=stream
+    )
 
 
 def _without_gradient(run: Callable[..., Any], *arguments: Any) -> Any:

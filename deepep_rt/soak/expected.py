@@ -203,6 +203,7 @@ def weighted(
     *,
     num_ranks: int,
     reduce_early: bool,
+    compress: str | None = None,
 ) -> Any:
     """Compute the sums of a low-latency combine as bfloat16 in unsigned integers.
 
@@ -214,6 +215,7 @@ def weighted(
         row: Returns the rows of a choice for all tokens, as unsigned integers.
         num_ranks: Ranks of the Buffer.
         reduce_early: Whether expert ranks add up their rows of a token and round the sum.
+        compress: The form of the rounded sums on the way. None: as they are.
     """
     xp, shape = arrays.xp, (len(expert_ranks), width)
     sums: dict[int, Any] = {peer: xp.zeros(shape, np.float32) for peer in (range(num_ranks) if reduce_early else [0])}
@@ -227,5 +229,6 @@ def weighted(
         return arrays.from_float32(sums[0], "bfloat16")
     total = xp.zeros(shape, np.float32)
     for peer in range(num_ranks):
-        total += arrays.to_float32(arrays.from_float32(sums[peer], "bfloat16"), "bfloat16")
+        rows = arrays.to_float32(arrays.from_float32(sums[peer], "bfloat16"), "bfloat16")
+        total += rows if compress is None else after_compression(arrays, rows, compress)
     return arrays.from_float32(total, "bfloat16")

@@ -159,6 +159,7 @@ class _Batch:
                 self.weights,
                 self.sent.handle,
                 allow_multiple_reduction=step.reduce_early,
+                compress=step.compress,
                 zero_copy=step.zero_copy,
                 out=self.out,
                 return_recv_hook=step.combine_hook,
@@ -189,8 +190,9 @@ class _Batch:
             return self.arrays.numbers(row_keys(self.keys["y"], mine[:, choice], *where), self.hidden, "bfloat16")
 
         expert_ranks = np.where(self.routing.fits & ~self.excluded, mine // self.routing.local, -1)
-        num_ranks, early = self.session.options.num_ranks, self.step.reduce_early
-        wanted = weighted(self.arrays, expert_ranks, self.hidden, self.weights, row, num_ranks=num_ranks, reduce_early=early)
+        num_ranks, early, compress = self.session.options.num_ranks, self.step.reduce_early, self.step.compress
+        given = self.arrays, expert_ranks, self.hidden, self.weights, row
+        wanted = weighted(*given, num_ranks=num_ranks, reduce_early=early, compress=compress)
         self.check.rows(
             self.plan.number,
             self._call("combine"),

@@ -11,6 +11,7 @@ from math import gcd
 
 import numpy as np
 
+from ..arrays.compressed_rows import LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import DTYPES, FP8_GROUP
 from ..config import COMBINE_DTYPES, MAX_ROW_BYTES, ROW_ALIGNMENT
 from .buffers import CHOICES, EXCLUDED, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of, compressions_of
@@ -73,6 +74,7 @@ class Step:
     zero_copy: bool
     out: bool
     has_excluded: bool  # the combine leaves out some choices
+    compress: str | None  # with reduce_early
     mode: str
     combine_mode: str
 
@@ -273,12 +275,14 @@ def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]
     shape, made = buffer.shape, []
     many = draw.number(2, min(3, shape.num_slots)) if shape.num_slots > 1 and draw.chance(0.4) else 1
     use_fp8 = options.has_fp8 and shape.hidden % FP8_GROUP == 0
+    forms = compressions_of(options, shape) if shape.hidden % LOW_LATENCY_CHANNELS == 0 else [None]
     # GPUs support rows that are not reduced early only without masking.
     may_reduce_late = shape.on_timeout == "raise"
     for _ in range(many):
         fp8 = use_fp8 and draw.chance(0.6)
         ue8m0 = fp8 and draw.chance(0.3)
         zero_copy = draw.chance(0.3) and many == 1  # a Buffer has one such array
+        early = not (may_reduce_late and draw.chance(0.4))
         made.append(
             Step(
                 use_fp8=fp8,
@@ -288,10 +292,11 @@ def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]
                 hook=many > 1 or draw.chance(0.4),
                 combine_hook=many > 1 or draw.chance(0.4),
                 stats=draw.chance(0.3),
-                reduce_early=not (may_reduce_late and draw.chance(0.4)),
+                reduce_early=early,
                 zero_copy=zero_copy,
                 out=draw.chance(0.3),
                 has_excluded=draw.chance(0.3),
+                compress=draw.one_of(*forms) if early and draw.chance(0.3) else None,
                 mode=draw.one_of("plain", "plain", "async", "stream"),
                 combine_mode=draw.one_of("plain", "plain", "async", "stream"),
             )

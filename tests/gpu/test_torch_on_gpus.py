@@ -58,7 +58,7 @@ def test_reduce_overhead(comm):
         for seed in range(8):
             x = torch.randn(12, each["hidden"], device="cuda", generator=generator).bfloat16()
             idx, weights = routing(comm, seed, 12, each["num_topk"], each["num_experts"])
-            (plain, counts), (graph, graph_counts) = (f(buffer, x, idx, weights, True, True) for f in (_decode, run))
+            (plain, counts), (graph, graph_counts) = (f(buffer, x, idx, weights, True, True, None) for f in (_decode, run))
             assert torch.equal(plain, graph)
             assert torch.equal(counts, graph_counts)
         buffer.check()

@@ -203,6 +203,11 @@ def test_plans_draw_every_option():
         assert {getattr(call, name) for call in by_expert} == {True, False}, name
     assert {call.reduce for call in by_expert} == {"rank", "topk"}
     assert {call.compress for call in by_expert} == {None, "fp8", "log10"}
+    steps = [step for plan in rounds for step in plan.steps]
+    assert {(step.compress, step.reduce_early) for step in steps} == {
+        *((form, True) for form in (None, "fp8", "log10")),
+        (None, False),
+    }
     steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
     for name, wanted in (
         ("use_fp8", {True, False}),
