@@ -5,6 +5,7 @@
 // mask the missing peer instead and continue.
 #pragma once
 #include "common/network.cuh"
+#include "common/statistics.cuh"
 
 __device__ __forceinline__ u64 nanoseconds() {
   u64 t;
@@ -74,16 +75,20 @@ __device__ __noinline__ void send_heartbeat_out_of_line(const Params& p, u64 now
 template <class Condition>
 __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int peer, Condition condition) {
   const u32* stop = kMasksOnTimeout ? masked_at(p, peer) : &at<State>(p.state, 0)->abort;
-  u64 start = 0, heartbeat = 0;
+  u64 start = 0, heartbeat = 0;  // with statistics, `start` is the time of the first poll without success
   bool again = false;
   for (u32 spins = 1;; ++spins) {
     u32 seen = expected - 1;
-    if (condition(seen)) return true;
+    if (condition(seen)) {
+      if (kCountsWaits && start != 0) count_wait(p, phase, expected, peer, nanoseconds() - start + (again ? p.timeout_ns : 0));
+      return true;
+    }
+    if (kCountsWaits && start == 0) start = nanoseconds();
     if (spins % 64) continue;
     if (ld_relaxed_gpu(stop)) return false;
     const u64 now = nanoseconds();
-    if (start == 0) {
-      start = now;
+    if (kCountsWaits ? spins == 64 : start == 0) {
+      if (!kCountsWaits) start = now;
       if (kMasksOnTimeout) heartbeat = last_heartbeat(p, peer);
       continue;
     }
@@ -95,6 +100,7 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
       return false;
     }
     if (again || last_heartbeat(p, peer) == heartbeat) {
+      if (kCountsWaits) count_wait(p, phase, expected, peer, now - start + (again ? p.timeout_ns : 0));
       mask_rank(p, peer);
       return false;
     }

@@ -189,6 +189,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Wa
   Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
   if (!ok && !kMasksOnTimeout) return false;
   if constexpr (kMasksOnTimeout) drop_incomplete_rows(p, call.received, group, rows);
+  if (group.thread(group.block()) == 0) count_received(p, rows.count, kSentRowBytes);
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
   for (int i = group.thread(group.block()); i - lane_idx() < Share::kPerRow; i += group.num_threads()) {
     const bool exists = i < Share::kPerRow;
