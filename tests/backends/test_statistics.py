@@ -134,9 +134,9 @@ def test_the_thread_ends_with_the_last_buffer(folder: Path) -> None:
         thread = writer._thread
         time.sleep(0.05)
         assert len(_statistics_files.read(folder)[0]) == 2
-        assert not list(folder.glob(".*")), "no draft stays"
     thread.join(5)
     assert not thread.is_alive()
+    assert not list(folder.glob(".*")), "no draft stays"
     assert all(snapshot.has_ended for snapshot in _statistics_files.read(folder)[0])
 
 
