@@ -136,7 +136,8 @@ class StatisticsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps(content))
+            with draft.open("x") as file:  # follows no link that another user has put there
+                json.dump(content, file)
             draft.replace(self._path)
         finally:
             draft.unlink(missing_ok=True)

@@ -29,14 +29,14 @@ __device__ constexpr u32 step_of(u32 phase) {
   return phase == kPhaseLlWeights ? kPhaseLlCombineRows : phase;
 }
 
-// The longest waits of a step, by source.
-__device__ __forceinline__ u64* longest_waits(const Params& p, u32 phase, u32 epoch) {
-  return at<u64>(p.state, kLocalLongestWaits) + (step_of(phase) * 2 + epoch % 2) * kNumRanks;
+// The longest wait of a step for a source.
+__device__ __forceinline__ u64* longest_wait(const Params& p, u32 phase, u32 epoch, u32 source) {
+  return at<u64>(p.state, kLocalLongestWaits + ((step_of(phase) * 2 + epoch % 2) * kNumRanks + source) * static_cast<u32>(sizeof(u64)));
 }
 
 __device__ inline void count_wait(const Params& p, u32 phase, u32 epoch, int source, u64 waited_ns) {
   if (source == p.rank) return;
-  u64* longest = longest_waits(p, phase, epoch) + source;
+  u64* longest = longest_wait(p, phase, epoch, source);
   // Most threads end here: a load of one word by many threads is cheaper than their atomics.
   if (ld_relaxed_sys(longest) < waited_ns) add_longest(longest, waited_ns, [&] { return statistics_of(p)->waits + source; });
 }
@@ -46,7 +46,7 @@ template <class... Phases>
 __device__ __forceinline__ void clear_next_waits(const Params& p, u32 epoch, Phases... phases) {
   if constexpr (kHasStatistics) {
     if (blockIdx.x > 0 || threadIdx.x >= 32) return;
-    for (int s = lane_idx(); s < kNumRanks; s += 32) ((longest_waits(p, phases, epoch + 1)[s] = 0), ...);
+    for (int s = lane_idx(); s < kNumRanks; s += 32) ((*longest_wait(p, phases, epoch + 1, s) = 0), ...);
   }
 }
 

@@ -80,7 +80,7 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
   for (u32 spins = 1;; ++spins) {
     u32 seen = expected - 1;
     if (condition(seen)) {
-      if (kCountsWaits && start != 0) count_wait(p, phase, expected, peer, nanoseconds() - start + (again ? p.timeout_ns : 0));
+      if (kCountsWaits && start != 0) count_wait(p, phase, expected, peer, nanoseconds() - start);
       return true;
     }
     if (kCountsWaits && start == 0) start = nanoseconds();
@@ -94,17 +94,18 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
     }
     if (kMasksOnTimeout && now - start > p.timeout_ns / kHeartbeatsPerTimeout)
       (kHasScaleOut ? send_heartbeat_out_of_line : send_heartbeat)(p, now);
-    if (now - start <= p.timeout_ns) continue;
+    if (now - start <= (kCountsWaits && again ? 2 * p.timeout_ns : p.timeout_ns)) continue;
     if (!kMasksOnTimeout) {
       raise_abort(p, phase, peer, expected, seen);
       return false;
     }
     if (again || last_heartbeat(p, peer) == heartbeat) {
-      if (kCountsWaits) count_wait(p, phase, expected, peer, now - start + (again ? p.timeout_ns : 0));
+      if (kCountsWaits) count_wait(p, phase, expected, peer, now - start);
       mask_rank(p, peer);
       return false;
     }
-    start = now, again = true;
+    if (!kCountsWaits) start = now;
+    again = true;
   }
 }
 

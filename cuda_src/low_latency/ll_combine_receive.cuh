@@ -166,7 +166,8 @@ __device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const Wa
 
 // Eight channels of a row, as a thread reads them. The other form of a share is CompressedShare.
 struct PlainShare {
-  static constexpr int kPerRow = kRowVecs, kChannels = 8, kMaxAtOnce = kMasksOnTimeout ? 4 : 8;  // more would spill registers
+  static constexpr int kPerRow = kRowVecs, kChannels = 8,
+                       kMaxAtOnce = kMasksOnTimeout ? 4 - kHasStatistics : 8;  // more would spill registers
   using Place = Vec16*;
   Vec16 held;
 
