@@ -97,7 +97,7 @@ class StatisticsFile:
 
     def __init__(self, folder: Path, backend: Backend, rank: int, num_ranks: int) -> None:
         self._backend, self._rank, self._made_at = weakref.ref(backend), rank, time.monotonic()
-        self._lock, self._has_ended, self._has_failed = threading.Lock(), False, False
+        self._lock, self._has_ended, self._has_failed = threading.RLock(), False, False
         self._recent: deque[Statistics] = deque()  # of the last _INTERVAL_S, oldest first
         self._common = {
             "format": _FORMAT,
@@ -148,7 +148,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self._files: weakref.WeakKeyDictionary[Any, StatisticsFile] = weakref.WeakKeyDictionary()  # by Buffer
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._lock, self._stop = threading.RLock(), threading.Event()  # a signal handler may destroy a Buffer
         self._thread: threading.Thread | None = None
 
     def add(self, buffer: Any, file: StatisticsFile) -> None:

@@ -59,7 +59,8 @@ class Verdict:
         if not self.slow:
             return f"no rank stands out in the last {self.seconds:.0f} s"
         return "; ".join(
-            f"rank {rank} is slow: other ranks waited {share:.0%} of the last {self.seconds:.0f} s for it" for rank, share in self.slow
+            f"rank {rank} is slow: other ranks waited {share:.0%} of the last {self.seconds:.0f} s for it"
+            for rank, share in self.slow
         )
 
 

@@ -38,10 +38,11 @@ class GpuStatistics:
         self._expert_rows = regions["expert_rows"] - first
         # Calls of other threads hold no lock here: a copy on a stream of its own needs no order with them.
         self._stream = driver.acquire_stream()
-        resources.callback(driver.release_stream, self._stream)
         self._copy = driver.allocate_pinned(self._num_bytes)
-        resources.callback(driver.free_pinned, self._copy)
-        self._lock, self._last_bytes, self._is_closed = threading.Lock(), bytes(self._num_bytes), False
+        resources.callback(self._release)
+        # A signal handler that destroys the Buffer may interrupt a reading of the same thread.
+        self._lock, self._is_reading, self._is_closed = threading.RLock(), False, False
+        self._last_bytes = bytes(self._num_bytes)
 
     def counters(self) -> Counters:
         """Return the numbers of what the GPU has done so far. After `close`, those of then."""
@@ -60,14 +61,24 @@ class GpuStatistics:
     def close(self) -> None:
         """Keep the last numbers. The memory may be freed afterwards."""
         with self._lock:
-            if not self._is_closed:
+            if not self._is_closed and not self._is_reading:
                 with suppress(EPError):  # the GPU may have failed
                     self._read()
             self._is_closed = True
 
+    def _release(self) -> None:
+        if not self._is_reading:  # otherwise the interrupted reading goes on to use both
+            driver.release_stream(self._stream)
+            driver.free_pinned(self._copy)
+
     def _read(self) -> None:
-        # Another thread may be in a capture of a CUDA graph. These requests are no part of it, and do not end it.
-        with self._context, driver.relaxed_capture_mode():
-            driver.copy_async(self._copy, self._address, self._num_bytes, self._stream)
-            driver.synchronize(self._stream)
-        self._last_bytes = ctypes.string_at(self._copy, self._num_bytes)
+        self._is_reading = True
+        try:
+            # Another thread may be in a capture of a CUDA graph. These requests are no part of it, and do not end it.
+            with self._context, driver.relaxed_capture_mode():
+                driver.copy_async(self._copy, self._address, self._num_bytes, self._stream)
+                driver.synchronize(self._stream)
+            if not self._is_closed:  # by a signal handler
+                self._last_bytes = ctypes.string_at(self._copy, self._num_bytes)
+        finally:
+            self._is_reading = False

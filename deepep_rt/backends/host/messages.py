@@ -46,7 +46,7 @@ class MessageChannel:
         comm: A communicator that carries no other messages.
         config: How long a peer may be silent, whether low-latency calls then mask it, and the nodes, which errors name.
         check_destroyed: Raises if the Buffer was destroyed. Every wait calls it.
-        statistics: Gets the waits of calls. None: no one counts them.
+        statistics: Gets the waits of calls. None: they are not counted.
     """
 
     def __init__(

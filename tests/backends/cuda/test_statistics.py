@@ -95,6 +95,22 @@ def test_the_last_numbers_outlive_the_memory(fake: FakeGpu, make: Callable[..., 
     assert backend.counters().calls[0].calls == 7
 
 
+def test_a_signal_handler_destroys_the_buffer_during_a_reading(
+    fake: FakeGpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reading ends, and nothing that it uses is freed."""
+    buffer = make(statistics=True)
+    pinned = buffer._backend._statistics._copy
+    monkeypatch.setattr(driver, "copy_async", lambda *_: buffer.destroy())
+    buffer.statistics()
+    assert pinned not in fake.freed
+    assert BASE in fake.freed
+    other = make(statistics=True)
+    pinned = other._backend._statistics._copy
+    other.destroy()
+    assert pinned in fake.freed
+
+
 def test_a_gpu_that_has_failed(fake: FakeGpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = make(statistics=True)
 
