@@ -22,7 +22,7 @@ class CallStatistics:
         rows_sent: Rows that this rank sent. A row is a token for one rank; with `reduce="topk"`, a row for one choice. Rows for this rank
             itself count.
         rows_received: Rows that arrived at this rank, from this rank itself too.
-        bytes_sent: Bytes of the rows sent, with their scales. Expert numbers and weights do not count.
+        bytes_sent: Bytes of the rows sent, as they travel and with their scales. Expert numbers and weights do not count.
         bytes_received: Bytes of the rows received.
         wait_s: `[num_ranks]` seconds that this rank waited for each rank. A call waits in a few steps, such as for counts and for rows. In
             each step, the longest wait of a thread for a rank counts. This rank itself has 0.

@@ -50,7 +50,7 @@ class Throughput:
         routing, parts, lost = self.return_rows(inputs, given)
         if self.statistics is not None:
             num_received = sum(len(tokens) for peer, tokens in enumerate(routing.sent_tokens) if peer not in lost)
-            self.statistics.add_rows(int(routing.num_received.sum()), num_received, inputs.x.row_bytes)
+            self.statistics.add_rows(int(routing.num_received.sum()), num_received, given[0].shape[1])
         return self._add_up(inputs, routing, parts, lost, excluded)
 
     def return_rows(self, inputs: CombineInputs, given: list[np.ndarray]) -> tuple[Routing, list[list[np.ndarray]], set[int]]:
