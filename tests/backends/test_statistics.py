@@ -15,9 +15,11 @@ from launch import run_checks
 from mpi4py import MPI
 
 from deepep_rt import Buffer, EPConfigError, _env, _statistics_files
+from deepep_rt.arrays.compressed_rows import COMPRESSIONS, compressed_row_bytes
 from deepep_rt.backends.host.messages import MessageChannel
 from deepep_rt.backends.host.statistics import HostStatistics, StepTimer
 from deepep_rt.config import Config
+from deepep_rt.kernels.table import KERNELS
 from deepep_rt.statistics import CALL_KINDS
 
 SIZES = dict(num_max_tokens_per_rank=8, hidden=128, num_topk=2, num_experts=4, backend="host")
@@ -54,6 +56,23 @@ def test_a_repeated_routing_counts_no_experts_again() -> None:
         counted = buffer.statistics()
     assert (counted.dispatch.calls, counted.dispatch.rows_sent) == (2, 6)
     assert counted.rows_by_expert == (3, 3, 0, 0), "padding does not count"
+
+
+@pytest.mark.parametrize("form", COMPRESSIONS)
+def test_compressed_rows_count_as_they_travel(form: str) -> None:
+    with make(statistics=True) as buffer:
+        sent = buffer.dispatch(X, IDX)
+        buffer.combine(sent.recv_x, sent.handle, compress=form)
+        combine = buffer.statistics().combine
+    assert combine.bytes_sent == combine.bytes_received == 3 * compressed_row_bytes(128, form)
+
+
+def test_each_kernel_of_a_call_has_its_kind() -> None:
+    """A kernel without a kind counts nothing."""
+    kinds = {name: CALL_KINDS[kernel.call_kind] for name, kernel in KERNELS.items() if kernel.call_kind >= 0}
+    assert {name for name, kernel in KERNELS.items() if not kernel.is_local} - set(kinds) == {"link_rates", "copy_bandwidth"}
+    for name, kind in kinds.items():
+        assert kind == ("low_latency_" * name.startswith("ll_") + ("combine" if "combine" in name else "dispatch")), name
 
 
 def test_calls_that_fail_do_not_count() -> None:
