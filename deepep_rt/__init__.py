@@ -30,12 +30,14 @@ from .results import (
     LowLatencyDispatchResult,
     LowLatencyHandle,
 )
+from .statistics import CallStatistics, PoolUse, Statistics
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "Buffer",
     "BufferDescription",
+    "CallStatistics",
     "CombineResult",
     "DispatchHandle",
     "DispatchResult",
@@ -54,4 +56,6 @@ __all__ = [
     "LowLatencyHandle",
     "LinkRates",
     "NetworkOptions",
+    "PoolUse",
+    "Statistics",
 ]

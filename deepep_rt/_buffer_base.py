@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 import weakref
 from types import TracebackType
 from typing import Any
 
+from . import _statistics_files
 from ._checks import flag
 from .arrays.stream_handles import of_event, of_stream
 from .backends.base import Backend
 from .backends.calls import Call
 from .errors import EPInputError
 from .results import MAKE_ANOTHER, SharedByCopies
+from .statistics import Statistics
 
 _log = logging.getLogger("deepep_rt")
 _living: weakref.WeakSet[BufferBase] = weakref.WeakSet()
@@ -51,7 +54,10 @@ class BufferBase(SharedByCopies):
     def _start(self, rank: int, backend: Backend) -> None:
         self._rank, self._backend, self._info, self._call_lock = rank, backend, backend.info, backend.call_lock
         self.config = backend.info.config
+        self._made_at = time.monotonic()
         _living.add(self)
+        if self.config.statistics:
+            _statistics_files.follow(self, backend, rank)
 
     def check(self) -> None:
         """Raise what the next call would raise: a silent peer, a difference between ranks, or a wrong input.
@@ -84,6 +90,31 @@ class BufferBase(SharedByCopies):
         backend = self._live()
         with backend.context:
             backend.synchronize()
+
+    def statistics(self) -> Statistics:
+        """Return what this rank has counted since the Buffer was made: calls, rows, bytes, waits for each rank, and use of memory.
+
+        The Buffer has to be made with `statistics=True`. This is not collective, and waits for no call: it reads what the GPU has finished
+        so far. A call that runs at the time may be counted in part. Any thread may call it.
+
+        Returns:
+            The numbers so far. Subtract an earlier result for those of an interval.
+
+        Raises:
+            EPInputError: If the Buffer was made without statistics, or while the stream of the last call is captured in a CUDA graph.
+            EPDestroyedError: After `destroy()`.
+
+        Example:
+            >>> counted = buffer.statistics()
+            >>> counted.dispatch.calls, counted.dispatch.wait_s
+            (12, (0.0, 0.0031, 0.0002, 0.0002))
+        """
+        backend = self._live()
+        if not self.config.statistics:
+            raise EPInputError(
+                "statistics=False; expected a Buffer that counts its calls. Make it with statistics=True, or set DEEPEP_RT_STATISTICS=1"
+            )
+        return backend.counters().of_rank(self._rank, time.monotonic() - self._made_at)
 
     def destroy(self, in_touch: bool = True) -> None:
         """Release the memory. Collective; do not use results afterwards. A second call does nothing.
@@ -119,7 +150,10 @@ class BufferBase(SharedByCopies):
             return
 
         def finish(interruption: BaseException | None) -> None:
-            backend.destroy(in_touch and interruption is None, error or interruption)
+            try:
+                backend.destroy(in_touch and interruption is None, error or interruption)
+            finally:
+                _statistics_files.end(self)
 
         self._call_lock.drain(finish)
 

@@ -62,6 +62,17 @@ def nvtx() -> str:
     return "auto" if os.environ.get("NVTX_INJECTION64_PATH") else "0"  # profilers set it
 
 
+def statistics() -> bool:
+    """`DEEPEP_RT_STATISTICS`: default of `Buffer(statistics=)`. `1`, or an absolute path: see `statistics_folder`."""
+    return statistics_folder() is not None or _flag("DEEPEP_RT_STATISTICS", "0, 1 or the absolute path of a folder")
+
+
+def statistics_folder() -> Path | None:
+    """`DEEPEP_RT_STATISTICS`, if it is an absolute path: the folder that processes write their statistics to."""
+    path = Path(os.environ.get("DEEPEP_RT_STATISTICS", ""))
+    return path if path.is_absolute() else None
+
+
 def timeout_s() -> float:
     """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 300 when unset."""
     text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or "300"
@@ -103,6 +114,7 @@ _READERS = {
     "DEEPEP_RT_REMEASURE": remeasure,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
     "DEEPEP_RT_NVTX": nvtx,
+    "DEEPEP_RT_STATISTICS": statistics,
     "DEEPEP_RT_TIMEOUT_S": timeout_s,
     "DEEPEP_RT_RANKS_PER_NODE": ranks_per_node,
 }
@@ -186,10 +198,10 @@ def overridden(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _flag(name: str) -> bool:
+def _flag(name: str, expected: str = "0 or 1") -> bool:
     text = os.environ.get(name, "0").strip().lower()
     if text in ("", "0", "false", "no", "off"):
         return False
     if text in ("1", "true", "yes", "on"):
         return True
-    raise EPConfigError(f"{name}={text!r}; expected 0 or 1. Set one of them.")
+    raise EPConfigError(f"{name}={text!r}; expected {expected}. Set one of them.")

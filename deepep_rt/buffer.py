@@ -76,6 +76,8 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
             num_max_tokens_per_rank`. Memory is for this number. More rows are an error on all ranks. Default: `2 *
             num_max_tokens_per_rank * min(num_topk, num_ranks)`, or that largest number if it is smaller. On one node, all rows that
             can arrive always have room, and this only has to be in range. `config.num_max_recv_tokens` is the number in use.
+        statistics: Count calls, rows, bytes and waits for `statistics()`. Kernels are compiled for it, and take a little longer. All ranks
+            agree on it. Default: `DEEPEP_RT_STATISTICS`.
 
     Raises:
         EPConfigError: If a size is wrong, or the ranks disagree on one.
@@ -114,6 +116,7 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
         on_exhausted: str = "copy",
         path: str = "auto",
         num_max_recv_tokens: int | None = None,
+        statistics: bool | None = None,
     ) -> None:
         from .backends.agreement import report_config_error  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
@@ -121,7 +124,7 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
         from .comm.convert import communicator_of
 
         ranks = communicator_of(comm)
-        optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs}
+        optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs, "statistics": statistics}
         try:
             annotate = annotator()
             backend = choice(backend, "backend", ("auto", "cuda", "host"), error=EPConfigError)
@@ -193,8 +196,9 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
         sizes = (num_ranks, num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, num_slots)
         config = Config(
             *sizes,
-            timeout_s=1.0,  # this and check_inputs do not matter here, and would read the environment
+            timeout_s=1.0,  # this and the next two do not matter here, and would read the environment
             check_inputs=False,
+            statistics=False,
             low_latency=low_latency,
             ranks_per_node=ranks_per_node,
             recv_limit=num_max_recv_tokens,

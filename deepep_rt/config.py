@@ -117,6 +117,7 @@ class Config:
         path: The way of rows between nodes: "auto", "hierarchical" or "direct".
         recv_limit: `num_max_recv_tokens` as given to the Buffer. The property `num_max_recv_tokens` is the number that counts.
         transport: "nvshmem" or "mpi": the transport to ranks of other nodes, which is chosen when the Buffer is made.
+        statistics: Whether calls add to the numbers of `Buffer.statistics`.
 
     Raises:
         EPConfigError: if a value is out of range. The message names the value and the range.
@@ -139,6 +140,7 @@ class Config:
     path: str = "auto"
     recv_limit: int | None = None
     transport: str = "nvshmem"
+    statistics: bool = dataclasses.field(default_factory=_env.statistics)
 
     def __post_init__(self) -> None:
         self._check_types_and_ranges()
@@ -169,7 +171,7 @@ class Config:
             self._set("ranks_per_node", self._checked_ranks_per_node())
         if self.recv_limit is not None:
             self._set("recv_limit", self._checked_recv_limit())
-        for name in ("low_latency", "check_inputs"):
+        for name in ("low_latency", "check_inputs", "statistics"):
             self._set(name, flag(getattr(self, name), name, error=EPConfigError))
         self._set("transport", choice(self.transport, "transport", ("nvshmem", "mpi"), error=EPConfigError))
         self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
@@ -347,4 +349,5 @@ class Config:
             "kRanksPerNode": self.node_size,
             "kLlBitmapWords": self.low_latency_bitmap_words,
             "kHasRelay": int(self.has_relay),
+            "kHasStatistics": int(self.statistics),
         }

@@ -5,6 +5,7 @@
 // mask the missing peer instead and continue.
 #pragma once
 #include "common/network.cuh"
+#include "common/statistics.cuh"
 
 __device__ __forceinline__ u64 nanoseconds() {
   u64 t;
@@ -74,31 +75,37 @@ __device__ __noinline__ void send_heartbeat_out_of_line(const Params& p, u64 now
 template <class Condition>
 __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int peer, Condition condition) {
   const u32* stop = kMasksOnTimeout ? masked_at(p, peer) : &at<State>(p.state, 0)->abort;
-  u64 start = 0, heartbeat = 0;
+  u64 start = 0, heartbeat = 0;  // with statistics, `start` is the time of the first poll without success
   bool again = false;
   for (u32 spins = 1;; ++spins) {
     u32 seen = expected - 1;
-    if (condition(seen)) return true;
+    if (condition(seen)) {
+      if (kCountsWaits && start != 0) count_wait(p, phase, expected, peer, nanoseconds() - start);
+      return true;
+    }
+    if (kCountsWaits && start == 0) start = nanoseconds();
     if (spins % 64) continue;
     if (ld_relaxed_gpu(stop)) return false;
     const u64 now = nanoseconds();
-    if (start == 0) {
-      start = now;
+    if (kCountsWaits ? spins == 64 : start == 0) {
+      if (!kCountsWaits) start = now;
       if (kMasksOnTimeout) heartbeat = last_heartbeat(p, peer);
       continue;
     }
     if (kMasksOnTimeout && now - start > p.timeout_ns / kHeartbeatsPerTimeout)
       (kHasScaleOut ? send_heartbeat_out_of_line : send_heartbeat)(p, now);
-    if (now - start <= p.timeout_ns) continue;
+    if (now - start <= (kCountsWaits && again ? 2 * p.timeout_ns : p.timeout_ns)) continue;
     if (!kMasksOnTimeout) {
       raise_abort(p, phase, peer, expected, seen);
       return false;
     }
     if (again || last_heartbeat(p, peer) == heartbeat) {
+      if (kCountsWaits) count_wait(p, phase, expected, peer, now - start);
       mask_rank(p, peer);
       return false;
     }
-    start = now, again = true;
+    if (!kCountsWaits) start = now;
+    again = true;
   }
 }
 

@@ -77,6 +77,7 @@ __device__ inline u32 announce(const Params& p, const Routes& routes, int row) {
   if (lane == 0) at<u32>(window.src_idx, 0)[static_cast<i64>(token) * kNumRanks + p.rank] = choices;
   if (p.topk_weights && position >= 0)
     at<float>(window.topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = at<const float>(p.topk_weights, 0)[position];
+  if (lane == 0) count_sent(p, __popc(choices), kRowBytes);
   __syncwarp();  // lane 0 releases what all lanes wrote
   return choices;
 }
@@ -208,6 +209,7 @@ __device__ inline void reduce_tokens(const Params& p, u32 epoch) {
     if (lane < kNumRanks && at<const i32>(p.handle, kHandleSendPos)[static_cast<i64>(token) * kNumRanks + lane] >= 0)
       sent = ld_relaxed_sys(at<const u32>(base, p.recv_masks_offset) + static_cast<i64>(i) * kNumRanks + lane);
     const u32 choices = __reduce_or_sync(~0u, sent);
+    if (lane == 0) count_received(p, __popc(choices), kRowBytes);
     const bool is_mine = lane < kNumTopk && (choices >> lane & 1);
     float weight = 0;
     if (p.topk_weights && is_mine)
@@ -227,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices
   if (p.first_token > 0 && state->combine_differs) return;  // the first window has said so
   const u32 epoch = state->combine_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  clear_next_waits(p, epoch, kPhaseCombineWindow, kPhaseCombineRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
     publish(p, kControlCombineWindows, epoch, lane,
@@ -254,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices
     if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
   }
   if (lane == 0) {
+    if (p.first_token == 0) count_call(p);  // the other windows belong to the same call
     state->combine_blocks = state->combine_items = state->combine_tokens = state->combine_copied = 0;
     state->combine_differs = routes.differs;
     state->combine_epoch = epoch;

@@ -73,6 +73,7 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
   }
   const int num_items = (kInterleaved ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
   if (p.phases & kLlSend) {
+    clear_next_waits(p, call.sent, kPhaseLlWeights);
     if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
     send(call, static_cast<int>(first_item - call.tickets_before) + senders.idx, num_items, num_entries);
     // The rows leave first, because other ranks wait for those.
@@ -80,6 +81,7 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
   }
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;
+  clear_next_waits(p, call.received, kPhaseLlCombineRows);
   if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size use the same barriers from here on
   // With few tokens, the last block has none.
   bool ok = blockIdx.x != gridDim.x - 1 || warp_idx() != kLastWarp || compare_headers(p, call, dispatch_epoch);

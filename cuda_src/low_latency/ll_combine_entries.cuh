@@ -20,6 +20,7 @@ __device__ inline void send_entry(const Params& p, const Call& call, const WarpG
   if (p.reduce_early) {
     const bool ok = entry.await_weight(p, epoch);
     if (!p.has_weights && !group.all(ok)) return;
+    if (thread == 0) count_sent(p, 1, row_bytes);
     Form::send_row(p, entry, thread, step, row_for(p.rank));
     if (!scale_out) return;
     group.sync();
@@ -32,6 +33,7 @@ __device__ inline void send_entry(const Params& p, const Call& call, const WarpG
   for (int k = 0; k < kNumTopk; ++k) {
     const i64 from = __shfl_sync(~0u, entry.row, k);
     if (from == kLlElsewhere) continue;
+    if (thread == 0) count_sent(p, 1, row_bytes);
     Vec16* to = row_for(k);
     for (int i = thread; i < kRowVecs; i += step) {
       st_relaxed_sys(to + i, from == kLlNoRoom ? Vec16{} : avoid_sentinel(ld_streaming(at<const Vec16>(p.y, 0) + from * kRowVecs + i)));

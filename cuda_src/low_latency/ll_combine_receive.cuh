@@ -166,7 +166,8 @@ __device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const Wa
 
 // Eight channels of a row, as a thread reads them. The other form of a share is CompressedShare.
 struct PlainShare {
-  static constexpr int kPerRow = kRowVecs, kChannels = 8, kMaxAtOnce = kMasksOnTimeout ? 4 : 8;  // more would spill registers
+  static constexpr int kPerRow = kRowVecs, kChannels = 8,
+                       kMaxAtOnce = kMasksOnTimeout ? 4 - kHasStatistics : 8;  // more would spill registers
   using Place = Vec16*;
   Vec16 held;
 
@@ -189,6 +190,7 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Wa
   Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
   if (!ok && !kMasksOnTimeout) return false;
   if constexpr (kMasksOnTimeout) drop_incomplete_rows(p, call.received, group, rows);
+  if (group.thread(group.block()) == 0) count_received(p, rows.count, kSentRowBytes);
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
   for (int i = group.thread(group.block()); i - lane_idx() < Share::kPerRow; i += group.num_threads()) {
     const bool exists = i < Share::kPerRow;

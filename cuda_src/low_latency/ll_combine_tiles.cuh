@@ -20,6 +20,7 @@ __device__ inline void send_tiles(const Params& p, const Call& call, int item, i
     Entry entry(p, idx);
     if (call.excluded[entry.source] || !__all_sync(~0u, entry.await_weight(p, epoch))) continue;
     Vec16* to = at<Vec16>(p.peers[entry.source], row_offset(epoch, p.rank, entry.token));
+    if (item % kTilesPerRow == 0 && lane_idx() == 0) count_sent(p, 1, kSentRowBytes);
     Form::send_tile(p, entry, item % kTilesPerRow * kTileVecs, to);
   }
 }

@@ -45,6 +45,9 @@ __device__ __forceinline__ u64 staged_offset(u32 epoch, int token) {
   return kLlStagedMessages + (static_cast<u64>(epoch % kRingDepth) * kNumMaxTokens + token) * kLlMessageStride;
 }
 
+// Bytes of a row with its scales.
+__device__ __forceinline__ u32 row_bytes_of(const Params& p) { return p.use_fp8 ? kHidden + kScalesPerRow * 4 : kHidden * 2; }
+
 __device__ __forceinline__ char* body_of(const LlMessage* message) {
   return reinterpret_cast<char*>(const_cast<LlMessage*>(message)) + kLlHeadBytes;
 }

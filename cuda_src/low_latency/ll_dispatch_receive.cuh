@@ -7,14 +7,12 @@ constexpr int kHeaderWords = sizeof(LlHeader) / sizeof(u64);
 // the stores of the headers by 3 to 4 us. More ranks make this more likely.
 constexpr int kMaxEagerBlocks = 64 / kNumRanks;
 
-// Adds the time that a source kept this rank waiting, as one waiting thread saw it. Each call adds only the difference to the longest wait
-// so far, so the sum is the longest wait. `start`: when the wait began. `arrival_ns`: read by the thread that saw the data arrive, because
-// other lanes may have waited longer.
+// Adds the time that a source kept this rank waiting, as one waiting thread saw it. `start`: when the wait began. `arrival_ns`: read by the
+// thread that saw the data arrive, because other lanes may have waited longer.
 __device__ inline void add_wait(const Params& p, u32 epoch, int source, u64 start, u64 arrival_ns) {
   const u64 waited = arrival_ns - start;
   u64* longest = at<u64>(p.state, kLocalWaits) + (epoch % 2) * kNumRanks + source;
-  const u64 before = max_relaxed_gpu(longest, waited);
-  if (before < waited) add_relaxed_gpu(at<u64>(p.wait_stats, 0) + source, waited - before);
+  add_longest(longest, waited, [&] { return at<u64>(p.wait_stats, 0) + source; });
 }
 
 // The first word of a header, which says whether the header of a scale-out source is there: other words may arrive before it, in parts.
@@ -253,12 +251,15 @@ __device__ __noinline__ void poison_rows(const Params& p, u64 thread, u64 num_th
 // Writes the counts of the whole call for the host and for combine.
 __device__ inline void publish_counts(const ReceiveContext& r) {
   const Params& p = r.p;
-  if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = r.shared.sources.rows_before[kNumRanks];
+  const int num_entries = r.shared.sources.rows_before[kNumRanks];
+  if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = num_entries;
+  if (threadIdx.x == 0) count_received(p, num_entries, row_bytes_of(p));
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += r.shared.choices[s * kNumLocalExperts + e];
     if (sum > kCapacity) report_event(p, &Report::full_expert, static_cast<u64>(e + 1) << 32 | sum);
     sum = min(sum, kCapacity);
+    count_expert(p, e, sum);
     at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
   }
@@ -305,6 +306,7 @@ __device__ inline bool read_source_status(const Params& p, Call& call) {
 
 // The part of the receive half that does not depend on rows. `start`: when the block's receive half began.
 __device__ inline void start_receiving(const Params& p, u64 start, Call& call) {
+  clear_next_waits(p, call.received, kPhaseLlCounts, kPhaseLlRows);
   if (blockIdx.x != 0) return;
   if constexpr (kMasksOnTimeout) decide_source_status(p, start, call);
   for (int s = threadIdx.x; s < kNumRanks; s += kLlThreads) {

@@ -45,6 +45,7 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
     if (lane == 0) st_relaxed_sys(header->tokens + first / 32, tagged_word(sent_bits, epoch));
   }
   if (lane == 0) st_relaxed_sys(&header->num_rows, tagged_word(num_rows, epoch));
+  if (lane == 0) count_sent(p, num_rows, row_bytes_of(p));
   if (!scale_out) return;
   __syncwarp();
   put(p, rank, there + sizeof(u64), staged + sizeof(u64), sizeof(LlHeader) - sizeof(u64), there, num_tokens);
@@ -157,7 +158,7 @@ __device__ inline void send_choices(const Params& p, u32 epoch, int token, int e
 
 // Called by all warps, each for some of the scale-out ranks, once the message is complete.
 __device__ inline void put_message(const Params& p, u32 epoch, int token, int rank) {
-  const u32 num_bytes = kLlHeadBytes + (p.use_fp8 ? kHidden + kScalesPerRow * 4 : kHidden * 2);
+  const u32 num_bytes = kLlHeadBytes + row_bytes_of(p);
   u32 scale_out = __ballot_sync(~0u, rank >= 0 && is_scale_out(p, rank));
   for (int i = 0; scale_out; ++i, scale_out &= scale_out - 1) {
     const int to = __shfl_sync(~0u, rank, __ffs(scale_out) - 1);

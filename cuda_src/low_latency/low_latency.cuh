@@ -125,6 +125,7 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
       (kMasksOnTimeout ? excluded : failed) = true;
     call.excluded[r] = excluded;
   }
+  if (p.phases & kLlSend) clear_next_waits(p, sent - kRingDepth, phase);
   failed = __any_sync(~0u, failed);
   if (failed && is_replayed_too_early && blockIdx.x == 0 && lane_idx() == 0) raise_abort(p, kLlOpenHook, p.rank, sent, received);
   if (lane_idx() == 0) call.sent = sent, call.received = received, call.tickets_before = tickets_before, call.failed = failed;
@@ -146,7 +147,7 @@ __device__ inline void advance(const Params& p, LlProgress* progress, const Call
   if (add_acq_rel_gpu(&progress->starts, 1) != gridDim.x - 1) return;
   progress->starts = 0;
   if (p.phases & kLlSend) progress->sent = call.sent, progress->tickets_before = call.tickets_before + num_tickets;
-  if (p.phases & kLlReceive) progress->received = call.received;
+  if (p.phases & kLlReceive) progress->received = call.received, count_call(p);
 }
 
 // Warps that share an item: some warps of a block, or all warps of several blocks. An SM issues few instructions at a time. A row is

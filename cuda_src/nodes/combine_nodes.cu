@@ -317,6 +317,16 @@ __device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 
   }
 }
 
+// Called by one thread.
+__device__ inline void count_rows(const Params& p, bool failed) {
+  if constexpr (kHasStatistics) {
+    const i64 arrived = *at<const i32>(p.handle, kHandleNumRecv);
+    for (int r = 0; r < kNumRanks && !failed; ++r) count_received(p, at<const i32>(p.handle, kHandleNumSent)[r], kRowBytes);
+    count_sent(p, failed ? 0 : min(arrived, p.capacity), kRowBytes);
+    count_call(p);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) combine_nodes(const __grid_constant__ Params p) {
   __shared__ Routes routes;
   __shared__ Parts parts[kWarps];
@@ -324,6 +334,7 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) combine_nodes(con
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  clear_next_waits_of_nodes(p, epoch);
   if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
 
@@ -353,6 +364,7 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) combine_nodes(con
     if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
   }
   if (lane == 0) {
+    count_rows(p, routes.verdict != kAgreed);
     state->nodes_blocks = state->nodes_copied = state->nodes_filled = state->nodes_emptied = state->nodes_reduced = 0;
     state->nodes_epoch = epoch;
   }

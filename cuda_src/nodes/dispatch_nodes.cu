@@ -261,12 +261,24 @@ __device__ inline void poison_results(const Params& p) {
   if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
 }
 
+// Called by one thread.
+__device__ inline void count_rows(const Params& p, bool failed) {
+  if constexpr (kHasStatistics) {
+    const i64 arriving = *at<const i32>(p.handle, kHandleNumRecv);
+    const u64 row_bytes = p.row_bytes + p.scale_bytes;
+    for (int r = 0; r < kNumRanks && !failed; ++r) count_sent(p, at<const i32>(p.handle, kHandleNumSent)[r], row_bytes);
+    count_received(p, failed ? 0 : min(arriving, p.capacity), row_bytes);
+    count_call(p);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(const __grid_constant__ Params p) {
   __shared__ Routes routes;
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  clear_next_waits_of_nodes(p, epoch);
   if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
 
@@ -302,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
   if (failed) poison_results(p);
   if (lane == 0) {
     if (!failed) *at<u32>(p.handle, kHandleDispatched) = serial;
+    count_rows(p, failed);
     state->nodes_blocks = state->nodes_copied = state->nodes_filled = state->nodes_emptied = state->nodes_reduced = 0;
     state->nodes_epoch = epoch;
   }

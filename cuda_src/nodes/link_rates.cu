@@ -73,6 +73,7 @@ __device__ inline void exchange_far_words(const Params& p, u32 epoch) {
 extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) link_rates(const __grid_constant__ Params p) {
   State* state = at<State>(p.state, 0);
   const u32 epoch = state->nodes_epoch + 1;
+  clear_next_waits_of_nodes(p, epoch);
   const bool is_first_warp = blockIdx.x == 0 && warp_idx() == 0;
   if (kRanksPerNode > 1 && p.kind == kNearBytes) {
     write_near(p);

@@ -55,6 +55,11 @@ __device__ inline bool wait_tag(const Params& p, u64 word, u32 epoch, u32 number
   });
 }
 
+// Throughput kernels over several nodes count their epochs together, so each of them clears the slots of all their steps.
+__device__ __forceinline__ void clear_next_waits_of_nodes(const Params& p, u32 epoch) {
+  clear_next_waits(p, epoch, kPhaseDispatchWindow, kPhaseDispatchRows, kPhaseCombineWindow, kPhaseNodeHello, kPhaseNodeRows);
+}
+
 // --- slots --------------------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int slot_of(int flow, int chunk) { return flow * kNumSlots + chunk % kNumSlots; }

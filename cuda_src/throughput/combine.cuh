@@ -137,6 +137,7 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
   int position = -1, next_position = -1;  // of the row from rank `lane`; -1: that rank sends none
+  int num_received = 0;                   // for the statistics
   auto prefetch = [&](int token) {
     position = next_position;
     const bool exists = lane < kNumRanks && token < p.num_tokens;
@@ -149,6 +150,7 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
     const bool all_ok = __all_sync(~0u, ok);
     __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
     if (!all_ok) return;
+    if constexpr (kHasStatistics) num_received += __popc(__ballot_sync(~0u, position >= 0));
     const i64 staged = position >= 0 ? routes.staged_row[lane] + position : -1;
     u64 rows[kNumRanks];  // addresses of the token's rows; 0: that rank sent none
     float weight = 0;
@@ -163,6 +165,7 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
     if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
     reduce_token(p, rows, token);
   }
+  if (lane == 0) count_received(p, num_received, kSentRowBytes);
 }
 
 // Runs the whole kernel. `routes` and `progress` lie in shared memory. copy_rows(epoch) is the work of a copy warp. Without TMA it also
@@ -175,6 +178,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   const u32 epoch = state->combine_epoch + 1;
 
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  clear_next_waits(p, epoch, kPhaseCombineWindow, kPhaseCombineRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
     publish(p, kControlCombineWindows, epoch, lane,
@@ -205,6 +209,8 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
     if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
   }
   if (lane == 0) {
+    for (int r = 0; kHasStatistics && !routes.idle && r < kNumRanks; ++r) count_sent(p, routes.num_rows[r], kSentRowBytes);
+    count_call(p);
     state->combine_blocks = state->combine_items = state->combine_tokens = 0;
     state->combine_epoch = epoch;
   }

@@ -228,6 +228,17 @@ __device__ inline void copy_counts(const Params& p) {
   for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(p.num_recv_per_expert, 0)[e] = per_expert[e];
 }
 
+// Called by one thread.
+__device__ inline void count_rows(const Params& p, const Routes& routes) {
+  if constexpr (kHasStatistics) {
+    int sent = 0;
+    for (int r = 0; r < kNumRanks; ++r) sent += routes.num_rows[r];
+    count_sent(p, sent, p.row_bytes + p.scale_bytes);
+    count_received(p, min(routes.num_recv, p.capacity), p.row_bytes + p.scale_bytes);
+    count_call(p);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
@@ -237,6 +248,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   const u32 epoch = state->dispatch_epoch + 1;
 
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  clear_next_waits(p, epoch, kPhaseDispatchWindow, kPhaseDispatchRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
     const RecvWindow mine = {p.recv_x_offset,
@@ -281,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   __syncwarp();
   if (__any_sync(~0u, routes.differs || was_aborted(p))) poison_results(p);
   if (lane == 0) {
+    count_rows(p, routes);
     state->dispatch_blocks = state->dispatch_items = 0;
     state->dispatch_epoch = epoch;
   }

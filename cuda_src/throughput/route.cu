@@ -192,6 +192,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += message_at(p, epoch, p.rank, s)->num_choices[e];
+    count_expert(p, e, sum);
     sum = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
     at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = sum;
     if (p.to_host) st_relaxed_sys(mailbox->num_recv_per_expert + e, sum);
@@ -215,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   const u32 epoch = at<State>(p.state, 0)->route_epoch + 1;
   const bool last = blockIdx.x == gridDim.x - 1;
   if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
+  clear_next_waits(p, epoch, kPhaseRoute);
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
   if (threadIdx.x == 0) shared.failed = shared.is_incomplete = false;
   __syncthreads();

@@ -19,6 +19,7 @@ from ..results import (
     LowLatencyDispatchResult,
     LowLatencyHandle,
 )
+from ..statistics import Counters
 from .call_lock import CallLock
 from .calls import (
     BufferInfo,
@@ -31,7 +32,7 @@ from .calls import (
 
 
 class Backend(Protocol):
-    """Moves rows between the ranks of one Buffer. All methods but `check` and `masked_ranks` are collective."""
+    """Moves rows between the ranks of one Buffer. All methods but `check`, `counters` and `masked_ranks` are collective."""
 
     name: str
     """"cuda" or "host"."""
@@ -41,6 +42,8 @@ class Backend(Protocol):
     call_lock: CallLock
     description: BufferDescription
     """See `Buffer.describe`."""
+    shared_name: str
+    """Names the Buffer in all processes of its ranks, and no other Buffer."""
 
     @property
     def context(self) -> AbstractContextManager[Any]:
@@ -76,6 +79,13 @@ class Backend(Protocol):
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """See `Buffer.copy_ceiling`."""
+
+    def counters(self, during_capture: bool = False) -> Counters:
+        """Return what `Buffer.statistics` tells of a Buffer with `config.statistics`. Any thread may call it, also after `destroy`.
+
+        Args:
+            during_capture: Whether it is allowed while the stream of the last call is captured in a CUDA graph.
+        """
 
     def copy(self, source: int, out: View, stream: int | None) -> None:
         """Copy from the address `source` to `out`, in the order of a GPU's stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 
 from ..comm.communicator import Communicator
@@ -34,7 +35,21 @@ def make_backend(
     """
     backend = agree(comm, config, backend, on_exhausted, network)
     comm = creation_comm(comm, creation_timeout_s(config.timeout_s))
-    hosts = tuple(comm.allgather(platform.node()))
+    hosts, names = zip(*comm.allgather((platform.node(), f"{platform.node()}-{os.getpid()}-{serial}")), strict=True)
+    made = _make(comm, config, backend, serial, on_exhausted, network, hosts)
+    made.shared_name = names[0]
+    return made
+
+
+def _make(
+    comm: Communicator,
+    config: Config,
+    backend: str,
+    serial: int,
+    on_exhausted: str,
+    network: NetworkOptions | None,
+    hosts: tuple[str, ...],
+) -> Backend:
     if backend == "host":
         return _host_backend(comm, placed_on_hosts(comm, config), serial, hosts)
     # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.

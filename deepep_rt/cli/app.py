@@ -29,12 +29,14 @@ from .bench import bench
 from .doctor import doctor
 from .options import Dtype, Experts, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
 from .soak import soak
+from .statistics import statistics
 
 app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.add_typer(cli_cache.app, name="cache")
 app.command()(bench)
 app.command()(doctor)
 app.command()(soak)
+app.command()(statistics)
 
 ALL_ARCHS = ("sm_80", "sm_90", "sm_100")
 """The targets of `--arch all`. Targets that the installed NVRTC does not know are left out."""
@@ -88,6 +90,9 @@ def compile_(
     slots: Slots = 2,
     ranks_per_node: RanksPerNode = None,
     on_timeout: Annotated[str, typer.Option(help="Reaction of low-latency calls to a silent peer: raise or mask.")] = "raise",
+    with_statistics: Annotated[
+        bool, typer.Option("--statistics", help="For Buffers with statistics=True. Default: DEEPEP_RT_STATISTICS.")
+    ] = False,
     combine_dtype: Annotated[
         list[str] | None,
         typer.Option(help="Element type of combine and of fp8=True; may be repeated. Default: --dtype."),
@@ -106,6 +111,7 @@ def compile_(
         num_slots=slots,
         ranks_per_node=declared_ranks_per_node(ranks) if ranks_per_node is None else ranks_per_node,
         on_timeout=on_timeout,
+        statistics=with_statistics or _env.statistics(),
     )
     jobs = [
         (kernel, element, target)

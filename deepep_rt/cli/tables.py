@@ -10,6 +10,9 @@ WIDTH_OF_LOGS = 220
 """Columns that the table of the cache needs."""
 
 
+_RIGHT = ("registers", "shared", "stack", "spills", "bytes", "seconds", "calls/s", "sent GB/s", "received GB/s", "pool")
+
+
 def usage(info: dict[str, Any]) -> tuple[str, str, str, str]:
     """Format registers, shared memory (static + dynamic), stack and spills."""
     static, dynamic = info.get("static_shared_bytes"), info.get("dynamic_shared_bytes")
@@ -38,6 +41,6 @@ def plural(number: int) -> str:
 def new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        right = column in ("registers", "shared", "stack", "spills", "bytes", "seconds")
+        right = column in _RIGHT
         table.add_column(column, justify="right" if right else "left", no_wrap=column not in ("built with", "compiled for"))
     return table

@@ -56,7 +56,7 @@ class Pool:
     """
 
     def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
-        self.base, self._cell = base, cell
+        self.base, self.num_bytes, self._cell = base, num_bytes, cell
         self._free: list[Extent] = [(0, num_bytes)]  # in order, never adjacent
         self._used: list[tuple[Extent, PendingWork]] = []  # free memory that was used before, oldest first, without overlap
         self._released: deque[tuple[Extent, PendingWork]] = deque()
@@ -93,6 +93,12 @@ class Pool:
         """Take back memory that `streams` used, with the work that was pending before them."""
         if num_bytes:
             self._released.append(((offset, offset + num_bytes), self._tracker.record(streams, pending)))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that callers hold. Any thread may read it; during a call of another thread, it may be a little too large."""
+        free = sum(end - begin for begin, end in tuple(self._free))
+        return max(self.num_bytes - free - sum(end - begin for (begin, end), _ in self._released.copy()), 0)
 
     @property
     def free_bytes(self) -> int:

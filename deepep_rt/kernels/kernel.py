@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from ..arrays.compressed_rows import LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
 from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
+from ..statistics import CALL_KINDS
 from .structs import CStruct
+
+_CALL_KINDS = {
+    "route": CALL_KINDS.index("dispatch"),
+    "dispatch": CALL_KINDS.index("dispatch"),
+    "combine": CALL_KINDS.index("combine"),
+    "combine_choices": CALL_KINDS.index("combine"),
+    "ll_dispatch": CALL_KINDS.index("low_latency_dispatch"),
+    "ll_combine": CALL_KINDS.index("low_latency_combine"),
+    "ll_combine_large": CALL_KINDS.index("low_latency_combine"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,11 @@ class Kernel:
         if not (self.low_latency or self.over_nodes):
             return False
         return constants["kRanksPerNode"] < constants["kNumRanks"] and not constants["kHasRelay"]
+
+    @property
+    def call_kind(self) -> int:
+        """The number in `CALL_KINDS` of the calls that the kernel is a part of; -1: of none."""
+        return _CALL_KINDS.get(self.name.removesuffix("_nodes").removesuffix(f"_{self.compression}"), -1)
 
     @property
     def source(self) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from ..arrays.dtypes import FP8_GROUP
 from ..config import MAX_ROUTE_BLOCKS, Config, rows_per_copy
+from ..statistics import CALL_KINDS
 from . import structs
 from .nodes_layout import NodesLayout
 from .regions import Map, align_up, arrange
@@ -183,8 +184,19 @@ class Layout:
                     2 * ranks * 4,
                 ),  # low-latency dispatches, then combines, that this rank has acknowledged to scale-out ranks
                 *(self.nodes.local if self.nodes else ()),
+                *self._statistics,  # last: without them, all other offsets are the same
             ]
         )
+
+    @property
+    def _statistics(self) -> list[tuple[str, int]]:
+        config = self.config
+        sizes = {
+            "statistics": len(CALL_KINDS) * structs.CallStatistics.size(self._sizes),
+            "expert_rows": config.num_local_experts * 8,  # rows by local expert so far
+            "longest_waits": structs.NUM_PHASES * 2 * config.num_ranks * 8,  # [phase][parity of the epoch][source]
+        }
+        return [(name, size if config.statistics else 0) for name, size in sizes.items()]
 
     @cached_property
     def handle(self) -> Map:

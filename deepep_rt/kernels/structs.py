@@ -300,9 +300,21 @@ ChunkHead = CStruct(
     """,
 )
 
+CallStatistics = CStruct(
+    "CallStatistics",
+    """
+    u64 calls;             // of one kind, which have finished here
+    u64 rows_sent;
+    u64 rows_received;
+    u64 bytes_sent;        // of these rows and their scales
+    u64 bytes_received;
+    u64 waits[kNumRanks];  // nanoseconds that this rank waited for each source; see common/statistics.cuh
+    """,
+)
+
 SHARED = (
     RouteMessage, RouteBlock, RecvWindow, State, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
-    NetworkState, Descriptor, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead,
+    NetworkState, Descriptor, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead, CallStatistics,
 )  # fmt: skip
 
 LL_SEND, LL_RECEIVE = 1, 2
@@ -334,6 +346,9 @@ PHASES = {
 }
 """The kinds of waits on the device: the number in a Report, and the name in messages."""
 
+
+NUM_PHASES = max(number for number, _ in PHASES.values()) + 1
+"""Phases have numbers below it."""
 
 LL_OPEN_HOOK = 255
 """A phase of a Report without a time-out: a whole low-latency call ran between the halves of another one."""

@@ -114,6 +114,17 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
     assert "cached" in table
 
 
+def test_compile_for_statistics(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "KERNELS", {"route": KERNELS["route"]})
+    words = ["compile", "--arch", "sm_90", "--ranks", "2", "--tokens", "8", "--hidden", "64", "--topk", "2", "--experts", "4"]
+    (plain,), (counting,) = terminal.json(*words), terminal.json(*words, "--statistics")
+    assert plain["constants"]["kHasStatistics"] == 0
+    assert counting["constants"]["kHasStatistics"] == 1
+    monkeypatch.setenv("DEEPEP_RT_STATISTICS", "/a/folder")
+    (again,) = terminal.json(*words)
+    assert (again["key"], again["status"]) == (counting["key"], "cached")
+
+
 def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes, masks and slots are compiled in, and the keys agree."""
     low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.scale_up_only}

@@ -29,6 +29,20 @@ def test_blocks_are_allocated_trimmed_and_merged(fake: FakeDriver) -> None:
     assert pool.allocate(10 * 256, 1).offset == 0
 
 
+def test_used_bytes_change_nothing(fake: FakeDriver) -> None:
+    """Another thread may read them at any time, so reading must not merge released blocks."""
+    pool = Pool(0, 10 * 256)
+    block = pool.allocate(3 * 256, 1)
+    assert pool.used_bytes == 3 * 256
+    block.trim(256)
+    assert pool.used_bytes == 256, "the tail is released, although no call has merged it yet"
+    released = len(pool._released)
+    assert pool.used_bytes == 256
+    assert len(pool._released) == released
+    del block
+    assert pool.used_bytes == 0
+
+
 def test_large_blocks_start_at_cells(fake: FakeDriver) -> None:
     """Two blocks of the largest size always fit, in every order of trimming and release. Small blocks fill the rest."""
     pool = Pool(0, 20 * 256, cell=10 * 256)

@@ -39,6 +39,7 @@ def _checks():
         import combine
         import compressed
         import consensus
+        import counted_calls
         import dispatch
         import expert_rows
         import lost_ranks
@@ -55,7 +56,7 @@ def _checks():
     for_low_latency = (low_latency, low_latency_compressed, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
     on_nodes = transports.nodes()
     settings_of = {
-        **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls, compressed), on_nodes[:1]),
+        **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls, compressed, counted_calls), on_nodes[:1]),
         **dict.fromkeys((dispatch, combine, rounds, expert_rows), on_nodes),
         nodes: on_nodes[1:],  # its checks declare nodes, and this declares the path
         **dict.fromkeys(for_low_latency, transports.transports()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
@@ -192,6 +193,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "device_name": lambda ordinal: "Fake GPU",
         "is_capturing": lambda stream: False,
         "capture_id": lambda stream: None,
+        "relaxed_capture_mode": contextlib.nullcontext,
         "wait_event": lambda stream, event: fake.waits.append((stream, event)),
         "wait_stream": lambda stream, other: fake.waits.append((stream, ("all of", other))),
         "synchronize": lambda stream: None,

@@ -166,6 +166,22 @@ def test_constants(config: Config) -> None:
 
 
 @given(configs())
+def test_statistics_change_no_offset_and_no_constant_but_their_own(config: Config) -> None:
+    """Without statistics, kernels are the same as kernels that know nothing of them."""
+    plain, counting = (Layout(dataclasses.replace(config, statistics=on)) for on in (False, True))
+    differing = {name for name, value in plain.constants.items() if counting.constants[name] != value}
+    assert differing <= {"kHasStatistics", "kLocalExpertRows", "kLocalLongestWaits"}, "no other region moves"
+    assert plain.constants["kHasStatistics"] == 0
+    assert plain.local.num_bytes == plain.constants["kLocalStatistics"], "it has no byte more"
+    ranks, kinds = config.num_ranks, 4
+    assert list(counting.local.sizes.items())[-3:] == [
+        ("statistics", kinds * (5 + ranks) * 8),
+        ("expert_rows", config.num_local_experts * 8),
+        ("longest_waits", structs.NUM_PHASES * 2 * ranks * 8),
+    ]
+
+
+@given(configs())
 def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     """Count as the .cu files do: the number of elements times their bytes. Memory after the end belongs to another region."""
     layout = Layout(config)
@@ -191,6 +207,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "network": structs.NetworkState.size({}),
         "ll_acked": 2 * ranks * 4,
         "waits": 2 * ranks * 8,
+        **dict.fromkeys(("statistics", "expert_rows", "longest_waits"), 0),
     }
     assert layout.counts.sizes == counts
     assert layout.handle.sizes == {

@@ -24,6 +24,7 @@ from ...errors import EPOutOfMemoryError, EPUnavailableError
 from ...jit import current_gpu
 from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
+from ...statistics import Counters
 from ..agreement import announce
 from ..call_lock import CallLock
 from ..calls import BufferInfo, Call
@@ -33,6 +34,7 @@ from .link_rates import measure_links
 from .low_latency import LowLatency
 from .nodes import NodesThroughput
 from .runtime import CudaRuntime
+from .statistics import GpuStatistics
 from .throughput import Throughput
 from .throughput_calls import ThroughputCalls
 
@@ -57,7 +59,7 @@ class CudaBackend:
         transport: The transport to other nodes, with the reason.
     """
 
-    name = "cuda"
+    name, shared_name = "cuda", ""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class CudaBackend:
                     else Throughput(self.runtime, copy_when_full)
                 )
                 self.low_latency = LowLatency(self.runtime, archs)
+                self._statistics = self._make_statistics(layout)
                 driver.synchronize(0)
             if self.runtime.network is not None:
                 self.runtime.network.start_relay()
@@ -166,6 +169,11 @@ class CudaBackend:
         assert memory is not None
         return memory
 
+    def _make_statistics(self, layout: Layout) -> GpuStatistics | None:
+        if not self._config.statistics:
+            return None
+        return GpuStatistics(layout, self.runtime.state, self.context, self.throughput.results, self._resources)
+
     @property
     def num_sms(self) -> int:
         """SMs of the next dispatch and combine."""
@@ -179,6 +187,14 @@ class CudaBackend:
         """Choose the stream of a call; raise if an earlier call timed out."""
         self.runtime.monitor.check_peers()
         return self.runtime.order.begin(x, async_finish, previous_event, stream)
+
+    def counters(self, during_capture: bool = False) -> Counters:
+        """Return what `Buffer.statistics` tells, of what the GPU has done so far."""
+        assert self._statistics is not None
+        if not during_capture:
+            with self.context:
+                self.runtime.order.check_not_captured("statistics()")
+        return self._statistics.counters()
 
     def copy(self, source: int, out: View, stream: int | None) -> None:
         """Copy GPU memory in the order of the stream."""
@@ -215,6 +231,8 @@ class CudaBackend:
         finally:
             limit_s = config.timeout_s if config.on_timeout == "mask" else max(config.timeout_s, _MIN_DESTROY_TIMEOUT_S)
             all_free = self._all_ranks_free(is_sound, limit_s)
+            if self._statistics is not None:
+                self._statistics.close()
         if all_free:
             self.runtime.order.drop_arguments()
             self._release()

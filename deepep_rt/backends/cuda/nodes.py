@@ -43,7 +43,13 @@ class NodesThroughput:
         self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
         self._counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
         self.results = ResultMemory(
-            runtime.memory.ptr, runtime.regions, config.num_slots, runtime.order, runtime.stream_pool, copy_when_full
+            runtime.memory.ptr,
+            runtime.regions,
+            config.num_slots,
+            runtime.order,
+            runtime.stream_pool,
+            copy_when_full,
+            counts_use=config.statistics,
         )
         if config.num_nodes <= MAX_NODES:
             for kernel in ("route_nodes", "dispatch_nodes"):

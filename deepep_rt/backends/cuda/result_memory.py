@@ -11,6 +11,7 @@ from ...cuda.pool import Block, Pool
 from ...cuda.stream_memory import StreamMemory, StreamPool
 from ...errors import EPOutOfMemoryError
 from ...kernels.regions import Map
+from ...statistics import PoolUse
 from ..calls import Call
 from .stream_order import CallOrder
 
@@ -35,11 +36,20 @@ class ResultMemory:
         order: The order of the Buffer's calls.
         stream_pool: Gives the other memory.
         copy_when_full: If the pool is full, copy results of dispatch to other memory instead of raising.
+        counts_use: Note the most bytes in use.
     """
 
     def __init__(
-        self, base: int, regions: Map, num_slots: int, order: CallOrder, stream_pool: StreamPool, copy_when_full: bool
+        self,
+        base: int,
+        regions: Map,
+        num_slots: int,
+        order: CallOrder,
+        stream_pool: StreamPool,
+        copy_when_full: bool,
+        counts_use: bool = False,
     ) -> None:
+        self._counts_use, self._most_bytes_in_use, self._num_copies = counts_use, 0, 0
         self._base, self._offsets, self._stream_pool = base, regions.offsets, stream_pool
         self._order, self._copy_when_full, self._has_logged_copies = order, copy_when_full, False
         self.pool, self._sums = (
@@ -55,6 +65,8 @@ class ResultMemory:
         """
         block = self.pool.allocate(num_bytes, call.stream, call.caller_stream)
         if block is not None:
+            if self._counts_use:
+                self._most_bytes_in_use = max(self._most_bytes_in_use, self.pool.used_bytes)
             return Reservation(self._offsets["pool"] + block.offset, block)
         if not self._copy_when_full:
             raise EPOutOfMemoryError(
@@ -62,12 +74,18 @@ class ResultMemory:
                 f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
             )
         self._check_can_allocate(call.stream)
+        self._num_copies += 1
         if not self._has_logged_copies:
             self._has_logged_copies = True
             _log.info(
                 "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
             )
         return Reservation(self._offsets["landing"], None)
+
+    @property
+    def use(self) -> PoolUse:
+        """How much of the pool of dispatch is in use."""
+        return PoolUse(self.pool.used_bytes, self._most_bytes_in_use, self.pool.num_bytes, self._num_copies)
 
     def no_rows(self) -> Reservation:
         """Return the place of a result that gets no rows. It needs no room in the pool."""

@@ -7,10 +7,13 @@ from typing import Protocol
 
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
+from .result_memory import ResultMemory
 
 
 class RowMover(Protocol):
     """Moves rows by token between ranks: `Throughput` on one node, `NodesThroughput` on several."""
+
+    results: ResultMemory
 
     def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Queue a dispatch. Return its handle, and the function that makes its results."""

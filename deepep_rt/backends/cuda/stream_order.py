@@ -82,6 +82,7 @@ class CallOrder:
         self.own_stream = driver.acquire_stream()
         self._last_call = _LastCall(self.own_stream)
         self._capture: _Capture | None = None  # the last one that had calls
+        self._newest_stream: int | None = None  # of the last call, captured or not
         self._per_thread_user: int | None = None  # the thread with calls on its per-thread default stream
         self._arguments: deque[tuple[driver.CudaEvent, Any]] = deque()  # of calls that may still run, oldest first
 
@@ -132,7 +133,7 @@ class CallOrder:
             own: The Buffer's memory that it reads or writes. Its pools wait for its readers, but not in captures.
             views: Arguments of other libraries, or in host memory. Their allocators do not know the stream of the call.
         """
-        stream = call.stream
+        stream = self._newest_stream = call.stream
         must_hold = stream != call.caller_stream
         for view in views:
             if view is not None and (view.framework is not call.framework or view.device == HOST):
@@ -161,6 +162,14 @@ class CallOrder:
     def event(self, call: Call) -> CallEnd:
         """Make the event of the work that the call has queued so far."""
         return CallEnd(self, call)
+
+    def check_not_captured(self, action: str) -> None:
+        """Raise EPInputError while the stream of the last call is captured in a CUDA graph. `action` names what the caller wants to do."""
+        if self._newest_stream is not None and driver.is_capturing(self._newest_stream):
+            raise EPInputError(
+                f"{action} during the capture of a CUDA graph; expected it outside of captures, because replays do not repeat it. Call it "
+                f"after the capture has ended"
+            )
 
     def end(self) -> driver.CudaEvent:
         """Return an event after all calls so far."""

@@ -40,7 +40,13 @@ class Throughput:
         self._counts_offsets = layout.counts.offsets
         self._counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
         self.results = ResultMemory(
-            runtime.memory.ptr, runtime.regions, config.num_slots, runtime.order, runtime.stream_pool, copy_when_full
+            runtime.memory.ptr,
+            runtime.regions,
+            config.num_slots,
+            runtime.order,
+            runtime.stream_pool,
+            copy_when_full,
+            counts_use=config.statistics,
         )
         self._choice_sums = ChoiceSums(runtime, self.results)
         self._has_peer_access = config.num_ranks <= MAX_RANKS_PER_NODE and all(runtime.memory.peers)

@@ -23,6 +23,7 @@ from ...config import Config
 from ...description import BufferDescription
 from ...errors import EPError, EPOutOfMemoryError
 from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineResult, LowLatencyDispatchResult
+from ...statistics import Counters
 from ..agreement import announce
 from ..call_lock import CallLock
 from ..calls import BufferInfo, Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
@@ -34,6 +35,7 @@ from .handle_tables import HostHandleTables
 from .headers import CallAgreement
 from .low_latency import LowLatency
 from .messages import MessageChannel
+from .statistics import HostStatistics
 from .throughput import Throughput
 
 _MAX_MEASURED_BYTES = 1 << 26  # that a rank sends in one step of a measurement
@@ -49,7 +51,7 @@ class HostBackend:
         description: For `Buffer.describe`.
     """
 
-    name = "host"
+    name, shared_name = "host", ""
 
     def __init__(self, comm: Communicator, config: Config, serial: int, description: BufferDescription) -> None:
         self.description = description
@@ -61,7 +63,8 @@ class HostBackend:
         self.context = contextlib.nullcontext()  # there is no device to make current
         self.call_lock = CallLock(self.context)
         self.num_sms = config.num_sms  # has no effect here; GPUs use it
-        self._channel = MessageChannel(self._comm, config, self.call_lock.check)
+        self._statistics = HostStatistics(config) if config.statistics else None
+        self._channel = MessageChannel(self._comm, config, self.call_lock.check, self._statistics)
         self._hooks = Hooks(config.num_slots, self.call_lock)
         overflow = OverflowLog(self._channel.rank)
         self._throughput = Throughput(self.info, self._channel, CallAgreement(config, self._channel), overflow)
@@ -76,7 +79,7 @@ class HostBackend:
 
     def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """Send rows to the ranks of their experts; see `Buffer.dispatch`."""
-        with self._report_out_of_memory():
+        with self._call("dispatch"):
             if inputs.use_fp8:
                 x, scales = convert(inputs.x, inputs.round_scale, inputs.use_ue8m0)
                 inputs = replace(inputs, x=x, scales=scales)
@@ -85,18 +88,18 @@ class HostBackend:
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """Add up rows at the ranks of their tokens; see `Buffer.combine`."""
-        with self._report_out_of_memory():
+        with self._call("combine"):
             views = (self._expert_rows if inputs.handle.layout == "expert" else self._throughput).combine(inputs)
         return CombineResult(event=Event(), make_views=lambda: views)
 
     def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
         """Send tokens to their experts; see `Buffer.low_latency_dispatch`."""
-        with self._report_out_of_memory():
+        with self._call("low_latency_dispatch"):
             return self._low_latency.dispatch(inputs, with_hook)
 
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         """Send the experts' rows back to the ranks of their tokens; see `Buffer.low_latency_combine`."""
-        with self._report_out_of_memory():
+        with self._call("low_latency_combine"):
             return self._low_latency.combine(inputs, with_hook)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
@@ -122,6 +125,11 @@ class HostBackend:
     def synchronize(self) -> None:
         """Raise what a call would raise: all work has finished."""
         self._channel.check()
+
+    def counters(self, during_capture: bool = False) -> Counters:
+        """Return what `Buffer.statistics` tells."""
+        assert self._statistics is not None
+        return self._statistics.counters()
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
         """Measure the bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceiling`."""
@@ -159,10 +167,11 @@ class HostBackend:
             comm.abandon()
 
     @contextlib.contextmanager
-    def _report_out_of_memory(self) -> Iterator[None]:
-        """If host memory does not suffice for a call, tell the other ranks, so that they stop waiting."""
+    def _call(self, kind: str) -> Iterator[None]:
+        """Count a call. If host memory does not suffice for it, tell the other ranks, so that they stop waiting."""
         try:
-            yield
+            with contextlib.nullcontext() if self._statistics is None else self._statistics.call(kind):
+                yield
         except EPError:
             raise
         except MemoryError as error:

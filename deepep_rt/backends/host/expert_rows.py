@@ -104,6 +104,8 @@ class ExpertRows:
             rows[target] = arrived[0].reshape(len(tokens), num_topk, inputs.x.row_bytes)[row, choice]
             weights[target] = np.ascontiguousarray(arrived[1]).view(np.float32)[row, choice]
             has_row[target] = True
+        if self._throughput.statistics is not None:
+            self._throughput.statistics.add_rows(int(is_sent.sum()), int(has_row.sum()), inputs.x.row_bytes)
         total = np.zeros((num_tokens, hidden), np.float32)
         with np.errstate(all="ignore"):  # an inf - inf stands in the caller's numbers
             for k in range(num_topk):

@@ -248,6 +248,9 @@ class LowLatency:
             lost = self._channel.exchange_rows(
                 [[part] for part in outgoing], [[part] for part in incoming], "kPhaseLlCombineRows"
             )
+        if self._channel.statistics is not None:
+            num_received = sum(len(part) for rank, part in enumerate(incoming) if rank not in lost)
+            self._channel.statistics.add_rows(sum(map(len, outgoing)), num_received, y.shape[1])
         return incoming, lost
 
 

@@ -30,6 +30,7 @@ from ...comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
 from ...config import Config
 from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels.structs import PHASES
+from .statistics import HostStatistics
 
 _HEADER_TAG, _HEARTBEAT_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
 _NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has tags up to 32767; `comm/mpi.py` uses the last one
@@ -45,9 +46,17 @@ class MessageChannel:
         comm: A communicator that carries no other messages.
         config: How long a peer may be silent, whether low-latency calls then mask it, and the nodes, which errors name.
         check_destroyed: Raises if the Buffer was destroyed. Every wait calls it.
+        statistics: Gets the waits of calls. None: they are not counted.
     """
 
-    def __init__(self, comm: Communicator, config: Config, check_destroyed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        config: Config,
+        check_destroyed: Callable[[], None] = lambda: None,
+        statistics: HostStatistics | None = None,
+    ) -> None:
+        self.statistics = statistics
         self._comm, self._timeout_s, self._check_destroyed = comm, config.timeout_s, check_destroyed
         self._masks_silent, self._node_of = config.on_timeout == "mask", config.node_of
         self.rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
@@ -242,10 +251,13 @@ class MessageChannel:
         heartbeat_at = start + self._timeout_s / _HEARTBEATS_PER_TIMEOUT
         lost: set[int] = set()
         pause = 0.0
+        timer = None if self.statistics is None else self.statistics.step([t for t in transfers if t.is_receive])
         # Each transfer is tested, because MPI makes progress only on requests that are tested.
         while sum(transfer.is_done() for transfer in transfers) < len(transfers):
             self._check_destroyed()
             now = time.monotonic()
+            if timer is not None:
+                timer.look()
             if masks_silent and now > heartbeat_at:
                 heartbeat_at = now + self._timeout_s / _HEARTBEATS_PER_TIMEOUT
                 self._send_heartbeats()
@@ -262,6 +274,8 @@ class MessageChannel:
             time.sleep(pause)  # ranks often share cores: polling without a pause would slow down the peer
             # MPI moves large messages in pieces, and each may wait for a pause. So pauses are long only if the peer is late by much more.
             pause = min(pause + 2e-6, max(2e-5, min((now - start) / 100, 1e-3)))
+        if timer is not None:
+            timer.end()
         return lost
 
     def _send_heartbeats(self) -> None:

@@ -27,7 +27,7 @@ class Throughput:
 
     def __init__(self, info: BufferInfo, channel: MessageChannel, agreement: CallAgreement, overflow: OverflowLog) -> None:
         self._config, self._serial, self._rank, self._overflow = info.config, info.serial, channel.rank, overflow
-        self.channel, self.agreement = channel, agreement
+        self.channel, self.agreement, self.statistics = channel, agreement, channel.statistics
 
     def dispatch(self, inputs: DispatchInputs) -> tuple[DispatchHandle, Views]:
         """Send rows to the ranks of their experts; returns the handle, and what arrived."""
@@ -48,6 +48,9 @@ class Throughput:
         if inputs.compress:
             given[0] = compress(to_float32(given[0], inputs.x.dtype), inputs.compress)
         routing, parts, lost = self.return_rows(inputs, given)
+        if self.statistics is not None:
+            num_received = sum(len(tokens) for peer, tokens in enumerate(routing.sent_tokens) if peer not in lost)
+            self.statistics.add_rows(int(routing.num_received.sum()), num_received, given[0].shape[1])
         return self._add_up(inputs, routing, parts, lost, excluded)
 
     def return_rows(self, inputs: CombineInputs, given: list[np.ndarray]) -> tuple[Routing, list[list[np.ndarray]], set[int]]:
@@ -96,6 +99,9 @@ class Throughput:
             keeps_rows_between=not config.has_network,
         )
         num_per_expert = received.num_choices.sum(0)
+        if self.statistics is not None:
+            most = self._config.worst_recv_tokens if self.agreement.is_low_latency else None
+            self.statistics.add_choices(num_per_expert if most is None else np.minimum(num_per_expert, most))
         num_per_expert = -(-num_per_expert // inputs.expert_alignment) * inputs.expert_alignment
         num_recv = int(num_sent[:, rank].sum())
         num_recv_rows = num_recv if num_worst_tokens is None else num_worst_tokens
@@ -144,9 +150,13 @@ class Throughput:
         ]
         num_rows = routing.num_rows
         if inputs.handle is None:
-            self._exchange_with_tokens(handle, routing, outgoing, incoming)
+            lost = self._exchange_with_tokens(handle, routing, outgoing, incoming)
         else:
-            self._exchange(outgoing, incoming)
+            lost = self._exchange(outgoing, incoming)
+        if self.statistics is not None:
+            num_received = sum(count for peer, (_, count) in enumerate(routing.row_ranges) if peer not in lost)
+            row_bytes = inputs.x.row_bytes + (inputs.scales.row_bytes if inputs.scales else 0)
+            self.statistics.add_dispatched_rows(sum(map(len, routing.sent_tokens)), num_received, row_bytes)
 
         for result in results.values():
             result.rows[num_rows:] = 0
@@ -159,8 +169,8 @@ class Throughput:
 
     def _exchange_with_tokens(
         self, handle: DispatchHandle, routing: Routing, outgoing: list[list[np.ndarray]], incoming: list[list[np.ndarray]]
-    ) -> None:
-        """Exchange rows along a new routing, and write into its handle which tokens they are."""
+    ) -> set[int]:
+        """Exchange rows along a new routing, and write into its handle which tokens they are; returns the lost ranks."""
         src_idx = values_of(handle.views["src_idx"])
         ranges = routing.row_ranges
         arrived = [np.empty((count, 1), np.int32) for _, count in ranges]
@@ -173,6 +183,7 @@ class Throughput:
             if peer not in lost:
                 src_idx[first : first + count, 0] = peer
                 src_idx[first : first + count, 1:] = arrived[peer]
+        return lost
 
     def _exchange(self, outgoing: list[list[np.ndarray]], incoming: list[list[np.ndarray]]) -> set[int]:
         """Exchange the arrays of each rank, this one included; returns the ranks whose arrays did not arrive."""

@@ -1,0 +1,208 @@
+"""Files with the statistics of each Buffer of a job, for `python -m deepep_rt statistics`: one for each rank, written once a second.
+
+One thread of a process writes the files of its Buffers. It takes no call lock: it reads numbers that only grow, and a call that came
+meanwhile would be refused. On GPUs it copies a few kilobytes on a stream of its own, which waits for no other stream and is safe during
+captures of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import platform
+import re
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _env
+from .backends.base import Backend
+from .statistics import CALL_KINDS, CallStatistics, PoolUse, Statistics
+
+_log = logging.getLogger("deepep_rt")
+_FORMAT = 1
+_PERIOD_S, _INTERVAL_S, _EXIT_TIMEOUT_S = 1.0, 5.0, 2.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The file of one rank.
+
+    Attributes:
+        buffer: Names the Buffer, equally on all ranks.
+        num_ranks: Its ranks.
+        host: The host of this rank.
+        pid: The process of this rank.
+        written_at: When it was written, in seconds since 1970.
+        has_ended: Whether the Buffer was destroyed.
+        now: The numbers of then.
+        earlier: Those of a few seconds before.
+    """
+
+    buffer: str
+    num_ranks: int
+    host: str
+    pid: int
+    written_at: float
+    has_ended: bool
+    now: Statistics
+    earlier: Statistics
+
+
+def read(folder: Path) -> tuple[list[Snapshot], list[str]]:
+    """Read the files of a folder.
+
+    Returns:
+        The files, and the names of those that are no such files.
+    """
+    found, unknown = [], []
+    for path in sorted(folder.glob("[!.]*.json")):
+        try:
+            content = json.loads(path.read_text())
+            if content.pop("format") != _FORMAT:
+                raise ValueError
+            now, earlier = (_statistics(content.pop(name)) for name in ("now", "earlier"))
+            found.append(Snapshot(**content, now=now, earlier=earlier))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except (ValueError, TypeError, KeyError, AttributeError):
+            unknown.append(path.name)
+    return found, unknown
+
+
+def _statistics(content: Mapping[str, Any]) -> Statistics:
+    """Undo `Statistics.to_dict`."""
+    calls = {kind: CallStatistics(**{**content[kind], "wait_s": tuple(content[kind]["wait_s"])}) for kind in CALL_KINDS}
+    rows, pool = tuple(content["rows_by_expert"]), PoolUse(**content["pool"])
+    return Statistics(rank=content["rank"], seconds=content["seconds"], rows_by_expert=rows, pool=pool, **calls)
+
+
+class StatisticsFile:
+    """The file of this rank for one Buffer.
+
+    Args:
+        folder: Where it lies.
+        backend: Of the Buffer. It is not held.
+        rank: This rank.
+        num_ranks: Ranks of the Buffer.
+    """
+
+    def __init__(self, folder: Path, backend: Backend, rank: int, num_ranks: int) -> None:
+        self._backend, self._rank, self._made_at = weakref.ref(backend), rank, time.monotonic()
+        self._lock, self._has_ended, self._has_failed = threading.RLock(), False, False
+        self._recent: deque[Statistics] = deque()  # of the last _INTERVAL_S, oldest first
+        self._common = {
+            "format": _FORMAT,
+            "buffer": backend.shared_name,
+            "num_ranks": num_ranks,
+            "host": platform.node(),
+            "pid": os.getpid(),
+        }
+        self._path = folder / f"{re.sub(r'[^-.0-9A-Za-z]', '_', backend.shared_name)}-rank{rank}.json"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the program still holds the Buffer, and has not destroyed it."""
+        return not self._has_ended and self._backend() is not None
+
+    def write(self, has_ended: bool = False) -> None:
+        """Write the file anew. A reader sees the old or the new one. `has_ended`: for the last time."""
+        with self._lock:
+            backend = self._backend()
+            if self._has_ended or backend is None:
+                return
+            self._has_ended = has_ended
+            try:
+                self._write(backend.counters(during_capture=True).of_rank(self._rank, time.monotonic() - self._made_at))
+            except Exception as error:  # the program goes on without this file
+                if not self._has_failed:
+                    _log.warning("rank %d: %s cannot be written: %s", self._rank, self._path, error)
+                self._has_failed = True
+
+    def _write(self, now: Statistics) -> None:
+        self._recent.append(now)
+        while len(self._recent) > 2 and self._recent[1].seconds <= now.seconds - _INTERVAL_S:
+            self._recent.popleft()
+        changing = {"written_at": time.time(), "has_ended": self._has_ended, "now": now.to_dict()}
+        content = {**self._common, **changing, "earlier": self._recent[0].to_dict()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            with draft.open("x") as file:  # follows no link that another user has put there
+                json.dump(content, file)
+            draft.replace(self._path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+class _Writer:
+    """The thread that writes the files of this process. It runs while there are Buffers with files."""
+
+    def __init__(self) -> None:
+        self._files: weakref.WeakKeyDictionary[Any, StatisticsFile] = weakref.WeakKeyDictionary()  # by Buffer
+        self._lock, self._stop = threading.RLock(), threading.Event()  # a signal handler may destroy a Buffer
+        self._thread: threading.Thread | None = None
+
+    def add(self, buffer: Any, file: StatisticsFile) -> None:
+        file.write()
+        with self._lock:
+            self._files[buffer] = file
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="deepep_rt statistics", daemon=True)
+                self._thread.start()
+
+    def end(self, buffer: Any) -> None:
+        with self._lock:
+            file = self._files.pop(buffer, None)
+        if file is not None:
+            file.write(has_ended=True)
+
+    def stop(self) -> None:
+        """Stop before Python ends: a thread that calls CUDA then could crash the process."""
+        self._stop.set()
+        if (thread := self._thread) is not None:
+            thread.join(_EXIT_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            with self._lock:
+                files = [file for file in self._files.values() if file.is_open]
+                if not files:
+                    self._thread = None
+                    return
+            for file in files:
+                file.write()
+
+
+_writer = _Writer()
+atexit.register(lambda: _writer.stop())
+
+
+def _forget_after_fork() -> None:
+    """The thread and the files stay with the parent process."""
+    global _writer
+    _writer = _Writer()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def follow(buffer: Any, backend: Backend, rank: int) -> None:
+    """Write the statistics of a new Buffer once a second, if `DEEPEP_RT_STATISTICS` names a folder."""
+    folder = _env.statistics_folder()
+    if folder is not None:
+        _writer.add(buffer, StatisticsFile(folder, backend, rank, backend.info.config.num_ranks))
+
+
+def end(buffer: Any) -> None:
+    """Write the statistics of a Buffer for the last time, after it was destroyed."""
+    with suppress(Exception):  # the caller may be in the middle of another error
+        _writer.end(buffer)

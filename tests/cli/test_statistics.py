@@ -1,0 +1,189 @@
+"""`python -m deepep_rt statistics` with snapshots that no job has written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+from deepep_rt import CallStatistics, PoolUse, Statistics
+from deepep_rt._statistics_files import Snapshot
+from deepep_rt.cli import app as cli
+from deepep_rt.cli import slow_ranks
+from deepep_rt.cli import statistics as command
+from deepep_rt.cli.slow_ranks import judge, rates_of
+
+NOW, SECONDS = 1000.0, 5.0
+
+
+def statistics(rank: int, seconds: float, calls: int, waits: list[float]) -> Statistics:
+    """Make numbers with all waits in combine, and equal numbers of calls in dispatch and combine."""
+    none = (0.0,) * len(waits)
+    call = CallStatistics(calls, 10 * calls, 20 * calls, 1000 * calls, 2000 * calls, none)
+    idle = CallStatistics(0, 0, 0, 0, 0, none)
+    combine = dataclasses.replace(call, wait_s=tuple(waits))
+    return Statistics(rank, seconds, call, combine, idle, idle, (calls,), PoolUse(50, 80, 100, 0))
+
+
+def snapshot(rank: int, waits: list[float], *, age_s: float = 0.0, has_ended: bool = False, seconds: float = SECONDS) -> Snapshot:
+    """Make the file of a rank that waited `waits` seconds for each rank in the last `seconds`, after 100 s without waits."""
+    before, after = statistics(rank, 100.0, 100, [0.0] * len(waits)), statistics(rank, 100.0 + seconds, 150, waits)
+    return Snapshot("job-1", len(waits), f"node{rank}", 10 + rank, NOW - age_s, has_ended, after, before)
+
+
+def job(*waits: list[float]) -> list[Snapshot]:
+    return [snapshot(rank, of_rank) for rank, of_rank in enumerate(waits)]
+
+
+def verdict(snapshots: list[Snapshot]) -> str:
+    return str(judge([rates_of(one, NOW) for one in snapshots], snapshots[0].num_ranks))
+
+
+def test_rates() -> None:
+    rates = rates_of(snapshot(1, [2.0, 0.0], age_s=1.5), NOW)
+    assert rates.calls_per_s == dict(dispatch=10.0, combine=10.0, low_latency_dispatch=0.0, low_latency_combine=0.0)
+    assert (rates.sent_bytes_per_s, rates.received_bytes_per_s) == (20_000, 40_000)
+    assert rates.wait_shares == (0.4, 0.0)
+    assert (rates.rank, rates.host, rates.state, rates.age_s, rates.seconds) == (1, "node1", "runs", 1.5, 5.0)
+
+
+def test_the_slow_rank_is_named() -> None:
+    text = verdict(job([0, 0.1, 0, 2.0], [0.1, 0, 0, 2.1], [0.1, 0, 0, 2.05], [0, 0, 0, 0]))
+    assert text == "rank 3 is slow: other ranks waited 41% of the last 5 s for it"
+
+
+def test_two_slow_ranks_are_named() -> None:
+    text = verdict(job([0, 2, 0, 1.5], [0, 0, 0, 1.5], [0, 2, 0, 1.5], [0, 2, 0, 0]))
+    assert text == (
+        "rank 1 is slow: other ranks waited 40% of the last 5 s for it; rank 3 is slow: other ranks waited 30% of the last 5 s for it"
+    )
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        pytest.param([[0, 0.1], [0.1, 0]], id="short"),
+        pytest.param([[0, 2, 2], [2, 0, 2], [2, 2, 0]], id="the same for all, as while rows are on their way"),
+        pytest.param([[0, 0], [0, 0]], id="idle"),
+        pytest.param([[0.0]], id="one rank"),
+    ],
+)
+def test_no_rank_stands_out(waits: list[list[float]]) -> None:
+    assert "no rank stands out" in verdict(job(*waits))
+
+
+def test_a_rank_that_waits_itself_is_not_to_blame() -> None:
+    """Rank 0 could not send to rank 2 before rank 1 had come."""
+    text = verdict(job([0, 2, 0], [0, 0, 0], [2, 2, 0]))
+    assert text == "rank 1 is slow: other ranks waited 40% of the last 5 s for it"
+
+
+def test_chance_beside_a_slow_rank_is_not_named() -> None:
+    text = verdict(job([0, 0.5, 0, 4], [0, 0, 0, 4], [0, 0.6, 0, 4], [0, 0.4, 0, 0]))
+    assert text.startswith("rank 3 is slow")
+    assert "rank 1" not in text
+
+
+def test_a_wait_that_began_before_the_interval() -> None:
+    assert verdict(job([0, 60], [0, 0])) == "rank 1 is slow: other ranks waited 100% of the last 5 s for it"
+
+
+def test_ranks_that_write_no_file_any_more() -> None:
+    snapshots = [snapshot(0, [0, 0]), snapshot(1, [0, 0], age_s=slow_ranks.STALE_S + 1)]
+    assert rates_of(snapshots[1], NOW).state == "silent"
+    assert verdict(snapshots) == "ranks that write no file any more: 1. Their processes have ended or hang"
+
+
+def test_ranks_without_a_file() -> None:
+    assert verdict([snapshot(1, [0, 0, 0])]) == "ranks without a file: 0, 2. Let all ranks write to this folder"
+
+
+def test_destroyed_buffers() -> None:
+    ended = [snapshot(rank, [0, 0], has_ended=True, age_s=1000) for rank in range(2)]
+    assert rates_of(ended[0], NOW).state == "destroyed"
+    assert verdict(ended) == "the Buffer was destroyed"
+
+
+def test_a_new_buffer_has_no_interval_yet() -> None:
+    new = [snapshot(rank, [0, 0], seconds=0.0) for rank in range(2)]
+    assert rates_of(new[0], NOW).wait_shares == (0.0, 0.0)
+    assert verdict(new) == "no rank stands out in the last 0 s"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, snapshots: list[Snapshot]) -> None:
+    for one in snapshots:
+        content: dict[str, Any] = {**dataclasses.asdict(one), "format": 1}
+        (folder / f"{one.buffer}-rank{one.now.rank}.json").write_text(json.dumps(content))
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(["statistics", *words])
+    out, err = capsys.readouterr()
+    assert (caught.value.code or 0) == status, out + err
+    return out, err
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Stop the clock. Return the pauses that the command makes."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setenv("COLUMNS", "200")
+    return pauses
+
+
+SLOW = ([0, 0, 2.0], [0, 0, 2.1], [0, 0, 0])
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write(tmp_path, job(*SLOW))
+    out, _ = run(capsys, str(tmp_path))
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["Buffer", "job-1,", "over", "5", "s"]
+    assert lines[3] == ["1", "node1", "20.0", "0.00", "0.00", "rank", "2,", "42%", "50%", "runs"]
+    assert "rank 2 is slow: other ranks waited 41% of the last 5 s for it" in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write(tmp_path, job(*SLOW))
+    (found,) = json.loads(run(capsys, str(tmp_path), "--json")[0])
+    assert [one["rank"] for one in found["slow"]] == [2]
+    assert found["verdict"].startswith("rank 2 is slow")
+    assert [one["wait_shares"][2] for one in found["ranks"]] == pytest.approx([0.4, 0.42, 0.0])
+    assert found["ranks"][0]["statistics"]["combine"]["calls"] == 150
+
+
+def test_following_ends_with_the_buffers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = [dataclasses.replace(one, has_ended=True) for one in job(*SLOW)]
+    write(tmp_path, [dataclasses.replace(one, buffer="older") for one in ended])
+    write(tmp_path, job(*SLOW))
+    monkeypatch.setattr(time, "sleep", lambda pause: (clock.append(pause), len(clock) == 2 and write(tmp_path, ended)))
+    out, _ = run(capsys, str(tmp_path), "--follow")
+    assert clock == [command._FOLLOW_PERIOD_S] * 2
+    assert out.count("rank 2 is slow") == 2
+    assert "older" not in out
+
+
+def test_a_folder_without_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    out, err = run(capsys, str(tmp_path))
+    assert out == f"no Buffer writes statistics to {tmp_path} now\n"
+    assert err == "other.json: no file of statistics of this version\n"
+
+
+def test_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, err = run(capsys, str(tmp_path / "none"), status=1)
+    assert "none is no folder; expected the one that DEEPEP_RT_STATISTICS of the job names" in err
