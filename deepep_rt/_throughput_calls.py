@@ -163,7 +163,8 @@ class ThroughputCalls(BufferBase):
             compress: The form of the rows on the way. None: as they are. "fp8": float8_e4m3fn with a float32 scale for each 128 channels,
                 about 52 % of the bytes of bfloat16. "log10": 10-bit logarithms, 66 % of the bytes, and an error about seven times
                 smaller. Sums stay in float32. A group of 128 channels with an infinity becomes NaN, also if its other channels are
-                numbers. For Buffers of one node, and `hidden` a multiple of 128. Not with `reduce="topk"`.
+                numbers. With several nodes, only what crosses between nodes is compressed: the rounded sum of a node, or on the direct path
+                each row. `hidden` is a multiple of 128. Not with `reduce="topk"`.
             bias: None, one array or two of them, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
             async_finish: As in `dispatch`.
             previous_event: As in `dispatch`.
@@ -174,8 +175,8 @@ class ThroughputCalls(BufferBase):
 
         Raises:
             EPInputError: If an argument is wrong. Nothing was launched.
-            EPUnavailableError: With `reduce="topk"` on GPUs of several nodes, with `compress` on several nodes, or with
-                `compress="fp8"` if the GPU of a rank cannot convert to FP8.
+            EPUnavailableError: With `reduce="topk"` on GPUs of several nodes, or with `compress="fp8"` if the GPU of a rank cannot convert
+                to FP8.
             EPTimeoutError: If a peer did not answer, also in an earlier call that the host did not wait for.
             EPDestroyedError: After `destroy()`.
 

@@ -112,3 +112,28 @@ __device__ __forceinline__ void add_to(float (&sum)[kLaneChannels], const Compre
     }
   }
 }
+
+// Writes a lane's channels to a row in any memory. `channel`: the first one.
+__device__ __forceinline__ void store_compressed(char* row, int channel, const Compressed& c) {
+  *reinterpret_cast<Vec16*>(row + channel) = c.high;
+  if constexpr (kIsLog10) *reinterpret_cast<u32*>(row + kLowBitsOffset + channel / 4) = c.low;
+  if (lane_idx() % 8 != 0) return;
+  u32* head = reinterpret_cast<u32*>(row + kHeadsOffset + channel / kFp8Group * kHeadBytes);
+  head[0] = c.head[0];
+  if constexpr (kIsLog10) head[1] = c.head[1];
+}
+
+// Reads a lane's channels of a row that another GPU wrote. L1 may hold old lines.
+__device__ __forceinline__ Compressed load_compressed(const char* row, int channel) {
+  Compressed c = {};
+  c.high = ld_streaming(reinterpret_cast<const Vec16*>(row + channel));
+  const char* head = row + kHeadsOffset + channel / kFp8Group * kHeadBytes;
+  if constexpr (kIsLog10) {
+    c.low = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kLowBitsOffset + channel / 4));
+    const u64 both = ld_relaxed_sys(reinterpret_cast<const u64*>(head));
+    c.head[0] = static_cast<u32>(both), c.head[1] = static_cast<u32>(both >> 32);
+  } else {
+    c.head[0] = ld_relaxed_sys(reinterpret_cast<const u32*>(head));
+  }
+  return c;
+}

@@ -35,13 +35,7 @@ __device__ __forceinline__ void compress_row(const char* from, char* to) {
       const int channel = (first + i) * kPassChannels + lane * kLaneChannels;
       const Compressed c = compressed<kElement>(held[i]);
       if (channel >= kHidden) continue;
-      *reinterpret_cast<Vec16*>(to + channel) = c.high;
-      if constexpr (kIsLog10) *reinterpret_cast<u32*>(to + kLowBitsOffset + channel / 4) = c.low;
-      if (lane % 8 == 0) {
-        u32* head = reinterpret_cast<u32*>(to + kHeadsOffset + channel / kFp8Group * kHeadBytes);
-        head[0] = c.head[0];
-        if constexpr (kIsLog10) head[1] = c.head[1];
-      }
+      store_compressed(to, channel, c);
     }
   }
 }
@@ -103,20 +97,6 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
       raise_flag(p, c, epoch);
     }
   }
-}
-
-__device__ __forceinline__ Compressed load_compressed(const char* row, int channel) {
-  Compressed c = {};
-  c.high = ld_streaming(reinterpret_cast<const Vec16*>(row + channel));
-  const char* head = row + kHeadsOffset + channel / kFp8Group * kHeadBytes;
-  if constexpr (kIsLog10) {
-    c.low = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kLowBitsOffset + channel / 4));
-    const u64 both = ld_relaxed_sys(reinterpret_cast<const u64*>(head));
-    c.head[0] = static_cast<u32>(both), c.head[1] = static_cast<u32>(both >> 32);
-  } else {
-    c.head[0] = ld_relaxed_sys(reinterpret_cast<const u32*>(head));
-  }
-  return c;
 }
 
 // This loop waits for memory. A lane has the channels of up to kAtOnce rows in flight.

@@ -10,7 +10,7 @@ from ..arrays.compressed_rows import COMPRESSIONS
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
 from ..config import COMBINE_DTYPES, Config
-from ..errors import EPInputError, EPUnavailableError
+from ..errors import EPInputError
 from ..results import DispatchHandle
 from .array_checks import as_view, check_row, check_tokens, misaligned
 from .calls import BufferInfo, CombineInputs, DispatchInputs
@@ -234,11 +234,6 @@ def compression(config: Config, compress: str | None, reduce: str) -> str | None
         )
     if config.hidden % FP8_GROUP:
         raise EPInputError(f"hidden={config.hidden}; expected a multiple of {FP8_GROUP} with compress={compress!r}. Leave it out")
-    if config.has_network:
-        raise EPUnavailableError(
-            f"compress={compress!r} on {config.num_nodes} nodes; expected one node, because rows are not compressed between nodes yet. "
-            f"Leave it out"
-        )
     return compress
 
 

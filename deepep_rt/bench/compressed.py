@@ -47,9 +47,16 @@ def check_sums(
     rows = machine.download(x.view(np.uint16)[:num_checked]).view(ml_dtypes.bfloat16).astype(np.float32)
     terms = expand(compress(rows, compression), rows.shape[1], compression)
     ranks = machine.download(topk_idx[:num_checked]) // (buffer.config.num_experts // comm.size)
-    total = np.zeros_like(terms)
-    for rank in range(comm.size):
-        total += np.where((ranks == rank).any(axis=1)[:, None], terms, np.float32(0))
+    config, total = buffer.config, np.zeros_like(terms)
+    for first in range(0, comm.size, config.node_size):
+        is_far, node = not first <= comm.rank < first + config.node_size, np.zeros_like(terms)
+        each = terms if not config.has_network or (is_far and config.path == "direct") else rows
+        for rank in range(first, first + config.node_size):
+            node += np.where((ranks == rank).any(axis=1)[:, None], each, np.float32(0))
+        if is_far and each is rows:  # the sum of a node crosses, rounded and compressed
+            sums = node.astype(ml_dtypes.bfloat16).astype(np.float32)
+            node = expand(compress(sums, compression), rows.shape[1], compression)
+        total += node
     wanted = total.astype(ml_dtypes.bfloat16).view(np.uint16)
     wrong = comm.allgather(int((got != wanted).any(axis=1).sum()))
     if any(wrong):

@@ -177,7 +177,6 @@ def combine(
 
     Raises:
         EPInputError: While JAX traces the call, if a shape, a dtype or an option is wrong.
-        EPUnavailableError: While JAX traces the call, with `compress` on several nodes.
 
     Example:
         >>> out = combine(buffer, y, sent.handle).x

@@ -71,6 +71,29 @@ _COMBINE = (
 """
 )
 
+_COMBINE_NODES = (
+    _COMMON
+    + """
+    i32 num_tokens;
+    u64 y;                  // [rows received in dispatch, kRowBytes]
+    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
+    u64 bias_0;             // [num_tokens, kRowBytes], or 0
+    u64 bias_1;
+    u64 handle;
+    u64 out;                // [num_tokens, kRowBytes]
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
+    u64 exposed_offset;     // where this rank exposes rows: offsets from its symmetric base
+    u64 exposed_weights_offset;
+    u64 sums;               // staging for what other nodes send
+    u64 sum_weights;
+    i64 capacity;           // rows of y
+    u64 call_signature;     // all ranks must agree on it
+    i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
+    i32 chunk_weights;
+    i32 chunk_rows;
+"""
+)
+
 _LOW_LATENCY_COMBINE = (
     _COMMON
     + """
@@ -183,33 +206,19 @@ KERNELS: dict[str, Kernel] = {
             over_nodes=True,
             max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
-        Kernel(
-            "combine_nodes",
-            _COMMON
-            + """
-    i32 num_tokens;
-    u64 y;                  // [rows received in dispatch, kRowBytes]
-    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
-    u64 bias_0;             // [num_tokens, kRowBytes], or 0
-    u64 bias_1;
-    u64 handle;
-    u64 out;                // [num_tokens, kRowBytes]
-    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
-    u64 exposed_offset;     // where this rank exposes rows: offsets from its symmetric base
-    u64 exposed_weights_offset;
-    u64 sums;               // staging for what other nodes send
-    u64 sum_weights;
-    i64 capacity;           // rows of y
-    u64 call_signature;     // all ranks must agree on it
-    i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
-    i32 chunk_weights;
-    i32 chunk_rows;
-""",
-            folder="nodes",
-            threads="kNodesThreads",
-            per_dtype=True,
-            over_nodes=True,
-            max_stack_bytes=8,  # arguments of NVSHMEM's functions
+        *(
+            Kernel(
+                f"combine_nodes_{compression}" if compression else "combine_nodes",
+                _COMBINE_NODES,
+                folder="nodes",
+                threads="kNodesThreads",
+                per_dtype=True,
+                over_nodes=True,
+                compression=compression,
+                needs_fp8=compression == "fp8",
+                max_stack_bytes=8,  # arguments of NVSHMEM's functions
+            )
+            for compression in (None, *COMPRESSIONS)
         ),
         Kernel(
             "link_rates",

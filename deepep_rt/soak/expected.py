@@ -163,10 +163,11 @@ def summed(
     row: Callable[[int, np.ndarray], Any],
     biases: Sequence[Any] = (),
     compress: str | None = None,
+    path: str = "hierarchical",
 ) -> Any:
     """Compute the sums of a combine: float32, each node in rank order, then the nodes, then the biases, rounded once.
 
-    The sum of a node other than that of this rank is rounded before it is added.
+    The sum of a node other than that of this rank is rounded before it is added, but for compressed rows of the direct path.
 
     Args:
         arrays: NumPy or CuPy.
@@ -176,18 +177,24 @@ def summed(
         dtype: Element type of the rows.
         row: Returns rank `peer`'s rows for tokens of this rank, as unsigned integers.
         biases: Biases of all tokens, as unsigned integers.
-        compress: The form of rows on the way, those of this rank included. None: as they are.
+        compress: The form of rows on the way, those of this rank included. With several nodes, it is the form of the rounded sums of other
+            nodes, or on the direct path of their rows. None: as they are.
+        path: The way between nodes.
     """
+    has_nodes, is_direct = node_size < routing.num_ranks, compress is not None and path == "direct"
     total = arrays.xp.zeros((len(routing.mine), width), np.float32)
     for first in range(0, routing.num_ranks, node_size):
         node = arrays.xp.zeros(total.shape, np.float32)
+        is_far = not first <= routing.rank < first + node_size
+        form = compress if not has_nodes or (is_far and is_direct) else None
         for peer in range(first, first + node_size):
             tokens = routing.returned_by(peer)
             if len(tokens):
                 rows = arrays.to_float32(row(peer, tokens), dtype)
-                node[arrays.put(tokens)] += rows if compress is None else after_compression(arrays, rows, compress)
-        if not first <= routing.rank < first + node_size:
+                node[arrays.put(tokens)] += rows if form is None else after_compression(arrays, rows, form)
+        if is_far and not is_direct:
             node = arrays.to_float32(arrays.from_float32(node, dtype), dtype)
+            node = node if compress is None else after_compression(arrays, node, compress)
         total += node  # a node without a row adds 0, which changes no bit
     for bias in biases:
         total += arrays.to_float32(bias, dtype)

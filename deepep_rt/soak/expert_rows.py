@@ -102,7 +102,7 @@ class _Exchange:
         self.keys = {what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0")}
         on_nodes = session.buffer.backend == "cuda" and session.buffer.config.has_network
         self.reduce = "rank" if on_nodes else call.reduce
-        self.compress = None if session.buffer.config.has_network or self.reduce == "topk" else call.compress
+        self.compress = None if self.reduce == "topk" else call.compress
 
     def run(self) -> DispatchHandle:
         """Make both calls. Return the handle."""
@@ -250,12 +250,14 @@ class _Exchange:
                     total += arrays.to_float32(bias, dtype)
                 wanted = arrays.from_float32(total, dtype)
             else:
-                node_size = self.session.buffer.config.node_size
+                config = self.session.buffer.config
 
                 def row(peer: int, tokens: np.ndarray) -> Any:
                     return arrays.from_float32(self._added_up(tokens, has_row[peer][tokens]), dtype)
 
-                wanted = summed(arrays, self.by_token, node_size, self.hidden, dtype, row, biases, self.compress)
+                wanted = summed(
+                    arrays, self.by_token, config.node_size, self.hidden, dtype, row, biases, self.compress, config.path
+                )
             at = np.arange(num_tokens)
             cut = lambda part: wanted[part[0] : part[-1] + 1]  # noqa: E731
             check.rows(made_in, what, "x", back.x, (num_tokens, self.hidden), dtype, at, cut)

@@ -36,7 +36,7 @@ class Call:
     combine_mode: str
     sums_weights: bool
     biases: int
-    compress: str | None  # in Buffers of one node
+    compress: str | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ExpertCall:
     is_weighted: bool  # rows are multiplied by the weights
     has_bias: bool
     reduce: str
-    compress: str | None  # in Buffers of one node, with reduce="rank"
+    compress: str | None  # with reduce="rank"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class _Exchange:
         self.keys = {
             what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0", "bias1")
         }
-        self.compress = None if session.buffer.config.has_network else call.compress
+        self.compress = call.compress
 
     def run(self) -> DispatchHandle:
         """Make both calls. Return the handle."""
@@ -202,9 +202,10 @@ class _Exchange:
         def run() -> None:
             dtype = call.combine_dtype
             biases = [self._bias(i) for i in range(call.biases)]
-            node_size = self.session.buffer.config.node_size
+            config = self.session.buffer.config
+            node_size, path = config.node_size, config.path
             y = rows_of("y", self.hidden, dtype)
-            wanted = summed(arrays, self.routing, node_size, self.hidden, dtype, y, biases, self.compress)
+            wanted = summed(arrays, self.routing, node_size, self.hidden, dtype, y, biases, self.compress, path)
             compare("x", back.x, self.hidden, dtype, wanted)
             if not call.sums_weights:
                 check.value(made_in, what, "topk_weights", back.topk_weights, None)

@@ -169,13 +169,15 @@ def expected_sums(
     all_weights: Sequence[np.ndarray] | None = None,
     biases: Sequence[np.ndarray] = (),
     compress: str | None = None,
+    path: str = "hierarchical",
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Work out the bits of a combine. The other arguments are those of `expected_combine`.
 
     A node's rows of a token are added up in float32 and rank order. The sum of a node other than that of `rank` is rounded to the rows'
     type. Then the nodes' sums are added up in node order, and the biases. Weights are added up in the same order, and not rounded.
 
-    `node_size` is the ranks of a node; default: all ranks. `compress` is the form of rows on the way.
+    `node_size` is the ranks of a node; default: all ranks. `compress` is the form of rows on the way. With several
+    nodes, it is the form of the rounded sums of other nodes, or on the direct `path` of their rows, whose sum is not rounded then.
 
     Returns:
         `[num_tokens, hidden]` of the rows' type, and `[num_tokens, num_topk]` float32 (None without `all_weights`).
@@ -194,7 +196,11 @@ def expected_sums(
         for row in range(received.num_kept):
             source, token = received.src_idx[row]
             if source == rank:
-                terms[token][peer] = sent(all_y[peer][row].astype(np.float32)), given[row]
+                term = all_y[peer][row].astype(np.float32)
+                is_far = peer // node_size != rank // node_size
+                if node_size == num_ranks or (is_far and path == "direct"):
+                    term = sent(term)
+                terms[token][peer] = term, given[row]
     x = np.zeros((num_tokens, all_y[rank].shape[1]), np.float32)
     weights = np.zeros((num_tokens, 1 if all_weights is None else all_weights[rank].shape[1]), np.float32)
     for token in range(num_tokens):
@@ -204,8 +210,8 @@ def expected_sums(
                 row, weight = np.zeros_like(x[token]), np.zeros_like(weights[token])
                 for term, share in mine:
                     row, weight = row + term, weight + share
-                if node != rank // node_size:
-                    row = row.astype(dtype).astype(np.float32)
+                if node != rank // node_size and (compress is None or path == "hierarchical"):
+                    row = sent(row.astype(dtype).astype(np.float32))
                 x[token], weights[token] = x[token] + row, weights[token] + weight
         for bias in biases:
             x[token] = x[token] + bias[token].astype(np.float32)

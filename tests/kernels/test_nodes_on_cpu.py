@@ -11,7 +11,7 @@ from deepep_rt.cuda import driver
 from deepep_rt.kernels import nodes_layout, structs
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
-from tests.kernels_on_cpu.rounds import ThroughputRound, assert_same, broken, seeds, throughput_rounds
+from tests.kernels_on_cpu.rounds import ThroughputRound, assert_same, broken, compressed_rounds, seeds, throughput_rounds
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
@@ -42,6 +42,18 @@ def test_direct_path(seed):
 def test_nodes_of_one_rank(seed):
     with Machine(3, seed) as machine:
         throughput_rounds(machine, machine.buffers(**{**SIZES, "num_experts": 6}, ranks_per_node=1), seed, 4)
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_ranks", "ranks_per_node", "path"),
+    [(0, 4, 2, "hierarchical"), (1, 4, 2, "direct"), (2, 3, 1, "hierarchical"), (3, 4, 2, "hierarchical")],
+)
+def test_compressed_sums(seed, num_ranks, ranks_per_node, path):
+    arch = "sm_80" if seed == 3 else "sm_90"
+    with Machine(num_ranks, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=seed == 0) as machine:
+        sizes = dict(hidden=640, num_max_tokens_per_rank=20, num_experts=2 * num_ranks, ranks_per_node=ranks_per_node, path=path)
+        kinds = dict(kinds=("log10", None)) if arch == "sm_80" else {}
+        compressed_rounds(machine, machine.buffers(**{**SIZES, **sizes}), seed, 3, **kinds)
 
 
 def crossings(inputs, config, group_size):

@@ -194,7 +194,7 @@ class ThroughputRound:
             if rank in self.again:
                 assert_same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
             options = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights, compress=self.compress)
-            options["node_size"] = self.config.node_size
+            options.update(node_size=self.config.node_size, path=self.config.path)
             oracle.check_sums(self.back[rank], rank, self.inputs, self.y, self.config.num_experts, **options)
 
 

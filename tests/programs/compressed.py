@@ -45,6 +45,26 @@ def check_sums_of_compressed_rows(comm: MPI.Intracomm) -> None:
                 assert same_bits(again.x, got.x)
 
 
+def check_compressed_sums_of_nodes(comm: MPI.Intracomm) -> None:
+    """What crosses between nodes is compressed. Nodes of one rank, and of half of the ranks on both paths."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    ways = [(1, "hierarchical")] if ranks > 1 else []
+    if ranks % 2 == 0 and ranks > 2:
+        ways += [(ranks // 2, "hierarchical"), (ranks // 2, "direct")]
+    for seed, (node_size, path) in enumerate(ways):
+        for dtype in ("bfloat16", "float32"):
+            sizes, inputs, outputs = _setup(comm, 20 + seed, dtype)
+            experts, mine = sizes["num_experts"], inputs[rank]
+            weights = outputs_of_all(inputs, experts, seed + 100, sizes["num_topk"], "float32")
+            bias = np.random.default_rng([seed, rank]).standard_normal(mine.x.shape).astype(dtype)
+            with make_buffer(comm, **sizes, dtype=dtype, ranks_per_node=node_size, path=path) as buffer:
+                handle = buffer.dispatch(mine.x, mine.topk_idx).handle
+                for compress in (*COMPRESSIONS, None, *COMPRESSIONS):
+                    got = buffer.combine(outputs[rank], handle, topk_weights=weights[rank], bias=bias, compress=compress)
+                    options = dict(all_weights=weights, biases=(bias,), compress=compress, node_size=node_size, path=path)
+                    oracle.check_sums(got, rank, inputs, outputs, experts, **options)
+
+
 def check_errors_of_compressed_rows(comm: MPI.Intracomm) -> None:
     sizes, inputs, outputs = _setup(comm, 7, "bfloat16")
     mine, rank = inputs[comm.Get_rank()], comm.Get_rank()

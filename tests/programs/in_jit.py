@@ -17,7 +17,7 @@ import oracle
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError
 from deepep_rt import jax as ep
 from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 from deepep_rt.jax.callbacks import callbacks_of
@@ -261,10 +261,6 @@ def check_compressed_rows(comm: MPI.Intracomm) -> None:
             out = ep.combine(buffer, sent.recv_x * 3, sent.handle, topk_weights=gains, compress=compress).x
             return (out * factors).sum(), out
 
-        if buffer.config.has_network:
-            with raises(EPUnavailableError, "expected one node"):
-                gradients(x, weights, "token", "fp8")
-            return
         for layout in ("token", "expert"):
             expected, plain = jax.block_until_ready(gradients(x, weights, layout, None))
             for compress in COMPRESSIONS:
@@ -273,7 +269,8 @@ def check_compressed_rows(comm: MPI.Intracomm) -> None:
                 y = jax.block_until_ready(sent.recv_x * 3)
                 how = dict(topk_weights=sent.recv_topk_weights, weighted=True) if layout == "expert" else {}
                 np.testing.assert_array_equal(out, buffer.combine(y, sent.handle, compress=compress, **how).x)
-                assert not np.array_equal(out, plain), f"{compress}: the rows were not compressed"
+                if not buffer.config.has_network:  # a rank may have no token at another node
+                    assert not np.array_equal(out, plain), f"{compress}: the rows were not compressed"
                 for a, b in zip(got, expected, strict=True):
                     np.testing.assert_array_equal(a, b)
 

@@ -32,7 +32,7 @@ from torch_layers import (
     tokens_of_all,
 )
 
-from deepep_rt import EPDestroyedError, EPInputError, EPUnavailableError
+from deepep_rt import EPDestroyedError, EPInputError
 from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 from deepep_rt.torch import Handle, combine, dispatch
 
@@ -460,15 +460,12 @@ def check_compressed_rows(comm: MPI.Intracomm) -> None:
         return out, x.grad, weights.grad, bias.grad
 
     with buffer_for(comm) as buffer:
-        if buffer.config.has_network:
-            with raises(EPUnavailableError, "expected one node"):
-                run("fp8", "token")
-            return
         for layout in ("token", "expert"):
             plain, *expected = run(None, layout)
             for compress in COMPRESSIONS:
                 out, *gradients = run(compress, layout)
-                assert not torch.equal(out, plain), f"{compress}: the rows were not compressed"
+                if not buffer.config.has_network:  # a rank may have no token at another node
+                    assert not torch.equal(out, plain), f"{compress}: the rows were not compressed"
                 assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
         sent = dispatch(buffer, mine.x.to(device()), mine.idx.to(device()), layout="expert")
         for wrong in ("fp4", 8):

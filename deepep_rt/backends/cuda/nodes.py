@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import View
 from ...comm import call_signature
 from ...comm.rendezvous import agree_on_measurement
@@ -203,9 +204,12 @@ class NodesThroughput:
         parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
-        chunk, base = self._nodes.chunk(x.row_bytes, 0, 0, weights is not None), self._runtime.memory.ptr
+        kernel, sent_bytes = "combine_nodes", x.row_bytes
+        if inputs.compress:
+            kernel, sent_bytes = f"combine_nodes_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
+        chunk, base = self._nodes.chunk(sent_bytes, 0, 0, weights is not None), self._runtime.memory.ptr
         self._network.wake()
-        self._runtime.launcher("combine_nodes", x.dtype)(
+        self._runtime.launcher(kernel, x.dtype)(
             stream,
             self.num_sms,
             {

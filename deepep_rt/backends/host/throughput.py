@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ...arrays.compressed_rows import compress, expand
@@ -45,7 +47,7 @@ class Throughput:
             excluded: `[num_tokens, num_ranks]` bool, rows that arrive and are not added. None: all are added.
         """
         given = [rows_of(view) for view in (inputs.x, inputs.topk_weights) if view is not None]
-        if inputs.compress:
+        if inputs.compress and self._compresses_rows:
             given[0] = compress(to_float32(given[0], inputs.x.dtype), inputs.compress)
         routing, parts, lost = self.return_rows(inputs, given)
         if self.statistics is not None:
@@ -221,8 +223,8 @@ class Throughput:
     ) -> Views:
         """Add up the rows of each node in rank order and the sums of nodes in node order, which gives the same bits every time.
 
-        A sum of another node crosses the network as a row, so it is rounded to the rows' type. Low-latency calls send every row across,
-        and add up all rows in rank order.
+        A sum of another node crosses the network as a row, so it is rounded to the rows' type, and compressed on request. On the direct
+        path, compressed rows cross instead. Low-latency calls send every row across, and add up all rows in rank order.
         """
         num_tokens, dtype, framework = inputs.handle.num_tokens, inputs.x.dtype, inputs.x.framework
         ranks = self._config.num_ranks
@@ -233,44 +235,69 @@ class Throughput:
             for first in range(0, ranks, node_size):
                 node = [peer for peer in range(first, first + node_size) if peer not in lost]
                 tokens = [routing.sent_tokens[peer] for peer in node]
-                rows = [_as_floats(parts[peer][0], inputs) for peer in node]
+                rows = [self._as_floats(parts[peer][0], inputs) for peer in node]
                 if excluded is not None:
                     rows = [part[~excluded[sent, peer]] for peer, sent, part in zip(node, tokens, rows, strict=True)]
                     tokens = [sent[~excluded[sent, peer]] for peer, sent in zip(node, tokens, strict=True)]
-                is_near = first <= self._rank < first + node_size
-                _add_node(total, tokens, rows, None if is_near else dtype)
+                if first <= self._rank < first + node_size:
+                    _add_node(total, tokens, rows)
+                else:
+                    _add_node(total, tokens, *self._between_nodes(rows, inputs))
                 if weights is not None:
                     values = [parts[peer][1].view(np.float32) for peer in node]
-                    _add_node(weights.values, [routing.sent_tokens[peer] for peer in node], values, None)
+                    _add_node(weights.values, [routing.sent_tokens[peer] for peer in node], values)
             for bias in inputs.biases:
                 total += to_float32(rows_of(bias), dtype)
             out = Result(total.shape, dtype)
             from_float32(total, dtype, out.rows)
         return {"x": out.view(framework), "topk_weights": None if weights is None else weights.view(framework)}
 
+    @property
+    def _compresses_rows(self) -> bool:
+        """Whether `compress` changes each row. Otherwise it changes what crosses from node to node."""
+        return self.agreement.is_low_latency or not self._config.has_network
 
-def _as_floats(rows: np.ndarray, inputs: CombineInputs) -> np.ndarray:
-    """Convert the bytes of rows that arrived to float32."""
-    if inputs.compress:
-        return expand(rows, inputs.x.shape[1], inputs.compress)
-    return to_float32(rows, inputs.x.dtype)
+    def _as_floats(self, rows: np.ndarray, inputs: CombineInputs) -> np.ndarray:
+        """Convert the bytes of rows that arrived to float32."""
+        if inputs.compress and self._compresses_rows:
+            return expand(rows, inputs.x.shape[1], inputs.compress)
+        return to_float32(rows, inputs.x.dtype)
+
+    def _between_nodes(
+        self, rows: list[np.ndarray], inputs: CombineInputs
+    ) -> tuple[list[np.ndarray], Callable[[np.ndarray], np.ndarray] | None]:
+        """Return the rows of another node as they are added up, and what happens to their sum on its way."""
+        hidden, dtype, form = self._config.hidden, inputs.x.dtype, inputs.compress
+
+        def crossed(values: np.ndarray) -> np.ndarray:
+            return expand(compress(values, form), hidden, form) if form else values
+
+        def rounded(sums: np.ndarray) -> np.ndarray:
+            made = Result(sums.shape, dtype)
+            from_float32(sums, dtype, made.rows)
+            return to_float32(made.rows, dtype)
+
+        if form and self._config.path == "direct":
+            return [crossed(part) for part in rows], None
+        return rows, lambda sums: crossed(rounded(sums))
 
 
-def _add_node(total: np.ndarray, tokens: list[np.ndarray], rows: list[np.ndarray], dtype: str | None) -> None:
+def _add_node(
+    total: np.ndarray,
+    tokens: list[np.ndarray],
+    rows: list[np.ndarray],
+    crossed: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> None:
     """Add up the rows of a node's ranks in rank order, and add the sums to `total[tokens]`.
 
     Args:
         total: `[num_tokens, n]` float32.
         tokens: For each rank of the node, the tokens of its rows.
         rows: For each rank of the node, `[rows, n]` float32.
-        dtype: The type that sums are rounded to. None: they are not.
+        crossed: Returns sums as they arrive from the node. None: as they are.
     """
     sums, is_summed = np.zeros_like(total), np.zeros(len(total), bool)
     for sent, part in zip(tokens, rows, strict=True):
         sums[sent] += part
         is_summed[sent] = True
-    if dtype is not None:
-        rounded = Result(sums.shape, dtype)
-        from_float32(sums, dtype, rounded.rows)
-        sums = to_float32(rounded.rows, dtype)
-    total[is_summed] += sums[is_summed]
+    total[is_summed] += sums[is_summed] if crossed is None else crossed(sums[is_summed])

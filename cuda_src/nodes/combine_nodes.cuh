@@ -1,0 +1,385 @@
+// combine_nodes, and combine_nodes_fp8 and combine_nodes_log10 for sums that are compressed between nodes: sends rows back to the ranks of
+// their tokens over several nodes, and adds up the rows of each token.
+//
+// Each rank exposes the rows that dispatch brought to it: it copies them to symmetric memory, from where the ranks of its node read them.
+// A gateway adds up the rows of a token in its node, and sends one sum to the source of the flow. The source adds up the sums of the other
+// nodes and the rows in its own node. All sums are in float32.
+//
+// Bits: s_n is the sum of node n's rows of a token in rank order. For another node than the token's own it is rounded once to the type of
+// the rows. The result is the rounded sum of all s_n in node order, and of the biases. On the direct path each rank of another node sends
+// its row, and the source computes and rounds s_n. Both paths therefore give the same bits. Where sums are compressed, s_n is rounded and
+// then compressed. On the direct path, each row is compressed, and the source does not round their sum.
+//
+// Roles of the warps in each block:
+// - Exposing warps copy rows, kExposedRows for each flag. They need nothing but memory.
+// - Emptiers take sums out of slots and stage them in local memory, so that slots are free for later chunks.
+// - Reduce warps first fill the slots of all flows with sums. Then they add up this rank's tokens. The other warps help with that at the
+// end.
+//
+// Why no rank waits for ever: nodes.cuh tells it for slots. Fillers also wait for exposed rows. Exposing warps wait for nothing.
+//
+// Reuse of memory: the ranks of a node read the exposed rows of call k, and then say hello in call k + 1. This rank exposes rows of call
+// k + 1 after it has heard all of them. Staging is read by this rank alone. Flags need no reset: they hold the epoch.
+//
+// Bytes: each row is copied once here, and crosses NVLink once to a gateway or to its token's rank. A sum crosses the network once for each
+// flow of its token. It is written once more here, and twice and read once more there.
+#pragma once
+#include "common/number.cuh"
+#include "common/work.cuh"
+#include "nodes/call_start.cuh"
+
+constexpr int kWarps = kNodesThreads / 32;
+static_assert(kExposeWarps + kEmptyWarps < kWarps);
+constexpr int kRowVecs = kRowBytes / 16;
+
+struct Routes {
+  u64 x[kRanksPerNode];  // addresses of the rows that each rank of this node exposes; here: of y
+  u64 weights[kRanksPerNode];
+  i64 capacity[kRanksPerNode];  // rows of dispatch that fit there
+  i32 staged_first[kNumFlows];  // the first row of each flow in staging
+  u32 verdict;
+};
+
+__device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
+  const int lane = lane_idx();
+  NodeWindow mine;
+  mine.x = p.exposed_offset;
+  mine.topk_weights = p.exposed_weights_offset;
+  mine.scales = mine.topk_idx = mine.src_idx = 0;
+  mine.capacity = p.capacity;
+  mine.call_signature = p.call_signature;
+  mine.serial = serial;
+  mine.missing_rows = 0;
+  u32 verdict = agree(p, epoch, serial, kPhaseCombineWindow, mine);
+  // No rank has positions if the ranks did not agree on the dispatch of this routing.
+  if (verdict == kAgreed && *at<const u32>(p.handle, kHandleDispatched) != serial) verdict = kNoRoom;
+  if (lane < kRanksPerNode && verdict == kAgreed) {
+    const NodeWindow* window = window_at(p.peers[p.rank], epoch, lane);
+    const bool is_own = lane == near_index(p.rank);
+    const u64 base = p.peers[near_rank(p, lane)];
+    routes.x[lane] = is_own ? p.y : base + window->x;
+    routes.weights[lane] = is_own ? p.topk_weights : base + window->topk_weights;
+    routes.capacity[lane] = window->capacity;
+  }
+  if (lane == 0) {
+    i32 staged = 0;
+    for (int f = 0; f < kNumFlows; ++f) {
+      routes.staged_first[f] = staged;
+      staged += at<const i32>(p.handle, kHandleFlowTokens)[f];
+    }
+    routes.verdict = verdict;
+  }
+}
+
+__device__ __forceinline__ const float* weights_at(u64 array, i64 row) { return at<const float>(array, 0) + row * kNumTopk; }
+
+// --- rows of this node --------------------------------------------------------------------------------------------------------------
+
+// Copies the rows that ranks of this node read here, and raises a flag at each of them for kExposedRows rows.
+__device__ inline void expose_rows(const Params& p, u32 epoch) {
+  if (kRanksPerNode == 1) return;
+  const i32* first_row = at<const i32>(p.handle, kHandleFirstRow);
+  const i64 num_recv = min(static_cast<i64>(*at<const i32>(p.handle, kHandleNumRecv)), p.capacity);
+  const int next_node = near_rank(p, 0) + kRanksPerNode;
+  // On the direct path this rank sends the rows of other nodes itself.
+  const i64 begin = kDirect ? min(static_cast<i64>(first_row[near_rank(p, 0)]), num_recv) : 0;
+  const i64 end = kDirect && next_node < kNumRanks ? min(static_cast<i64>(first_row[next_node]), num_recv) : num_recv;
+  const u64 base = p.peers[p.rank];
+  const int lane = lane_idx(), first_chunk = begin / kExposedRows;
+  const int end_chunk = end > begin ? static_cast<int>((end - 1) / kExposedRows) + 1 : first_chunk;
+  u32* tickets = &at<State>(p.state, 0)->nodes_copied;
+  for (int chunk = first_chunk + claim(tickets); chunk < end_chunk; chunk = first_chunk + claim(tickets)) {
+    const i64 first = max(begin, static_cast<i64>(chunk) * kExposedRows), last = min(end, static_cast<i64>(chunk + 1) * kExposedRows);
+    for (i64 row = first; row < last; ++row) {
+      warp_copy(at<char>(base + p.exposed_offset, row * kRowBytes), at<const char>(p.y, row * kRowBytes), kRowBytes);
+    }
+    if (p.topk_weights) {
+      float* to = at<float>(base, p.exposed_weights_offset);
+      for (i64 i = first * kNumTopk + lane; i < last * kNumTopk; i += 32) to[i] = weights_at(p.topk_weights, 0)[i];
+    }
+    fence_release_sys();
+    __syncwarp();
+    if (lane < kRanksPerNode)
+      st_release_sys(at<u32>(p.peers[near_rank(p, lane)], kControlExposedFlags) + near_index(p.rank) * kMaxExposedChunks + chunk, epoch);
+  }
+}
+
+// Waits until a row of a rank of this node may be read.
+__device__ inline bool await_row(const Params& p, u32 epoch, int index, i64 row) {
+  if (index == near_index(p.rank)) return true;
+  const u32* flags = at<const u32>(p.peers[p.rank], kControlExposedFlags) + index * kMaxExposedChunks;
+  return wait_epoch(p, flags + row / kExposedRows, epoch, kPhaseExposedRows, near_rank(p, index));
+}
+
+// --- sums for other nodes -----------------------------------------------------------------------------------------------------------
+
+// Adds up the rows of a token in this node, and writes the sum as a row. 0: no row.
+__device__ inline void write_plain_sum(const u64 (&rows)[kFan], u64 to) {
+  constexpr int kAtOnce = kFan > 4 ? 2 : 4;
+  for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
+    Vec16 held[kAtOnce][kFan];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int d = 0; d < kFan; ++d) {
+        if (rows[d] && first + i * 32 < kRowVecs) held[i][d] = ld_streaming(at<const Vec16>(rows[d], 0) + first + i * 32);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i * 32 >= kRowVecs) break;
+      float sum[kPerVec<kElement>] = {};
+#pragma unroll
+      for (int d = 0; d < kFan; ++d) {
+        if (rows[d]) add_to<kElement>(sum, held[i][d]);
+      }
+      st_vec(at<Vec16>(to, 0) + first + i * 32, rounded<kElement>(sum));
+    }
+  }
+}
+
+// `Form`: of the rows between nodes.
+template <class Form>
+__device__ inline bool fill_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
+  if (!await_credit(p, epoch, flow, chunk)) return false;
+  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = min(p.chunk_tokens, flow_tokens - first);
+  const int source = far_end(p, flow), fan_begin = kDirect ? near_index(p.rank) : 0;
+  const u64 slot = network_base(p) + send_slot(slot_of(flow, chunk));
+  const i32* recv_pos = at<const i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + first) * kFan;
+  for (int j = 0; j < num_tokens; ++j) {
+    i64 row = -1;  // lane d: of rank d of the fan
+    if (lane < kFan && recv_pos[j * kFan + lane] >= 0) {
+      row = first_row_at(p, epoch, fan_begin + lane, source) + recv_pos[j * kFan + lane];
+      if (row >= routes.capacity[fan_begin + lane]) row = -1;  // dispatch had no room for it
+    }
+    const bool ok = row < 0 || await_row(p, epoch, fan_begin + lane, row);
+    __syncwarp();  // all lanes read after what each lane acquired
+    if (!__all_sync(~0u, ok)) return false;
+    u64 rows[kFan];
+    float weight = 0;
+#pragma unroll
+    for (int d = 0; d < kFan; ++d) {
+      const i64 at_row = __shfl_sync(~0u, row, d);
+      rows[d] = at_row >= 0 ? routes.x[fan_begin + d] + at_row * kRowBytes : 0;
+      if (p.topk_weights && at_row >= 0 && lane < kNumTopk)
+        weight += ld_relaxed_sys(weights_at(routes.weights[fan_begin + d], at_row) + lane);  // L1 may hold an old line
+    }
+    if (p.topk_weights && lane < kNumTopk) at<float>(slot, p.chunk_weights)[j * kNumTopk + lane] = weight;
+    Form::write_node_sum(rows, slot + p.chunk_rows + static_cast<u64>(j) * kSentRowBytes);
+  }
+  put_chunk(p, epoch, flow, chunk, p.chunk_rows + static_cast<u64>(num_tokens) * kSentRowBytes);
+  return true;
+}
+
+__device__ __forceinline__ u32* staged_flag(const Params& p, int flow, int chunk) {
+  return at<u32>(p.state, kLocalStagedFlags) + static_cast<i64>(flow) * kNumMaxTokens + chunk;
+}
+
+__device__ inline bool empty_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
+  if (!await_chunk(p, epoch, flow, chunk, kPhaseNodeSums)) return false;
+  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = min(p.chunk_tokens, flow_tokens - first);
+  const u64 slot = network_base(p) + recv_slot(slot_of(flow, chunk));
+  const i64 row = routes.staged_first[flow] + first;
+  warp_copy(at<char>(p.sums, row * kSentRowBytes), at<const char>(slot, p.chunk_rows), num_tokens * kSentRowBytes);
+  if (p.topk_weights) {
+    float* to = at<float>(p.sum_weights, 0) + row * kNumTopk;
+    for (int i = lane; i < num_tokens * kNumTopk; i += 32) to[i] = at<const float>(slot, p.chunk_weights)[i];
+  }
+  __syncwarp();
+  if (lane == 0) st_release_sys(staged_flag(p, flow, chunk), epoch);
+  return_credit(p, epoch, flow, chunk, num_chunks(flow_tokens, p.chunk_tokens));
+  return true;
+}
+
+// --- sums of this rank's tokens -----------------------------------------------------------------------------------------------------
+
+// Adds up rows in rank order, node by node.
+struct NodeSums {
+  float all[kPerVec<kElement>] = {}, of_node[kPerVec<kElement>] = {};
+  int node = -1;  // of the rows in `of_node`
+
+  __device__ __forceinline__ void end_node(const Params& p) {
+    if (node < 0) return;
+    if (node != node_of(p.rank)) to_floats<kElement>(rounded<kElement>(of_node), of_node);
+#pragma unroll
+    for (int i = 0; i < kPerVec<kElement>; ++i) {
+      all[i] += of_node[i];
+      of_node[i] = 0;
+    }
+  }
+
+  __device__ __forceinline__ void add(const Params& p, int next_node, const Vec16& row) {
+    if (next_node != node) end_node(p);
+    node = next_node;
+    add_to<kElement>(of_node, row);
+  }
+};
+
+// The rows of a token in rank order, in shared memory of its warp.
+struct Parts {
+  u64 row[kNumTopk];
+  u64 weights[kNumTopk];
+  int node[kNumTopk];
+};
+
+// Finds the rows of a token and waits for them. Lane k has its choice k. Returns their number, or -1 if one did not arrive.
+__device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoch, int token, Parts& parts) {
+  constexpr int kNone = 1 << 30;
+  const int lane = lane_idx();
+  const i64 entry = static_cast<i64>(token) * kNumTopk + lane;
+  const int rank = lane < kNumTopk ? at<const i32>(p.handle, kHandleEntryRank)[entry] : -1;
+  int key = kNone;
+  u64 row = 0, weights = 0;
+  bool ok = true;
+  if (rank >= 0 && node_of(rank) == node_of(p.rank)) {
+    const int index = near_index(rank);
+    const i64 at_row = first_row_at(p, epoch, index, p.rank) + at<const i32>(p.handle, kHandleEntryPos)[entry];
+    if (at_row < routes.capacity[index]) {
+      key = rank;
+      ok = await_row(p, epoch, index, at_row);
+      row = routes.x[index] + at_row * kRowBytes;
+      weights = reinterpret_cast<u64>(weights_at(routes.weights[index], at_row));
+    }
+  } else if (rank >= 0) {
+    const int position = at<const i32>(p.handle, kHandleEntryFlowPos)[entry];
+    if (position >= 0) {
+      const int flow = flow_to(p, rank);
+      key = rank;
+      ok = wait_epoch(p, staged_flag(p, flow, position / p.chunk_tokens), epoch, kPhaseNodeSums, far_end(p, flow));
+      const i64 at_row = routes.staged_first[flow] + position;
+      row = p.sums + at_row * kSentRowBytes;
+      weights = reinterpret_cast<u64>(weights_at(p.sum_weights, at_row));
+    }
+  }
+  if (!__all_sync(~0u, ok)) return -1;
+  int before = 0;  // rows of smaller ranks
+#pragma unroll
+  for (int k = 0; k < kNumTopk; ++k) before += __shfl_sync(~0u, key, k) < key;
+  if (key != kNone) {
+    parts.row[before] = row;
+    parts.weights[before] = weights;
+    parts.node[before] = node_of(rank);
+  }
+  __syncwarp();
+  return __popc(__ballot_sync(~0u, key != kNone));
+}
+
+__device__ inline void reduce_plain_token(const Params& p, const Parts& parts, int num_parts, int token) {
+  constexpr int kTogether = kNumTopk < 8 ? kNumTopk : 8, kAtOnce = 2;
+  const u64 offset = static_cast<u64>(token) * kRowBytes;
+  for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
+    NodeSums sums[kAtOnce];
+    for (int begin = 0; begin < num_parts; begin += kTogether) {
+      Vec16 held[kAtOnce][kTogether];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          if (begin + k < num_parts && first + i * 32 < kRowVecs)
+            held[i][k] = ld_streaming(at<const Vec16>(parts.row[begin + k], 0) + first + i * 32);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          if (begin + k < num_parts) sums[i].add(p, parts.node[begin + k], held[i][k]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int v = first + i * 32;
+      if (v >= kRowVecs) break;
+      sums[i].end_node(p);
+      if (p.bias_0) add_to<kElement>(sums[i].all, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
+      if (p.bias_1) add_to<kElement>(sums[i].all, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
+      st_vec(at<Vec16>(p.out, offset) + v, rounded<kElement>(sums[i].all));
+    }
+  }
+}
+
+// Adds up the weights of a token: node by node, as rows, but without rounding. Lane k has weight k.
+__device__ inline void reduce_weights(const Params& p, const Parts& parts, int num_parts, int token) {
+  float all = 0, of_node = 0;
+  int node = -1;
+  for (int i = 0; i < num_parts; ++i) {
+    if (parts.node[i] != node) all += of_node, of_node = 0;
+    node = parts.node[i];
+    if (lane_idx() < kNumTopk) of_node += ld_relaxed_sys(at<const float>(parts.weights[i], 0) + lane_idx());
+  }
+  if (lane_idx() < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane_idx()] = all + of_node;
+}
+
+template <class Form>
+__device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 epoch, Parts& parts) {
+  u32* tickets = &at<State>(p.state, 0)->nodes_reduced;
+  for (int token = claim(tickets); token < p.num_tokens; token = claim(tickets)) {
+    const int num_parts = find_parts(p, routes, epoch, token, parts);
+    if (num_parts < 0) return;
+    if (p.topk_weights) reduce_weights(p, parts, num_parts, token);
+    Form::reduce_token(p, parts, num_parts, token);
+    __syncwarp();  // all lanes have read `parts`
+  }
+}
+
+// Called by one thread.
+__device__ inline void count_rows(const Params& p, bool failed) {
+  if constexpr (kHasStatistics) {
+    const i64 arrived = *at<const i32>(p.handle, kHandleNumRecv);
+    for (int r = 0; r < kNumRanks && !failed; ++r) count_received(p, at<const i32>(p.handle, kHandleNumSent)[r], kRowBytes);
+    count_sent(p, failed ? 0 : min(arrived, p.capacity), kRowBytes);
+    count_call(p);
+  }
+}
+
+// Rows travel as they are. The other form is CompressedSums.
+struct PlainSums {
+  __device__ static __forceinline__ void write_node_sum(const u64 (&rows)[kFan], u64 to) { write_plain_sum(rows, to); }
+  __device__ static __forceinline__ void reduce_token(const Params& p, const Parts& parts, int num_parts, int token) {
+    reduce_plain_token(p, parts, num_parts, token);
+  }
+};
+
+// The whole kernel. `routes` and `parts`, one for each warp, lie in shared memory.
+template <class Form>
+__device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& routes, Parts* parts) {
+  State* state = at<State>(p.state, 0);
+  const int warp = warp_idx(), lane = lane_idx();
+  const u32 epoch = state->nodes_epoch + 1;
+  const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  clear_next_waits_of_nodes(p, epoch);
+  if (warp == 0) read_routes(p, epoch, serial, routes);
+  __syncthreads();
+
+  if (routes.verdict == kAgreed) {
+    if (warp < kExposeWarps) {
+      expose_rows(p, epoch);
+    } else if (warp < kExposeWarps + kEmptyWarps) {
+      const i32* tokens = at<const i32>(p.handle, kHandleFlowTokens);
+      for_each_chunk(&state->nodes_emptied, tokens, p.chunk_tokens,
+                     [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, tokens[flow]); });
+    } else {
+      const i32* tokens = at<const i32>(p.handle, kHandleFlowRecv);
+      for_each_chunk(&state->nodes_filled, tokens, p.chunk_tokens,
+                     [&](int flow, int chunk) { return fill_chunk<Form>(p, routes, epoch, flow, chunk, tokens[flow]); });
+    }
+    reduce_tokens<Form>(p, routes, epoch, parts[warp]);
+  }
+  __syncthreads();
+
+  if (warp != 0) return;
+  bool last = lane == 0 && is_last_block(&state->nodes_blocks);
+  last = __shfl_sync(~0u, last, 0);
+  if (!last) return;
+  __syncwarp();  // all lanes see what lane 0 acquired
+  if (__any_sync(~0u, routes.verdict != kAgreed || was_aborted(p))) {
+    poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, lane, 32);
+    if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
+  }
+  if (lane == 0) {
+    count_rows(p, routes.verdict != kAgreed);
+    state->nodes_blocks = state->nodes_copied = state->nodes_filled = state->nodes_emptied = state->nodes_reduced = 0;
+    state->nodes_epoch = epoch;
+  }
+}
