@@ -215,8 +215,8 @@ TWO_A_NODE = 4, TWO_BY_TWO
     [
         pytest.param(ONE_A_NODE, "nodes/nodes.cuh", r"ok = wait_tag\(p, word,[^;]*;", id="credits"),
         pytest.param(ONE_A_NODE, "nodes/nodes.cuh", r"ok = wait_tag\(p, kNetworkArrived[^;]*;", id="chunks"),
-        pytest.param(ONE_A_NODE, "nodes/combine_nodes.cu", r"ok = wait_epoch\(p, staged_flag[^;]*;", id="staged-sums"),
-        pytest.param(TWO_A_NODE, "nodes/combine_nodes.cu", r"ok = await_row\(p, epoch, index, at_row\);", id="exposed-rows"),
+        pytest.param(ONE_A_NODE, "nodes/combine_nodes.cuh", r"ok = wait_epoch\(p, staged_flag[^;]*;", id="staged-sums"),
+        pytest.param(TWO_A_NODE, "nodes/combine_nodes.cuh", r"ok = await_row\(p, epoch, index, at_row\);", id="exposed-rows"),
     ],
 )
 def test_a_missing_wait_fails(tmp_path, sizes, file, pattern):
