@@ -132,7 +132,7 @@ def judge(rates: Sequence[RankRates], num_ranks: int) -> Verdict:
         if more >= LEAST_SHARE:
             slow.append((rank, share, more))
     most = max((more for _, _, more in slow), default=0.0)
-    # Beside a very slow rank, the others differ by chance.
+    # If one rank is very slow, the others differ by chance.
     named = sorted(((rank, share) for rank, share, more in slow if more >= most / 2), key=lambda one: -one[1])
     return Verdict(tuple(named), seconds)
 

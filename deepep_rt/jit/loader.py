@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cuda.bindings import driver
 
 from ..cuda import nvshmem
-from ..cuda.driver import ok
+from ..cuda.driver import ok, relaxed_capture_mode
 from ..errors import EPUnavailableError
 from ..kernels.kernel import Kernel
 from ..kernels.source import Constants
@@ -71,11 +71,12 @@ def _load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
         code += b"\0"  # the driver expects PTX to end with a zero
     shared_bytes = constants[kernel.shared] if kernel.shared else 0
     try:
-        library = ok(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-        function = ok(driver.cuKernelGetFunction(ok(driver.cuLibraryGetKernel(library, kernel.name.encode()))))
-        if shared_bytes > 0:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        with relaxed_capture_mode():  # a capture may be under way in the first call
+            library = ok(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+            function = ok(driver.cuKernelGetFunction(ok(driver.cuLibraryGetKernel(library, kernel.name.encode()))))
+            if shared_bytes > 0:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
     except EPUnavailableError as error:
         raise EPUnavailableError(
             f"kernel {kernel.name}, compiled for {arch} with {shared_bytes} bytes of dynamic shared memory, cannot be loaded on this "

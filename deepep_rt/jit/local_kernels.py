@@ -51,6 +51,5 @@ def zero_padding(stream: int, x: int, out: int, num_kept: int, num_rows: int, ro
 def _launcher(name: str, dtype: str | None, arch: str, context: int) -> tuple[Launcher, int]:
     """Load a kernel; return its launcher, and the largest useful number of blocks on this GPU."""
     kernel, constants = KERNELS[name], local_constants(arch, dtype)
-    with driver.relaxed_capture_mode():  # a capture may be under way in the first call
-        function = loader.load(kernel, constants, arch)
-        return Launcher(kernel, function, constants, {}), _BLOCKS_PER_SM * driver.num_sms(driver.current_device())
+    function = loader.load(kernel, constants, arch)
+    return Launcher(kernel, function, constants, {}), _BLOCKS_PER_SM * driver.num_sms(driver.current_device())

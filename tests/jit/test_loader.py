@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -37,9 +39,19 @@ def test_load_is_a_lookup_after_the_first_call(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_arguments_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PTX ends with a zero. Shared memory is requested, because the driver allows only 48 KB otherwise."""
+    """PTX ends with a zero. Shared memory is requested, because the driver allows only 48 KB otherwise. A capture may be under way."""
     from cuda.bindings import driver
 
+    modes: list[str] = []
+
+    @contextmanager
+    def relaxed_capture_mode() -> Iterator[None]:
+        modes.append("relaxed")
+        yield
+        assert len(given) == modes.count("relaxed"), "the kernel was loaded in this mode"
+        modes.append("as before")
+
+    monkeypatch.setattr(loader, "relaxed_capture_mode", relaxed_capture_mode)
     given: list[bytes] = []
     asked: list[int] = []
     success = driver.CUresult.CUDA_SUCCESS
@@ -52,3 +64,4 @@ def test_arguments_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loader._load(TINY, CONSTANTS, "sm_90") == loader.LoadedKernel(7, 64, 1024)
     assert given == [b"\x7fELF cubin", b".version 8.0\0"]
     assert asked == [1024, 1024]
+    assert modes == ["relaxed", "as before"] * 2
