@@ -77,7 +77,7 @@ class Kernel:
     @property
     def call_kind(self) -> int:
         """The number in `CALL_KINDS` of the calls that the kernel is a part of; -1: of none."""
-        return _CALL_KINDS.get(self.name.removesuffix("_nodes").removesuffix(f"_{self.compression}"), -1)
+        return _CALL_KINDS.get(self.name.removesuffix(f"_{self.compression}").removesuffix("_nodes"), -1)
 
     @property
     def source(self) -> str:

@@ -136,7 +136,9 @@ def _spawned(rank: int, size: int, backend: str, ports: tuple[int, int], one_gpu
     if backend == "host":
         check_round_trips(backend, make_group_by_hand(store, "in another order", size - 1 - rank, size))
     check_all(backend)
-    time.sleep(2 * bool(rank))  # until rank 0 has closed its store
+    if rank == 0:
+        store.set("rank 0 has closed the store of its group", "yes")
+    store.wait(["rank 0 has closed the store of its group"])
     dist.init_process_group("gloo", **address)  # deepep_rt must not keep the old store, which would answer here
     check_round_trips(backend, dist.group.WORLD)
     dist.barrier()
