@@ -5,6 +5,7 @@ With `one-gpu` after N, each process sees one GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -136,9 +137,8 @@ def _spawned(rank: int, size: int, backend: str, ports: tuple[int, int], one_gpu
     if backend == "host":
         check_round_trips(backend, make_group_by_hand(store, "in another order", size - 1 - rank, size))
     check_all(backend)
-    if rank == 0:
-        store.set("rank 0 has closed the store of its group", "yes")
-    store.wait(["rank 0 has closed the store of its group"])
+    gc.collect()  # errors that the checks expected hold frames with Buffers, in cycles
+    time.sleep(2 * bool(rank))  # until rank 0 has closed its store
     dist.init_process_group("gloo", **address)  # deepep_rt must not keep the old store, which would answer here
     check_round_trips(backend, dist.group.WORLD)
     dist.barrier()
