@@ -113,7 +113,7 @@ def judge(rates: Sequence[RankRates], num_ranks: int) -> Verdict:
         num_ranks: Ranks of the Buffer.
     """
     running = {one.rank: one for one in rates if one.state == "runs"}
-    seconds = max((one.seconds for one in running.values()), default=0.0)
+    seconds = max((one.seconds for one in running.values() or rates), default=0.0)
     silent = [str(one.rank) for one in rates if one.state == "silent"]
     if silent:
         text = f"ranks that write no file any more: {', '.join(silent)}. Their processes have ended or hang"
