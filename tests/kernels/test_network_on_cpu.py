@@ -7,7 +7,16 @@ import pytest
 from deepep_rt import EPTimeoutError
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
-from tests.kernels_on_cpu.rounds import LOW_LATENCY, LowLatencyRound, broken, fails, low_latency_rounds, overlapped_rounds, seeds
+from tests.kernels_on_cpu.rounds import (
+    LOW_LATENCY,
+    LowLatencyRound,
+    broken,
+    compressed_low_latency_rounds,
+    fails,
+    low_latency_rounds,
+    overlapped_rounds,
+    seeds,
+)
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
@@ -28,6 +37,13 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["nvshmem", "mpi"])
 def test_two_nodes(transport, seed):
     with Machine(2, seed, transport=transport, **options_of(seed)) as machine:
         low_latency_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 4)
+        assert machine.put_bytes > 0
+
+
+@TRANSPORTS
+def test_compressed_rows(transport):
+    with Machine(2, 1, transport=transport, weak_memory=transport == "mpi") as machine:
+        compressed_low_latency_rounds(machine, machine.buffers(**{**TWO_BY_ONE, "hidden": 512}), 1, 5)
         assert machine.put_bytes > 0
 
 

@@ -49,8 +49,8 @@ def test_nodes_of_one_rank(seed):
     [(0, 4, 2, "hierarchical"), (1, 4, 2, "direct"), (2, 3, 1, "hierarchical"), (3, 4, 2, "hierarchical")],
 )
 def test_compressed_sums(seed, num_ranks, ranks_per_node, path):
-    arch = "sm_80" if seed == 3 else "sm_90"
-    with Machine(num_ranks, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=seed == 0) as machine:
+    arch, transport = "sm_80" if seed == 3 else "sm_90", "mpi" if seed == 0 else "nvshmem"
+    with Machine(num_ranks, seed, arch, transport=transport, num_sms=(None, 1)[seed % 2], weak_memory=seed == 0) as machine:
         sizes = dict(hidden=640, num_max_tokens_per_rank=20, num_experts=2 * num_ranks, ranks_per_node=ranks_per_node, path=path)
         kinds = dict(kinds=("log10", None)) if arch == "sm_80" else {}
         compressed_rounds(machine, machine.buffers(**{**SIZES, **sizes}), seed, 3, **kinds)
