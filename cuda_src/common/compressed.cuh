@@ -12,7 +12,6 @@ constexpr int kLaneChannels = 16, kPassChannels = 32 * kLaneChannels;
 constexpr int kLowBitsOffset = kHidden;
 constexpr int kHeadsOffset = kHidden + (kIsLog10 ? kHidden / 4 : 0);
 constexpr int kHeadBytes = kIsLog10 ? 8 : 4;
-constexpr float kLeastFp8Amax = 7.888609e-31f;  // 2^-100. Smaller groups lose precision; the scale and its inverse stay normal numbers.
 constexpr u32 kInfinityBits = 0x7f800000, kNanBits = 0x7fc00000;
 
 // Channels of a lane as they travel, and the head of their group.
@@ -89,7 +88,7 @@ __device__ __forceinline__ Compressed compressed(const Vec16 (&held)[kLaneChanne
     to_log10<kFrom>(held, c);
   } else {
     float scale;
-    c.high = to_fp8<kFrom>(held, false, scale, kLeastFp8Amax);
+    c.high = to_fp8<kFrom>(held, false, scale, __uint_as_float(kLeastFp8AmaxBits));
     c.head[0] = __float_as_uint(scale);
   }
   return c;

@@ -36,7 +36,9 @@ LOG10_OCTAVES = 14
 LOG10_LEAST = 2048
 """The bits of the least largest channel of a group: 2**-138. Smaller groups become zero."""
 
-_LEAST_FP8_AMAX = np.float32(2.0**-100)
+LEAST_FP8_AMAX = np.float32(2.0**-100)
+"""The least largest channel of a group that an FP8 scale is made for. Smaller groups lose precision, and scales stay normal numbers."""
+
 _LOW_BITS_CHANNELS = 16  # of a word
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
@@ -89,7 +91,7 @@ def expand(packed: np.ndarray, hidden: int, compression: str) -> np.ndarray:
 
 
 def _to_fp8(rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    return to_fp8(rows, round_scale=False, least_amax=_LEAST_FP8_AMAX)
+    return to_fp8(rows, round_scale=False, least_amax=LEAST_FP8_AMAX)
 
 
 def _to_log10(rows: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -53,7 +53,7 @@ _DISPATCH = (
 """
 )
 
-_COMBINE = (
+_SUMS = (
     _COMMON
     + """
     i32 num_tokens;
@@ -64,6 +64,12 @@ _COMBINE = (
     u64 handle;
     u64 out;                // [num_tokens, kRowBytes]
     u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
+"""
+)
+
+_COMBINE = (
+    _SUMS
+    + """
     u64 recv_x_offset;      // where this rank receives the rows of its tokens: offsets from its symmetric base
     u64 recv_topk_weights_offset;
     i64 capacity;           // rows of y
@@ -72,16 +78,8 @@ _COMBINE = (
 )
 
 _COMBINE_NODES = (
-    _COMMON
+    _SUMS
     + """
-    i32 num_tokens;
-    u64 y;                  // [rows received in dispatch, kRowBytes]
-    u64 topk_weights;       // [rows received in dispatch, kNumTopk] float32, or 0
-    u64 bias_0;             // [num_tokens, kRowBytes], or 0
-    u64 bias_1;
-    u64 handle;
-    u64 out;                // [num_tokens, kRowBytes]
-    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
     u64 exposed_offset;     // where this rank exposes rows: offsets from its symmetric base
     u64 exposed_weights_offset;
     u64 sums;               // staging for what other nodes send

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from ..arrays.compressed_rows import COMPRESSIONS, LOG10_CODES, LOG10_LEAST, LOG10_OCTAVES, compressed_row_bytes
+import numpy as np
+
+from ..arrays.compressed_rows import COMPRESSIONS, LEAST_FP8_AMAX, LOG10_CODES, LOG10_LEAST, LOG10_OCTAVES, compressed_row_bytes
 from ..arrays.dtypes import DTYPES, FP8_GROUP
 from ..config import COMBINE_DTYPES, LOW_LATENCY_TILE_BYTES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, STAGE_BYTES, Config, rows_per_copy
 from ..errors import EPConfigError
@@ -110,6 +112,7 @@ def compression_constants(config: Config, compression: str) -> dict[str, int]:
         "kCompression": COMPRESSIONS.index(compression),
         **{f"kCompression{name.capitalize()}": number for number, name in enumerate(COMPRESSIONS)},
         "kSentRowBytes": compressed_row_bytes(config.hidden, compression),
+        "kLeastFp8AmaxBits": int(LEAST_FP8_AMAX.view(np.uint32)),
         "kLog10Codes": LOG10_CODES,
         "kLog10Least": LOG10_LEAST,
         "kLog10Range": LOG10_OCTAVES << 23,
