@@ -1,114 +1,143 @@
 // Compressed rows: kHidden channels as FP8 or as 10-bit logarithms. deepep_rt/arrays/compressed_rows.py describes both formats; the host
 // backend computes the same bits.
 //
-// A row has three parts: a byte for each channel, with logarithms two more bits for each channel, and a head for each group of 128
+// A row has three parts: 16 bytes for each 16 channels, with logarithms a word for each 16 channels, and a scale for each group of 128
 // channels. A warp converts 512 channels at a time. Each lane has 16 neighbouring channels, and 8 neighbouring lanes have a group. No row
 // contains a word with all bits set, which marks empty memory in low-latency calls.
+//
+// Scales are powers of two, so products with them are exact. Sums therefore use one instruction for a product and its addition.
 #pragma once
 #include "common/fp8.cuh"
 
 constexpr bool kIsLog10 = kCompression == kCompressionLog10;
-constexpr int kLaneChannels = 16, kPassChannels = 32 * kLaneChannels;
+constexpr int kLaneChannels = 16, kPassChannels = 32 * kLaneChannels, kLanePairs = kLaneChannels / 2;
 constexpr int kLowBitsOffset = kHidden;
-constexpr int kHeadsOffset = kHidden + (kIsLog10 ? kHidden / 4 : 0);
-constexpr int kHeadBytes = kIsLog10 ? 8 : 4;
-constexpr u32 kInfinityBits = 0x7f800000, kNanBits = 0x7fc00000;
+constexpr int kScalesOffset = kHidden + (kIsLog10 ? kHidden / 4 : 0);
+constexpr u32 kNanBits = 0x7fc00000;
+constexpr u32 kTwos = 0x40004000, kOnes = 0x3f803f80;  // pairs of bfloat16
 
-// Channels of a lane as they travel, and the head of their group.
+// Channels of a lane as they travel, and the scale of their group.
 struct Compressed {
   Vec16 high;
   u32 low;
-  u32 head[2];  // FP8: the scale. Logarithms: the bits of the largest channel, and the distance of two neighbouring codes
+  u32 scale;
 };
 
-// The largest and the least of `most` and `least` in the 8 lanes of a group.
-__device__ __forceinline__ void extremes_of_group(u32& most, u32& least) {
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) {
-    most = max(most, __shfl_xor_sync(~0u, most, step));
-    least = min(least, __shfl_xor_sync(~0u, least, step));
-  }
+struct GroupScale {
+  u32 scale, inverse;  // the bits of floats; NaN if a channel is NaN, infinite or too large
+};
+
+// `most`: the bits of the largest channel of the group, without sign.
+__device__ __forceinline__ GroupScale scale_of_group(u32 most) {
+  const u32 exponent = max(most, kLeastAmaxBits) + kScaleRoundUp & 0xff800000;  // NaN reaches the sign
+  const bool fits = exponent < 0x7f800000;
+  const u32 scale = exponent + (static_cast<u32>(kScaleExponent) << 23);
+  return {fits ? scale : kNanBits, fits ? (254u << 23) - scale : kNanBits};
 }
 
+// The largest channel of a lane's group as the bits of a float, without sign. NaN is the largest.
 template <int kFrom>
-__device__ __forceinline__ void to_log10(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>], Compressed& c) {
-  constexpr int kEach = kPerVec<kFrom>;
-  float values[kLaneChannels / kEach][kEach];
+__device__ __forceinline__ u32 largest_of_group(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>]) {
+  u32 most = 0;
 #pragma unroll
-  for (int i = 0; i < kLaneChannels / kEach; ++i) to_floats<kFrom>(held[i], values[i]);
-  auto bits = [&](int i) { return __float_as_uint(values[i / kEach][i % kEach]); };
-  u32 most = 0, least_minus_1 = ~0u;  // a zero, minus 1, is the largest number
+  for (int i = 0; i < kLaneChannels / kPerVec<kFrom>; ++i) {
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; ++i) {
-    const u32 size = bits(i) & 0x7fffffff;
-    most = max(most, size), least_minus_1 = min(least_minus_1, size - 1);
+    for (int word = 0; word < 4; ++word) most = larger_sizes<kFrom>(most, sizes_of<kFrom>(held[i].word[word]));
   }
-  extremes_of_group(most, least_minus_1);
-  const bool is_finite = most < kInfinityBits;
-  if (most < kLog10Least) most = 0;
-  const u32 lowest = most == 0 ? 0 : most - (kLog10Codes - 2);  // all codes stay above zero
-  const u32 range = min(min(most - (least_minus_1 + 1), static_cast<u32>(kLog10Range)), lowest);
-  const u32 step = max((range + kLog10Codes - 2) / (kLog10Codes - 1), 2u);
-  // A product instead of a division. The first bit of step << shift is set, so that its inverse has all bits of a float.
-  const int shift = __clz(step);
-  const u32 inverse = __float2uint_rz(__fmul_rn(__frcp_rn(static_cast<float>(step << shift)), 4.611686018427387904e18f));
-  c.head[0] = is_finite ? most : kNanBits, c.head[1] = is_finite ? step : 0;
-  c.low = 0;
 #pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    c.high.word[word] = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 all = bits(4 * word + i), size = all & 0x7fffffff;
-      const u32 below = __umulhi(most - size + step / 2, inverse) >> (30 - shift);
-      u32 code = size == 0 || below >= kLog10Codes ? 0 : kLog10Codes - below;
-      if (!is_finite) code = kLog10Codes;
-      c.high.word[word] |= (all >> 24 & 0x80 | code >> 2) << 8 * i;
-      c.low |= (code & 3) << 2 * (4 * word + i);
-    }
-  }
-  c.low -= c.low == ~0u;
+  for (int step = 1; step < 8; step *= 2) most = larger_sizes<kFrom>(most, __shfl_xor_sync(~0u, most, step));
+  return largest_size<kFrom>(most);
 }
 
-__device__ __forceinline__ void from_log10(const Compressed& c, float (&values)[kLaneChannels]) {
-  const u32 step = c.head[1], base = c.head[0] - kLog10Codes * step;
+// The bits of `a` that are set in `bits` in each half, and the other bits of `b`.
+__device__ __forceinline__ u32 chosen(u32 bits, u32 a, u32 b) {
+  const u32 both = bits << 16 | bits;
+  return a & both | b & ~both;
+}
+
+// `pair`: two numbers each, a sign in bit 15 and a code in bits 0 to 8. The first five lie as they are in five words. The other three, with
+// their signs in bit 9, fill the bits that the five leave free.
+__device__ __forceinline__ void pack_log10(const u32 (&pair)[kLanePairs], Compressed& c) {
+  auto close = [&](int i) { return chosen(0x01ff, pair[i], pair[i] >> 6); };
+  const u32 r = close(5), s = close(6), t = close(7);
+  c.high.word[0] = chosen(0x81ff, pair[0], r << 9);
+  c.high.word[1] = chosen(0x81ff, pair[1], chosen(0x7800, r << 5, s << 9));
+  c.high.word[2] = chosen(0x81ff, pair[2], s << 7);
+  c.high.word[3] = chosen(0x81ff, pair[3], chosen(0x6000, s << 5, t << 9));
+  c.low = chosen(0x81ff, pair[4], t << 5);
+}
+
+// The other bits of `pair` are undefined.
+__device__ __forceinline__ void unpack_log10(const Compressed& c, u32 (&pair)[kLanePairs]) {
+  const u32(&w)[4] = c.high.word;
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; ++i) {
-    const u32 high = c.high.word[i / 4] >> 8 * (i % 4);
-    const u32 code = (high & 0x7f) << 2 | (c.low >> 2 * i & 3);
-    values[i] = __uint_as_float((code == 0 ? 0 : base + code * step) | (high & 0x80) << 24);
+  for (int i = 0; i < 4; ++i) pair[i] = w[i];
+  pair[4] = c.low;
+  const u32 r = chosen(0x003f, w[0] >> 9, w[1] >> 5), s = chosen(0x0003, w[1] >> 9, chosen(0x00ff, w[2] >> 7, w[3] >> 5));
+  const u32 t = chosen(0x000f, w[3] >> 9, c.low >> 5);
+  pair[5] = chosen(0x01ff, r, r << 6), pair[6] = chosen(0x01ff, s, s << 6), pair[7] = chosen(0x01ff, t, t << 6);
+}
+
+// A code is the lower bits of the size divided by the scale, plus 2, as a bfloat16 from 2 to 32. The group must not have NaN where words
+// could get all bits set, so its signs are zero then.
+template <int kFrom>
+__device__ __forceinline__ Compressed to_log10(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>], const GroupScale& s) {
+  u32 pair[kLanePairs];
+  const u32 sign = s.scale == kNanBits ? 0 : 0x80008000;
+#pragma unroll
+  for (int i = 0; i < kLanePairs; ++i) {
+    u32 signs;
+    const u32 sizes = scaled_sizes<kFrom>(held, i, s.inverse, kTwos, signs);
+    pair[i] = signs & sign | sizes & ~sign;
   }
+  Compressed c = {};
+  pack_log10(pair, c);
+  return c;
 }
 
 // Called by all lanes of a warp, with 16 channels in each.
 template <int kFrom>
 __device__ __forceinline__ Compressed compressed(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>]) {
+  constexpr int kEach = kPerVec<kFrom>;
   Compressed c = {};
+  const GroupScale s = scale_of_group(largest_of_group<kFrom>(held));
   if constexpr (kIsLog10) {
-    to_log10<kFrom>(held, c);
+    c = to_log10<kFrom>(held, s);
   } else {
-    float scale;
-    c.high = to_fp8<kFrom>(held, false, scale, __uint_as_float(kLeastFp8AmaxBits));
-    c.head[0] = __float_as_uint(scale);
+    float values[kLaneChannels / kEach][kEach];
+#pragma unroll
+    for (int i = 0; i < kLaneChannels / kEach; ++i) to_scaled_floats<kFrom>(held[i], s.inverse, values[i]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* four = &values[i * 4 / kEach][i * 4 % kEach];
+      c.high.word[i] = to_fp8x2(four[0], four[1]) | to_fp8x2(four[2], four[3]) << 16;
+    }
   }
+  c.scale = s.scale;
   return c;
 }
 
 __device__ __forceinline__ void add_to(float (&sum)[kLaneChannels], const Compressed& c) {
+  u32 pair[kLanePairs];
   if constexpr (kIsLog10) {
-    float values[kLaneChannels];
-    from_log10(c, values);
-#pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) sum[i] += values[i];
+    unpack_log10(c, pair);
   } else {
-    const float scale = __uint_as_float(c.head[0]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float values[8];
-      from_fp8(c.high.word[2 * half] | static_cast<u64>(c.high.word[2 * half + 1]) << 32, values);
+    for (int i = 0; i < 4; ++i) from_fp8x4(c.high.word[i], pair[2 * i], pair[2 * i + 1]);
+  }
+  const float scale = __uint_as_float(c.scale);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[8 * half + i] = __fadd_rn(sum[8 * half + i], __fmul_rn(values[i], scale));
+  for (int i = 0; i < kLanePairs; ++i) {
+    float low, high;
+    if constexpr (kIsLog10) {
+      const u32 sizes = fma_bf16x2(pair[i] & 0x01ff01ff | kTwos, kOnes, kTwos | 0x80008000);  // minus 2, which is exact
+      const u32 numbers = pair[i] & 0x80008000 | sizes;
+      low = __uint_as_float(numbers << 16), high = __uint_as_float(numbers & 0xffff0000u);
+    } else {
+      from_halves(pair[i], low, high);
     }
+    sum[2 * i] = __fmaf_rn(low, scale, sum[2 * i]);
+    sum[2 * i + 1] = __fmaf_rn(high, scale, sum[2 * i + 1]);
   }
 }
 
@@ -116,23 +145,14 @@ __device__ __forceinline__ void add_to(float (&sum)[kLaneChannels], const Compre
 __device__ __forceinline__ void store_compressed(char* row, int channel, const Compressed& c) {
   *reinterpret_cast<Vec16*>(row + channel) = c.high;
   if constexpr (kIsLog10) *reinterpret_cast<u32*>(row + kLowBitsOffset + channel / 4) = c.low;
-  if (lane_idx() % 8 != 0) return;
-  u32* head = reinterpret_cast<u32*>(row + kHeadsOffset + channel / kFp8Group * kHeadBytes);
-  head[0] = c.head[0];
-  if constexpr (kIsLog10) head[1] = c.head[1];
+  if (lane_idx() % 8 == 0) *reinterpret_cast<u32*>(row + kScalesOffset + channel / kFp8Group * 4) = c.scale;
 }
 
 // Reads a lane's channels of a row that another GPU wrote. L1 may hold old lines.
 __device__ __forceinline__ Compressed load_compressed(const char* row, int channel) {
   Compressed c = {};
   c.high = ld_streaming(reinterpret_cast<const Vec16*>(row + channel));
-  const char* head = row + kHeadsOffset + channel / kFp8Group * kHeadBytes;
-  if constexpr (kIsLog10) {
-    c.low = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kLowBitsOffset + channel / 4));
-    const u64 both = ld_relaxed_sys(reinterpret_cast<const u64*>(head));
-    c.head[0] = static_cast<u32>(both), c.head[1] = static_cast<u32>(both >> 32);
-  } else {
-    c.head[0] = ld_relaxed_sys(reinterpret_cast<const u32*>(head));
-  }
+  if constexpr (kIsLog10) c.low = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kLowBitsOffset + channel / 4));
+  c.scale = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kScalesOffset + channel / kFp8Group * 4));
   return c;
 }

@@ -9,11 +9,11 @@ struct Fp8Scale {
   float inverse;
 };
 
-// All 8 lanes get the same scale. `rounded_up`: up to a power of two. `least`: the least amax that a scale is made for.
-__device__ __forceinline__ Fp8Scale scale_of(float amax, bool rounded_up, float least = kLeastAmax) {
+// All 8 lanes get the same scale. `rounded_up`: up to a power of two.
+__device__ __forceinline__ Fp8Scale scale_of(float amax, bool rounded_up) {
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-  amax = fmaxf(amax, least);
+  amax = fmaxf(amax, kLeastAmax);
   if (!rounded_up) return {__fdiv_rn(amax, kFp8Max), __fdiv_rn(kFp8Max, amax)};
   const u32 bits = __float_as_uint(__fdiv_rn(amax, kFp8Max));
   const u32 exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
@@ -29,7 +29,7 @@ __device__ __forceinline__ u32 to_fp8x2(float low, float high) {
 
 // Converts 16 channels to 16 bytes.
 template <int kFrom>
-__device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>], bool rounded_up, float& scale, float least = kLeastAmax) {
+__device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>], bool rounded_up, float& scale) {
   constexpr int kEach = kPerVec<kFrom>;
   float values[16 / kEach][kEach];
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>]
   float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i / kEach][i % kEach]));
-  const Fp8Scale s = scale_of(amax, rounded_up, least);
+  const Fp8Scale s = scale_of(amax, rounded_up);
   scale = s.scale;
   Vec16 v;
 #pragma unroll
@@ -50,13 +50,20 @@ __device__ __forceinline__ Vec16 to_fp8(const Vec16 (&held)[16 / kPerVec<kFrom>]
   return v;
 }
 
+// Converts 4 bytes to 4 channels as float16, without their scale. The conversion is exact.
+__device__ __forceinline__ void from_fp8x4(u32 bytes, u32& low, u32& high) {
+  low = high = 0;
+  if constexpr (kHasFp8) {
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
+  }
+}
+
 // Converts 8 bytes to 8 channels, without their scale. The conversion is exact.
 __device__ __forceinline__ void from_fp8(u64 bytes, float (&values)[8]) {
   Vec16 halves = {};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const unsigned short pair = static_cast<unsigned short>(bytes >> 16 * i);
-    if constexpr (kHasFp8) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves.word[i]) : "h"(pair));
-  }
+  for (int i = 0; i < 2; ++i) from_fp8x4(static_cast<u32>(bytes >> 32 * i), halves.word[2 * i], halves.word[2 * i + 1]);
   to_floats<kFloat16>(halves, values);
 }

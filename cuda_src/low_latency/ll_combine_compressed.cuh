@@ -2,14 +2,14 @@
 // bfloat16 and compresses it. The row begins where a row of bfloat16 would begin, and leaves the end of that memory empty.
 //
 // A thread has a share of each row: the 16 channels that it compresses. No word of a row equals kEmptySentinel. One thread reads and clears
-// each word. The first of the 8 threads of a group has the group's head, and gives it to the others.
+// each word. The first of the 8 threads of a group has the group's scale, and gives it to the others.
 #pragma once
 #include "common/compressed.cuh"
 #include "low_latency/ll_combine.cuh"
 
 constexpr int kRowShares = kHidden / kLaneChannels, kVecsPerShare = kRowVecs / kRowShares;
 static_assert(kHidden % kPassChannels == 0, "every lane of a warp has a share, and a row consists of whole vectors");
-static_assert(kHeadsOffset + kHidden / kFp8Group * kHeadBytes == kSentRowBytes);
+static_assert(kScalesOffset + kHidden / kFp8Group * 4 == kSentRowBytes);
 
 __device__ __forceinline__ bool leads_group() { return lane_idx() % 8 == 0; }
 
@@ -24,9 +24,8 @@ struct CompressedShare {
 
     __device__ __forceinline__ Vec16* high() const { return at<Vec16>(row, 0) + share; }
     __device__ __forceinline__ u32* low() const { return at<u32>(row, kLowBitsOffset) + share; }
-    __device__ __forceinline__ u32* head(int word) const { return at<u32>(row, kHeadsOffset) + share / 8 * (kHeadBytes / 4) + word; }
+    __device__ __forceinline__ u32* scale() const { return at<u32>(row, kScalesOffset) + share / 8; }
   };
-  static constexpr int kHeadWords = kHeadBytes / 4;
   Compressed held;
 
   __device__ static __forceinline__ Place place(u64 row, int i) { return {row, i}; }
@@ -34,32 +33,22 @@ struct CompressedShare {
   __device__ __forceinline__ void load(const Place& from) {
     held.high = ld_relaxed_sys(from.high());
     if constexpr (kIsLog10) held.low = ld_relaxed_sys(from.low());
-#pragma unroll
-    for (int i = 0; i < kHeadWords; ++i) held.head[i] = leads_group() ? ld_relaxed_sys(from.head(i)) : 0;
+    held.scale = leads_group() ? ld_relaxed_sys(from.scale()) : 0;
   }
 
   __device__ __forceinline__ bool has_arrived() const {
-    bool all = is_written(held.high) && held.head[0] != kEmptySentinel;
-    if constexpr (kIsLog10) all = all && held.low != kEmptySentinel && held.head[1] != kEmptySentinel;
-    return all;
+    return is_written(held.high) && held.scale != kEmptySentinel && (!kIsLog10 || held.low != kEmptySentinel);
   }
 
-  // Called by all lanes: gets the head from the first thread of the group.
-  __device__ __forceinline__ void complete() {
-#pragma unroll
-    for (int i = 0; i < kHeadWords; ++i) held.head[i] = __shfl_sync(~0u, held.head[i], lane_idx() & ~7);
-  }
+  // Called by all lanes: gets the scale from the first thread of the group.
+  __device__ __forceinline__ void complete() { held.scale = __shfl_sync(~0u, held.scale, lane_idx() & ~7); }
 
-  __device__ __forceinline__ void clear(const Place& from) const {
-    write(from, {empty_vec(), kEmptySentinel, {kEmptySentinel, kEmptySentinel}});
-  }
+  __device__ __forceinline__ void clear(const Place& from) const { write(from, {empty_vec(), kEmptySentinel, kEmptySentinel}); }
 
   __device__ static __forceinline__ void write(const Place& to, const Compressed& c) {
     st_relaxed_sys(to.high(), c.high);
     if constexpr (kIsLog10) st_relaxed_sys(to.low(), c.low);
-    if (!leads_group()) return;
-#pragma unroll
-    for (int i = 0; i < kHeadWords; ++i) st_relaxed_sys(to.head(i), c.head[i]);
+    if (leads_group()) st_relaxed_sys(to.scale(), c.scale);
   }
 
   // The row has its weights already.

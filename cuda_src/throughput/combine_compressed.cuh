@@ -1,81 +1,129 @@
 // A combine whose rows travel as FP8 (combine_fp8) or as 10-bit logarithms (combine_log10). combine.cuh describes the roles of the warps
 // and the protocol.
 //
-// A copy warp reads a chunk of rows, converts it, and writes it to the peer: with TMA into a stage of its own, which a bulk copy empties
-// while the warp fills its other stage; without TMA straight to the peer. Reduce warps convert back and add up in float32. Rows of the own
-// rank are converted too, so that the result does not depend on the rank of an expert.
+// With TMA, a copy warp has memory for one row as it lies in y, in parts, and two stages for compressed chunks. Bulk loads fill a part
+// while the warp converts other parts, and a bulk store empties a stage while the warp fills the other one. Without TMA, a copy warp reads
+// y and writes to the peer itself. Reduce warps convert back and add up in float32. Rows of the own rank are converted too, so that the
+// result does not depend on the rank of an expert.
 //
-// Bytes: each row is read once, crosses the link once with kSentRowBytes, and is read once from staging. Each token is written once.
+// Bytes: each row is read once, crosses the link once with kSentRowBytes, and is read once from staging. Each token is written once. The
+// conversions take most of the time where few SMs work.
 #pragma once
 #include "common/compressed.cuh"
 #include "throughput/combine.cuh"
 
 constexpr int kVecsPerLane = kLaneChannels / kPerVec<kElement>;
 constexpr int kPasses = (kHidden + kPassChannels - 1) / kPassChannels;
+constexpr int kPartPasses = 4, kParts = (kPasses + kPartPasses - 1) / kPartPasses;
+constexpr int kPassBytes = kPassChannels * (kRowBytes / kHidden), kPartBytes = kPartPasses * kPassBytes;
 static_assert(kHidden % 128 == 0);
 
-// Called by a warp. A lane has up to 8 vectors in flight; more would spill registers.
-__device__ __forceinline__ void compress_row(const char* from, char* to) {
-  constexpr int kAtOnce = (kIsLog10 ? 6 : 8) / kVecsPerLane;
+// Called by a warp: converts passes [first, first + kPartPasses) of a row. `part`: their channels. A lane has up to 8 vectors in flight;
+// more would spill registers.
+__device__ __forceinline__ void compress_part(const char* part, int first, char* to) {
+  constexpr int kAtOnce = kHasTma ? 2 : 8 / kVecsPerLane;
   const int lane = lane_idx();
-  for (int first = 0; first < kPasses; first += kAtOnce) {
+  auto exists = [&](int pass) {
+    return kHidden % kPassChannels == 0 ? pass < kPasses : pass * kPassChannels + lane * kLaneChannels < kHidden;
+  };
+#pragma unroll
+  for (int start = 0; start < kPartPasses; start += kAtOnce) {
+    if (first + start >= kPasses) break;  // the same for all lanes, as below
     Vec16 held[kAtOnce][kVecsPerLane] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int channel = (first + i) * kPassChannels + lane * kLaneChannels;
-      if (channel >= kHidden) continue;
+      if (!exists(first + start + i)) continue;
 #pragma unroll
       for (int v = 0; v < kVecsPerLane; ++v) {
-        held[i][v] = ld_vec(reinterpret_cast<const Vec16*>(from) + channel / kPerVec<kElement> + v);
+        held[i][v] = *(reinterpret_cast<const Vec16*>(part + (start + i) * kPassBytes) + lane * kVecsPerLane + v);
       }
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i >= kPasses) break;  // the same for all lanes
-      const int channel = (first + i) * kPassChannels + lane * kLaneChannels;
+      if (first + start + i >= kPasses) break;
       const Compressed c = compressed<kElement>(held[i]);
-      if (channel >= kHidden) continue;
-      store_compressed(to, channel, c);
+      if (exists(first + start + i)) store_compressed(to, (first + start + i) * kPassChannels + lane * kLaneChannels, c);
     }
   }
 }
 
-__device__ __forceinline__ void compress_chunk(const Params& p, const Routes& routes, const Chunk& c, char* to) {
-  copy_weights(p, routes, c);
-  for (int row = 0; row < c.num_rows; ++row) {
-    compress_row(source_of(p, routes, c) + static_cast<i64>(row) * kRowBytes, to + static_cast<i64>(row) * kSentRowBytes);
+// A row on its way, or no row after the last one.
+struct Place {
+  int item = -1;
+  Chunk chunk = {};
+  int row = 0;  // of the chunk
+
+  template <class Work>
+  __device__ __forceinline__ void advance(const Params& p, const Routes& routes, Work& work) {
+    if (++row < chunk.num_rows) return;
+    row = 0;
+    do {
+      item = work.next();
+      if (item >= 0) chunk = chunk_at(p, routes, item);
+    } while (item >= 0 && chunk.num_rows == 0);
   }
+};
+
+// Called by one lane.
+__device__ __forceinline__ void load_part(const Params& p, const Routes& routes, const Place& place, int part, char* input, u64* barriers) {
+  const int num_bytes = min(kPartBytes, kRowBytes - part * kPartBytes);
+  barrier_expect(barriers + part, num_bytes);
+  const char* row = source_of(p, routes, place.chunk) + static_cast<i64>(place.row) * kRowBytes;
+  bulk_load(input + part * kPartBytes, row + part * kPartBytes, num_bytes, barriers + part);
 }
 
-// With TMA. Reuse of memory: a warp refills a stage when at most the copy of its other stage still reads.
-__device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, CopyProgress& progress) {
+// With TMA. Reuse of memory: a part is loaded again when all lanes have read it. A warp refills a stage when at most the copy of its other
+// stage still reads.
+__device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* input, u64* barriers, CopyProgress& progress) {
   constexpr int kUnwritten = 2;
   WorkIterator work(queue_of(p, routes, gridDim.x * kCombineCopyWarps), [](int) {});
   const int lane = lane_idx();
+  char* stages = input + kRowBytes;
   fence_bulk_copies();  // the block has acquired the targets' addresses and the permission to write
+  if (lane == 0) {
+    for (int part = 0; part < kParts; ++part) barrier_init(barriers + part);
+    barrier_init_fence();
+  }
+  __syncwarp();
+  Place place;
+  place.advance(p, routes, work);
+  for (int part = 0; part < kParts && lane == 0 && place.item >= 0; ++part) load_part(p, routes, place, part, input, barriers);
   int turn = 0;
-  for (int item = work.next(); item >= 0; item = work.next()) {
-    const Chunk c = chunk_at(p, routes, item);
-    if (c.num_rows == 0) continue;
-    char* target = target_of(routes, c);
+  u32 parity = 0;
+  while (place.item >= 0) {
+    Place next = place;
+    next.advance(p, routes, work);
+    char* target = target_of(routes, place.chunk);
     char* stage = stages + turn % 2 * kStageBytes + reinterpret_cast<u64>(target) % 128;
-    if (lane == 0) bulk_wait_read<1>();
-    __syncwarp();
-    compress_chunk(p, routes, c, stage);
-    fence_bulk_copies();  // each lane's own stores to the stage
-    __syncwarp();
-    if (lane == 0) {
-      bulk_store(target, stage, c.num_rows * kSentRowBytes);
-      bulk_commit();
-      while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= CopyProgress::kRingEntries)
-        continue;  // the signal warp waits for nothing, so this ends
-      progress.items[turn % CopyProgress::kRingEntries] = item;
-      if (turn >= kUnwritten) {
-        bulk_wait_written<kUnwritten>();
-        st_release_block(&progress.written, turn + 1 - kUnwritten);
-      }
+    if (place.row == 0) {
+      copy_weights(p, routes, place.chunk);
+      if (lane == 0) bulk_wait_read<1>();
+      __syncwarp();
     }
-    ++turn;
+    for (int part = 0; part < kParts; ++part) {
+      barrier_wait(barriers + part, parity);
+      compress_part(input + part * kPartBytes, part * kPartPasses, stage + place.row * kSentRowBytes);
+      __syncwarp();  // all lanes have read the part
+      if (lane == 0 && next.item >= 0) load_part(p, routes, next, part, input, barriers);
+    }
+    parity ^= 1;
+    if (next.row == 0) {
+      fence_bulk_copies();  // each lane's own stores to the stage
+      __syncwarp();
+      if (lane == 0) {
+        bulk_store(target, stage, place.chunk.num_rows * kSentRowBytes);
+        bulk_commit();
+        while (turn - static_cast<int>(ld_acquire_block(&progress.signalled)) >= CopyProgress::kRingEntries)
+          continue;  // the signal warp waits for nothing, so this ends
+        progress.items[turn % CopyProgress::kRingEntries] = place.item;
+        if (turn >= kUnwritten) {
+          bulk_wait_written<kUnwritten>();
+          st_release_block(&progress.written, turn + 1 - kUnwritten);
+        }
+      }
+      ++turn;
+    }
+    place = next;
   }
   if (lane == 0) {
     bulk_wait_written<0>();
@@ -90,7 +138,13 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   for (int item = work.next(); item >= 0; item = work.next()) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
-    compress_chunk(p, routes, c, target_of(routes, c));
+    copy_weights(p, routes, c);
+    for (int row = 0; row < c.num_rows; ++row) {
+      const char* from = source_of(p, routes, c) + static_cast<i64>(row) * kRowBytes;
+      for (int part = 0; part < kParts; ++part) {
+        compress_part(from + part * kPartBytes, part * kPartPasses, target_of(routes, c) + static_cast<i64>(row) * kSentRowBytes);
+      }
+    }
     __syncwarp();
     if (lane_idx() == 0) {
       fence_release_sys();
@@ -99,45 +153,81 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   }
 }
 
-// This loop waits for memory. A lane has the channels of up to kAtOnce rows in flight.
-__device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
-  constexpr int kAtOnce = kNumRanks < 3 ? kNumRanks : 3, kEach = kPerVec<kElement>;
-  const u64 offset = static_cast<u64>(token) * kRowBytes;
-  for (int channel = lane_idx() * kLaneChannels; channel < kHidden; channel += kPassChannels) {
-    float sum[kLaneChannels] = {};
+// Channels of a lane in some passes of some rows.
+struct Batch {
+  static constexpr int kRanks = kNumRanks < 4 ? kNumRanks : 4, kAtOnce = kRanks < 3 && !kIsLog10 ? 2 : 1;  // passes
+  static constexpr int kPerPass = (kNumRanks + kRanks - 1) / kRanks;  // batches with the ranks of a pass
+  Compressed held[kAtOnce][kRanks];
+
+  __device__ __forceinline__ void load(const u64 (&rows)[kNumRanks], int first_rank, int channel) {
 #pragma unroll
-    for (int first = 0; first < kNumRanks; first += kAtOnce) {
-      Compressed held[kAtOnce];
+    for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < kNumRanks && rows[first + i]) held[i] = load_compressed(at<const char>(rows[first + i], 0), channel);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < kNumRanks && rows[first + i]) add_to(sum, held[i]);
+      for (int r = 0; r < kRanks; ++r) {
+        const int at_channel = channel + i * kPassChannels;
+        if (first_rank + r < kNumRanks && rows[first_rank + r] && at_channel < kHidden) {
+          held[i][r] = load_compressed(at<const char>(rows[first_rank + r], 0), at_channel);
+        }
       }
     }
+  }
+};
+
+__device__ __forceinline__ void write_channels(const Params& p, int token, int channel, const float (&sum)[kLaneChannels]) {
+  constexpr int kEach = kPerVec<kElement>;
+  const u64 offset = static_cast<u64>(token) * kRowBytes;
 #pragma unroll
-    for (int v = 0; v < kVecsPerLane; ++v) {
-      float part[kEach];
+  for (int v = 0; v < kVecsPerLane; ++v) {
+    float part[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) part[i] = sum[v * kEach + i];
-      const int vec = channel / kEach + v;
-      if (p.bias_0) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_0, offset) + vec));
-      if (p.bias_1) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_1, offset) + vec));
-      st_vec(at<Vec16>(p.out, offset) + vec, rounded<kElement>(part));
+    for (int i = 0; i < kEach; ++i) part[i] = sum[v * kEach + i];
+    const int vec = channel / kEach + v;
+    if (p.bias_0) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_0, offset) + vec));
+    if (p.bias_1) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_1, offset) + vec));
+    st_vec(at<Vec16>(p.out, offset) + vec, rounded<kElement>(part));
+  }
+}
+
+// This loop waits for memory, so each lane loads a batch while it adds up the one before.
+__device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
+  constexpr int kStep = Batch::kAtOnce * kPassChannels;
+  const int first = lane_idx() * kLaneChannels;
+  Batch batch;
+  batch.load(rows, 0, first);
+#pragma unroll 2
+  for (int channel = first; channel < kHidden; channel += kStep) {
+    float sum[Batch::kAtOnce][kLaneChannels] = {};
+#pragma unroll
+    for (int b = 0; b < Batch::kPerPass; ++b) {
+      const bool is_last = b == Batch::kPerPass - 1;
+      Batch next;
+      next.load(rows, is_last ? 0 : (b + 1) * Batch::kRanks, is_last ? channel + kStep : channel);
+#pragma unroll
+      for (int i = 0; i < Batch::kAtOnce; ++i) {
+#pragma unroll
+        for (int r = 0; r < Batch::kRanks; ++r) {
+          const int rank = b * Batch::kRanks + r;
+          if (rank < kNumRanks && rows[rank]) add_to(sum[i], batch.held[i][r]);
+        }
+      }
+      batch = next;
+    }
+#pragma unroll
+    for (int i = 0; i < Batch::kAtOnce; ++i) {
+      if (channel + i * kPassChannels < kHidden) write_channels(p, token, channel + i * kPassChannels, sum[i]);
     }
   }
 }
 
-// The whole kernel. `stages`: two stages for each copy warp, with TMA.
-__device__ __forceinline__ void combine_compressed(const Params& p, char* stages) {
+// The whole kernel. `memory`: with TMA, a row and two stages for each copy warp.
+__device__ __forceinline__ void combine_compressed(const Params& p, char* memory) {
   __shared__ Routes routes;
+  __shared__ u64 barriers[kCombineCopyWarps * kParts];
   __shared__ CopyProgress progress[kCombineCopyWarps];
   auto copy_rows = [&](u32 epoch) {
     const int warp = warp_idx();
     if constexpr (kHasTma) {
-      copy_rows_bulk(p, routes, stages + warp * 2 * kStageBytes, progress[warp]);
+      copy_rows_bulk(p, routes, memory + warp * (kRowBytes + 2 * kStageBytes), barriers + warp * kParts, progress[warp]);
     } else {
       copy_rows_by_warp(p, routes, epoch);
     }

@@ -2,6 +2,6 @@
 #include "throughput/combine_compressed.cuh"
 
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_log10(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char stages[];
-  combine_compressed(p, stages);
+  extern __shared__ __align__(128) char memory[];
+  combine_compressed(p, memory);
 }

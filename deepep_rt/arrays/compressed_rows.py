@@ -1,25 +1,27 @@
 """Compress rows of channels for the way back of a combine, in NumPy, to the same bits as on GPUs (cuda_src/common/compressed.cuh).
 
-A compressed row has a byte for each channel, then parts that depend on the format. Groups of 128 channels share a head.
+Groups of 128 channels share a scale, a float32 that is a power of two. A channel is the product of a small number and the scale.
 
-- "fp8": the byte is an e4m3fn number. The head is a float32 scale. A channel is the product of both.
-- "log10": the byte has the sign and the upper 7 bits of a code of 9 bits. The lower 2 bits follow, 16 channels in a word. Code 0 is zero.
-  The bits of a positive float32, read as an integer, are a logarithm that is linear within each octave. The codes 1 to `LOG10_CODES` divide
-  the range of a group in these logarithms evenly, and the last one is the largest channel. The head has the logarithm of that channel and
-  the distance of two codes. A range ends `LOG10_OCTAVES` octaves below the largest channel, and smaller channels become zero.
+- "fp8": the small number is an e4m3fn number, a byte.
+- "log10": the small number has a sign and a code of 9 bits. The size of the number, plus 2, is a bfloat16 from 2 to 31.75, and the code is the
+  lower bits of this bfloat16. So steps are those of a logarithm, 128 in each octave of the size plus 2. This is the rule of the mu-law.
 
-No word of a row has all bits set, because low-latency calls mark empty memory with it. The bytes of "log10" never have all bits set, and
-where the lower bits of 16 channels would, the code of the first of them becomes one less.
+A compressed row has 16 bytes for each 16 channels, with "log10" then a word for each 16 channels, and then the scales. 16 channels of
+"log10" are 8 pairs of 16 bits: the sign in bit 15, the code in bits 0 to 8. The first five pairs lie in the four words and in the fifth. The
+other three fill the bits that the five leave free (`_PLACES`), with their signs in bit 9.
+
+No word of a row has all bits set, because low-latency calls mark empty memory with it. Code 511 is therefore not used.
 """
 
 from __future__ import annotations
 
 import functools
 
+import ml_dtypes
 import numpy as np
 
 from .dtypes import FP8_GROUP
-from .number_formats import to_fp8
+from .number_formats import encode_e4m3
 
 COMPRESSIONS = ("fp8", "log10")
 """Formats of rows on their way."""
@@ -27,26 +29,26 @@ COMPRESSIONS = ("fp8", "log10")
 LOW_LATENCY_CHANNELS = 512
 """Low-latency calls compress rows of a multiple of it: their warps convert so many channels at a time."""
 
-LOG10_CODES = 507
-"""Codes other than zero. With 508, a byte could have all bits set."""
+LEAST_AMAX = np.float32(2.0**-100)
+"""The least largest channel of a group that a scale is made for. Smaller groups lose precision, and scales stay normal numbers."""
 
-LOG10_OCTAVES = 14
-"""Larger ranges lose precision, and smaller ones lose small channels: with 14, normal and heavy-tailed rows are as exact as with 32."""
+SCALE_RULES = {
+    "fp8": (0x1FFFFF, -8),  # the largest number, 448, is 1.75 * 2**8
+    "log10": (0x117FFF, -4),  # 31.75 is the nearest bfloat16, of even code, up to 31.8125, which is 2 + 1.86328125 * 2**4
+}
+"""How the bits of the largest channel of a group, a float32, become the scale. Add the first number, so that a channel that would round to more
+than the largest small number gets the next exponent. Add the second number to the exponent, and drop the mantissa."""
 
-LOG10_LEAST = 2048
-"""The bits of the least largest channel of a group: 2**-138. Smaller groups become zero."""
-
-LEAST_FP8_AMAX = np.float32(2.0**-100)
-"""The least largest channel of a group that an FP8 scale is made for. Smaller groups lose precision, and scales stay normal numbers."""
-
-_LOW_BITS_CHANNELS = 16  # of a word
-_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+_LOG10_CHANNELS = 16  # whose numbers share words
+_PLACES = (  # pair, word, shift to the left, and the bits of the word
+    (5, 0, 9, 0x7E00), (5, 1, 5, 0x7800), (6, 1, 9, 0x0600), (6, 2, 7, 0x7E00), (6, 3, 5, 0x6000), (7, 3, 9, 0x1E00), (7, 4, 5, 0x7E00),
+)  # fmt: skip
+_NUMBER, _CODE, _SIGN, _TWO = (np.uint16(bits) for bits in (0x81FF, 0x01FF, 0x8000, 0x4000))
 
 
 def compressed_row_bytes(hidden: int, compression: str) -> int:
     """Return the bytes of a compressed row, a multiple of 16. `hidden` is a multiple of 128."""
-    groups = hidden // FP8_GROUP
-    used = hidden + (4 * groups if compression == "fp8" else hidden // 4 + 8 * groups)
+    used = hidden + (hidden // 4 if compression == "log10" else 0) + 4 * (hidden // FP8_GROUP)
     return -(-used // 16) * 16
 
 
@@ -58,67 +60,78 @@ def compress(rows: np.ndarray, compression: str) -> np.ndarray:
         compression: One of `COMPRESSIONS`.
 
     Returns:
-        `[n, compressed_row_bytes]` uint8. If a channel is infinite, its group becomes NaN. If a channel is NaN, its group ("log10") or the
-        channel ("fp8") becomes NaN.
+        `[n, compressed_row_bytes]` uint8. A group becomes NaN if one of its channels is NaN, infinite, or more than 1.75 * 2**127.
     """
-    parts = _to_fp8(rows) if compression == "fp8" else _to_log10(rows)
+    groups = np.ascontiguousarray(rows).reshape(len(rows), rows.shape[1] // FP8_GROUP, FP8_GROUP)
+    scales, inverses = _scales(groups, compression)
+    with np.errstate(all="ignore"):
+        scaled = (groups * inverses[:, :, None]).reshape(rows.shape)
+    parts = (encode_e4m3(scaled), scales) if compression == "fp8" else (*_pack(_to_log10(scaled)), scales)
     packed = np.zeros((len(rows), compressed_row_bytes(rows.shape[1], compression)), np.uint8)
     start = 0
     for part in parts:
         num_bytes = part.nbytes // max(len(rows), 1)
-        packed[:, start : start + num_bytes] = part.reshape(len(rows), num_bytes // part.itemsize).view(np.uint8)
+        packed[:, start : start + num_bytes] = np.ascontiguousarray(part).reshape(len(rows), num_bytes // part.itemsize).view(np.uint8)
         start += num_bytes
     return packed
 
 
 def expand(packed: np.ndarray, hidden: int, compression: str) -> np.ndarray:
     """Convert compressed rows, `[n, compressed_row_bytes]` uint8, to float32, `[n, hidden]`."""
-    groups = hidden // FP8_GROUP
-    num_rows = len(packed)
-    high = packed[:, :hidden].reshape(num_rows, groups, FP8_GROUP)
+    start = hidden + (hidden // 4 if compression == "log10" else 0)
+    scales = np.ascontiguousarray(packed[:, start : start + 4 * (hidden // FP8_GROUP)]).view(np.float32)
     if compression == "fp8":
-        scales = np.ascontiguousarray(packed[:, hidden : hidden + 4 * groups]).view(np.float32)
-        with np.errstate(all="ignore"):
-            return (_e4m3_numbers()[high] * scales[:, :, None]).reshape(num_rows, hidden)
-    start = hidden + hidden // 4
-    words = np.ascontiguousarray(packed[:, hidden:start]).view(np.uint32)
-    low = (words[:, :, None] >> (2 * np.arange(_LOW_BITS_CHANNELS, dtype=np.uint32)) & 3).reshape(high.shape)
-    heads = np.ascontiguousarray(packed[:, start : start + 8 * groups]).view(np.uint32).reshape(num_rows, groups, 2)
-    codes = (high.astype(np.uint32) & 0x7F) << 2 | low
-    largest, step = heads[:, :, :1], heads[:, :, 1:]
-    sizes = np.where(codes == 0, 0, largest - (LOG10_CODES - codes) * step)
-    return (sizes | (high.astype(np.uint32) & 0x80) << 24).astype(np.uint32).view(np.float32).reshape(num_rows, hidden)
+        numbers = _e4m3_numbers()[packed[:, :hidden]]
+    else:
+        numbers = _from_log10(_unpack(packed[:, :hidden], packed[:, hidden:start]))
+    with np.errstate(all="ignore"):
+        return (numbers.reshape(len(packed), hidden // FP8_GROUP, FP8_GROUP) * scales[:, :, None]).reshape(len(packed), hidden)
 
 
-def _to_fp8(rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    return to_fp8(rows, round_scale=False, least_amax=LEAST_FP8_AMAX)
+def _scales(groups: np.ndarray, compression: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scale of each group and its inverse, or NaN."""
+    round_up, more = SCALE_RULES[compression]
+    largest = np.maximum((groups.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=2), LEAST_AMAX.view(np.uint32))
+    bits = largest + np.uint32(round_up) & ~np.uint32(0x7FFFFF)  # NaN reaches the sign
+    fits = bits < np.uint32(0x7F800000)
+    scales = np.where(fits, bits + np.uint32(more << 23 & 0xFFFFFFFF), np.uint32(0x7FC00000))
+    inverses = np.where(fits, np.uint32(254 << 23) - scales, np.uint32(0x7FC00000))
+    return scales.astype(np.uint32).view(np.float32), inverses.astype(np.uint32).view(np.float32)
 
 
-def _to_log10(rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    bits = np.ascontiguousarray(rows).view(np.uint32).reshape(len(rows), rows.shape[1] // FP8_GROUP, FP8_GROUP)
-    sizes = bits & np.uint32(0x7FFFFFFF)
-    most = sizes.max(axis=2, keepdims=True)
-    least = (sizes - np.uint32(1)).min(axis=2, keepdims=True) + np.uint32(1)  # of the channels other than zero
-    is_finite = most < _INFINITY
-    most = np.where(most < LOG10_LEAST, np.uint32(0), most)
-    lowest = np.where(most == 0, np.uint32(0), most - np.uint32(LOG10_CODES - 2))  # all codes stay above zero
-    span = np.minimum(np.minimum(most - least, np.uint32(LOG10_OCTAVES << 23)), lowest)
-    step = np.maximum((span + np.uint32(LOG10_CODES - 2)) // np.uint32(LOG10_CODES - 1), np.uint32(2))
-    # The kernel multiplies instead of dividing. The first bit of `scaled` is set, so that its inverse has all bits of a float32.
-    shift = np.uint32(32) - np.frexp(step)[1].astype(np.uint32)
-    scaled = (step << shift).astype(np.float32)
-    inverse = (np.float32(1) / scaled * np.float32(2.0**62)).astype(np.uint64)
-    below = (most - sizes + step // np.uint32(2)).astype(np.uint64) * inverse >> (np.uint64(62) - shift)
-    codes = np.where((sizes == 0) | (below >= LOG10_CODES), 0, LOG10_CODES - below.astype(np.int64))
-    codes = np.where(is_finite, codes, LOG10_CODES).astype(np.uint32)
-    high = (bits >> 24 & 0x80 | codes >> 2).astype(np.uint8)
-    shifts = 2 * np.arange(_LOW_BITS_CHANNELS, dtype=np.uint32)
-    low = np.bitwise_or.reduce(
-        (codes & 3).reshape(len(rows), rows.shape[1] // _LOW_BITS_CHANNELS, _LOW_BITS_CHANNELS) << shifts, axis=2
-    ).astype(np.uint32)
-    low -= low == 0xFFFFFFFF
-    heads = np.concatenate([np.where(is_finite, most, _NAN), np.where(is_finite, step, 0)], axis=2).astype(np.uint32)
-    return high, low, heads
+def _to_log10(scaled: np.ndarray) -> np.ndarray:
+    """Return signs and codes, `[n, hidden]` uint16. The sign of NaN is zero."""
+    codes = (np.abs(scaled) + np.float32(2)).astype(ml_dtypes.bfloat16).view(np.uint16) & _CODE
+    signs = (np.ascontiguousarray(scaled).view(np.uint32) >> 16).astype(np.uint16) & _SIGN
+    return np.where(np.isnan(scaled), _CODE, codes | signs)
+
+
+def _from_log10(numbers: np.ndarray) -> np.ndarray:
+    sizes = (numbers & _CODE | _TWO).view(ml_dtypes.bfloat16).astype(np.float32) - np.float32(2)
+    return np.where(numbers & _SIGN, -sizes, sizes)
+
+
+def _pack(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first four words and the fifth word of each 16 channels."""
+    pairs = numbers.reshape(len(numbers), numbers.shape[1] // _LOG10_CHANNELS, _LOG10_CHANNELS // 2, 2)
+    words = pairs[:, :, :5].copy()
+    close = pairs & _CODE | pairs >> np.uint16(6) & np.uint16(0x200)
+    for pair, word, shift, bits in _PLACES:
+        words[:, :, word] |= close[:, :, pair] << np.uint16(shift) & np.uint16(bits)
+    return words[:, :, :4], words[:, :, 4]
+
+
+def _unpack(first: np.ndarray, fifth: np.ndarray) -> np.ndarray:
+    """Return the numbers of `_pack`, `[n, hidden]` uint16."""
+    count = first.shape[1] // _LOG10_CHANNELS
+    parts = [np.ascontiguousarray(part).view(np.uint16) for part in (first, fifth)]
+    words = np.concatenate([part.reshape(len(first), count, part.shape[1] // count // 2, 2) for part in parts], axis=2)
+    pairs = np.zeros((*words.shape[:2], _LOG10_CHANNELS // 2, 2), np.uint16)
+    pairs[:, :, :5] = words & _NUMBER
+    for pair, word, shift, bits in _PLACES:
+        pairs[:, :, pair] |= (words[:, :, word] & np.uint16(bits)) >> np.uint16(shift)
+    pairs[:, :, 5:] = pairs[:, :, 5:] & _CODE | pairs[:, :, 5:] << np.uint16(6) & _SIGN
+    return pairs.reshape(first.shape)
 
 
 @functools.cache

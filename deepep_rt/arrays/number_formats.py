@@ -17,13 +17,12 @@ _MIN_NORMAL = np.float32(2.0**-6)
 _SUBNORMALS_PER_UNIT = np.float32(2.0**9)
 
 
-def to_fp8(rows: np.ndarray, round_scale: bool, least_amax: np.float32 = MIN_AMAX) -> tuple[np.ndarray, np.ndarray]:
+def to_fp8(rows: np.ndarray, round_scale: bool) -> tuple[np.ndarray, np.ndarray]:
     """Scale each group of 128 channels and round it to e4m3fn.
 
     Args:
         rows: `[n, hidden]` float32, `hidden` a multiple of 128. Scales ignore NaN.
         round_scale: Make each scale the least power of two that lets its group fit.
-        least_amax: The least largest channel that a scale is made for.
 
     Returns:
         The codes of the FP8 numbers, `[n, hidden]` uint8, and the scales, `[n, hidden // 128]` float32. A channel is its FP8 number
@@ -32,7 +31,7 @@ def to_fp8(rows: np.ndarray, round_scale: bool, least_amax: np.float32 = MIN_AMA
     groups = rows.reshape(rows.shape[0], rows.shape[1] // FP8_GROUP, FP8_GROUP)
     with np.errstate(all="ignore"):  # the docstring says what infinities and NaN become
         # np.fmax.reduce and np.nanmax ignore NaN too, but next to a signalling NaN they may lose the largest number.
-        amax = np.maximum(np.where(np.isnan(groups), 0, np.abs(groups)).max(axis=2), least_amax)
+        amax = np.maximum(np.where(np.isnan(groups), 0, np.abs(groups)).max(axis=2), MIN_AMAX)
         scales = amax / MAX_E4M3
         if round_scale:
             scales = _next_power_of_two(scales)

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from ..arrays.compressed_rows import COMPRESSIONS, LEAST_FP8_AMAX, LOG10_CODES, LOG10_LEAST, LOG10_OCTAVES, compressed_row_bytes
+from ..arrays.compressed_rows import COMPRESSIONS, LEAST_AMAX, SCALE_RULES, compressed_row_bytes
 from ..arrays.dtypes import DTYPES, FP8_GROUP
 from ..config import COMBINE_DTYPES, LOW_LATENCY_TILE_BYTES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, STAGE_BYTES, Config, rows_per_copy
 from ..errors import EPConfigError
@@ -20,8 +20,8 @@ TAIL_ROWS = 32
 EXPERTS_PER_BLOCK = 2
 """Experts that a block of expert_positions takes at a time."""
 
-_COMPRESSED_REDUCE_WARPS = 9
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
+_COMPRESSED_BYTES, _COMPRESSED_REDUCE_WARPS = 216 * 1024, 8
 
 
 def arch_number(arch: str) -> int:
@@ -108,28 +108,30 @@ def combine_constants(config: Config, dtype: str) -> dict[str, int]:
 
 def compression_constants(config: Config, compression: str) -> dict[str, int]:
     """Return the constants of a kernel that compresses rows on the way."""
+    round_up, exponent = SCALE_RULES[compression]
     return {
         "kCompression": COMPRESSIONS.index(compression),
         **{f"kCompression{name.capitalize()}": number for number, name in enumerate(COMPRESSIONS)},
         "kSentRowBytes": compressed_row_bytes(config.hidden, compression),
-        "kLeastFp8AmaxBits": int(LEAST_FP8_AMAX.view(np.uint32)),
-        "kLog10Codes": LOG10_CODES,
-        "kLog10Least": LOG10_LEAST,
-        "kLog10Range": LOG10_OCTAVES << 23,
+        "kLeastAmaxBits": int(LEAST_AMAX.view(np.uint32)),
+        "kScaleRoundUp": round_up,
+        "kScaleExponent": exponent,
     }
 
 
 def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str, int]:
     """Return the constants of a combine kernel with TMA that compresses rows of `dtype`.
 
-    Each copy warp has two stages for compressed chunks. More warps copy than in a plain combine, because they convert.
+    Each copy warp has memory for a row, and two stages for compressed chunks. More warps copy than in a plain combine, because they convert.
     """
-    rows = rows_per_copy(config.hidden * DTYPES[dtype].itemsize)
-    pitch = -(-rows * compressed_row_bytes(config.hidden, compression) // 128) * 128 + 128
-    copy_warps = min(10, max(1, _STAGING_BYTES // (2 * pitch)))
+    row_bytes = config.hidden * DTYPES[dtype].itemsize
+    chunk_bytes = rows_per_copy(row_bytes) * compressed_row_bytes(config.hidden, compression)
+    pitch = -(-chunk_bytes // 128) * 128 + 128  # staging keeps the destination's offset within its 128-byte line
+    memory = row_bytes + 2 * pitch
+    copy_warps = min(8, max(1, _COMPRESSED_BYTES // memory))
     return {
         "kStageBytes": pitch,
         "kCombineCopyWarps": copy_warps,
         "kCombineThreads": 32 * (copy_warps + 1 + _COMPRESSED_REDUCE_WARPS),
-        "kCombineSharedBytes": copy_warps * 2 * pitch,
+        "kCombineSharedBytes": copy_warps * memory,
     }

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.compressed_rows import LOG10_CODES, LOG10_LEAST, LOG10_OCTAVES
 from ..arrays.dtypes import FP8_GROUP
 from .arrays import Arrays
 
 _LARGEST = np.float32(448)  # of e4m3fn
 _LEAST = np.float32(1e-4)  # lower bound of a group's largest channel in dispatches
 _LEAST_COMPRESSED = np.float32(2.0**-100)  # the same in combines
-_WORD_CHANNELS = 16  # of lower bits in a word of 10-bit logarithms
 
 
 def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tuple[Any, Any]:
@@ -64,35 +62,28 @@ def after_compression(arrays: Arrays, rows: Any, form: str) -> Any:
 
 
 def _after_fp8(arrays: Arrays, groups: Any) -> Any:
-    xp = arrays.xp
-    largest = xp.maximum(abs(groups).max(axis=1), _LEAST_COMPRESSED)[:, None]
-    codes = _e4m3_codes(arrays, abs(groups) * (_LARGEST / largest)).reshape(groups.shape)
-    sizes = arrays.put(_e4m3_sizes())[codes] * (largest / _LARGEST)
+    scales = _power_of_two(arrays, groups, most=1.75) * np.float32(2.0**-8)
+    codes = _e4m3_codes(arrays, abs(groups) / scales).reshape(groups.shape)
+    sizes = arrays.put(_e4m3_sizes())[codes] * scales
     return _with_signs(arrays, sizes.view(np.uint32), groups)
 
 
 def _after_log10(arrays: Arrays, groups: Any) -> Any:
-    """Divide the range of each group, in logarithms that are the bits of float32, into `LOG10_CODES` codes."""
+    """Round each size, in units in which the largest is at most 29.8, plus 2, to 8 significant bits, and take 2 away."""
     xp = arrays.xp
-    sizes = groups.view(np.uint32) & xp.uint32(0x7FFFFFFF)
-    most = sizes.max(axis=1)[:, None]
-    least = (sizes - xp.uint32(1)).min(axis=1)[:, None] + xp.uint32(1)  # zero, minus 1, is the largest number
-    most = xp.where(most < xp.uint32(LOG10_LEAST), xp.uint32(0), most)
-    lowest = xp.where(most == xp.uint32(0), xp.uint32(0), most - xp.uint32(LOG10_CODES - 2))
-    span = xp.minimum(xp.minimum(most - least, xp.uint32(LOG10_OCTAVES << 23)), lowest)
-    step = xp.maximum((span + xp.uint32(LOG10_CODES - 2)) // xp.uint32(LOG10_CODES - 1), xp.uint32(2))
-    shift = xp.uint32(158) - (step.astype(np.float32).view(np.uint32) >> xp.uint32(23))  # makes bit 31 the first bit of `step`
-    scaled = (step << shift).astype(np.float32)
-    inverse = (xp.float32(1) / scaled * xp.float32(2.0**62)).astype(np.uint64)
-    distance = (most - sizes + step // xp.uint32(2)).astype(np.uint64)
-    below = (distance * inverse >> (xp.uint64(62) - shift.astype(np.uint64))).astype(np.int64)
-    codes = xp.where((sizes == xp.uint32(0)) | (below >= LOG10_CODES), 0, LOG10_CODES - below)
-    by_word = codes.reshape(-1, _WORD_CHANNELS)
-    is_full = (by_word & 3 == 3).all(axis=1)  # all bits of the word would be set
-    by_word[:, 0] -= is_full
-    codes = by_word.reshape(groups.shape)
-    bits = most.astype(np.int64) - (LOG10_CODES - codes) * step.astype(np.int64)
-    return _with_signs(arrays, xp.where(codes == 0, 0, bits).astype(np.uint32), groups)
+    scales = _power_of_two(arrays, groups, most=1.86328125) / np.float32(16)
+    sums = abs(groups) / scales + np.float32(2)
+    steps = (sums.view(np.uint32) & xp.uint32(0x7F800000)).view(np.float32) * np.float32(1 / 128)
+    sizes = (xp.rint(sums / steps) * steps - np.float32(2)) * scales
+    return _with_signs(arrays, sizes.view(np.uint32), groups)
+
+
+def _power_of_two(arrays: Arrays, groups: Any, *, most: float) -> Any:
+    """Return the least power of two of which the largest channel is at most `most` times, `[n, 1]`."""
+    xp = arrays.xp
+    largest = xp.maximum(abs(groups).max(axis=1), _LEAST_COMPRESSED)[:, None]
+    powers = (largest.view(np.uint32) & xp.uint32(0x7F800000)).view(np.float32)
+    return xp.where(largest / powers > np.float32(most), np.float32(2), np.float32(1)) * powers
 
 
 def _with_signs(arrays: Arrays, sizes: Any, rows: Any) -> Any:

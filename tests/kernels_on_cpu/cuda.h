@@ -51,9 +51,7 @@ inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float fabsf(float v) { return __builtin_fabsf(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __frcp_rn(float v) { return 1.f / v; }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
-inline unsigned __float2uint_rz(float v) { return static_cast<unsigned>(v); }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 
 // --- a warp -------------------------------------------------------------------------------------------------------------------------

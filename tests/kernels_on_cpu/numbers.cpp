@@ -32,6 +32,13 @@ float from_small(uint32_t bits, int exponent_bits, int mantissa_bits) {
 }  // namespace
 
 uint32_t to_bfloat16(float v) { return std::isnan(v) ? 0x7fff : to_small(v, 8, 7, 0x7f80); }
+
+float from_bfloat16(uint32_t code) {
+  const uint32_t bits = code << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
 uint32_t to_half(float v) { return std::isnan(v) ? 0x7fff : to_small(v, 5, 10, 0x7c00); }
 uint32_t to_e4m3(float v) { return std::isnan(v) ? 0x7f : to_small(v, 4, 3, 0x7e); }
 float from_half(uint32_t bits) {

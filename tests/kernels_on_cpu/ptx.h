@@ -119,9 +119,23 @@ inline void cvt_rn_satfinite_e4m3x2_f32(u16& both, float high, float low) { both
 inline void cvt_f32_f16(float& low, float& high, u32 both) {
   low = cpu_gpu::from_half(both & 0xffff), high = cpu_gpu::from_half(both >> 16);
 }
-inline void cvt_rn_f16x2_e4m3x2(u32& halves, u16 both) {
-  auto half = [](u32 code) { return cpu_gpu::to_half(cpu_gpu::from_e4m3(code)); };
-  halves = half(both >> 8) << 16 | half(both & 0xff);
+inline void cvt_rn_f16x2_e4m3x2(u32& low, u32& high, u32 four) {
+  auto half = [&](int i) { return cpu_gpu::to_half(cpu_gpu::from_e4m3(four >> 8 * i & 0xff)); };
+  low = half(1) << 16 | half(0), high = half(3) << 16 | half(2);
+}
+
+// For numbers without signs. `infinity`: its bits.
+inline u32 larger_sizes(u32 a, u32 b, u32 infinity) {
+  auto larger = [=](u32 a, u32 b) { return a > infinity || b > infinity ? 0x7fffu : a > b ? a : b; };
+  return larger(a >> 16, b >> 16) << 16 | larger(a & 0xffff, b & 0xffff);
+}
+inline void max_NaN_bf16x2(u32& both, u32 a, u32 b) { both = larger_sizes(a, b, 0x7f80); }
+inline void max_NaN_f16x2(u32& both, u32 a, u32 b) { both = larger_sizes(a, b, 0x7c00); }
+inline void fma_rn_bf16x2(u32& both, u32 a, u32 b, u32 c) {
+  auto one = [](u32 a, u32 b, u32 c) {
+    return cpu_gpu::to_bfloat16(cpu_gpu::from_bfloat16(a) * cpu_gpu::from_bfloat16(b) + cpu_gpu::from_bfloat16(c));
+  };
+  both = one(a >> 16, b >> 16, c >> 16) << 16 | one(a & 0xffff, b & 0xffff, c & 0xffff);
 }
 
 }  // namespace ptx

@@ -58,6 +58,7 @@ void bulk_wait(int num_groups, bool only_read);  // until at most `num_groups` o
 
 // Small floats, as a GPU converts them: to the nearest one, ties to even.
 uint32_t to_bfloat16(float value);
+float from_bfloat16(uint32_t code);
 uint32_t to_half(float value);
 uint32_t to_e4m3(float value);  // larger numbers become 448
 float from_half(uint32_t bits);
