@@ -68,6 +68,33 @@ def test_overlap_is_drawn(tmp_path, kind):
     assert picture.stat().st_size > 10_000
 
 
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+@needs_torch
+def test_profile_step(tmp_path):
+    """Write a trace for each rank, with the ranges of all steps. If matplotlib is there, draw them."""
+    first, *steps, end = run_example(2, "profile_step.py", "--out", str(tmp_path), "--shared")
+    assert first.startswith("host: 2 ranks")
+    assert [line.partition(": ")[0] for line in steps] == [
+        "64 tokens of each rank",
+        "64 tokens of each rank, rank 1 is late",
+        "8 tokens of each rank, low latency",
+    ]
+    assert end == "OK"
+    traces = trace_picture().read(tmp_path)
+    assert list(traces) == [0, 1]
+    many, late, few = traces[0].steps
+    assert late[2] == steps[1].partition(": ")[0]
+    parts = [name for *_, name in traces[0].rows(*many[:2])["host"]]
+    assert parts[:3] == ["attention", "shared expert", "dispatch: 64 rows of 256 bytes"]
+    assert [name.partition(":")[0] for name in parts[3:]] == ["experts", "combine"]
+    assert "low_latency_dispatch: 8 rows of 256 bytes" in [name for *_, name in traces[1].rows(*few[:2])["host"]]
+    if importlib.util.find_spec("matplotlib"):
+        trace_picture().draw(traces, tmp_path / "timeline.png")
+        assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
 GEMM = (
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<int> > >(int)"
 )
