@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -63,3 +64,15 @@ def test_micro_batches_overlap(run, comm, tmp_path):
     if comm.Get_size() > 1 and not os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         assert int(found[1]) < int(found[2])
     assert not options or (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_a_profile_has_all_kernels(run, comm, tmp_path):
+    """The trace of this rank has the kernels of both modes, and the shared expert on a second stream."""
+    pytest.importorskip("torch")
+    lines = run("profile_step.py", "--out", str(tmp_path), "--shared", "--tokens", "1024")
+    assert comm.Get_rank() > 0 or lines[-1] == "OK"
+    trace = json.loads((tmp_path / f"rank{comm.Get_rank()}.json").read_text())
+    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    expected = {"route", "dispatch", "expert_positions", "expand_rows", "sum_expert_rows", "combine", "ll_dispatch", "ll_combine"}
+    assert expected <= {kernel["name"] for kernel in kernels}
+    assert len({kernel["args"]["stream"] for kernel in kernels}) == 2

@@ -1,6 +1,7 @@
 """Run the examples, which check their own results, on the host backend."""
 
 import importlib.util
+import json
 import re
 import subprocess
 
@@ -65,3 +66,110 @@ def test_overlap_is_drawn(tmp_path, kind):
     picture = tmp_path / f"timeline.{kind}"
     run_example(2, "overlap_micro_batches.py", "--picture", str(picture))
     assert picture.stat().st_size > 10_000
+
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+@needs_torch
+def test_profile_step(tmp_path):
+    """Write a trace for each rank, with the ranges of all steps. If matplotlib is there, draw them."""
+    first, *steps, end = run_example(2, "profile_step.py", "--out", str(tmp_path), "--shared")
+    assert first.startswith("host: 2 ranks")
+    assert [line.partition(": ")[0] for line in steps] == [
+        "64 tokens of each rank",
+        "64 tokens of each rank, rank 1 is late",
+        "8 tokens of each rank, low latency",
+    ]
+    assert end == "OK"
+    traces = trace_picture().read(tmp_path)
+    assert list(traces) == [0, 1]
+    many, late, few = traces[0].steps
+    assert late[2] == steps[1].partition(": ")[0]
+    parts = [name for *_, name in traces[0].rows(*many[:2])["host"]]
+    assert parts[:3] == ["attention", "shared expert", "dispatch: 64 rows of 256 bytes"]
+    assert [name.partition(":")[0] for name in parts[3:]] == ["experts", "combine"]
+    assert "low_latency_dispatch: 8 rows of 256 bytes" in [name for *_, name in traces[1].rows(*few[:2])["host"]]
+    if importlib.util.find_spec("matplotlib"):
+        trace_picture().draw(traces, tmp_path / "timeline.png")
+        assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+GEMM = (
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<int> > >(int)"
+)
+SILU = "void at::native::vectorized_elementwise_kernel<8, at::native::silu_kernel(at::TensorIteratorBase&)>(int, float)"
+
+
+def gpu_trace(rank, begin):
+    """Make a trace as torch.profiler writes it on a GPU, with one step on two streams. Times are microseconds."""
+    kernels = [
+        *(("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 7, 20, 110), ("route", 7, 131, 14), ("dispatch", 7, 147, 90)),
+        *(("expand_rows", 7, 239, 80), (GEMM, 7, 321, 150), (SILU, 7, 473, 20), ("sum_expert_rows", 7, 495, 60)),
+        *(("combine", 7, 557, 70), ("ll_dispatch", 7, 630, 18), (GEMM, 20, 140, 100), ("not in the step", 7, 900, 50)),
+    ]
+    ranges = [("step", 0, 700), ("attention", 5, 30), ("dispatch: 8192 rows of 4096 bytes", 40, 130), ("wait", 200, 490)]
+    host = {"ph": "X", "pid": 812 + rank, "tid": 812 + rank}
+    numbers = {"External id": 3, "device": rank, "context": 1, "correlation": 41, "registers per thread": 64, "shared memory": 0}
+    numbers |= {"queued": 0, "blocks per SM": 1.0, "warps per SM": 8.0, "grid": [132, 1, 1], "block": [256, 1, 1]}
+    events = [{"ph": "M", "name": "process_name", "pid": 812 + rank, "tid": 0, "ts": begin, "args": {"name": "python"}}]
+    for name, start, duration in ranges:
+        at = {"name": name, "ts": begin + start, "dur": duration}
+        events.append({**host, "cat": "user_annotation", **at, "args": {"External id": 3, "Record function id": 0, "Ev Idx": 1}})
+        on_gpu = {"ph": "X", "cat": "gpu_user_annotation", "pid": rank, "tid": 7, "args": {"External id": 3}}
+        events.append({**on_gpu, **at, "ts": begin + start + 15})
+    for name, stream, start, duration in kernels:
+        launch = {"ts": begin + start - 12, "dur": 4.5, "args": {"cbid": 652, "correlation": 41}}
+        events.append({**host, "cat": "cuda_driver", "name": "cuLaunchKernelEx", **launch})
+        kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": rank, "tid": stream, "ts": begin + start, "dur": duration}
+        events.append({**kernel, "args": {**numbers, "stream": stream}})
+    memset = {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "pid": rank, "tid": 7, "ts": begin + 12, "dur": 1.2}
+    events.append({**memset, "args": {"device": rank, "context": 1, "stream": 7, "correlation": 40, "bytes": 512}})
+    flow = {"ph": "s", "id": 41, "pid": 812 + rank, "tid": 812 + rank, "ts": begin + 8, "cat": "ac2g", "name": "ac2g"}
+    return {
+        "schemaVersion": 1,
+        "baseTimeNanoseconds": 1790857026 * 10**9,
+        "displayTimeUnit": "ms",
+        "traceEvents": [*events, flow],
+    }
+
+
+def trace_picture():
+    spec = importlib.util.spec_from_file_location("trace_picture", ROOT / "examples/trace_picture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_traces_of_gpus_are_drawn(tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    for rank in (10, 9):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(gpu_trace(rank, 4714066267000.25 + 7 * (rank - 9))))
+    program = trace_picture()
+    traces = program.read(tmp_path)
+    assert list(traces) == [9, 10]
+    (begin, end, name) = traces[10].steps[0]
+    assert (begin - traces[9].steps[0][0], end - begin, name) == (7000, 700_000, "step")
+    rows = traces[9].rows(begin, end)
+    assert list(rows) == ["host", "stream 7", "stream 20"]
+    assert [part[2].partition(":")[0] for part in rows["host"]] == ["attention", "dispatch", "wait"]
+    kinds = [program.kind_of(kernel[2]) for kernel in sorted(rows["stream 7"])]
+    expected = ["other", "matrix products", "route", "dispatch", "rows by expert", "matrix products", "other", "rows by expert"]
+    assert kinds == [*expected, "combine", "low latency"]
+    picture = tmp_path / f"timeline.{kind}"
+    program.draw(traces, picture)
+    assert picture.stat().st_size > 10_000
+    if kind == "svg":
+        drawn = picture.read_text()
+        assert all(f"<!-- {text} -->" in drawn for text in ("rank 10, stream 20", "step: 707 µs", "dispatch", "rows by expert"))
+
+
+def test_wrong_traces(tmp_path):
+    program = trace_picture()
+    with pytest.raises(SystemExit, match=r"has no traces; expected files such as rank0\.json"):
+        program.read(tmp_path)
+    pytest.importorskip("matplotlib")
+    (tmp_path / "rank0.json").write_text('{"traceEvents": []}')
+    with pytest.raises(SystemExit, match="expected the same number of steps on all"):
+        program.draw(program.read(tmp_path), tmp_path / "timeline.png")
