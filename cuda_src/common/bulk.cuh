@@ -14,6 +14,9 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 // and stores do. An acquire orders only loads and stores.
 __device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// The same for this thread's own stores to shared memory, before a bulk copy reads them. It waits for no other store.
+__device__ __forceinline__ void fence_bulk_copies_of_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes) : "memory");
 }

@@ -35,18 +35,30 @@ __device__ __forceinline__ GroupScale scale_of_group(u32 most) {
   return {fits ? scale : kNanBits, fits ? (254u << 23) - scale : kNanBits};
 }
 
-// The largest channel of a lane's group as the bits of a float, without sign. NaN is the largest.
-template <int kFrom>
-__device__ __forceinline__ u32 largest_of_group(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>]) {
-  u32 most = 0;
+// The largest channel of a lane's group as the bits of a float, without sign, for each of some passes. NaN is the largest. Lanes exchange
+// two passes in a word, if they can.
+template <int kFrom, int kCount>
+__device__ __forceinline__ void largest_of_groups(const Vec16 (&held)[kCount][kLaneChannels / kPerVec<kFrom>], u32 (&most)[kCount]) {
+  constexpr int kPerWord = kFrom == kFloat32 ? 1 : 2, kWords = (kCount + kPerWord - 1) / kPerWord;
+  u32 words[kWords] = {};
 #pragma unroll
-  for (int i = 0; i < kLaneChannels / kPerVec<kFrom>; ++i) {
+  for (int i = 0; i < kCount; ++i) {
+    u32 own = 0;
 #pragma unroll
-    for (int word = 0; word < 4; ++word) most = larger_sizes<kFrom>(most, sizes_of<kFrom>(held[i].word[word]));
+    for (int v = 0; v < kLaneChannels / kPerVec<kFrom>; ++v) {
+#pragma unroll
+      for (int word = 0; word < 4; ++word) own = larger_sizes<kFrom>(own, sizes_of<kFrom>(held[i][v].word[word]));
+    }
+    if constexpr (kPerWord == 2) own = larger_sizes<kFrom>(own, own << 16) & 0xffff0000u;
+    words[i / kPerWord] |= i % kPerWord == 0 ? own : own >> 16;
   }
 #pragma unroll
-  for (int step = 1; step < 8; step *= 2) most = larger_sizes<kFrom>(most, __shfl_xor_sync(~0u, most, step));
-  return largest_size<kFrom>(most);
+  for (int step = 1; step < 8; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = larger_sizes<kFrom>(words[i], __shfl_xor_sync(~0u, words[i], step));
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) most[i] = size_bits<kFrom>(i % kPerWord == 0 ? words[i / kPerWord] : words[i / kPerWord] << 16);
 }
 
 // The bits of `a` that are set in `bits` in each half, and the other bits of `b`.
@@ -95,12 +107,10 @@ __device__ __forceinline__ Compressed to_log10(const Vec16 (&held)[kLaneChannels
   return c;
 }
 
-// Called by all lanes of a warp, with 16 channels in each.
 template <int kFrom>
-__device__ __forceinline__ Compressed compressed(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>]) {
+__device__ __forceinline__ Compressed with_scale(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>], const GroupScale& s) {
   constexpr int kEach = kPerVec<kFrom>;
   Compressed c = {};
-  const GroupScale s = scale_of_group(largest_of_group<kFrom>(held));
   if constexpr (kIsLog10) {
     c = to_log10<kFrom>(held, s);
   } else {
@@ -115,6 +125,26 @@ __device__ __forceinline__ Compressed compressed(const Vec16 (&held)[kLaneChanne
   }
   c.scale = s.scale;
   return c;
+}
+
+// Called by all lanes of a warp, with 16 channels of each of some passes.
+template <int kFrom, int kCount>
+__device__ __forceinline__ void compress(const Vec16 (&held)[kCount][kLaneChannels / kPerVec<kFrom>], Compressed (&to)[kCount]) {
+  u32 most[kCount];
+  largest_of_groups<kFrom>(held, most);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = with_scale<kFrom>(held[i], scale_of_group(most[i]));
+}
+
+// The same for one pass.
+template <int kFrom, int kVecs>
+__device__ __forceinline__ Compressed compressed(const Vec16 (&held)[kVecs]) {
+  Vec16 passes[1][kVecs];
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) passes[0][i] = held[i];
+  Compressed to[1];
+  compress<kFrom>(passes, to);
+  return to[0];
 }
 
 __device__ __forceinline__ void add_to(float (&sum)[kLaneChannels], const Compressed& c) {

@@ -90,14 +90,14 @@ __device__ __forceinline__ u32 larger_sizes(u32 a, u32 b) {
   return larger;
 }
 
-// The largest number of a word without signs, as the bits of a float.
+// The number without sign in the upper half of a word, or in the whole word, as the bits of a float.
 template <int kElement>
-__device__ __forceinline__ u32 largest_size(u32 sizes) {
-  if constexpr (kElement == kFloat32) return sizes;
-  if constexpr (kElement == kBfloat16) return max(sizes << 16, sizes & 0xffff0000u);
+__device__ __forceinline__ u32 size_bits(u32 word) {
+  if constexpr (kElement == kFloat32) return word;
+  if constexpr (kElement == kBfloat16) return word & 0xffff0000u;
   float low, high;
-  from_halves(sizes, low, high);
-  return max(__float_as_uint(low), __float_as_uint(high));
+  from_halves(word, low, high);
+  return __float_as_uint(high);
 }
 
 __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {

@@ -51,7 +51,8 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
 }
 
 // This loop waits for memory, so each lane has about 16 vectors in flight.
-__device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
+template <bool kHasBias>
+__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
   constexpr int kAtOnce = 16 / kNumRanks < 4 ? 16 / kNumRanks : 4;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
@@ -72,8 +73,8 @@ __device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks
       for (int r = 0; r < kNumRanks; ++r) {
         if (rows[r]) add_to<kElement>(sum, held[i][r]);
       }
-      if (p.bias_0) add_to<kElement>(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
-      if (p.bias_1) add_to<kElement>(sum, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
+      if (kHasBias && p.bias_0) add_to<kElement>(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
+      if (kHasBias && p.bias_1) add_to<kElement>(sum, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
       st_vec(at<Vec16>(p.out, offset) + v, rounded<kElement>(sum));
     }
   }
@@ -92,5 +93,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
       copy_rows_by_warp(p, routes, epoch);
     }
   };
-  combine_rows(p, routes, progress, copy_rows, reduce_token);
+  auto reduce = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<false>(p, rows, token); };
+  auto reduce_with_bias = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<true>(p, rows, token); };
+  combine_rows(p, routes, progress, copy_rows, reduce, reduce_with_bias);
 }

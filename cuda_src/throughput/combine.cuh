@@ -169,10 +169,11 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
 }
 
 // Runs the whole kernel. `routes` and `progress` lie in shared memory. copy_rows(epoch) is the work of a copy warp. Without TMA it also
-// raises the flags.
-template <class CopyRows, class ReduceToken>
+// raises the flags. reduce_with_bias adds biases too. It is a loop of its own, because a call without biases would step over their
+// instructions one by one.
+template <class CopyRows, class ReduceToken, class ReduceWithBias>
 __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, CopyProgress* progress, CopyRows copy_rows,
-                                             ReduceToken reduce_token) {
+                                             ReduceToken reduce_token, ReduceWithBias reduce_with_bias) {
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
@@ -190,7 +191,11 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
 
   if (!routes.idle) {
     if (warp >= kFirstReduceWarp) {
-      reduce_tokens(p, routes, epoch, reduce_token);
+      if (p.bias_0 || p.bias_1) {
+        reduce_tokens(p, routes, epoch, reduce_with_bias);
+      } else {
+        reduce_tokens(p, routes, epoch, reduce_token);
+      }
     } else if (warp == kSignalWarp) {
       signal_chunks(p, routes, epoch, progress);
     } else {

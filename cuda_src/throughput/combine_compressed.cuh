@@ -14,36 +14,39 @@
 
 constexpr int kVecsPerLane = kLaneChannels / kPerVec<kElement>;
 constexpr int kPasses = (kHidden + kPassChannels - 1) / kPassChannels;
-constexpr int kPartPasses = 4, kParts = (kPasses + kPartPasses - 1) / kPartPasses;
+
+// Passes that a warp converts together: 3 to 5, so that few are converted in vain. With float32, registers allow 2.
+__device__ constexpr int part_passes() {
+  int best = 4;
+  for (int n = 5; n >= 3; n -= 2) {
+    if ((kPasses + n - 1) / n * n < (kPasses + best - 1) / best * best) best = n;
+  }
+  return kElement == kFloat32 ? 2 : best;
+}
+constexpr int kPartPasses = part_passes(), kParts = (kPasses + kPartPasses - 1) / kPartPasses;
 constexpr int kPassBytes = kPassChannels * (kRowBytes / kHidden), kPartBytes = kPartPasses * kPassBytes;
 static_assert(kHidden % 128 == 0);
 
-// Called by a warp: converts passes [first, first + kPartPasses) of a row. `part`: their channels. A lane has up to 8 vectors in flight;
-// more would spill registers.
+// Called by a warp: converts passes [first, first + kPartPasses) of a row. `part`: their channels.
 __device__ __forceinline__ void compress_part(const char* part, int first, char* to) {
-  constexpr int kAtOnce = kHasTma ? 2 : 8 / kVecsPerLane;
   const int lane = lane_idx();
   auto exists = [&](int pass) {
     return kHidden % kPassChannels == 0 ? pass < kPasses : pass * kPassChannels + lane * kLaneChannels < kHidden;
   };
+  Vec16 held[kPartPasses][kVecsPerLane] = {};
 #pragma unroll
-  for (int start = 0; start < kPartPasses; start += kAtOnce) {
-    if (first + start >= kPasses) break;  // the same for all lanes, as below
-    Vec16 held[kAtOnce][kVecsPerLane] = {};
+  for (int i = 0; i < kPartPasses; ++i) {
+    if (!exists(first + i)) continue;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (!exists(first + start + i)) continue;
-#pragma unroll
-      for (int v = 0; v < kVecsPerLane; ++v) {
-        held[i][v] = *(reinterpret_cast<const Vec16*>(part + (start + i) * kPassBytes) + lane * kVecsPerLane + v);
-      }
+    for (int v = 0; v < kVecsPerLane; ++v) {
+      held[i][v] = *(reinterpret_cast<const Vec16*>(part + i * kPassBytes) + lane * kVecsPerLane + v);
     }
+  }
+  Compressed made[kPartPasses];
+  compress<kElement>(held, made);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + start + i >= kPasses) break;
-      const Compressed c = compressed<kElement>(held[i]);
-      if (exists(first + start + i)) store_compressed(to, (first + start + i) * kPassChannels + lane * kLaneChannels, c);
-    }
+  for (int i = 0; i < kPartPasses; ++i) {
+    if (exists(first + i)) store_compressed(to, (first + i) * kPassChannels + lane * kLaneChannels, made[i]);
   }
 }
 
@@ -52,6 +55,10 @@ struct Place {
   int item = -1;
   Chunk chunk = {};
   int row = 0;  // of the chunk
+
+  __device__ __forceinline__ const char* source(const Params& p, const Routes& routes) const {
+    return source_of(p, routes, chunk) + static_cast<i64>(row) * kRowBytes;
+  }
 
   template <class Work>
   __device__ __forceinline__ void advance(const Params& p, const Routes& routes, Work& work) {
@@ -64,11 +71,10 @@ struct Place {
   }
 };
 
-// Called by one lane.
-__device__ __forceinline__ void load_part(const Params& p, const Routes& routes, const Place& place, int part, char* input, u64* barriers) {
+// Called by one lane. `row`: in y.
+__device__ __forceinline__ void load_part(const char* row, int part, char* input, u64* barriers) {
   const int num_bytes = min(kPartBytes, kRowBytes - part * kPartBytes);
   barrier_expect(barriers + part, num_bytes);
-  const char* row = source_of(p, routes, place.chunk) + static_cast<i64>(place.row) * kRowBytes;
   bulk_load(input + part * kPartBytes, row + part * kPartBytes, num_bytes, barriers + part);
 }
 
@@ -87,12 +93,13 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
   __syncwarp();
   Place place;
   place.advance(p, routes, work);
-  for (int part = 0; part < kParts && lane == 0 && place.item >= 0; ++part) load_part(p, routes, place, part, input, barriers);
+  for (int part = 0; part < kParts && lane == 0 && place.item >= 0; ++part) load_part(place.source(p, routes), part, input, barriers);
   int turn = 0;
   u32 parity = 0;
   while (place.item >= 0) {
     Place next = place;
     next.advance(p, routes, work);
+    const char* next_row = next.item >= 0 ? next.source(p, routes) : nullptr;
     char* target = target_of(routes, place.chunk);
     char* stage = stages + turn % 2 * kStageBytes + reinterpret_cast<u64>(target) % 128;
     if (place.row == 0) {
@@ -104,11 +111,11 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
       barrier_wait(barriers + part, parity);
       compress_part(input + part * kPartBytes, part * kPartPasses, stage + place.row * kSentRowBytes);
       __syncwarp();  // all lanes have read the part
-      if (lane == 0 && next.item >= 0) load_part(p, routes, next, part, input, barriers);
+      if (lane == 0 && next_row) load_part(next_row, part, input, barriers);
     }
     parity ^= 1;
     if (next.row == 0) {
-      fence_bulk_copies();  // each lane's own stores to the stage
+      fence_bulk_copies_of_shared();  // each lane's own stores to the stage
       __syncwarp();
       if (lane == 0) {
         bulk_store(target, stage, place.chunk.num_rows * kSentRowBytes);
@@ -155,7 +162,8 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
 
 // Channels of a lane in some passes of some rows.
 struct Batch {
-  static constexpr int kRanks = kNumRanks < 4 ? kNumRanks : 4, kAtOnce = kRanks < 3 && !kIsLog10 ? 2 : 1;  // passes
+  static constexpr int kMost = kIsLog10 ? 3 : 4, kRanks = kNumRanks < kMost ? kNumRanks : kMost,
+                       kAtOnce = kRanks < 3 && !kIsLog10 ? 2 : 1;     // passes
   static constexpr int kPerPass = (kNumRanks + kRanks - 1) / kRanks;  // batches with the ranks of a pass
   Compressed held[kAtOnce][kRanks];
 
@@ -173,6 +181,7 @@ struct Batch {
   }
 };
 
+template <bool kHasBias>
 __device__ __forceinline__ void write_channels(const Params& p, int token, int channel, const float (&sum)[kLaneChannels]) {
   constexpr int kEach = kPerVec<kElement>;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
@@ -182,14 +191,15 @@ __device__ __forceinline__ void write_channels(const Params& p, int token, int c
 #pragma unroll
     for (int i = 0; i < kEach; ++i) part[i] = sum[v * kEach + i];
     const int vec = channel / kEach + v;
-    if (p.bias_0) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_0, offset) + vec));
-    if (p.bias_1) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_1, offset) + vec));
+    if (kHasBias && p.bias_0) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_0, offset) + vec));
+    if (kHasBias && p.bias_1) add_to<kElement>(part, ld_streaming(at<const Vec16>(p.bias_1, offset) + vec));
     st_vec(at<Vec16>(p.out, offset) + vec, rounded<kElement>(part));
   }
 }
 
 // This loop waits for memory, so each lane loads a batch while it adds up the one before.
-__device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
+template <bool kHasBias>
+__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
   constexpr int kStep = Batch::kAtOnce * kPassChannels;
   const int first = lane_idx() * kLaneChannels;
   Batch batch;
@@ -214,7 +224,7 @@ __device__ inline void reduce_token(const Params& p, const u64 (&rows)[kNumRanks
     }
 #pragma unroll
     for (int i = 0; i < Batch::kAtOnce; ++i) {
-      if (channel + i * kPassChannels < kHidden) write_channels(p, token, channel + i * kPassChannels, sum[i]);
+      if (channel + i * kPassChannels < kHidden) write_channels<kHasBias>(p, token, channel + i * kPassChannels, sum[i]);
     }
   }
 }
@@ -232,5 +242,7 @@ __device__ __forceinline__ void combine_compressed(const Params& p, char* memory
       copy_rows_by_warp(p, routes, epoch);
     }
   };
-  combine_rows(p, routes, progress, copy_rows, reduce_token);
+  auto reduce = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<false>(p, rows, token); };
+  auto reduce_with_bias = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<true>(p, rows, token); };
+  combine_rows(p, routes, progress, copy_rows, reduce, reduce_with_bias);
 }

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 
-import ml_dtypes
 import numpy as np
 
 from .dtypes import FP8_GROUP
@@ -101,13 +100,14 @@ def _scales(groups: np.ndarray, compression: str) -> tuple[np.ndarray, np.ndarra
 
 def _to_log10(scaled: np.ndarray) -> np.ndarray:
     """Return signs and codes, `[n, hidden]` uint16. The sign of NaN is zero."""
-    codes = (np.abs(scaled) + np.float32(2)).astype(ml_dtypes.bfloat16).view(np.uint16) & _CODE
+    sums = (np.abs(scaled) + np.float32(2)).view(np.uint32)
+    codes = (sums + (np.uint32(0x7FFF) + (sums >> 16 & 1)) >> 16).astype(np.uint16) & _CODE  # to the nearest bfloat16, ties to even
     signs = (np.ascontiguousarray(scaled).view(np.uint32) >> 16).astype(np.uint16) & _SIGN
     return np.where(np.isnan(scaled), _CODE, codes | signs)
 
 
 def _from_log10(numbers: np.ndarray) -> np.ndarray:
-    sizes = (numbers & _CODE | _TWO).view(ml_dtypes.bfloat16).astype(np.float32) - np.float32(2)
+    sizes = ((numbers & _CODE | _TWO).astype(np.uint32) << 16).view(np.float32) - np.float32(2)
     return np.where(numbers & _SIGN, -sizes, sizes)
 
 
