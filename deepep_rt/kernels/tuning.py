@@ -17,8 +17,11 @@ MIN_ARCH = "sm_80"
 TAIL_ROWS = 32
 """Rows after the last expert that a block of expand_rows marks at a time."""
 
-EXPERTS_PER_BLOCK = 2
-"""Experts that a block of expert_positions takes at a time."""
+MAX_POSITION_BLOCKS = 64
+"""The most blocks of expert_positions. The last block reads the counts of all others."""
+
+CHOICES_PER_BLOCK = 256
+"""Choices for which expert_positions gets another block, up to its most blocks."""
 
 _COMPRESSED_REDUCE_WARPS = 9
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
@@ -92,7 +95,8 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
         "kFp8Group": FP8_GROUP,
         "kLocalThreads": 256,
         "kPositionThreads": 1024,
-        "kExpertsPerBlock": EXPERTS_PER_BLOCK,
+        "kPositionBlocks": MAX_POSITION_BLOCKS,
+        "kPositionCounts": 8192,  # of experts and warps, in shared memory
         "kTailRows": TAIL_ROWS,
         "kCountedExperts": 2048,
         **elements,
