@@ -196,3 +196,12 @@ __device__ __forceinline__ void warp_copy(void* to, const void* from, int num_by
     }
   }
 }
+
+// The first statement of a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After it, the
+// predecessor has ended and its writes are visible. The next kernel may start from here on.
+__device__ __forceinline__ void overlap_kernels() {
+  if constexpr (kHasOverlap) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+}

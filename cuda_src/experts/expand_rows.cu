@@ -81,6 +81,7 @@ __device__ inline void finish_expert(const Params& p, int expert) {
 }
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) expand_rows(const __grid_constant__ Params p) {
+  overlap_kernels();
   const i32* totals = at<const i32>(p.totals, 0);
   const i64 num_tokens = totals[1], first_tail = num_tokens + p.num_experts;
   const i64 num_items = first_tail + (p.num_rows + kTailRows - 1) / kTailRows;

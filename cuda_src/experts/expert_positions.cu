@@ -184,6 +184,7 @@ __device__ inline void take_back_positions(const Params& p, const Progress* prog
 
 extern "C" __global__ void __launch_bounds__(kPositionThreads, 1) expert_positions(const __grid_constant__ Params p) {
   __shared__ Shared shared;
+  overlap_kernels();
   Progress* progress = at<Progress>(p.progress, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const bool is_last = blockIdx.x + 1 == gridDim.x;

@@ -74,6 +74,7 @@ LOCAL_KERNELS = (
         folder="experts",
         threads="kPositionThreads",
         is_local=True,
+        overlaps=True,
     ),
     Kernel(
         "expand_rows",
@@ -104,6 +105,7 @@ LOCAL_KERNELS = (
         folder="experts",
         threads="kLocalThreads",
         is_local=True,
+        overlaps=True,
     ),
     Kernel(
         "sum_expert_rows",
