@@ -110,7 +110,7 @@ class NodesThroughput:
             self._launch_dispatch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
             if known is None and on_launch is not None and not too_many:
                 first = self._runtime.memory.ptr + reserved.offset
-                on_launch(arriving_rows(first, parts.offsets, counts, self._layout.counts.offsets, capacity, idx_bytes))
+                on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx_bytes))
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         if too_many:

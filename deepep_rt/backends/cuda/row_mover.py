@@ -13,7 +13,7 @@ from .result_memory import ResultMemory
 
 @dataclass(frozen=True, slots=True)
 class ArrivingRows:
-    """Addresses of what a launched dispatch with a new routing writes. Work behind it on its stream may read there."""
+    """Addresses of what a launched routing and its dispatch write. Work behind it on its stream may read there."""
 
     topk_idx: int
     src_idx: int

@@ -94,7 +94,7 @@ class Throughput:
         )
         if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
             first = self._runtime.memory.ptr + reserved.offset
-            on_launch(arriving_rows(first, parts.offsets, counts, self._counts_offsets, capacity, idx.itemsize))
+            on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx.itemsize))
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None
