@@ -161,6 +161,9 @@ __device__ __forceinline__ Vec16 ld_streaming(const Vec16* p) {
   return v;
 }
 
+// Asks for the line of an address in L2, without waiting.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ Vec16 ld_vec(const Vec16* p) {
   Vec16 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -197,8 +200,8 @@ __device__ __forceinline__ void warp_copy(void* to, const void* from, int num_by
   }
 }
 
-// The first statement of a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After it, the
-// predecessor has ended and its writes are visible. The next kernel may start from here on.
+// Comes before all loads and stores of a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After it,
+// the predecessor has ended and its writes are visible. The next kernel may start from here on.
 __device__ __forceinline__ void overlap_kernels() {
   if constexpr (kHasOverlap) {
     asm volatile("griddepcontrol.wait;" ::: "memory");

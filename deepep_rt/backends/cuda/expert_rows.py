@@ -182,6 +182,7 @@ class ExpertRows:
             "out_offsets": base + parts.offsets["expert_offsets"],
             "out_num_recv": base + parts.offsets["num_recv"],
             "row_bytes": x.row_bytes,
+            "num_tokens": x.shape[0],
             "scale_words": scales.row_bytes // 4 if scales else 0,
             "scale_stride": align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
             "num_topk": self._config.num_topk,
