@@ -32,6 +32,16 @@ __device__ __forceinline__ void st_release_block(u32* p, u32 v) {
   asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ u32 ld_acquire_gpu(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_release_gpu(u32* p, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ u32 ld_relaxed_gpu(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -151,6 +161,9 @@ __device__ __forceinline__ Vec16 ld_streaming(const Vec16* p) {
   return v;
 }
 
+// Asks for the line of an address in L2, without waiting.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ Vec16 ld_vec(const Vec16* p) {
   Vec16 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -184,5 +197,14 @@ __device__ __forceinline__ void warp_copy(void* to, const void* from, int num_by
     for (int j = 0; j < kInFlight; ++j) {
       if (static_cast<u32>(i + j * 32) < count) st_vec(target + i + j * 32, held[j]);
     }
+  }
+}
+
+// Comes before all loads and stores of a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After it,
+// the predecessor has ended and its writes are visible. The next kernel may start from here on.
+__device__ __forceinline__ void overlap_kernels() {
+  if constexpr (kHasOverlap) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
 }

@@ -79,12 +79,3 @@ __device__ __forceinline__ int rows_in_chunk(int num_rows, int chunk, int chunk_
 __device__ __forceinline__ int clamp_rows(i64 room, int num_rows) {
   return room < 0 ? 0 : room < num_rows ? static_cast<int>(room) : num_rows;
 }
-
-// The first statement of a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After it, the
-// predecessor has ended and its writes are visible. The next kernel may start from here on.
-__device__ __forceinline__ void overlap_kernels() {
-  if constexpr (kHasOverlap) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  }
-}

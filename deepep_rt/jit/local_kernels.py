@@ -32,6 +32,13 @@ def launch(name: str, stream: int, values: Mapping[str, int], max_blocks: int, d
             launcher(stream, min(max_blocks, gpu_blocks), values)
 
 
+def load(*names: str) -> None:
+    """Load kernels that are not compiled once for each element type. A later launch then does not fail for want of a kernel."""
+    with _lock:
+        for name in names:
+            _launcher(name, None, current_gpu.target_arch(), current_gpu.context())
+
+
 def zero_padding(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_bytes: int) -> None:
     """Copy the first rows of `x` to `out`, and fill its other rows with zeros.
 

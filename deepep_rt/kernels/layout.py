@@ -11,6 +11,7 @@ from ..statistics import CALL_KINDS
 from . import structs
 from .nodes_layout import NodesLayout
 from .regions import Map, align_up, arrange
+from .tuning import MAX_POSITION_BLOCKS
 
 _MIN_CHOICE_WINDOW = 64
 """Tokens, or all of them if they are fewer, whose choices always have room."""
@@ -184,6 +185,8 @@ class Layout:
                     2 * ranks * 4,
                 ),  # low-latency dispatches, then combines, that this rank has acknowledged to scale-out ranks
                 *(self.nodes.local if self.nodes else ()),
+                ("position_progress", 4 * (1 + MAX_POSITION_BLOCKS)),  # of the kernel expert_positions
+                ("position_counts", 8 * MAX_POSITION_BLOCKS * self.config.num_local_experts),
                 *self._statistics,  # last: without them, all other offsets are the same
             ]
         )
@@ -218,7 +221,7 @@ class Layout:
         )
 
     def expert_tables(self, capacity: int) -> Map:
-        """Arrange the tables that a handle of `layout="expert"` adds, for a dispatch with room for `capacity` rows by token."""
+        """Arrange the tables that a handle of `layout="expert"` adds, with room for `capacity` rows by token."""
         experts = self.config.num_local_experts
         return arrange(
             [

@@ -62,16 +62,19 @@ LOCAL_KERNELS = (
     u64 ends;               // out: [num_experts] int32, the end of an expert's rows without padding; -1: they did not arrive
     u64 totals;             // out: [2] int32, rows with their padding, dropped ones too; rows by token
     u64 sources;            // out: [capacity, 2] int32, a copy of src_idx
+    u64 progress;           // of the blocks; zero before the first launch
+    u64 block_counts;       // [kPositionBlocks, num_experts] u64: the choices of each block, with the epoch
     i32 idx_bytes;          // 4 or 8
     i32 num_topk;
     i32 num_experts;        // of this rank
     i32 alignment;
     i32 capacity;           // rows by token that fit
-    i32 num_rows;           // rows that fit
+    i32 num_rows;           // rows that fit; -1: all
 """,
         folder="experts",
         threads="kPositionThreads",
         is_local=True,
+        overlaps=True,
     ),
     Kernel(
         "expand_rows",
@@ -92,6 +95,7 @@ LOCAL_KERNELS = (
     u64 out_offsets;        // [num_experts + 1] int32
     u64 out_num_recv;       // [1] int32
     i64 row_bytes;
+    i32 num_tokens;         // rows by token that x has room for
     i32 scale_words;        // of a row
     i32 scale_stride;       // from one column of scales to the next; 0: scales lie by row
     i32 num_topk;
@@ -102,6 +106,7 @@ LOCAL_KERNELS = (
         folder="experts",
         threads="kLocalThreads",
         is_local=True,
+        overlaps=True,
     ),
     Kernel(
         "sum_expert_rows",

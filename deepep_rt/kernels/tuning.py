@@ -17,8 +17,11 @@ MIN_ARCH = "sm_80"
 TAIL_ROWS = 32
 """Rows after the last expert that a block of expand_rows marks at a time."""
 
-EXPERTS_PER_BLOCK = 2
-"""Experts that a block of expert_positions takes at a time."""
+MAX_POSITION_BLOCKS = 64
+"""The most blocks of expert_positions. The last block reads the counts of all others."""
+
+CHOICES_PER_BLOCK = 256
+"""Choices for which expert_positions gets another block, up to its most blocks."""
 
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
 _COMPRESSED_BYTES, _COMPRESSED_REDUCE_WARPS = 216 * 1024, 8
@@ -41,6 +44,11 @@ def has_fp8(arch: str) -> bool:
     return arch_number(arch) >= 89
 
 
+def has_overlap(arch: str) -> int:
+    """Return 1 for a target with programmatic dependent launch, 0 for others."""
+    return int(arch_number(arch) >= 90)
+
+
 def tuning(config: Config, arch: str) -> dict[str, int]:
     """Return the constants that differ between architectures, and the shape of the thread blocks.
 
@@ -57,7 +65,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_copy_warps * stage)))
     return {
         "kHasTma": int(has_tma),
-        "kHasOverlap": int(arch_number(arch) >= 90),  # programmatic dependent launch
+        "kHasOverlap": has_overlap(arch),
         "kLlThreads": config.low_latency_threads,
         # 16-byte vectors that a thread loads at once. Registers limit them.
         "kLlVecsPerThread": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 3 if config.statistics else 4,
@@ -89,10 +97,12 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
     elements = {f"k{name.capitalize()}": number for number, name in enumerate(COMBINE_DTYPES)}
     return {
         "kHasFp8": int(has_fp8(arch)),
+        "kHasOverlap": has_overlap(arch),
         "kFp8Group": FP8_GROUP,
         "kLocalThreads": 256,
         "kPositionThreads": 1024,
-        "kExpertsPerBlock": EXPERTS_PER_BLOCK,
+        "kPositionBlocks": MAX_POSITION_BLOCKS,
+        "kPositionCounts": 8192,  # of experts and warps, in shared memory
         "kTailRows": TAIL_ROWS,
         "kCountedExperts": 2048,
         **elements,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
 from deepep_rt.cuda import driver, nvshmem
 from deepep_rt.cuda import topology as placement
-from deepep_rt.jit import current_gpu, launch, loader
+from deepep_rt.jit import current_gpu, launch, loader, local_kernels
 
 BASE = 1 << 40  # of symmetric memory
 OWN_STREAM, CALLERS_STREAM = 3, 11
@@ -225,6 +226,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     )
     monkeypatch.setattr(loader, "load", fake.load)
     monkeypatch.setattr(current_gpu, "target_arch", lambda: "sm_90")
+    monkeypatch.setattr(current_gpu, "context", lambda: id(fake))
+    monkeypatch.setattr(local_kernels, "_launcher", functools.cache(local_kernels._launcher.__wrapped__))
+    monkeypatch.setattr(driver, "current_device", lambda: 0)
     monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake

@@ -6,9 +6,11 @@ failed test ends with its seed, and `KERNELS_ON_CPU_SEEDS=17:18` runs this seed 
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from deepep_rt import EPTimeoutError
+from deepep_rt.backends.cuda import expert_rows
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
@@ -21,6 +23,7 @@ from tests.kernels_on_cpu.rounds import (
     compressed_rounds,
     expert_rounds,
     fails,
+    inputs_of,
     low_latency_rounds,
     overlapped_rounds,
     seeds,
@@ -111,9 +114,34 @@ def test_throughput(arch, seed):
 
 
 @pytest.mark.parametrize("seed", seeds(2))
-def test_expert_rows(seed):
+def test_expert_rows(seed, monkeypatch):
+    monkeypatch.setattr(expert_rows, "CHOICES_PER_BLOCK", 32)  # several blocks find the rows of these few tokens
     with Machine(3, seed, ("sm_80", "sm_90")[seed % 2], weak_memory=seed % 2 == 1) as machine:
         expert_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
+
+
+def test_expert_rows_of_a_lost_rank():
+    """Rank 1 makes no second call. The rows of rank 0 become NaN, and its tables stay within their memory."""
+    with Machine(2, 3) as machine:
+        buffers = machine.buffers(**{**THROUGHPUT, "num_experts": 4})
+        inputs, options = inputs_of(buffers[0].config, 8), dict(layout="expert", num_worst_tokens=160)
+
+        def dispatch(rank):
+            mine = inputs[rank]
+            x, idx, weights = machine.put(rank, mine.x), machine.put(rank, mine.topk_idx), machine.put(rank, mine.topk_weights)
+            sent = buffers[rank].dispatch(x, idx, weights, **options)
+            return sent.recv_x, sent.expert_offsets
+
+        for x, offsets in machine.each_rank(dispatch):
+            assert offsets[-1] > 0
+            assert not np.isnan(x[: offsets[-1]].astype(np.float32)).any()
+        x, offsets = dispatch(0)
+        machine.run()
+        assert (np.diff(offsets) >= 0).all()
+        assert offsets[-1] <= 160
+        assert np.isnan(x[: offsets[-1]].astype(np.float32)).all()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1"):
+            dispatch(0)
 
 
 @pytest.mark.parametrize("seed", seeds(3))
@@ -192,13 +220,6 @@ BROKEN = [
         r"num_blocks, 1\) == gridDim.x - 1",
         "num_blocks, 1) == 0",
         id="flag-of-the-first-block",
-    ),
-    pytest.param(
-        expert_rounds,
-        "experts/expert_positions.cu",
-        r"shared.num_choices\[warp\] = sum;\n    }\n    __syncthreads\(\);",
-        "shared.num_choices[warp] = sum;\n    }",
-        id="scan-without-barrier",
     ),
     pytest.param(
         expert_rounds, "experts/expand_rows.cu", r"min\(begin \+ kTailRows, p.num_rows\)", "begin", id="padding-is-not-marked"

@@ -17,6 +17,7 @@ from deepep_rt.kernels import structs
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.regions import ALIGNMENT, Map, align_up, arrange
 from deepep_rt.kernels.source import source_dir
+from deepep_rt.kernels.tuning import MAX_POSITION_BLOCKS
 
 WORDS = {word for path in source_dir().rglob("*.cu*") for word in re.findall(r"\w+", path.read_text())}
 """All structures of the kernels' sources."""
@@ -207,6 +208,8 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "network": structs.NetworkState.size({}),
         "ll_acked": 2 * ranks * 4,
         "waits": 2 * ranks * 8,
+        "position_progress": 4 * (1 + MAX_POSITION_BLOCKS),
+        "position_counts": MAX_POSITION_BLOCKS * config.num_local_experts * 8,
         **dict.fromkeys(("statistics", "expert_rows", "longest_waits"), 0),
     }
     assert layout.counts.sizes == counts
@@ -335,7 +338,7 @@ def test_the_offsets_that_kernels_use(config: Config) -> None:
         for name, offset in arranged.offsets.items():
             expected[f"k{prefix}" + name.title().replace("_", "")] = start + offset
     assert {name: constants[name] for name in expected} == expected
-    unused = {"kHandleCounts", "kLocalState"}  # the host's, and a region that begins at 0
+    unused = {"kHandleCounts", "kLocalState", "kLocalPositionProgress", "kLocalPositionCounts"}  # the host's, or they begin at 0
     assert set(constants) - unused <= WORDS, "no kernel uses it"
 
 

@@ -6,12 +6,20 @@ import numpy as np
 import pytest
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
-from deepep_rt.backends.cuda import link_rates
+from deepep_rt.backends.cuda import expert_rows, link_rates
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import nodes_layout, structs
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
-from tests.kernels_on_cpu.rounds import ThroughputRound, assert_same, broken, compressed_rounds, seeds, throughput_rounds
+from tests.kernels_on_cpu.rounds import (
+    ThroughputRound,
+    assert_same,
+    broken,
+    compressed_rounds,
+    expert_rounds,
+    seeds,
+    throughput_rounds,
+)
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
@@ -42,6 +50,12 @@ def test_direct_path(seed):
 def test_nodes_of_one_rank(seed):
     with Machine(3, seed) as machine:
         throughput_rounds(machine, machine.buffers(**{**SIZES, "num_experts": 6}, ranks_per_node=1), seed, 4)
+
+
+def test_expert_rows(monkeypatch):
+    monkeypatch.setattr(expert_rows, "CHOICES_PER_BLOCK", 32)  # several blocks find the rows of these few tokens
+    with Machine(3, 1) as machine:
+        expert_rounds(machine, machine.buffers(**{**SIZES, "num_experts": 6}, ranks_per_node=1), 1, 4)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from typing import Any
 from ...arrays.view import View
 from ...jit import local_kernels
 from ...kernels.regions import Map, align_up, arrange
-from ...kernels.tuning import EXPERTS_PER_BLOCK, TAIL_ROWS
+from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
 from ...results import DispatchHandle, Views
 from ..calls import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
 from .call_memory import CallMemory
-from .row_mover import RowMover
+from .row_mover import ArrivingRows, RowMover
 from .runtime import CudaRuntime, address_of
 
 
@@ -43,15 +43,25 @@ class ExpertRows:
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory) -> None:
         self._runtime, self._config, self._by_token = runtime, runtime.config, by_token
         self._memory = memory
+        self._tables = runtime.layout.expert_tables(self._config.num_max_recv_tokens)
+        local = runtime.layout.local.offsets
+        self._has_kernels = False
+        self._progress = {
+            "progress": runtime.state + local["position_progress"],
+            "block_counts": runtime.state + local["position_counts"],
+        }
 
     def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Queue a dispatch. Return its handle, and the function that makes its results."""
         known, stream = inputs.handle, call.stream
         worst = None if known or inputs.num_worst_tokens is None else self._config.num_max_recv_tokens
         by_token = replace(inputs, handle=known and known.routing.by_token, num_worst_tokens=worst)
-        sent, make_views = self._by_token.send_rows(by_token, call)
+        if known:
+            handle = known
+            _, make_views = self._by_token.send_rows(by_token, call)
+        else:
+            handle, make_views = self._send_with_new_routing(inputs, by_token, call)
         views = make_views()
-        handle = known or self._new_handle(inputs, sent, views, call)
         routing: RowsByExpert = handle.routing
         routing.memory.add_stream(stream)
         parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
@@ -106,40 +116,51 @@ class ExpertRows:
             total.owner.hold(memory)
         return make_views
 
-    def _new_handle(self, inputs: DispatchInputs, by_token: DispatchHandle, views: Views, call: Call) -> DispatchHandle:
-        """Find the rows of each expert, and make the handle."""
-        config, idx = self._config, views["topk_idx"]
-        num_recv, counts, src_idx = views["num_recv"], views["num_recv_per_expert"], views["src_idx"]
-        assert idx is not None
-        assert src_idx is not None
-        assert num_recv is not None
-        assert counts is not None
-        counts_list = by_token.num_recv_tokens_per_expert_list
-        if inputs.num_worst_tokens is None:
-            assert counts_list is not None
-            num_rows = sum(counts_list)
-        else:
-            num_rows = inputs.num_worst_tokens
-        experts, capacity = config.num_local_experts, idx.shape[0]
-        parts = self._runtime.layout.expert_tables(capacity)
-        memory = self._memory.allocate(parts.num_bytes, call)
-        tables = {name: memory.ptr + offset for name, offset in parts.offsets.items()}
-        values = {
-            "topk_idx": address_of(idx),
-            "src_idx": src_idx.ptr,
-            "num_recv": num_recv.ptr,
-            "num_per_expert": counts.ptr,
-            **tables,
-            "idx_bytes": idx.itemsize,
-            "num_topk": config.num_topk,
-            "num_experts": experts,
-            "alignment": inputs.expert_alignment,
-            "capacity": capacity,
-            "num_rows": num_rows,
-        }
-        local_kernels.launch("expert_positions", call.stream, values, -(-experts // EXPERTS_PER_BLOCK))
-        routing = RowsByExpert(by_token, memory, tables)
-        return DispatchHandle(by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert")
+    def _send_with_new_routing(
+        self, inputs: DispatchInputs, by_token: DispatchInputs, call: Call
+    ) -> tuple[DispatchHandle, Callable[[], Views]]:
+        """Queue the dispatch of the rows by token, and behind it the search of the rows of each expert. Return the handle of rows by
+        expert.
+
+        The tables have room for the most rows by token, so the search needs no count on the host. On one node it is therefore queued before
+        the host waits for counts. The memory of the tables is allocated before any launch: without room this rank makes no call.
+        """
+        if (
+            not self._has_kernels
+        ):  # between the launch of the dispatch and its counts, an error would leave the counts for the next call
+            local_kernels.load("expert_positions", "expand_rows")
+            self._has_kernels = True
+        self._runtime.order.enqueue_waits(call)  # memory in a capture is other memory, and this tells whether there is one
+        memory = self._memory.allocate(self._tables.num_bytes, call)
+        tables = {name: memory.ptr + offset for name, offset in self._tables.offsets.items()}
+        worst = inputs.num_worst_tokens
+
+        def find_positions(rows: ArrivingRows) -> None:
+            values = {
+                "topk_idx": rows.topk_idx,
+                "src_idx": rows.src_idx,
+                "num_recv": rows.num_recv,
+                "num_per_expert": rows.num_recv_per_expert,
+                **tables,
+                **self._progress,
+                "idx_bytes": rows.idx_bytes,
+                "num_topk": self._config.num_topk,
+                "num_experts": self._config.num_local_experts,
+                "alignment": inputs.expert_alignment,
+                "capacity": rows.capacity,
+                "num_rows": -1 if worst is None else worst,
+            }
+            num_blocks = -(-rows.capacity * self._config.num_topk // CHOICES_PER_BLOCK)
+            local_kernels.launch("expert_positions", call.stream, values, max(1, min(num_blocks, MAX_POSITION_BLOCKS)))
+
+        sent, make_views = self._by_token.send_rows(by_token, call, find_positions)
+        counts = sent.num_recv_tokens_per_expert_list
+        num_rows = worst
+        if num_rows is None:
+            assert counts is not None
+            num_rows = sum(counts)
+        routing = RowsByExpert(sent, memory, tables)
+        return DispatchHandle(sent.num_tokens, num_rows, counts, sent.buffer_serial, routing, {}, layout="expert"), make_views
 
     def _launch_expand(
         self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs, parts: Map, base: int, stream: int
@@ -161,6 +182,7 @@ class ExpertRows:
             "out_offsets": base + parts.offsets["expert_offsets"],
             "out_num_recv": base + parts.offsets["num_recv"],
             "row_bytes": x.row_bytes,
+            "num_tokens": x.shape[0],
             "scale_words": scales.row_bytes // 4 if scales else 0,
             "scale_stride": align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
             "num_topk": self._config.num_topk,

@@ -18,7 +18,8 @@ from ..calls import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
 from .link_rates import far_bandwidth, far_latency
 from .result_memory import Reservation, ResultMemory
-from .result_views import combine_views, dispatch_views, dtypes_of
+from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_of
+from .row_mover import OnLaunch
 from .runtime import CudaRuntime, address_of
 
 _MAX_MEASURED_BYTES = 1 << 30
@@ -58,7 +59,9 @@ class NodesThroughput:
             if config.dtype in COMBINE_DTYPES:
                 runtime.launcher("combine_nodes", config.dtype)
 
-    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
+    def send_rows(
+        self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None
+    ) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Launch the routing, unless a handle gives it, wait for the counts if only they tell the size, and launch the dispatch of rows by
         token.
         """
@@ -105,6 +108,9 @@ class NodesThroughput:
                     reserved, parts = self.results.no_rows(), self._layout.result(0, x.row_bytes, scale_bytes, idx_bytes, True)
             kind = call_signature.dispatch_kind(inputs.layout)
             self._launch_dispatch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
+            if known is None and on_launch is not None and not too_many:
+                first = self._runtime.memory.ptr + reserved.offset
+                on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx_bytes))
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         if too_many:

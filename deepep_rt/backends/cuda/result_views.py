@@ -7,6 +7,7 @@ from typing import Any
 
 from ...arrays.view import View
 from ...results import Views
+from .row_mover import ArrivingRows
 from .runtime import CudaRuntime
 
 
@@ -51,6 +52,32 @@ def dispatch_views(
         return views
 
     return make_views
+
+
+def arriving_rows(
+    first: int, offsets: dict[str, int], tables: int, table_offsets: dict[str, int], capacity: int, idx_bytes: int
+) -> ArrivingRows:
+    """Say where a dispatch with a new routing writes.
+
+    The counts are those of the handle. The routing writes them before the host gets them. A dispatch that fails after that does not write
+    the caller's counts, and the rows of the result are as many as the host knows.
+
+    Args:
+        first: Address of the results, while they arrive.
+        offsets: Of the results.
+        tables: Address of the handle's tables.
+        table_offsets: Of these tables.
+        capacity: Rows that fit.
+        idx_bytes: Bytes of an expert number.
+    """
+    return ArrivingRows(
+        topk_idx=first + offsets["topk_idx"],
+        src_idx=first + offsets["src_idx"],
+        num_recv=tables + table_offsets["num_recv"],
+        num_recv_per_expert=tables + table_offsets["num_recv_per_expert"],
+        capacity=capacity,
+        idx_bytes=idx_bytes,
+    )
 
 
 def combine_views(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from ...results import DispatchHandle, Views
@@ -10,13 +11,37 @@ from ..calls import Call, CombineInputs, DispatchInputs
 from .result_memory import ResultMemory
 
 
+@dataclass(frozen=True, slots=True)
+class ArrivingRows:
+    """Addresses of what a launched routing and its dispatch write. Work behind it on its stream may read there."""
+
+    topk_idx: int
+    src_idx: int
+    num_recv: int
+    num_recv_per_expert: int
+    capacity: int  # rows that fit
+    idx_bytes: int
+
+
+OnLaunch = Callable[[ArrivingRows], None]
+"""Launches more kernels behind a dispatch. It may not fail for a reason of one rank: the other ranks have made the call."""
+
+
 class RowMover(Protocol):
     """Moves rows by token between ranks: `Throughput` on one node, `NodesThroughput` on several."""
 
     results: ResultMemory
 
-    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
-        """Queue a dispatch. Return its handle, and the function that makes its results."""
+    def send_rows(
+        self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None
+    ) -> tuple[DispatchHandle, Callable[[], Views]]:
+        """Queue a dispatch. Return its handle, and the function that makes its results.
+
+        Args:
+            inputs: Of the dispatch.
+            call: How the call runs.
+            on_launch: Runs right after the launch of the dispatch, if the routing is new: on one node, before the host waits for counts.
+        """
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Queue a combine. Return the function that makes its results."""

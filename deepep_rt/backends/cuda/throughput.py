@@ -16,7 +16,8 @@ from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
 from .choice_sums import ChoiceSums
 from .result_memory import ResultMemory
-from .result_views import combine_views, dispatch_views, dtypes_of
+from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_of
+from .row_mover import OnLaunch
 from .runtime import CudaRuntime, address_of
 
 _NUM_MEASUREMENTS = 3
@@ -56,7 +57,9 @@ class Throughput:
             if config.dtype in COMBINE_DTYPES:
                 runtime.launcher("combine", config.dtype)
 
-    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
+    def send_rows(
+        self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None
+    ) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Launch the routing, unless a handle gives it, and the dispatch of rows by token. Wait for the counts if only they tell
         the size.
         """
@@ -89,6 +92,9 @@ class Throughput:
         self._launch_dispatch(
             kind, arrays, row_bytes, scale_bytes, tables.ptr, reserved.offset, parts.offsets, capacity, counts, stream
         )
+        if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
+            first = self._runtime.memory.ptr + reserved.offset
+            on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx.itemsize))
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
         num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None

@@ -1,0 +1,128 @@
+"""Dispatch of rows by expert on the CUDA backend: the order of its launches, on a fake GPU that records requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import BASE, FakeGpu, arguments, fake, like, make, routed
+
+from deepep_rt import EPOutOfMemoryError, EPUnavailableError
+from deepep_rt.cuda import driver
+from deepep_rt.jit import loader
+
+__all__ = ["fake", "make"]
+
+COUNTS = [3, 4, 5, 6, 0, 0, 6, 6]
+ONE_NODE, TWO_NODES = {}, dict(ranks_per_node=2)
+
+
+def launches_before_the_wait(fake: FakeGpu, buffer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list that gets the kernels that are queued when the host begins to wait for counts."""
+    monitor, seen = buffer._backend.runtime.monitor, []
+    wait = monitor.await_counts
+
+    def await_counts() -> Any:
+        seen.extend(call.kernel for call in fake.launched)
+        return wait()
+
+    monkeypatch.setattr(monitor, "await_counts", await_counts)
+    return seen
+
+
+def test_positions_are_queued_before_the_host_waits(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the GPU would wait for the host between the rows by token and the rows by expert."""
+    with make() as buffer:
+        fake.on_launch, seen = routed(buffer, 20, COUNTS), launches_before_the_wait(fake, buffer, monkeypatch)
+        sent = buffer.dispatch(*arguments(fake), layout="expert", expert_alignment=2)
+        route, dispatch, positions, expand = fake.pop_launches()
+        assert seen == ["route", "dispatch", "expert_positions"]
+        assert (route.kernel, dispatch.kernel, expand.kernel) == ("route", "dispatch", "expand_rows")
+        assert len({call.stream for call in (route, dispatch, positions, expand)}) == 1
+        assert (positions.topk_idx, positions.src_idx) == (
+            BASE + dispatch.recv_topk_idx_offset,
+            BASE + dispatch.recv_src_idx_offset,
+        )
+        kept = (
+            buffer._backend.runtime.layout.handle.offsets
+        )  # by the handle: a dispatch that fails does not write the caller's counts
+        assert positions.num_recv == route.handle + kept["num_recv"]
+        assert positions.num_per_expert == route.handle + kept["num_recv_per_expert"]
+        assert (positions.capacity, positions.num_rows, positions.alignment) == (dispatch.capacity, -1, 2)
+        assert positions.blocks == 4 * 64 * 4 // 256
+        for name in ("positions", "offsets", "ends", "totals"):
+            assert getattr(expand, name) == getattr(positions, name)
+        assert (expand.x, expand.num_rows) == (BASE + dispatch.recv_x_offset, sum(COUNTS))
+        assert like(sent.recv_x) == ("bfloat16", (sum(COUNTS), 256))
+        assert sent.num_recv_tokens_per_expert_list == COUNTS
+
+
+def test_several_nodes(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the size of the result is known before its rows travel. The positions follow right behind them."""
+    with make(**TWO_NODES) as buffer:
+        fake.on_launch, seen = routed(buffer, 20, COUNTS), launches_before_the_wait(fake, buffer, monkeypatch)
+        buffer.dispatch(*arguments(fake), layout="expert")
+        launches = fake.pop_launches()
+        assert seen == ["route_nodes"]
+        assert [call.kernel for call in launches] == ["route_nodes", "dispatch_nodes", "expert_positions", "expand_rows"]
+        assert (launches[2].capacity, launches[2].num_rows) == (20, -1)
+
+
+def test_launches_share_the_progress_of_blocks(fake: FakeGpu, make: Any) -> None:
+    """It counts the launches of a Buffer. Two Buffers may run at the same time, so each has its own."""
+    with make() as buffer, make() as other:
+        places = []
+        for one, worst in ((buffer, 0), (buffer, 100), (other, 100)):
+            one.dispatch(*arguments(fake), layout="expert", num_worst_tokens=worst)
+            positions = fake.pop_launches()[2]
+            assert positions.num_rows == worst
+            places.append((positions.progress, positions.block_counts))
+        assert places[0] == places[1] != places[2]
+        local = buffer._backend.runtime.layout.local
+        assert places[0][0] == buffer._backend.runtime.state + local.offsets["position_progress"]
+
+
+def test_known_routing_keeps_the_positions(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        fake.on_launch = routed(buffer, 20, COUNTS)
+        x, idx, weights = arguments(fake)
+        first = buffer.dispatch(x, idx, weights, layout="expert")
+        positions = fake.pop_launches()[2]
+        again = buffer.dispatch(x, handle=first.handle)
+        dispatch, expand = fake.pop_launches()
+        assert (dispatch.kernel, expand.kernel, expand.positions) == ("dispatch", "expand_rows", positions.positions)
+        assert again.recv_x.shape == first.recv_x.shape
+
+
+@pytest.mark.parametrize("sizes", [ONE_NODE, TWO_NODES], ids=["one-node", "two-nodes"])
+def test_without_room_for_tables_there_is_no_call(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
+    """The other ranks would wait for a call of this rank that has only begun."""
+    with make(**sizes) as buffer:
+
+        def no_room(num_bytes: int, stream: int) -> int:
+            raise EPOutOfMemoryError("full")
+
+        with monkeypatch.context() as patches:
+            patches.setattr(driver, "allocate_async", no_room)
+            with pytest.raises(EPOutOfMemoryError, match="full") as caught:
+                buffer.dispatch(*arguments(fake), layout="expert")
+        assert not caught.value.call_made
+        assert fake.pop_launches() == []
+        fake.on_launch = routed(buffer, 20, COUNTS)
+        assert buffer.dispatch(*arguments(fake), layout="expert").num_recv_tokens_per_expert_list == COUNTS
+
+
+def test_kernels_are_loaded_before_the_first_launch(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as buffer:
+
+        def missing(kernel: Any, constants: Any, arch: str) -> Any:
+            raise EPUnavailableError(f"{kernel.name} is not in the cache")
+
+        with monkeypatch.context() as patches:
+            patches.setattr(loader, "load", missing)
+            with pytest.raises(EPUnavailableError, match="expert_positions is not in the cache"):
+                buffer.dispatch(*arguments(fake), layout="expert")
+        assert fake.pop_launches() == []
