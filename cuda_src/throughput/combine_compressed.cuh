@@ -110,13 +110,12 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     for (int part = 0; part < kParts; ++part) {
       barrier_wait(barriers + part, parity);
       compress_part(input + part * kPartBytes, part * kPartPasses, stage + place.row * kSentRowBytes);
-      __syncwarp();  // all lanes have read the part
+      if (next.row == 0 && part == kParts - 1) fence_bulk_copies_of_shared();
+      __syncwarp();  // all lanes have read the part and written its channels
       if (lane == 0 && next_row) load_part(next_row, part, input, barriers);
     }
     parity ^= 1;
     if (next.row == 0) {
-      fence_bulk_copies_of_shared();  // each lane's own stores to the stage
-      __syncwarp();
       if (lane == 0) {
         bulk_store(target, stage, place.chunk.num_rows * kSentRowBytes);
         bulk_commit();

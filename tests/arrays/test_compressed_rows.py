@@ -67,13 +67,22 @@ def test_log10_is_the_nearest_of_its_numbers(kind: str) -> None:
     after = (np.abs(_there_and_back(rows, "log10")).reshape(groups.shape) / scales).reshape(-1)
     assert np.isin(after, numbers).all()
     right = np.searchsorted(numbers, sizes).clip(1, len(numbers) - 1)
-    assert (np.abs(after - sizes) <= np.minimum(np.abs(sizes - numbers[right - 1]), np.abs(numbers[right] - sizes)) + 2.0**-22).all()
+    assert (
+        np.abs(after - sizes) <= np.minimum(np.abs(sizes - numbers[right - 1]), np.abs(numbers[right] - sizes)) + 2.0**-22
+    ).all()
     assert (np.signbit(rows) == np.signbit(_there_and_back(rows, "log10"))).all()
 
 
 def test_log10_ties_go_to_even_codes() -> None:
     rows = np.zeros((1, HIDDEN), np.float32)
-    rows[0, :6] = 16, 1 / 128, 3 / 128, -5 / 128, 6 + 1 / 16, -(14 + 1 / 8)  # the scale is 1, and the steps are 1/64, 1/16 and 1/8
+    rows[0, :6] = (
+        16,
+        1 / 128,
+        3 / 128,
+        -5 / 128,
+        6 + 1 / 16,
+        -(14 + 1 / 8),
+    )  # the scale is 1, and the steps are 1/64, 1/16 and 1/8
     assert _there_and_back(rows, "log10")[0, :6].tolist() == [16, 0, 2 / 64, -2 / 64, 6.0625, -14.125]
     rows[0, 1:3] = 2 + 1 / 64, 2 + 3 / 64
     assert _there_and_back(rows, "log10")[0, 1:3].tolist() == [2, 2 + 2 / 32]

@@ -15,6 +15,7 @@ from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
     COMPRESSED,
+    LONG_COMPRESSED,
     LOW_LATENCY,
     THROUGHPUT,
     LowLatencyRound,
@@ -24,6 +25,7 @@ from tests.kernels_on_cpu.rounds import (
     expert_rounds,
     fails,
     inputs_of,
+    long_compressed_rounds,
     low_latency_rounds,
     overlapped_rounds,
     seeds,
@@ -150,6 +152,12 @@ def test_compressed_rows(seed):
         compressed_rounds(machine, machine.buffers(**COMPRESSED), seed, 3)
 
 
+@pytest.mark.parametrize("seed", seeds(2))
+def test_long_compressed_rows(seed):
+    with Machine(2, seed, weak_memory=seed == 1) as machine:
+        long_compressed_rounds(machine, machine.buffers(**{**LONG_COMPRESSED, "num_experts": 4}), seed, 2)
+
+
 def without_fp8(machine, buffers, seed, count):
     compressed_rounds(machine, buffers, seed, count, kinds=("log10", None))
 
@@ -203,9 +211,9 @@ BROKEN = [
     pytest.param(
         compressed_low_latency_rounds,
         "low_latency/ll_combine_compressed.cuh",
-        r"if \(!leads_group\(\)\) return;",
-        "if (!leads_group() || c.head[0] == kEmptySentinel) return;",
-        id="heads-are-not-reset",
+        r"if \(leads_group\(\)\) st_relaxed",
+        "if (leads_group() && c.scale != kEmptySentinel) st_relaxed",
+        id="scales-are-not-reset",
     ),
     pytest.param(
         low_latency_rounds,
@@ -235,17 +243,17 @@ BROKEN = [
         id="flag-after-the-first-items",
     ),
     pytest.param(
-        compressed_rounds,
+        long_compressed_rounds,
         "throughput/combine_compressed.cuh",
         r"if \(lane == 0\) bulk_wait_read<1>\(\);",
         "",
         id="stage-is-filled-too-early",
     ),
     pytest.param(
-        compressed_rounds,
+        long_compressed_rounds,
         "throughput/combine_compressed.cuh",
-        r"own stores to the stage\n    __syncwarp\(\);",
-        "own stores",
+        r"__syncwarp\(\);  // all lanes have read the part and written its channels",
+        "",
         id="chunk-leaves-before-it-is-whole",
     ),
     pytest.param(
@@ -265,6 +273,7 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     sizes = {
         throughput_rounds: THROUGHPUT,
         compressed_rounds: {**COMPRESSED, "num_experts": 4},
+        long_compressed_rounds: {**LONG_COMPRESSED, "num_experts": 4},
         compressed_low_latency_rounds: {**LOW_LATENCY, "hidden": 512},
     }.get(run_rounds, LOW_LATENCY)
     options = dict(num_sms=1) if "common/work.cuh" in file else {}  # the second block starts after the first one has ended

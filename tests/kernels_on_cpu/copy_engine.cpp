@@ -63,19 +63,25 @@ void bulk_load(uint32_t to, const void* from, uint32_t num_bytes, uint32_t barri
 }
 
 void bulk_store(void* to, uint32_t from, uint32_t num_bytes) {
-  step(true);
+  const bool at_once = random_below(2);  // before other lanes get to run
+  if (!at_once) step(true);
   check(to, from, num_bytes);
   if (groups_of[running].empty()) bulk_commit();
   const auto group = groups_of[running].back();
   ++group->unread, ++group->unwritten;
-  later([=, stage = dynamic_shared_memory() + from] {
+  auto read = [=, stage = dynamic_shared_memory() + from] {
     const std::vector<char> held(stage, stage + num_bytes);
     --group->unread;
     later([=] {
       memcpy(to, held.data(), num_bytes);
       --group->unwritten;
     });
-  });
+  };
+  if (at_once) {
+    read();
+  } else {
+    later(read);
+  }
 }
 
 void bulk_commit() { groups_of[running].push_back(std::make_shared<BulkGroup>()); }

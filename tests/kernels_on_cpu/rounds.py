@@ -19,6 +19,9 @@ from .machine import Machine
 LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
 COMPRESSED = dict(num_max_tokens_per_rank=24, hidden=640, num_topk=2, num_experts=6, num_sms=2)
+LONG_COMPRESSED = dict(
+    COMPRESSED, num_max_tokens_per_rank=40, hidden=3200, num_sms=1
+)  # several parts and chunks for each copy warp
 THROUGHPUT = dict(num_max_tokens_per_rank=40, hidden=64, num_topk=2, num_experts=6, num_sms=2)
 
 
@@ -157,6 +160,10 @@ def compressed_rounds(machine, buffers, seed, count, kinds=("fp8", None, "log10"
     machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
     for made in rounds:
         made.check()
+
+
+def long_compressed_rounds(machine, buffers, seed, count):
+    compressed_rounds(machine, buffers, seed, count, kinds=("log10", "fp8"))
 
 
 class ThroughputRound:
