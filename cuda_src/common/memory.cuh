@@ -161,9 +161,6 @@ __device__ __forceinline__ Vec16 ld_streaming(const Vec16* p) {
   return v;
 }
 
-// Asks for the line of an address in L2, without waiting.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 __device__ __forceinline__ Vec16 ld_vec(const Vec16* p) {
   Vec16 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -175,6 +172,12 @@ __device__ __forceinline__ Vec16 ld_vec(const Vec16* p) {
 
 __device__ __forceinline__ void st_vec(Vec16* p, const Vec16& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+// The same for data that this kernel does not read again: it leaves the L2 cache before other data.
+__device__ __forceinline__ void st_vec_last(Vec16* p, const Vec16& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
                : "memory");
 }
 

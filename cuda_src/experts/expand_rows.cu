@@ -5,20 +5,12 @@
 //
 // Rows of an expert that did not arrive become NaN, as in every call that fails (expert_positions finds them).
 //
-// Bytes: each row by token is read once, and written once for each of its experts.
+// Bytes: each row by token is read once, and written once for each of its experts. The last rows are read first, while the L2 cache still
+// has them, and stores leave the cache early.
 #include "common/memory.cuh"
 
 constexpr int kInFlight = 4;
-constexpr int kLineBytes = 128;    // of L2
 constexpr u32 kNan = 0xffffffffu;  // of every floating-point type
-
-// Brings the first row of each block to L2 while expert_positions runs: it needs little of the memory bandwidth. A prefetch reads no
-// values, so it may come before the predecessor has ended.
-__device__ inline void prefetch_first_row(const Params& p) {
-  if (static_cast<int>(blockIdx.x) >= p.num_tokens) return;
-  const char* row = at<const char>(p.x, blockIdx.x * p.row_bytes);
-  for (i64 i = threadIdx.x * kLineBytes; i < p.row_bytes; i += kLocalThreads * kLineBytes) prefetch_l2(row + i);
-}
 
 __device__ inline void expand_row(const Params& p, i64 item) {
   const int lane = lane_idx();
@@ -38,7 +30,7 @@ __device__ inline void expand_row(const Params& p, i64 item) {
       Vec16* to = at<Vec16>(p.out_x, row * p.row_bytes);
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
-        if (first + j * kLocalThreads < num_vecs) st_vec(to + first + j * kLocalThreads, held[j]);
+        if (first + j * kLocalThreads < num_vecs) st_vec_last(to + first + j * kLocalThreads, held[j]);
       }
     }
   }
@@ -90,7 +82,6 @@ __device__ inline void finish_expert(const Params& p, int expert) {
 }
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) expand_rows(const __grid_constant__ Params p) {
-  if constexpr (kHasOverlap) prefetch_first_row(p);
   overlap_kernels();
   const i32* totals = at<const i32>(p.totals, 0);
   const i64 num_tokens = totals[1], first_tail = num_tokens + p.num_experts;
@@ -98,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kLocalThreads) expand_rows(const __
   const int filled = at<const i32>(p.offsets, 0)[p.num_experts];
   for (i64 item = blockIdx.x; item < num_items; item += gridDim.x) {
     if (item < num_tokens) {
-      expand_row(p, item);
+      expand_row(p, num_tokens - 1 - item);
     } else if (item < first_tail) {
       finish_expert(p, static_cast<int>(item - num_tokens));
     } else {

@@ -6,7 +6,7 @@
 // dispatch sent: first the rows of rank 0, then those of rank 1, and so on.
 //
 // Roles of the warps in each block:
-// - kCombineCopyWarps copy warps push chunks of kChunkRows rows.
+// - Copy warps (num_copy_warps) push chunks of kChunkRows rows.
 // - One signal warp raises a flag for each chunk that is written. A flag needs a fence, and a fence takes as long as many rows. The signal
 //   warp raises all due flags after each fence, and copy warps wait for no fence. Without TMA, a copy warp writes with its own stores and
 //   raises its own flags.
@@ -28,8 +28,11 @@
 #include "common/work.cuh"
 #include "throughput/recv_window.cuh"
 
-constexpr int kSignalWarp = kHasTma ? kCombineCopyWarps : -1;  // number of the signal warp in the block
-constexpr int kFirstReduceWarp = kHasTma ? kSignalWarp + 1 : kCombineCopyWarps;
+// Where rows are compressed, few blocks need many copy warps, which convert. Many blocks need many reduce warps, which wait for memory.
+__device__ __forceinline__ int num_copy_warps() {
+  if constexpr (kCopyWarpsOfManyBlocks == kCombineCopyWarps) return kCombineCopyWarps;
+  return gridDim.x < kManyBlocks ? kCombineCopyWarps : kCopyWarpsOfManyBlocks;
+}
 
 struct Routes {
   u64 to_x[kNumRanks];  // address of this rank's first row at a source, and of its weights
@@ -117,7 +120,7 @@ struct CopyProgress {
 
 // Lane m follows copy warp m. This loop has no time limit, because copy warps wait only for the copy engine of their SM.
 __device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 epoch, CopyProgress* progress) {
-  const bool follows = lane_idx() < kCombineCopyWarps;
+  const bool follows = lane_idx() < num_copy_warps();
   CopyProgress& mine = progress[follows ? lane_idx() : 0];
   u32 signalled = 0;
   for (bool done = false; !done;) {
@@ -190,13 +193,14 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   __syncthreads();
 
   if (!routes.idle) {
-    if (warp >= kFirstReduceWarp) {
+    const int copy_warps = num_copy_warps();
+    if (warp >= copy_warps + kHasTma) {
       if (p.bias_0 || p.bias_1) {
         reduce_tokens(p, routes, epoch, reduce_with_bias);
       } else {
         reduce_tokens(p, routes, epoch, reduce_token);
       }
-    } else if (warp == kSignalWarp) {
+    } else if (kHasTma && warp == copy_warps) {
       signal_chunks(p, routes, epoch, progress);
     } else {
       copy_rows(epoch);

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_part(const char* row, int part, char* input
 // stage still reads.
 __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* input, u64* barriers, CopyProgress& progress) {
   constexpr int kUnwritten = 2;
-  WorkIterator work(queue_of(p, routes, gridDim.x * kCombineCopyWarps), [](int) {});
+  WorkIterator work(queue_of(p, routes, gridDim.x * num_copy_warps()), [](int) {});
   const int lane = lane_idx();
   char* stages = input + kRowBytes;
   fence_bulk_copies();  // the block has acquired the targets' addresses and the permission to write
@@ -140,7 +140,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
 }
 
 __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, u32 epoch) {
-  WorkIterator work(queue_of(p, routes, gridDim.x * kCombineCopyWarps), [](int) {});
+  WorkIterator work(queue_of(p, routes, gridDim.x * num_copy_warps()), [](int) {});
   for (int item = work.next(); item >= 0; item = work.next()) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
@@ -159,29 +159,23 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   }
 }
 
-// Channels of a lane in a pass of some rows.
+// Channels of a lane in some passes of some rows.
 struct Batch {
-  static constexpr int kMost = kIsLog10 ? 2 : 4, kRanks = kNumRanks < kMost ? kNumRanks : kMost;
-  static constexpr int kPerPass = (kNumRanks + kRanks - 1) / kRanks;                        // batches with the ranks of a pass
-  static constexpr int kAhead = kPerPass > 1 ? kPerPass : 8 / kRanks < 4 ? 8 / kRanks : 4;  // batches in flight; more would spill registers
-  Compressed held[kRanks];
+  static constexpr int kMost = kIsLog10 ? 3 : 4, kRanks = kNumRanks < kMost ? kNumRanks : kMost;
+  static constexpr int kAtOnce = kRanks < 3 && !kIsLog10 ? 2 : 1;     // passes
+  static constexpr int kPerPass = (kNumRanks + kRanks - 1) / kRanks;  // batches with the ranks of a pass
+  Compressed held[kAtOnce][kRanks];
 
-  // `step`: counts batches. `b`: the same, of a pass.
-  __device__ __forceinline__ void load(const u64 (&rows)[kNumRanks], int step, int b) {
-    const int channel = step / kPerPass * kPassChannels + lane_idx() * kLaneChannels;
-    if (channel >= kHidden) return;
+  __device__ __forceinline__ void load(const u64 (&rows)[kNumRanks], int first_rank, int channel) {
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) {
-      const int rank = b * kRanks + r;
-      if (rank < kNumRanks && rows[rank]) held[r] = load_compressed(at<const char>(rows[rank], 0), channel);
-    }
-  }
-
-  __device__ __forceinline__ void add(const u64 (&rows)[kNumRanks], int b, float (&sum)[kLaneChannels]) const {
+    for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) {
-      const int rank = b * kRanks + r;
-      if (rank < kNumRanks && rows[rank]) add_to(sum, held[r]);
+      for (int r = 0; r < kRanks; ++r) {
+        const int at_channel = channel + i * kPassChannels;
+        if (first_rank + r < kNumRanks && rows[first_rank + r] && at_channel < kHidden) {
+          held[i][r] = load_compressed(at<const char>(rows[first_rank + r], 0), at_channel);
+        }
+      }
     }
   }
 };
@@ -202,27 +196,34 @@ __device__ __forceinline__ void write_channels(const Params& p, int token, int c
   }
 }
 
-// This loop waits for memory, so each lane has batches in flight while it adds up another one.
+// This loop waits for memory, so each lane loads a batch while it adds up the one before.
 template <bool kHasBias>
 __device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
-  constexpr int kSteps = kPasses * Batch::kPerPass;
-  Batch batches[Batch::kAhead];
+  constexpr int kStep = Batch::kAtOnce * kPassChannels;
+  const int first = lane_idx() * kLaneChannels;
+  Batch batch;
+  batch.load(rows, 0, first);
+#pragma unroll 2
+  for (int channel = first; channel < kHidden; channel += kStep) {
+    float sum[Batch::kAtOnce][kLaneChannels] = {};
 #pragma unroll
-  for (int i = 0; i < Batch::kAhead; ++i) batches[i].load(rows, i, i % Batch::kPerPass);
-  float sum[kLaneChannels];
-  for (int start = 0; start < kSteps; start += Batch::kAhead) {
+    for (int b = 0; b < Batch::kPerPass; ++b) {
+      const bool is_last = b == Batch::kPerPass - 1;
+      Batch next;
+      next.load(rows, is_last ? 0 : (b + 1) * Batch::kRanks, is_last ? channel + kStep : channel);
 #pragma unroll
-    for (int i = 0; i < Batch::kAhead; ++i) {
-      const int step = start + i, b = i % Batch::kPerPass;
-      if (step >= kSteps) break;
-      if (b == 0) {
+      for (int i = 0; i < Batch::kAtOnce; ++i) {
 #pragma unroll
-        for (float& channel : sum) channel = 0;
+        for (int r = 0; r < Batch::kRanks; ++r) {
+          const int rank = b * Batch::kRanks + r;
+          if (rank < kNumRanks && rows[rank]) add_to(sum[i], batch.held[i][r]);
+        }
       }
-      batches[i].add(rows, b, sum);
-      batches[i].load(rows, step + Batch::kAhead, b);
-      const int channel = step / Batch::kPerPass * kPassChannels + lane_idx() * kLaneChannels;
-      if (b == Batch::kPerPass - 1 && channel < kHidden) write_channels<kHasBias>(p, token, channel, sum);
+      batch = next;
+    }
+#pragma unroll
+    for (int i = 0; i < Batch::kAtOnce; ++i) {
+      if (channel + i * kPassChannels < kHidden) write_channels<kHasBias>(p, token, channel + i * kPassChannels, sum[i]);
     }
   }
 }

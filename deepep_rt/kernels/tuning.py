@@ -25,6 +25,7 @@ CHOICES_PER_BLOCK = 256
 
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
 _COMPRESSED_BYTES = 216 * 1024
+_MANY_BLOCKS = 48
 _COMPRESSED_WARPS = 16  # of a block; with more, a thread has 96 registers instead of 128
 
 
@@ -87,6 +88,8 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kDispatchSharedBytes": dispatch_copy_warps * dispatch_stages * pitch if has_tma else 0,
         "kCombineItemsPerTicket": 2,
         "kCombineCopyWarps": combine_copy_warps,
+        "kCopyWarpsOfManyBlocks": combine_copy_warps,
+        "kManyBlocks": _MANY_BLOCKS,
         "kCombineStages": combine_stages,
         "kCombineThreads": 32 * (combine_copy_warps + (13 if has_tma else 8)),
         "kCombineSharedBytes": combine_copy_warps * combine_stages * pitch if has_tma else 0,
@@ -144,6 +147,7 @@ def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str,
     return {
         "kStageBytes": pitch,
         "kCombineCopyWarps": copy_warps,
+        "kCopyWarpsOfManyBlocks": max(1, copy_warps - 2),
         "kCombineThreads": 32 * _COMPRESSED_WARPS,
         "kCombineSharedBytes": copy_warps * memory,
     }

@@ -47,8 +47,6 @@ inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const v
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 inline void ld_global_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 
-inline void prefetch_global_L2(const void*) {}
-
 inline void st_release_cta_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
 inline void st_release_gpu_global_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
 inline void st_release_sys_global_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
@@ -58,6 +56,7 @@ inline void st_relaxed_sys_global_u64(void* p, u64 v) { store(p, v); }
 inline void st_relaxed_sys_global_s64(void* p, long long v) { store(p, v); }
 inline void st_relaxed_sys_global_v4_u32(void* p, u32 a, u32 b, u32 c, u32 d) { store4(p, a, b, c, d); }
 inline void st_global_v4_u32(void* p, u32 a, u32 b, u32 c, u32 d) { store4(p, a, b, c, d); }
+inline void st_global_cs_v4_u32(void* p, u32 a, u32 b, u32 c, u32 d) { store4(p, a, b, c, d); }
 inline void fence_acq_rel_sys() { cpu_gpu::fence(); }
 
 // --- atomics ------------------------------------------------------------------------------------------------------------------------
