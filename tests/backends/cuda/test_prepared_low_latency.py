@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -531,6 +533,27 @@ def test_host_arrays_take_ordinary_calls(fake: FakeGpu, make: Any) -> None:
             assert x.ctypes.data in [source for _, source, _ in fake.copies]
         assert sent.recv_x.shape == (8, 256, 256)
         assert [launch.kernel for launch in fake.pop_launches()] == ["ll_dispatch", "ll_combine"] * 2
+
+
+def test_each_call_is_a_range_of_a_profiler(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def annotate(message: str, domain: str) -> Iterator[None]:
+        seen.append(message)
+        yield
+        seen.append("end")
+
+    nvtx: Any = ModuleType("nvtx")
+    nvtx.annotate = annotate
+    monkeypatch.setitem(sys.modules, "nvtx", nvtx)
+    monkeypatch.setenv("DEEPEP_RT_NVTX", "1")
+    with make(low_latency=True) as buffer:
+        step = buffer.prepare_low_latency(*arguments(fake), y=rows(fake))
+        assert step.dispatch() is step.dispatch()
+        step.combine()
+    dispatch = "low_latency_dispatch: 10 tokens of 512 bytes, FP8, prepared", "end"
+    assert seen == [*dispatch, *dispatch, "low_latency_combine: 10 tokens of 512 bytes, prepared", "end"]
 
 
 def test_it_belongs_to_its_process(fake: FakeGpu, make: Any) -> None:
