@@ -19,7 +19,7 @@ from .backends.low_latency_inputs import (
     sums_view,
 )
 from .errors import EPInputError
-from .prepared import PreparedLowLatency, check_can_prepare
+from .prepared import PreparedLowLatency, check_in_place
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
 
@@ -218,7 +218,6 @@ class LowLatencyCalls(BufferBase):
         """
         backend, info = self._low_latency(), self._info
         with_hook, is_zero_copy = flag(return_recv_hook, "return_recv_hook"), flag(zero_copy, "zero_copy")
-        check_can_prepare(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         with self._call_lock:
             call = self._begin(x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
@@ -235,12 +234,14 @@ class LowLatencyCalls(BufferBase):
             )
             if inputs.topk_weights is None:
                 raise argument_error(None, "topk_weights", "float32 weights, which combines need", "Pass them.")
+            for name in ("x", "topk_idx", "topk_weights"):
+                check_in_place(getattr(inputs, name), name)
             form = form_of_combine(info, allow_multiple_reduction, reduce, compress)
             into = None if out is None else sums_view(info, call.stream, out, inputs.x.shape[0])
 
             def view_rows(given: Any) -> View:
-                check_can_prepare(y=given)
                 rows = expert_rows(info, call.stream, given)
+                check_in_place(rows, "y")
                 if into is not None:
                     check_apart(into, rows)
                 if is_zero_copy:

@@ -6,21 +6,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .arrays.frameworks import framework_of
 from .arrays.view import View
 from .backends.base import PreparedCalls
 from .errors import EPInputError
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult, SharedByCopies
 
 
-def check_can_prepare(**arrays: Any) -> None:
+def check_in_place(view: View, name: str) -> None:
     """Raise EPInputError for JAX arrays: a program cannot write new values to them, and expects that results never change."""
-    for name, array in arrays.items():
-        if array is not None and framework_of(array, name).name == "jax":
-            raise EPInputError(
-                f"{name} is a JAX array, which is read-only; expected an array that the program updates in place between prepared calls. "
-                f"Make ordinary calls, or use deepep_rt.jax"
-            )
+    if view.framework.name == "jax":
+        raise EPInputError(
+            f"{name} is a JAX array, which is read-only; expected an array that the program updates in place between prepared calls. Make "
+            f"ordinary calls, or use deepep_rt.jax"
+        )
 
 
 class PreparedLowLatency(SharedByCopies):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -112,10 +113,10 @@ class PreparedLaunch:
         """Launch the kernel on a stream."""
         self._launch(stream, self._num_blocks, self._argument_ptr)
 
-    def replace(self, name: str, value: int) -> None:
-        """Change a member of Params for the next launches. The driver copies Params in each launch."""
-        kind = self._dtype[name].str[1:]
-        struct.pack_into(f"<{_FORMATS[kind]}", self._buffer, offset(self._dtype, name), value)
+    def member(self, name: str) -> Callable[[int], None]:
+        """Return a function that changes a member of Params for later launches. The driver copies Params in each launch."""
+        pack_into = struct.Struct(f"<{_FORMATS[self._dtype[name].str[1:]]}").pack_into
+        return functools.partial(pack_into, self._buffer, offset(self._dtype, name))
 
 
 def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:

@@ -121,7 +121,7 @@ class PreparedLowLatency:
         """Let later combines read `y`."""
         if y.device == HOST:
             raise EPInputError("y is in host memory; expected GPU memory in prepared calls whose x is there. Move the array")
-        self._combine.set_argument("y", y)
+        self._combine.set_rows(y)
 
     def combine(self) -> LowLatencyCombineResult:
         """Launch the combine, or its sending half."""
@@ -177,6 +177,8 @@ class _RepeatedCall(Generic[_Result]):
         launcher = runtime.launcher(kernel)
         self._launch = launcher.prepare(num_blocks, params)
         self._launch_receiving = launcher.prepare(num_blocks, {**params, "phases": LL_RECEIVE})
+        halves = (self._launch, self._launch_receiving) if preparation.with_hook else (self._launch,)
+        self._set_address_of_rows = [half.member("y") for half in halves] if "y" in params else []
         self._stream = None if stream is None else stream_handles.of_stream(stream)
         self._call = Call(-1, None, preparation.async_finish, None, given.x.framework)
         self._own = own
@@ -200,13 +202,16 @@ class _RepeatedCall(Generic[_Result]):
         if end is not None:
             self._order.hold(end, self._held)
 
-    def set_argument(self, name: str, view: View) -> None:
-        """Use another array as the member `name` of Params from now on."""
+    def set_rows(self, y: View) -> None:
+        """Use other rows of the experts from now on. Only for a combine."""
         self._hand_over()
-        for launch in (self._launch, self._launch_receiving):
-            launch.replace(name, view.ptr)
-        self._arguments, self._views = (*self._arguments[:2], view), (*self._views[:2], view)
-        self._last = None  # the next call asks again what it must hold
+        for set_address in self._set_address_of_rows:
+            set_address(y.ptr)
+        self._arguments, self._views = (*self._arguments[:2], y), (*self._views[:2], y)
+        if self._held is not None:
+            self._held = self._arguments, self._own
+        if y.framework is not self._call.framework:
+            self._last = None  # the next call asks again whether it must hold its arguments
 
     def run(self) -> _Result:
         """Launch a whole call."""
