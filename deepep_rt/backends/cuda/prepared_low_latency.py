@@ -121,6 +121,8 @@ class PreparedLowLatency:
         """Let later combines read `y`."""
         if y.device == HOST:
             raise EPInputError("y is in host memory; expected GPU memory in prepared calls whose x is there. Move the array")
+        if self._with_hook:
+            self._own_hooks.check_can_combine()  # the receiving half of a call gets the same rows as its sending half
         self._combine.set_rows(y)
 
     def combine(self) -> LowLatencyCombineResult:
@@ -161,6 +163,8 @@ class _RepeatedCall(Generic[_Result]):
         make_result: Makes the result of calls on a stream. The event is that of their end.
     """
 
+    _end: driver.CudaEvent | None = None  # of the last call, if this object must hold its arguments
+
     def __init__(
         self,
         runtime: CudaRuntime,
@@ -186,8 +190,8 @@ class _RepeatedCall(Generic[_Result]):
         self._with_hook = preparation.with_hook
         self._views: tuple[View | None, ...] = (given.topk_idx, given.topk_weights)
         self._arguments: tuple[Any, ...] = (given, preparation.out)
-        self._held: Any = None  # the arguments, if their allocator could reuse their memory before calls have run
-        self._end: driver.CudaEvent | None = None  # of the last call, if this object must hold its arguments
+        # The arguments and the Buffer's memory, if an allocator could reuse the arguments' memory before calls have run.
+        self._held: tuple[Any, Any] | None = None
         self._last: tuple[int, int | None] | None = None  # the streams of the last call
         self._event: CallEnd | None = None
         self._result: _Result
@@ -199,8 +203,8 @@ class _RepeatedCall(Generic[_Result]):
     def _hand_over(self) -> None:
         """Let the order of calls hold the arguments of calls that may still run."""
         end, self._end = self._end, None
-        if end is not None:
-            self._order.hold(end, self._held)
+        if end is not None and self._held is not None:
+            self._order.hold(end, self._held[0])  # not the memory of results, whose slots wait for their streams
 
     def set_rows(self, y: View) -> None:
         """Use other rows of the experts from now on. Only for a combine."""
@@ -269,6 +273,7 @@ class _RepeatedCall(Generic[_Result]):
     def _move(self) -> None:
         """Follow a change of streams or arguments: make results for these streams, and see what has to be held."""
         call = self._call
+        self._hand_over()
         self._last = call.stream, call.caller_stream
         for memory in self._own:
             memory.add_stream(call.stream)

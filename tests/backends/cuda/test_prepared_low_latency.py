@@ -20,6 +20,8 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from fake_gpu import CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, _Library, arguments, fake, make
 
 from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError
+from deepep_rt.arrays.frameworks import ViewFramework
+from deepep_rt.arrays.view import View
 from deepep_rt.cuda import driver
 
 __all__ = ["fake", "make"]
@@ -205,6 +207,8 @@ def test_rows_of_the_experts(fake: FakeGpu, make: Any) -> None:
                 step.combine(wrong)
         step.combine()
         assert fake.pop_launches()[0].y == first.ptr, "a refused array changes nothing"
+        first.shape = (1,)
+        step.combine(first)
 
 
 def test_wrong_arguments(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,19 +270,56 @@ def test_hooks(fake: FakeGpu, make: Any) -> None:
             buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
         sent.hook(), second.hook()
         back = step.combine()
-        with pytest.raises(EPInputError, match="last low_latency_combine is open"):
-            step.combine()
+        for rows_again in (None, rows(fake)):
+            with pytest.raises(EPInputError, match="last low_latency_combine is open"):
+                step.combine(rows_again)
         with pytest.raises(EPInputError, match="last low_latency_combine is open"):
             step.dispatch()
         back.hook()
         with pytest.raises(EPInputError, match="called already"):
             back.hook()
-        assert [(call.kernel, call.phases) for call in fake.pop_launches()] == [
+        launches = fake.pop_launches()
+        assert [(call.kernel, call.phases) for call in launches] == [
             *[("ll_dispatch", phases) for phases in (1, 1, 2, 2)],
             *[("ll_combine", phases) for phases in (1, 2)],
         ]
+        assert launches[-1].y == launches[-2].y == y.ptr
         assert step.dispatch().recv_x is sent.recv_x, "all results share the arrays"
         assert second.recv_x.ptr != sent.recv_x.ptr
+
+
+def test_hooks_of_other_calls(fake: FakeGpu, make: Any) -> None:
+    """A call without a hook waits for open hooks. An ordinary combine knows whether the hook of a prepared dispatch was called."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        y = rows(fake)
+        step = buffer.prepare_low_latency(x, idx, weights, y=y)
+        handle = step.dispatch().handle
+        sent = buffer.low_latency_dispatch(x, idx, return_recv_hook=True)
+        with pytest.raises(EPInputError, match="hooks are open"):
+            step.dispatch()
+        sent.hook()
+        back = buffer.low_latency_combine(y, idx, weights, handle, return_recv_hook=True)
+        with pytest.raises(EPInputError, match="hooks are open"):
+            step.combine()
+        back.hook()
+        sent = buffer.prepare_low_latency(x, idx, weights, return_recv_hook=True).dispatch()
+        with pytest.raises(EPInputError, match="was not called yet"):
+            buffer.low_latency_combine(y, idx, weights, sent.handle)
+        buffer._backend.runtime.page.bad_input.value = 1
+        with pytest.raises(EPInputError, match="It was skipped"):
+            sent.hook()
+        buffer.low_latency_combine(y, idx, weights, sent.handle)
+
+
+def test_a_hook_waits_for_calls_in_between(fake: FakeGpu, make: Any) -> None:
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        sent = buffer.prepare_low_latency(x, idx, weights, return_recv_hook=True, stream=77).dispatch()
+        buffer.dispatch(x, idx, weights, num_worst_tokens=40, stream=78)
+        fake.waits.clear()
+        sent.hook()
+        assert fake.waits == [(77, 5)]
 
 
 def test_lost_hooks(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,15 +443,20 @@ def test_memory_waits_for_every_stream_of_the_calls(fake: FakeGpu, make: Any, mo
         busy.setattr(driver.CudaEvent, "record", lambda event, stream: setattr(event, "handle", ("work of", stream)))
         x, idx, weights = arguments(fake)
         step = buffer.prepare_low_latency(x, idx, weights)
+        chosen = buffer.prepare_low_latency(x, idx, weights, stream=77)
         for stream in (21, 22):
             busy.setattr(_Library, "current_stream", lambda library, device, stream=stream: stream)
             step.dispatch()
-        place = fake.pop_launches()[-1].recv_x
-        del step
+        chosen.dispatch()
+        first, _, second = fake.pop_launches()
         busy.setattr(_Library, "current_stream", lambda library, device: 23)
-        fake.waits.clear()
-        assert buffer.low_latency_dispatch(x, idx, topk_weights=weights).recv_x.ptr == place
-        assert {(23, ("work of", 21)), (23, ("work of", 22))} <= set(fake.waits)
+        del step
+        for place, streams in ((first.recv_x, {21, 22}), (second.recv_x, {22, 77})):
+            fake.waits.clear()
+            sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
+            assert sent.recv_x.ptr == place
+            assert {(23, ("work of", stream)) for stream in streams} <= set(fake.waits)
+            chosen = None
 
 
 def test_later_calls_wait_for_the_memory(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +474,51 @@ def test_later_calls_wait_for_the_memory(fake: FakeGpu, make: Any, monkeypatch: 
         step.dispatch()
         assert fake.pop_launches()[0].recv_x == place
         assert fake.waits == [(32, ("work of", 31))], "after the wait that was queued on the stream of the last call"
+
+
+@pytest.mark.parametrize("has_calls", [False, True])
+def test_later_calls_wait_for_the_waits_of_the_preparation(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, has_calls: bool
+) -> None:
+    """The event of the last call covers the waits for the memory, which were queued after that call; also if all calls were captured."""
+    with make(low_latency=True, num_slots=1) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
+        busy.setattr(driver.CudaEvent, "record", lambda event, stream: setattr(event, "handle", (stream, len(fake.waits))))
+        x, idx, weights = arguments(fake)
+        if has_calls:
+            for stream in (31, 32):
+                buffer.low_latency_dispatch(x, idx, stream=stream)
+        else:
+            with busy.context() as capture:
+                capture.setattr(driver, "capture_id", lambda stream: 7)
+                buffer.prepare_low_latency(x, idx, weights).dispatch()
+        fake.waits.clear()
+        step = buffer.prepare_low_latency(x, idx, weights, stream=33)
+        num_waits = len(fake.waits)
+        assert num_waits
+        step.dispatch()
+        assert fake.waits[num_waits:] == [(33, (32 if has_calls else OWN_STREAM, num_waits))]
+
+
+def test_per_thread_default_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handle means another stream in each thread, so only one thread may make calls, and prepare them."""
+    with make(low_latency=True) as buffer:
+        step = buffer.prepare_low_latency(*arguments(fake))
+        monkeypatch.setattr(_Library, "current_stream", lambda library, device: 2)
+        step.dispatch()
+        refused = []
+
+        def run() -> None:
+            for call in (step.dispatch, lambda: buffer.prepare_low_latency(*arguments(fake))):
+                with pytest.raises(EPInputError, match="per-thread default stream"):
+                    call()
+                refused.append(call)
+                monkeypatch.setattr(_Library, "current_stream", lambda library, device: 12)  # of this thread
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert len(refused) == 2
 
 
 @pytest.mark.parametrize("hooks", [False, True])
@@ -462,13 +553,34 @@ def test_arguments_live_until_calls_have_run(
         step = buffer.prepare_low_latency(x, idx, weights, **how)
         step.dispatch(), step.combine(y)
         del x, idx, weights, y
-        step.combine(rows(fake))
+        other = rows(fake)
+        held.append(weakref.ref(other))
+        step.combine(other)
+        del other
         assert all(one() is not None for one in held), "the first combine may not have read y yet"
         del step
         assert all(one() is not None for one in held)
         busy.setattr(driver.CudaEvent, "done", lambda event: True)
         buffer.low_latency_dispatch(*arguments(fake)[:2])
         assert all(one() is None for one in held)
+
+
+def test_arrays_of_another_library_live_until_calls_have_run(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, no_collection: None
+) -> None:
+    """Its allocator does not know the stream of the call."""
+    with make(low_latency=True) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
+        step = buffer.prepare_low_latency(*arguments(fake), y=rows(fake))
+        step.dispatch(), step.combine()
+        owner = rows(fake)
+        step.combine(View(owner.ptr, owner.shape, owner.dtype, 0, owner, ViewFramework()))
+        held = weakref.ref(owner)
+        del owner, step
+        assert held() is not None
+        busy.setattr(driver.CudaEvent, "done", lambda event: True)
+        buffer.low_latency_dispatch(*arguments(fake)[:2])
+        assert held() is None
 
 
 def test_arguments_do_not_pile_up(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,8 +615,10 @@ def test_captures(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> 
         with capturing.context() as ended:
             ended.setattr(driver, "is_capturing", lambda stream: False)
             other = buffer.prepare_low_latency(*arguments(fake), y=rows(fake), stream=78)
+        fake.requests.clear()
         other.dispatch()
         assert len(order._capture.arguments) == 1
+        assert fake.requests.count("record") == 1, "the event that holds arguments is not part of a capture"
 
 
 def test_the_relay_is_woken(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
