@@ -230,7 +230,7 @@ class CallOrder:
 
     def drop_arguments(self) -> None:
         """Drop the arguments of all calls. No call may run any more."""
-        self._arguments.clear()
+        self._arguments = deque(maxlen=0)  # prepared calls may hand over theirs later
         self._capture = None
 
 

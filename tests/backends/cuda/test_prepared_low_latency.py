@@ -583,6 +583,17 @@ def test_arrays_of_another_library_live_until_calls_have_run(
         assert held() is None
 
 
+def test_a_destroyed_buffer_holds_no_arguments(fake: FakeGpu, make: Any, no_collection: None) -> None:
+    x, idx, weights = arguments(fake)
+    held = weakref.ref(x)
+    buffer = make(low_latency=True)
+    step = buffer.prepare_low_latency(x, idx, weights, stream=77)
+    step.dispatch()
+    buffer.destroy()
+    del step, x
+    assert held() is None
+
+
 def test_arguments_do_not_pile_up(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the host runs ahead, repeated calls hold their arguments once."""
     with make(low_latency=True) as buffer, monkeypatch.context() as busy:
