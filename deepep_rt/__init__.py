@@ -21,6 +21,7 @@ from .errors import (
     EPUnavailableError,
 )
 from .network import NetworkOptions
+from .prepared import PreparedLowLatency
 from .results import (
     CombineResult,
     DispatchHandle,
@@ -57,5 +58,6 @@ __all__ = [
     "LinkRates",
     "NetworkOptions",
     "PoolUse",
+    "PreparedLowLatency",
     "Statistics",
 ]

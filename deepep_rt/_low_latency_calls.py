@@ -6,8 +6,20 @@ from typing import Any
 
 from ._buffer_base import BufferBase
 from ._checks import argument_error, flag, whole_number
-from .backends.low_latency_inputs import check_low_latency_handle, low_latency_combine_inputs, low_latency_dispatch_inputs
+from .arrays.view import Framework, View
+from .backends.base import Backend
+from .backends.calls import LowLatencyPreparation
+from .backends.low_latency_inputs import (
+    check_apart,
+    check_low_latency_handle,
+    expert_rows,
+    form_of_combine,
+    low_latency_combine_inputs,
+    low_latency_dispatch_inputs,
+    sums_view,
+)
 from .errors import EPInputError
+from .prepared import PreparedLowLatency, check_in_place
 from .results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
 
@@ -140,11 +152,106 @@ class LowLatencyCalls(BufferBase):
             inputs = low_latency_combine_inputs(
                 self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out, reduce, compress
             )
-            if flag(zero_copy, "zero_copy") and inputs.y.ptr != backend.low_latency_combine_view(handle.framework).ptr:
-                raise EPInputError(
-                    "zero_copy=True; expected y=get_low_latency_combine_buffer(handle). Pass that array, or leave out zero_copy"
-                )
+            if flag(zero_copy, "zero_copy"):
+                _check_zero_copy(backend, inputs.y, handle.framework)
             return backend.low_latency_combine(inputs, call, with_hook)
+
+    def prepare_low_latency(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        *,
+        y: Any = None,
+        out: Any = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        cumulative_local_expert_recv_stats: Any = None,
+        wait_recv_cost_stats: Any = None,
+        allow_multiple_reduction: bool = True,
+        reduce: str | None = None,
+        compress: str | None = None,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        stream: Any = None,
+    ) -> PreparedLowLatency:
+        """Prepare low-latency calls with the same arrays in each step, so that the host takes less time for each of them.
+
+        This checks the arguments, and takes memory for results. It makes no call, and not all ranks need to prepare theirs: prepared and
+        ordinary calls match if they have the same dtypes and options. The dispatches send `topk_weights`. `PreparedLowLatency` says which
+        arrays have to stay as they are, and how long results are valid.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16, which the program updates in place. Not of JAX.
+            topk_idx: `[num_tokens, num_topk]` int32 or int64, as in `low_latency_dispatch`.
+            topk_weights: `[num_tokens, num_topk]` float32.
+            y: The experts' outputs, if they lie in the same array in each step, as in `low_latency_combine`. Default: what `combine` gets.
+            out: `[num_tokens, hidden]` bfloat16 for the results of combines; default: memory of the buffer.
+            use_fp8: As in `low_latency_dispatch`, and so are the next four.
+            round_scale: See there.
+            use_ue8m0: See there.
+            cumulative_local_expert_recv_stats: See there.
+            wait_recv_cost_stats: See there.
+            allow_multiple_reduction: As in `low_latency_combine`, and so are the next three.
+            reduce: See there.
+            compress: See there.
+            zero_copy: See there.
+            async_finish: As in `dispatch`, for both calls.
+            return_recv_hook: As in `low_latency_dispatch`, for both calls.
+            stream: The stream of all calls; default: the current stream at each call, of the library of `x`.
+
+        Returns:
+            An object whose methods `dispatch()` and `combine(y)` make the calls.
+
+        Raises:
+            EPInputError: If an argument is wrong, if the buffer was made without `low_latency=True`, or while the stream of the last call
+                is captured in a CUDA graph.
+            EPUnavailableError: With `compress="fp8"`, if the GPU of a rank cannot convert to FP8.
+            EPTimeoutError: If a peer did not answer in an earlier call.
+
+        Example:
+            >>> step = buffer.prepare_low_latency(x, topk_idx, topk_weights)
+            >>> sent = step.dispatch()
+            >>> out = step.combine(experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)).x
+        """
+        backend, info = self._low_latency(), self._info
+        with_hook, is_zero_copy = flag(return_recv_hook, "return_recv_hook"), flag(zero_copy, "zero_copy")
+        with self._call_lock:
+            call = self._begin(x, async_finish, None, stream)
+            inputs = low_latency_dispatch_inputs(
+                info,
+                call.stream,
+                x,
+                topk_idx,
+                topk_weights,
+                use_fp8,
+                round_scale,
+                use_ue8m0,
+                cumulative_local_expert_recv_stats,
+                wait_recv_cost_stats,
+            )
+            if inputs.topk_weights is None:
+                raise argument_error(None, "topk_weights", "float32 weights, which combines need", "Pass them.")
+            for name in ("x", "topk_idx", "topk_weights"):
+                check_in_place(getattr(inputs, name), name)
+            form = form_of_combine(info, allow_multiple_reduction, reduce, compress)
+            into = None if out is None else sums_view(info, call.stream, out, inputs.x.shape[0])
+
+            def view_rows(given: Any) -> View:
+                rows = expert_rows(info, call.stream, given)
+                check_in_place(rows, "y")
+                if into is not None:
+                    check_apart(into, rows)
+                if is_zero_copy:
+                    _check_zero_copy(backend, rows, inputs.x.framework)
+                return rows
+
+            prepared = backend.prepare_low_latency(
+                LowLatencyPreparation(x, inputs, *form, into, with_hook, call.async_finish, stream)
+            )
+            return PreparedLowLatency(prepared, self._call_lock, view_rows, y)
 
     def get_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Any:
         """Return memory in which the experts can write their outputs for `low_latency_combine(zero_copy=True)`.
@@ -228,3 +335,10 @@ class LowLatencyCalls(BufferBase):
             raise argument_error(rank, "rank", f"0 to {last}, other than this one ({mine})", "Pass another rank.")
         with self._call_lock:
             backend.set_mask(rank, masked)
+
+
+def _check_zero_copy(backend: Backend, rows: View, framework: Framework) -> None:
+    if rows.ptr != backend.low_latency_combine_view(framework).ptr:
+        raise EPInputError(
+            "zero_copy=True; expected y=get_low_latency_combine_buffer(handle). Pass that array, or leave out zero_copy"
+        )

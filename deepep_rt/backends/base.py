@@ -28,11 +28,14 @@ from .calls import (
     DispatchInputs,
     LowLatencyCombineInputs,
     LowLatencyDispatchInputs,
+    LowLatencyPreparation,
 )
 
 
 class Backend(Protocol):
-    """Moves rows between the ranks of one Buffer. All methods but `check`, `counters` and `masked_ranks` are collective."""
+    """Moves rows between the ranks of one Buffer. Most methods are collective. `check`,
+    `counters`, `masked_ranks` and `prepare_low_latency` are not.
+    """
 
     name: str
     """"cuda" or "host"."""
@@ -68,6 +71,9 @@ class Backend(Protocol):
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         """See `Buffer.low_latency_combine`."""
 
+    def prepare_low_latency(self, preparation: LowLatencyPreparation) -> PreparedCalls:
+        """See `Buffer.prepare_low_latency`. Not collective."""
+
     def low_latency_combine_view(self, framework: Framework) -> View:
         """Return the memory of `Buffer.get_low_latency_combine_buffer`."""
 
@@ -98,6 +104,19 @@ class Backend(Protocol):
 
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         """Release everything. `error` is the exception that ends the Buffer, which the other ranks hear of."""
+
+
+class PreparedCalls(Protocol):
+    """A dispatch and a combine whose arguments are checked. The caller holds the call lock during each method."""
+
+    def dispatch(self) -> LowLatencyDispatchResult:
+        """See `PreparedLowLatency.dispatch`."""
+
+    def set_rows(self, y: View) -> None:
+        """Let later combines read the experts' rows from `y`."""
+
+    def combine(self) -> LowLatencyCombineResult:
+        """See `PreparedLowLatency.combine`."""
 
 
 class HandleTables(Protocol):

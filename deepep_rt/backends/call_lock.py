@@ -45,7 +45,8 @@ class CallLock:
             )
         self._in_call = True  # before the check: a signal handler that ends the Buffer from here on leaves the rest to this call
         try:
-            self.check()
+            if self._reason:
+                self.check()
             self._enter()
         except BaseException:
             self._end_call(None)  # nothing was sent yet

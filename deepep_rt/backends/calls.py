@@ -115,3 +115,22 @@ class LowLatencyCombineInputs:
     def kind(self) -> str:
         """The kind of the call, which all ranks must agree on."""
         return low_latency_combine_kind(self.reduce_early, self.compress)
+
+
+@dataclass(slots=True)
+class LowLatencyPreparation:
+    """Checked arguments of prepare_low_latency."""
+
+    caller_x: Any  # the caller's array, whose library has the current stream
+    dispatch: LowLatencyDispatchInputs
+    reduce_early: bool  # the next three as in LowLatencyCombineInputs
+    compress: str | None
+    out: View | None
+    with_hook: bool
+    async_finish: bool
+    stream: Any
+
+    @property
+    def combine_kind(self) -> str:
+        """The kind of the combines, which all ranks must agree on."""
+        return low_latency_combine_kind(self.reduce_early, self.compress)

@@ -67,7 +67,7 @@ class HookQueue:
     def check_can_start(self, has_hook: bool) -> None:
         """Raise EPInputError if a call may not start now. This records nothing: the call may still fail."""
         if self._open:
-            self._run_lost_hooks()
+            self.run_lost_hooks()
         if not has_hook and self._open:
             raise EPInputError(f"{self.name} without return_recv_hook, but {len(self._open)} hooks are open; call them first")
         if has_hook and len(self._open) >= self._limit:
@@ -77,7 +77,7 @@ class HookQueue:
 
     def check_none_open(self, action: str) -> None:
         """Raise EPInputError if a call waits for its hook. `action` names what the caller is about to do."""
-        self._run_lost_hooks()
+        self.run_lost_hooks()
         if self._open:
             raise EPInputError(f"{action}: hooks of {self.name} are open ({len(self._open)}); call them first")
 
@@ -97,7 +97,7 @@ class HookQueue:
         with self._call_lock:
             if hook.state.is_done:
                 raise EPInputError(f"this hook of {self.name} was called already; expected one call. Call each hook once")
-            self._run_lost_hooks()
+            self.run_lost_hooks()
             first = self._open[0]
             if first.hook() is not hook:
                 raise EPInputError(f"an earlier hook of {self.name} is open; call hooks in the order of their calls")
@@ -108,7 +108,12 @@ class HookQueue:
                 )
             self._open.popleft().run()  # removed first, so that the hook keeps no memory alive
 
-    def _run_lost_hooks(self) -> None:
+    def is_open(self, state: HookState | None) -> bool:
+        """Return whether the call with this state waits for its hook, and its hook can still run."""
+        return any(call.state is state for call in self._open)
+
+    def run_lost_hooks(self) -> None:
+        """Run the hooks that the caller dropped, in the place of the caller."""
         while self._open and self._open[0].hook() is None:
             first = self._open[0]
             in_other_capture = first.is_in_other_capture()
@@ -139,6 +144,38 @@ class Hooks:
         """Raise EPInputError if a call of either kind waits for its hook."""
         for queue in (self.dispatch, self.combine):
             queue.check_none_open(action)
+
+
+class OwnHooks:
+    """The hooks of one prepared call. Its dispatches share memory, and so do its combines, so at most one of each kind may be open.
+
+    Args:
+        hooks: Of the Buffer.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self.dispatch: HookState | None = None
+        self.combine: HookState | None = None
+
+    def check_can_dispatch(self) -> None:
+        """Raise EPInputError if a hook of this prepared call is open."""
+        self._check_closed(self._hooks.dispatch, self.dispatch)
+        self.check_can_combine()
+
+    def check_can_combine(self) -> None:
+        """Raise EPInputError if the hook of this prepared call's last combine is open."""
+        self._check_closed(self._hooks.combine, self.combine)
+
+    def _check_closed(self, queue: HookQueue, state: HookState | None) -> None:
+        if state is None or state.is_done:
+            return
+        queue.run_lost_hooks()
+        if queue.is_open(state):
+            raise EPInputError(
+                f"the hook of this prepared call's last {queue.name} is open; expected no open hook, because calls share its memory. Call "
+                f"the hook first, or prepare another call for the next micro-batch"
+            )
 
 
 def check_hook_called(state: HookState | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from .._checks import argument_error, choice, flag
 from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
+from ..arrays.view import View
 from ..errors import EPInputError
 from ..results import LowLatencyHandle
 from .array_checks import as_view, check_start, check_tokens, check_writable
@@ -68,6 +69,22 @@ def low_latency_combine_inputs(
 ) -> LowLatencyCombineInputs:
     """Check the arguments of `Buffer.low_latency_combine`. Its docstring names the rules."""
     config = info.config
+    reduce_early, compress = form_of_combine(info, allow_multiple_reduction, reduce, compress)
+    check_low_latency_handle(info, handle)
+    rows = expert_rows(info, stream, y)
+    idx = as_view(info, topk_idx, "topk_idx", stream, (handle.num_tokens, config.num_topk), ("int32", "int64"))
+    weights = as_view(info, topk_weights, "topk_weights", stream, (handle.num_tokens, config.num_topk), ("float32",))
+    into = None
+    if out is not None:
+        into = sums_view(info, stream, out, handle.num_tokens)
+        check_apart(into, rows)
+    return LowLatencyCombineInputs(rows, idx, weights, handle, reduce_early, into, compress)
+
+
+def form_of_combine(
+    info: BufferInfo, allow_multiple_reduction: bool, reduce: str | None, compress: str | None
+) -> tuple[bool, str | None]:
+    """Check how the rows of a combine travel. Return whether an expert's rank adds up its rows, and the form of the rows."""
     reduce_early = flag(allow_multiple_reduction, "allow_multiple_reduction")
     if reduce is not None:
         if choice(reduce, "reduce", ("rank", "topk")) == "rank" and not reduce_early:
@@ -75,22 +92,30 @@ def low_latency_combine_inputs(
         reduce_early = reduce == "rank"
     if compress is not None:
         compress = choice(compress, "compress", COMPRESSIONS)
-        _check_compression(config.hidden, compress, reduce_early)
-    check_low_latency_handle(info, handle)
+        _check_compression(info.config.hidden, compress, reduce_early)
+    return reduce_early, compress
+
+
+def expert_rows(info: BufferInfo, stream: int | None, y: Any) -> View:
+    """Check the experts' rows of a combine."""
+    config = info.config
     rows = as_view(info, y, "y", stream, (config.num_local_experts, config.worst_recv_tokens, config.hidden), ("bfloat16",))
     check_start(rows, "y")
-    idx = as_view(info, topk_idx, "topk_idx", stream, (handle.num_tokens, config.num_topk), ("int32", "int64"))
-    weights = as_view(info, topk_weights, "topk_weights", stream, (handle.num_tokens, config.num_topk), ("float32",))
-    into = None
-    if out is not None:
-        into = as_view(info, out, "out", stream, (handle.num_tokens, config.hidden), ("bfloat16",))
-        check_writable(info, into, out, "out")
-        check_start(into, "out")
-        if into.ptr < rows.ptr + rows.nbytes and rows.ptr < into.ptr + into.nbytes:
-            raise EPInputError(
-                "out overlaps y; expected separate memory, because y is read while out is written. Pass another array"
-            )
-    return LowLatencyCombineInputs(rows, idx, weights, handle, reduce_early, into, compress)
+    return rows
+
+
+def sums_view(info: BufferInfo, stream: int | None, out: Any, num_tokens: int) -> View:
+    """Check the caller's array for the result of a combine."""
+    into = as_view(info, out, "out", stream, (num_tokens, info.config.hidden), ("bfloat16",))
+    check_writable(info, into, out, "out")
+    check_start(into, "out")
+    return into
+
+
+def check_apart(out: View, rows: View) -> None:
+    """Raise EPInputError if the result of a combine overlaps its rows."""
+    if out.ptr < rows.ptr + rows.nbytes and rows.ptr < out.ptr + out.nbytes:
+        raise EPInputError("out overlaps y; expected separate memory, because y is read while out is written. Pass another array")
 
 
 def _check_compression(hidden: int, compress: str, reduce_early: bool) -> None:

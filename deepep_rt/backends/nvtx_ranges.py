@@ -8,8 +8,10 @@ from typing import Any
 
 from .. import _env
 from ..errors import EPConfigError
-from .base import Backend
-from .calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
+from ..results import LowLatencyCombineResult, LowLatencyDispatchResult
+from .base import Backend, PreparedCalls
+from .calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
+from .prepared_calls import PreparedOrdinaryCalls
 
 _DOMAIN = "deepep_rt"
 
@@ -34,8 +36,33 @@ def annotator() -> Callable[..., Any] | None:
 
 def mark_calls(backend: Backend, annotate: Callable[..., Any]) -> None:
     """Put a range with its sizes around each call of a backend."""
+    prepare: Any = backend.prepare_low_latency
+
+    def prepare_marked(preparation: LowLatencyPreparation) -> Any:
+        prepared = prepare(preparation)
+        return prepared if isinstance(prepared, PreparedOrdinaryCalls) else _MarkedCalls(annotate, prepared, preparation)
+
     for name, text in _TEXTS.items():
         setattr(backend, name, _in_a_range(annotate, name, getattr(backend, name), text))
+    setattr(backend, "prepare_low_latency", prepare_marked)  # noqa: B010  (mypy refuses to replace a method)
+
+
+class _MarkedCalls:
+    """Prepared calls with a range around each."""
+
+    def __init__(self, annotate: Callable[..., Any], prepared: PreparedCalls, preparation: LowLatencyPreparation) -> None:
+        x = preparation.dispatch.x
+        self._annotate, self._prepared, self.set_rows = annotate, prepared, prepared.set_rows
+        self._dispatch_text = f"low_latency_dispatch: {_low_latency_dispatch(preparation.dispatch)}, prepared"
+        self._combine_text = f"low_latency_combine: {x.shape[0]} tokens of {x.row_bytes} bytes, prepared"
+
+    def dispatch(self) -> LowLatencyDispatchResult:
+        with self._annotate(self._dispatch_text, domain=_DOMAIN):
+            return self._prepared.dispatch()
+
+    def combine(self) -> LowLatencyCombineResult:
+        with self._annotate(self._combine_text, domain=_DOMAIN):
+            return self._prepared.combine()
 
 
 def _in_a_range(

@@ -175,6 +175,7 @@ _THROUGHPUT_ROW = record(
 _ALWAYS = ("call_us", "host_dispatch_us", "host_combine_us")
 _GRAPHS = ("graph_dispatch_us", "graph_combine_us", "graph_both_us")
 _COMPRESSED = ("graph_combine_fp8_us", "graph_combine_log10_us")
+_PREPARED = ("prepared_call_us", "host_prepared_dispatch_us", "host_prepared_combine_us")
 _PARTS = ("step_p50_us", "step_p99_us", "dispatch_send_us", "dispatch_receive_us", "combine_send_us", "combine_receive_us")
 
 
@@ -235,9 +236,11 @@ def check_result(found: Any) -> None:
     if is_throughput:
         _result(_THROUGHPUT_ROW)(found, "file")
     elif on_gpu:
-        _result(_low_latency_row((*_ALWAYS, *_GRAPHS), (*_PARTS, *_COMPRESSED)), low_latency_sms=whole(1, 1 << 16))(found, "file")
+        _result(_low_latency_row((*_ALWAYS, *_GRAPHS), (*_PARTS, *_COMPRESSED, *_PREPARED)), low_latency_sms=whole(1, 1 << 16))(
+            found, "file"
+        )
     else:
-        _result(_low_latency_row(_ALWAYS, (*_GRAPHS, *_PARTS, *_COMPRESSED)))(found, "file")
+        _result(_low_latency_row(_ALWAYS, (*_GRAPHS, *_PARTS, *_COMPRESSED, *_PREPARED)))(found, "file")
     check_problem(found["num_ranks"], found["settings"])
     if len({row["tokens"] for row in found["rows"]}) > _MOST_SIZES:
         raise InvalidValue(f"file.rows has more than {_MOST_SIZES} numbers of tokens")

@@ -4,6 +4,7 @@
 
 `graph`: mean of a call in a captured chain. `C fp8`, `C log10`: the same for combines with `compress=`. `step`: time of each replay of a
 graph of dispatch and combine, replayed back to back.
+`prepared`: calls of `Buffer.prepare_low_latency`.
 `send`, `receive`: GPU times of the two launches of a call with a hook. All rows have arrived before the hook is called.
 """
 
@@ -134,10 +135,12 @@ class Bench:
         self.buffer.synchronize()
         return 1e6 * self.comm.allreduce(float(np.median(spent)), MPI.MAX)
 
-    def one_by_one(self, clock: timing.CudaClock | timing.WallClock) -> float:
+    def one_by_one(self, clock: timing.CudaClock | timing.WallClock, step: Callable[[], Any]) -> float:
+        """Return the microseconds of a dispatch and a combine, without a graph."""
+
         def run() -> float:
             self.align()
-            return 1e6 * clock.loop(lambda i: self.both(), self.settings.calls)
+            return 1e6 * clock.loop(lambda i: step(), self.settings.calls)
 
         return float(np.median(self.times(run, self.settings.loops)))
 
@@ -147,7 +150,7 @@ class Bench:
         return self.times(lambda: 1e6 * timing.host_seconds(self.both), self.settings.replays)
 
     def row(self, num_tokens: int, clock: timing.CudaClock | timing.WallClock) -> Row:
-        return Row(num_tokens, self.one_by_one(clock), self.host(self.dispatch), self.host(self.combine))
+        return Row(num_tokens, self.one_by_one(clock, self.both), self.host(self.dispatch), self.host(self.combine))
 
 
 class GraphBench(Bench):
@@ -243,7 +246,7 @@ class GraphBench(Bench):
         p50, p99 = np.percentile(self.step_times(), (50, 99)).tolist()
         return Row(
             num_tokens,
-            self.one_by_one(clock),
+            self.one_by_one(clock, self.both),
             self.host(self.dispatch),
             self.host(self.combine),
             self.chain(self.dispatch),
@@ -254,7 +257,22 @@ class GraphBench(Bench):
             *self.parts(self.dispatch),
             *self.parts(self.combine),
             *(self.compressed_chain(compress) for compress in COMPRESSIONS),
+            **self.prepared(clock),
         )
+
+    def prepared(self, clock: timing.CudaClock | timing.WallClock) -> dict[str, float]:
+        """Time prepared calls: both one after the other, and the host in each."""
+        calls = self.buffer.prepare_low_latency(self.x, self.idx, self.weights, y=self.y, use_fp8=not self.settings.bf16)
+
+        def both() -> None:
+            calls.dispatch()
+            calls.combine()
+
+        return {
+            "prepared_call_us": self.one_by_one(clock, both),
+            "host_prepared_dispatch_us": self.host(calls.dispatch),
+            "host_prepared_combine_us": self.host(calls.combine),
+        }
 
 
 def bench_type(on_gpu: bool) -> type[Bench]:

@@ -29,6 +29,9 @@ _LOW_LATENCY_COLUMNS = {
     "one by one": "call_us",
     "host D": "host_dispatch_us",
     "host C": "host_combine_us",
+    "prepared one by one": "prepared_call_us",
+    "host D prepared": "host_prepared_dispatch_us",
+    "host C prepared": "host_prepared_combine_us",
 }
 
 

@@ -61,6 +61,9 @@ class LowLatencyRow:
     combine_receive_us: float | None = None
     graph_combine_fp8_us: float | None = None  # with compress="fp8"; None too where rows or GPUs do not fit
     graph_combine_log10_us: float | None = None
+    prepared_call_us: float | None = None  # as call_us, host_dispatch_us and host_combine_us, through prepared calls
+    host_prepared_dispatch_us: float | None = None
+    host_prepared_combine_us: float | None = None
 
 
 # --- sizes -------------------------------------------------------------------------------------------------------------------------

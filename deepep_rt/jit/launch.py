@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Launcher:
         head = np.frombuffer(memory, dtype)[0:1]
         for name, value in fixed.items():
             head[name] = value
-        self._start = offset(dtype, self.names[0])
+        self._dtype, self._start = dtype, offset(dtype, self.names[0])
         self._packer = struct.Struct(_format(dtype, self.names, self._start))
         self._is_checked = False
         self._blocks_and_stream = 0, -1  # of the last launch
@@ -69,14 +70,53 @@ class Launcher:
             values: Every member of Params that is not fixed, in order.
         """
         if not self._is_checked:  # in the first call only: one place launches a kernel, and lookups by name take time
-            if tuple(values) != self.names:
-                raise AssertionError(f"{self._name}: the values {tuple(values)} are not the members {self.names}, in this order")
+            self._check_names(values)
             self._is_checked = True
         self._packer.pack_into(self._buffer, self._start, *values.values())
+        self.launch(stream, num_blocks, self._argument_ptr)
+
+    def prepare(self, num_blocks: int, values: Mapping[str, int]) -> PreparedLaunch:
+        """Pack the parameters of a launch that repeats. Arguments as of a launch."""
+        self._check_names(values)
+        self._packer.pack_into(self._buffer, self._start, *values.values())
+        return PreparedLaunch(self, bytes(self._buffer), self._dtype, num_blocks)
+
+    def launch(self, stream: int, num_blocks: int, argument_ptr: int) -> None:
+        """Launch the kernel with packed parameters. `argument_ptr` is the address of a pointer to them."""
         config, blocks_and_stream = self._config, (num_blocks, stream)
         if blocks_and_stream != self._blocks_and_stream:  # rarely: most calls repeat them
             config.gridDimX, config.hStream = self._blocks_and_stream = blocks_and_stream
-        ok(driver.cuLaunchKernelEx(config, self._function, self._argument_ptr, 0))
+        ok(driver.cuLaunchKernelEx(config, self._function, argument_ptr, 0))
+
+    def _check_names(self, values: Mapping[str, int]) -> None:
+        if tuple(values) != self.names:
+            raise AssertionError(f"{self._name}: the values {tuple(values)} are not the members {self.names}, in this order")
+
+
+class PreparedLaunch:
+    """A launch that repeats. It keeps its packed parameters, so other launches of the kernel in between do not change them.
+
+    Args:
+        launcher: Of the kernel.
+        params: The packed Params.
+        dtype: Of Params.
+        num_blocks: Blocks of the grid.
+    """
+
+    def __init__(self, launcher: Launcher, params: bytes, dtype: np.dtype, num_blocks: int) -> None:
+        self._launch, self._dtype, self._num_blocks = launcher.launch, dtype, num_blocks
+        self._buffer = ctypes.create_string_buffer(params, len(params))
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._argument_ptr = ctypes.addressof(self._argument)
+
+    def __call__(self, stream: int) -> None:
+        """Launch the kernel on a stream."""
+        self._launch(stream, self._num_blocks, self._argument_ptr)
+
+    def member(self, name: str) -> Callable[[int], None]:
+        """Return a function that changes a member of Params for later launches. The driver copies Params in each launch."""
+        pack_into = struct.Struct(f"<{_FORMATS[self._dtype[name].str[1:]]}").pack_into
+        return functools.partial(pack_into, self._buffer, offset(self._dtype, name))
 
 
 def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:

@@ -59,24 +59,34 @@ class _Batch:
 
     def dispatch(self) -> None:
         """Send rows. Without a hook, receive too."""
-        step = self.step
-        self.sent: LowLatencyDispatchResult = self.session.timed(
-            "low_latency_dispatch",
-            step.mode,
-            lambda where: self.session.buffer.low_latency_dispatch(
-                self.x,
-                self.idx,
-                topk_weights=self.weights if step.early_weights else None,
-                use_fp8=step.use_fp8,
-                round_scale=step.round_scale,
-                use_ue8m0=step.use_ue8m0,
-                return_recv_hook=step.hook,
-                cumulative_local_expert_recv_stats=self.recv_stats,
-                wait_recv_cost_stats=self.wait_stats,
-                **where,
-            ),
-            has_hook=step.hook,
+        step, buffer = self.step, self.session.buffer
+        self.out = self.arrays.not_numbers((len(self.tokens), self.hidden), "bfloat16") if step.out else None
+        options: dict[str, Any] = dict(
+            use_fp8=step.use_fp8,
+            round_scale=step.round_scale,
+            use_ue8m0=step.use_ue8m0,
+            return_recv_hook=step.hook,
+            cumulative_local_expert_recv_stats=self.recv_stats,
+            wait_recv_cost_stats=self.wait_stats,
         )
+
+        if step.is_prepared:
+            options |= {"out": self.out, **self._options_of_combine(), **self.arrays.stream_arguments(step.mode)}
+            self.prepared = buffer.prepare_low_latency(self.x, self.idx, self.weights, **options)
+            if not step.hook and not step.stats:
+                self.prepared.dispatch()  # the next one overwrites its rows
+
+        def call(where: dict[str, Any]) -> LowLatencyDispatchResult:
+            if step.is_prepared:
+                return self.prepared.dispatch()
+            weights = self.weights if step.early_weights else None
+            return buffer.low_latency_dispatch(self.x, self.idx, topk_weights=weights, **options, **where)
+
+        self.sent: LowLatencyDispatchResult = self.session.timed("low_latency_dispatch", step.mode, call, has_hook=step.hook)
+
+    def _options_of_combine(self) -> dict[str, Any]:
+        step = self.step
+        return dict(allow_multiple_reduction=step.reduce_early, compress=step.compress, zero_copy=step.zero_copy)
 
     def receive(self) -> None:
         """Call the hook and check the received rows."""
@@ -148,24 +158,16 @@ class _Batch:
         where = entries.expert + self.rank * self.routing.local, entries.source, entries.token, entries.choice
         made = self.arrays.numbers(row_keys(self.keys["y"], *where), self.hidden, "bfloat16")
         self.arrays.scatter(self._flat(y), entries.expert * self.capacity + entries.row, made)
-        self.out = self.arrays.not_numbers((len(self.tokens), self.hidden), "bfloat16") if step.out else None
         self.y = y
+        options = {**self._options_of_combine(), "out": self.out, "return_recv_hook": step.combine_hook}
+
+        def call(where: dict[str, Any]) -> LowLatencyCombineResult:
+            if step.is_prepared:
+                return self.prepared.combine(y)
+            return buffer.low_latency_combine(y, idx, self.weights, self.sent.handle, **options, **where)
+
         self.back: LowLatencyCombineResult = self.session.timed(
-            "low_latency_combine",
-            step.combine_mode,
-            lambda where: buffer.low_latency_combine(
-                y,
-                idx,
-                self.weights,
-                self.sent.handle,
-                allow_multiple_reduction=step.reduce_early,
-                compress=step.compress,
-                zero_copy=step.zero_copy,
-                out=self.out,
-                return_recv_hook=step.combine_hook,
-                **where,
-            ),
-            has_hook=step.combine_hook,
+            "low_latency_combine", step.combine_mode, call, has_hook=step.combine_hook
         )
 
     def finish(self) -> None:

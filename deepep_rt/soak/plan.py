@@ -5,9 +5,11 @@ All ranks draw the same plan without a message, and a failed round can be drawn 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +79,7 @@ class Step:
     compress: str | None  # with reduce_early
     mode: str
     combine_mode: str
+    is_prepared: bool = False  # both calls are prepared, with the options that they share
 
 
 @dataclass(frozen=True)
@@ -301,4 +304,10 @@ def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]
                 combine_mode=draw.one_of("plain", "plain", "async", "stream"),
             )
         )
-    return tuple(made)
+    return tuple(_prepared(step) if draw.chance(0.25) else step for step in made)
+
+
+def _prepared(step: Step) -> Step:
+    """Return a step of prepared calls, whose dispatch and combine have the same hook, stream, weights and choices."""
+    changes: dict[str, Any] = dict(combine_hook=step.hook, combine_mode=step.mode, early_weights=True, has_excluded=False)
+    return dataclasses.replace(step, **changes, is_prepared=True)

@@ -52,6 +52,9 @@ def _all_calls(buffer: Buffer) -> None:
     few = buffer.low_latency_dispatch(x, idx)
     y = np.zeros((4, 8, 128), x.dtype)
     buffer.low_latency_combine(y, idx, weights, few.handle)
+    step = buffer.prepare_low_latency(x, idx, weights, y=y)
+    step.dispatch()
+    step.combine()
 
 
 @pytest.mark.parametrize("variable", [("DEEPEP_RT_NVTX", "1"), ("NVTX_INJECTION64_PATH", "/a/profiler.so")])
@@ -64,6 +67,8 @@ def test_each_call_is_a_range(ranges: list[str], monkeypatch: pytest.MonkeyPatch
         *("+dispatch: 3 tokens of 256 bytes, known routing, layout expert", "-"),
         *("+combine: 6 rows of 256 bytes for 3 tokens, reduce topk", "-"),
         *("+low_latency_dispatch: 3 tokens of 256 bytes, FP8", "-"),
+        *("+low_latency_combine: 3 tokens of 256 bytes", "-"),
+        *("+low_latency_dispatch: 3 tokens of 256 bytes, FP8", "-"),  # of the prepared call
         *("+low_latency_combine: 3 tokens of 256 bytes", "-"),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -87,7 +88,9 @@ def test_low_latency(comm):
     for row in rows:
         missing = [name for name in report.low_latency_columns(result).values() if not getattr(row, name)]
         assert not missing
-        assert len(report.low_latency_columns(result)) == 12, "all were measured"
+        shown = set(report.low_latency_columns(result).values())
+        left_out = {field.name for field in dataclasses.fields(row)} - shown - {"tokens"}
+        assert left_out <= {"graph_combine_fp8_us"}, "all were measured, but for FP8 on GPUs without it"
         assert row.step_p99_us >= row.step_p50_us
         for part in ("dispatch_send_us", "dispatch_receive_us", "combine_send_us", "combine_receive_us"):
             assert getattr(row, part) < row.host_dispatch_us or os.environ.get("DEEPEP_RT_SHARE_GPUS"), (

@@ -47,13 +47,23 @@ def _checks():
         import low_latency_compressed
         import low_latency_errors
         import low_latency_hooks
+        import low_latency_prepared
         import masks
         import nodes
         import rounds
     except ImportError:  # without MPI, pytest only collects these tests
         return []
     found = []
-    for_low_latency = (low_latency, low_latency_compressed, low_latency_hooks, low_latency_errors, choices, masks, lost_ranks)
+    for_low_latency = (
+        low_latency,
+        low_latency_compressed,
+        low_latency_hooks,
+        low_latency_prepared,
+        low_latency_errors,
+        choices,
+        masks,
+        lost_ranks,
+    )
     on_nodes = transports.nodes()
     settings_of = {
         **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls, compressed, counted_calls), on_nodes[:1]),

@@ -28,6 +28,7 @@ from tests.kernels_on_cpu.rounds import (
     long_compressed_rounds,
     low_latency_rounds,
     overlapped_rounds,
+    prepared_rounds,
     seeds,
     throughput_rounds,
 )
@@ -45,6 +46,15 @@ def test_low_latency(seed):
 def test_open_hooks(seed):
     with Machine(2, seed, weak_memory=seed % 4 == 1) as machine:
         overlapped_rounds(machine, machine.buffers(**LOW_LATENCY, num_slots=2 + seed % 2), seed, 8)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_prepared_low_latency(seed):
+    """Between ordinary calls, and matched with ordinary calls of another rank. In one, the rows come back compressed."""
+    options = dict(compress="log10", reduce=True) if seed == 3 else dict(hooks=seed == 1)
+    with Machine(3, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 1) as machine:
+        sizes = dict(num_experts=6, hidden=512 if seed == 3 else 256)
+        prepared_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 4, **options)
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -176,7 +186,7 @@ def test_mixed_architectures(seed):
         buffers = machine.buffers(**LOW_LATENCY)
         low_latency_rounds(machine, buffers, seed, 3, format=dict(use_fp8=False))
         for buffer in buffers:  # real ranks exchange this when they make the Buffer
-            buffer._backend.low_latency._archs_without_fp8 = {0: "sm_80"}
+            buffer._backend.low_latency.kernels.archs_without_fp8 = {0: "sm_80"}
         made = LowLatencyRound(machine, buffers, 1, format=dict()).all()  # with FP8, which one rank cannot convert to
         machine.run()
         made.options["format"] = dict(use_fp8=False)

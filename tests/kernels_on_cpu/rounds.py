@@ -14,6 +14,7 @@ from low_latency_oracle import check_dispatch, expected_combine, expected_dispat
 from deepep_rt import EPTimeoutError
 from deepep_rt.kernels import source as sources
 
+from .device_arrays import array_at
 from .machine import Machine
 
 LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
@@ -144,6 +145,60 @@ def overlapped_rounds(machine, buffers, seed, count):
     machine.run()
     for made in rounds:
         made.check()
+
+
+class PreparedRound(LowLatencyRound):
+    """A round in which some ranks make prepared calls, and the others ordinary ones.
+
+    Args:
+        preparing: The ranks that prepare calls.
+        steps: Their prepared calls, each with its x, topk_idx, topk_weights and y, which this writes in place. None: prepare them.
+    """
+
+    def __init__(self, machine, buffers, seed, preparing, steps=None, **options):
+        super().__init__(machine, buffers, seed, **options)
+        settings = dict(dtype="bfloat16", idx_dtype="int64", skip_probability=0.1)
+        sizes = 3, self.config.hidden, self.config.num_topk, self.config.num_experts
+        self.inputs = [oracle.make_inputs(seed, rank, *sizes, **settings) for rank in range(self.config.num_ranks)]
+        self.idx, self.weights = {}, {}
+        self.steps = steps or {rank: self._prepare(rank) for rank in preparing}
+        for rank, one in enumerate(self.inputs):
+            if rank in self.steps:
+                mine = one.x, one.topk_idx, one.topk_weights, self.y[rank]
+                for array, values in zip(self.steps[rank][1], mine, strict=True):
+                    array_at(array.ptr, array.shape, array.dtype)[...] = values
+            else:
+                self.idx[rank], self.weights[rank] = machine.put(rank, one.topk_idx), machine.put(rank, one.topk_weights)
+
+    def _prepare(self, rank):
+        mine, options = self.inputs[rank], self.options
+        arrays = [self.machine.put(rank, values) for values in (mine.x, mine.topk_idx, mine.topk_weights, self.y[rank])]
+        how = dict(allow_multiple_reduction=options["reduce"], return_recv_hook=options["hooks"], compress=options["compress"])
+        return self.buffers[rank].prepare_low_latency(*arrays[:3], **how, **options["format"]), arrays
+
+    def dispatch(self):
+        self.calling = [rank for rank in range(self.config.num_ranks) if rank not in self.steps]
+        super().dispatch()
+        self.sent |= {rank: step.dispatch() for rank, (step, _) in self.steps.items()}
+
+    def combine(self):
+        super().combine()
+        self.back |= {rank: step.combine(arrays[3]) for rank, (step, arrays) in self.steps.items()}
+        self.calling = range(self.config.num_ranks)
+
+
+def prepared_rounds(machine, buffers, seed, count, **options):
+    """Run rounds of prepared calls, between rounds of ordinary ones. Rank 0 makes ordinary calls in all of them."""
+    rng = np.random.default_rng([seed, 6])
+    random_options = dict(format=FORMATS[rng.integers(4)], reduce=rng.random() < 0.7, hooks=rng.random() < 0.5)
+    options = {**random_options, **options, "early": True}
+    steps = None
+    for i in range(count):
+        made = PreparedRound(machine, buffers, 100 * seed + i, range(1, machine.num_ranks), steps, **options).all()
+        steps = made.steps
+        machine.run()
+        made.check()
+        low_latency_rounds(machine, buffers, 100 * seed + 50 + i, 1)
 
 
 def throughput_rounds(machine, buffers, seed, count):

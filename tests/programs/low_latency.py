@@ -1,4 +1,4 @@
-"""The low-latency calls: every bit that arrives and comes back. `low_latency_hooks` and `low_latency_errors` run with it."""
+"""The low-latency calls: every bit that arrives and comes back. `low_latency_hooks`, `low_latency_errors` and others run with it."""
 
 from __future__ import annotations
 
@@ -255,4 +255,4 @@ def check_random_rounds(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    main(__name__, "low_latency_compressed", "low_latency_hooks", "low_latency_errors")
+    main(__name__, "low_latency_compressed", "low_latency_hooks", "low_latency_prepared", "low_latency_errors")

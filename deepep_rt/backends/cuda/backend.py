@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ... import _env
-from ...arrays.view import View
+from ...arrays.view import HOST, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
 from ...config import MAX_NODES, Config
@@ -26,9 +26,11 @@ from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
 from ...statistics import Counters
 from ..agreement import announce
+from ..base import PreparedCalls
 from ..call_lock import CallLock
-from ..calls import BufferInfo, Call
+from ..calls import BufferInfo, Call, LowLatencyPreparation
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
+from ..prepared_calls import PreparedOrdinaryCalls
 from .handle_tables import CudaHandleTables
 from .link_rates import measure_links
 from .low_latency import LowLatency
@@ -187,6 +189,13 @@ class CudaBackend:
         """Choose the stream of a call; raise if an earlier call timed out."""
         self.runtime.monitor.check_peers()
         return self.runtime.order.begin(x, async_finish, previous_event, stream)
+
+    def prepare_low_latency(self, preparation: LowLatencyPreparation) -> PreparedCalls:
+        """Prepare calls; see `Buffer.prepare_low_latency`. Each call copies arrays in host memory, so such calls are ordinary ones."""
+        given = preparation.dispatch
+        if any(view is not None and view.device == HOST for view in (given.x, given.topk_idx, given.topk_weights)):
+            return PreparedOrdinaryCalls(self, preparation, self.low_latency.hooks)
+        return self.low_latency.prepare(preparation)
 
     def counters(self, during_capture: bool = False) -> Counters:
         """Return what `Buffer.statistics` tells, of what the GPU has done so far."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...arrays import frameworks
@@ -55,6 +56,11 @@ class _LastCall:
             self._event.record(stream)  # before other threads can see that they have to use this event
         self.stream, self._is_only_stream = stream, is_only_stream
 
+    def extend(self, first_stream: int) -> None:
+        """Cover the work that was queued on the stream of the last call since then, or on `first_stream` if there was no call."""
+        if self.stream is None or not self._is_only_stream:
+            self._event.record(first_stream if self.stream is None else self.stream)
+
     def end(self) -> driver.CudaEvent:
         """Return an event after the last call. This changes nothing, so any thread may call it, also during a call of another thread."""
         stream = self.stream
@@ -97,6 +103,41 @@ class CallOrder:
             self._check_thread()
         return Call(launch, caller, async_finish, previous_event, framework)
 
+    def begin_again(self, call: Call, stream: int | None) -> None:
+        """Choose the stream of a prepared call, whose `Call` is used again.
+
+        Args:
+            call: Of the prepared call. It has a framework.
+            stream: The stream that the program has chosen, or None.
+        """
+        assert call.framework is not None
+        caller = call.framework.current_stream(self._device)
+        if stream is None:
+            stream = self.own_stream if call.async_finish or caller is None else caller
+        if stream == handles.PER_THREAD or caller == handles.PER_THREAD:
+            self._check_thread()
+        call.stream, call.caller_stream = stream, caller
+
+    @contextmanager
+    def before_calls(self) -> Iterator[int]:
+        """Enter to acquire memory for prepared calls. Yield a stream: all later calls run after the work that it gets in the block.
+
+        Raises:
+            EPInputError: While this stream is captured in a CUDA graph.
+        """
+        stream = self._last_call.stream
+        if stream is None:
+            stream = self.own_stream
+        elif stream == handles.PER_THREAD:
+            self._check_thread()
+        if driver.is_capturing(stream):
+            raise EPInputError(
+                "a call is prepared while the stream of the last call is captured in a CUDA graph; expected no capture, because later "
+                "calls could not wait for the call's memory. Prepare the call before the capture"
+            )
+        yield stream
+        self._last_call.extend(stream)
+
     def _check_thread(self) -> None:
         thread = threading.get_ident()
         if self._per_thread_user not in (None, thread):
@@ -133,23 +174,28 @@ class CallOrder:
             own: The Buffer's memory that it reads or writes. Its pools wait for its readers, but not in captures.
             views: Arguments of other libraries, or in host memory. Their allocators do not know the stream of the call.
         """
+        must_hold = must_hold_arguments(call, *views)
+        self.record_prepared_end(call, (arguments, own) if must_hold else None)
+        if must_hold and call.capture is None:
+            self.hold(driver.CudaEvent(call.stream), arguments)
+
+    def record_prepared_end(self, call: Call, held: Any) -> None:
+        """Note the end of a prepared call, which holds its arguments itself. A capture also holds `held`, if it is not None."""
         stream = self._newest_stream = call.stream
-        must_hold = stream != call.caller_stream
-        for view in views:
-            if view is not None and (view.framework is not call.framework or view.device == HOST):
-                must_hold = True
         if call.capture is not None:  # the caller orders the replays of a graph
             if self._capture is None or self._capture.number != call.capture:
                 self._capture = _Capture(call.capture)
             self._capture.end = driver.CudaEvent(stream)
-            if must_hold:
-                self._capture.arguments.append((arguments, own))
+            if held is not None:
+                self._capture.arguments.append(held)
             return
         while self._arguments and self._arguments[0][0].done():
             self._arguments.popleft()
         self._last_call.record(stream)
-        if must_hold:
-            self._arguments.append((driver.CudaEvent(stream), arguments))
+
+    def hold(self, end: driver.CudaEvent, arguments: Any) -> None:
+        """Hold arguments until the work before an event is done. Finalizers call this: it calls no driver."""
+        self._arguments.append((end, arguments))
 
     def move_end(self, call: Call) -> None:
         """Move the end of a call after more work that it has queued since `record_end`. Not in captures."""
@@ -184,8 +230,18 @@ class CallOrder:
 
     def drop_arguments(self) -> None:
         """Drop the arguments of all calls. No call may run any more."""
-        self._arguments.clear()
+        self._arguments = deque(maxlen=0)  # prepared calls may hand over theirs later
         self._capture = None
+
+
+def must_hold_arguments(call: Call, *views: View | None) -> bool:
+    """Return whether the allocator of a call's arguments could reuse their memory before the call has run. Arguments as of `record_end`."""
+    if call.stream != call.caller_stream:
+        return True
+    for view in views:  # noqa: SIM110  # a loop is faster, and each call asks
+        if view is not None and (view.framework is not call.framework or view.device == HOST):
+            return True
+    return False
 
 
 class CallEnd(Event):
@@ -194,10 +250,10 @@ class CallEnd(Event):
     It has a CUDA event only if the call did not run on the caller's stream. Otherwise it stands for all work of the call's stream.
     """
 
-    __slots__ = ("_event", "_framework", "_order", "_stream")
+    __slots__ = ("_event", "_framework", "_order", "stream")
 
     def __init__(self, order: CallOrder, call: Call) -> None:
-        self._order, self._framework, self._stream = order, call.framework, call.stream
+        self._order, self._framework, self.stream = order, call.framework, call.stream
         self._event = self.handle = None
         if call.async_finish:
             self._event = driver.CudaEvent(call.stream)
@@ -208,18 +264,18 @@ class CallEnd(Event):
         with self._order.context:  # another library may have made another context current
             if self._event is not None:
                 driver.wait_event(waiting, self._event.handle)
-            elif waiting != self._stream:
-                driver.wait_stream(waiting, self._stream)
+            elif waiting != self.stream:
+                driver.wait_stream(waiting, self.stream)
 
     def synchronize(self) -> None:
         with self._order.context:
             if self._event is not None:
                 self._event.synchronize()
             else:
-                driver.synchronize(self._stream)
+                driver.synchronize(self.stream)
             self._order.check()
 
     def record_again(self) -> None:
         """Move the event to the end of the call's work, after a hook has queued the rest."""
         if self._event is not None:
-            self._event.record(self._stream)
+            self._event.record(self.stream)

@@ -26,9 +26,18 @@ from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineRe
 from ...statistics import Counters
 from ..agreement import announce
 from ..call_lock import CallLock
-from ..calls import BufferInfo, Call, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
+from ..calls import (
+    BufferInfo,
+    Call,
+    CombineInputs,
+    DispatchInputs,
+    LowLatencyCombineInputs,
+    LowLatencyDispatchInputs,
+    LowLatencyPreparation,
+)
 from ..hooks import Hooks
 from ..overflow import OverflowLog
+from ..prepared_calls import PreparedOrdinaryCalls
 from .expert_rows import ExpertRows
 from .fp8_rows import convert
 from .handle_tables import HostHandleTables
@@ -101,6 +110,10 @@ class HostBackend:
         """Send the experts' rows back to the ranks of their tokens; see `Buffer.low_latency_combine`."""
         with self._call("low_latency_combine"):
             return self._low_latency.combine(inputs, with_hook)
+
+    def prepare_low_latency(self, preparation: LowLatencyPreparation) -> PreparedOrdinaryCalls:
+        """Prepare calls; see `Buffer.prepare_low_latency`. They take as long as ordinary ones."""
+        return PreparedOrdinaryCalls(self, preparation, self._hooks)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""

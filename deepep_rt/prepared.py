@@ -1,0 +1,106 @@
+"""Prepared calls: a dispatch and a combine whose arguments are checked once, so that each call only launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from .arrays.view import View
+from .backends.base import PreparedCalls
+from .errors import EPInputError
+from .results import LowLatencyCombineResult, LowLatencyDispatchResult, SharedByCopies
+
+
+def check_in_place(view: View, name: str) -> None:
+    """Raise EPInputError for JAX arrays: a program cannot write new values to them, and expects that results never change."""
+    if view.framework.name == "jax":
+        raise EPInputError(
+            f"{name} is a JAX array, which is read-only; expected an array that the program updates in place between prepared calls. Make "
+            f"ordinary calls, or use deepep_rt.jax"
+        )
+
+
+class PreparedLowLatency(SharedByCopies):
+    """A low-latency dispatch and its combine, with arguments that `Buffer.prepare_low_latency` has checked.
+
+    Before each step, write the new values to `x`, `topk_idx` and `topk_weights` in place. The calls hold these arrays. They do not notice
+    if a program gives one of them other memory, as `tensor.set_()` and `tensor.resize_()` do. Calls then read the old memory, which its
+    library may have given to another array.
+
+    On GPUs all calls use the same memory: a dispatch overwrites the results of the last dispatch, and a combine those of the last combine.
+    Work on other streams that reads results has to be ordered before the next call. With hooks, at most one dispatch and one combine are
+    open. For two micro-batches, prepare two calls.
+
+    A CUDA graph can capture the calls. Keep this object and its arrays as long as the graph.
+
+    Example:
+        >>> step = buffer.prepare_low_latency(x, topk_idx, topk_weights)
+        >>> while decoding:
+        ...     update(x, topk_idx, topk_weights)  # in place
+        ...     sent = step.dispatch()
+        ...     y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
+        ...     out = step.combine(y).x
+    """
+
+    _instead = "prepare the calls where you load it"
+
+    def __init__(
+        self,
+        _prepared: PreparedCalls,
+        _call_lock: AbstractContextManager[Any],
+        _view_rows: Callable[[Any], View],
+        _y: Any,
+    ) -> None:
+        self._prepared, self._call_lock, self._view_rows = _prepared, _call_lock, _view_rows
+        self._y: Any = None
+        if _y is not None:
+            self._set_rows(_y)
+
+    def dispatch(self) -> LowLatencyDispatchResult:
+        """Make the dispatch. See `Buffer.low_latency_dispatch`; on GPUs the host takes a third of its time.
+
+        Returns:
+            The same as there. `recv_x` and the other arrays are valid until the next `dispatch()`. Calls without hooks, on one stream,
+            return the same object.
+
+        Raises:
+            EPInputError: If a hook of this object is open, or as `Buffer.low_latency_dispatch`.
+            EPTimeoutError: If a peer did not answer in an earlier call.
+            EPDestroyedError: After `Buffer.destroy`.
+
+        Example:
+            >>> sent = step.dispatch()
+        """
+        with self._call_lock:
+            return self._prepared.dispatch()
+
+    def combine(self, y: Any = None) -> LowLatencyCombineResult:
+        """Make the combine of the last dispatch. See `Buffer.low_latency_combine`.
+
+        Args:
+            y: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`. Only an array
+                other than the last one is checked. None: the last one.
+
+        Returns:
+            The same as there. `x` is valid until the next `combine()`.
+
+        Raises:
+            EPInputError: If `y` is wrong, if there was no dispatch, if a hook of this object is open, or as
+                `Buffer.low_latency_combine`.
+            EPTimeoutError: If a peer did not answer in an earlier call.
+            EPDestroyedError: After `Buffer.destroy`.
+
+        Example:
+            >>> out = step.combine(y).x
+        """
+        with self._call_lock:
+            if y is not None and y is not self._y:
+                self._set_rows(y)
+            elif self._y is None:
+                raise EPInputError("y=None; expected the experts' rows, because no earlier call got them. Pass y")
+            return self._prepared.combine()
+
+    def _set_rows(self, y: Any) -> None:
+        self._prepared.set_rows(self._view_rows(y))
+        self._y = y

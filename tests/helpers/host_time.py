@@ -1,0 +1,131 @@
+"""Print what low-latency calls cost the host in Python and its bindings, with a CUDA driver that does nothing.
+
+    PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py
+
+It needs gcc, cuda-python and PyTorch, and no GPU. A real driver adds its own time, most of it in the launch.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_ROWS, _CALLS = 7, 20_000  # the best row counts
+
+
+def main() -> None:
+    """Build the driver, start this program again with it, and measure."""
+    if "EMPTY_DRIVER" in os.environ:
+        measure()
+        os._exit(0)  # the driver has no memory that destructors could free
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(__file__).with_name("empty_driver.c")
+        command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", source]
+        subprocess.run(command, check=True)
+        environment = {**os.environ, "EMPTY_DRIVER": "1", "LD_LIBRARY_PATH": folder}
+        sys.exit(subprocess.run([sys.executable, __file__], env=environment, check=False).returncode)
+
+
+def make_buffer() -> Any:
+    """Make a Buffer of rank 0 of 4. Its kernels are not loaded."""
+    import pytest
+    from fake_gpu import BASE, FakeCommunicator
+
+    from deepep_rt import Buffer
+    from deepep_rt.backends import agreement, factory
+    from deepep_rt.backends.cuda import backend
+    from deepep_rt.comm import convert
+    from deepep_rt.cuda import nvshmem, topology
+    from deepep_rt.jit import current_gpu, loader
+
+    class Memory:
+        ptr, network_ids, consensus = BASE, range(4), None
+        peers = tuple(BASE + (rank << 36) for rank in range(4))
+
+        def __init__(self, *_: object) -> None: ...
+        def free(self) -> None: ...
+
+    patch = pytest.MonkeyPatch().setattr
+    patch(nvshmem, "allocate", Memory)
+    patch(nvshmem, "check_available", lambda: None)
+    patch(convert, "communicator_of", lambda comm: comm)
+    patch(factory, "agree", lambda *_: "cuda")
+    patch(topology, "placed", lambda communicator, config: config)
+    patch(agreement, "announce", lambda *_: None)
+    patch(backend, "MEASURE", None)
+    patch(backend, "choose_device", lambda *_: 0)
+    patch(current_gpu, "target_arch", lambda: "sm_90")
+    patch(loader, "load", lambda kernel, constants, arch: loader.LoadedKernel(7, constants[kernel.threads], 0))
+    sizes = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32)
+    return Buffer(FakeCommunicator(4), **sizes, timeout_s=1.0, check_inputs=False, low_latency=True)
+
+
+def use_torch_as_if_on_a_gpu() -> None:
+    """Take PyTorch's CPU tensors for tensors of GPU 0, with a current stream."""
+    import torch
+
+    from deepep_rt.arrays import frameworks
+    from deepep_rt.arrays.view import View
+
+    framework: Any = frameworks.framework_of(torch.zeros(1), "x")
+    view_on_host: Callable[..., View] = framework.view
+
+    def view(array: Any, name: str, stream: int | None) -> View:
+        made = view_on_host(array, name, stream)
+        made.device = 0
+        return made
+
+    framework.view, framework._current_stream = view, lambda device: 11
+    framework.wrap = lambda view: view  # this PyTorch may know no GPUs
+
+
+def report(name: str, call: Callable[[], Any]) -> None:
+    call()
+    gc.collect()
+    best = min(timeit.repeat(call, number=_CALLS, repeat=_ROWS)) / _CALLS
+    print(f"{name:42} {1e6 * best:6.2f} us", flush=True)
+
+
+def measure() -> None:
+    import torch
+
+    use_torch_as_if_on_a_gpu()
+    buffer = make_buffer()
+    x, idx, weights = torch.zeros(10, 256, dtype=torch.bfloat16), torch.zeros(10, 4, dtype=torch.int64), torch.zeros(10, 4)
+    y, other = (torch.zeros(8, 256, 256, dtype=torch.bfloat16) for _ in range(2))
+    held: list[Any] = [None]  # as in a program, a result lives until the next call has returned
+
+    def dispatch(**options: Any) -> Any:
+        held[0] = buffer.low_latency_dispatch(x, idx, topk_weights=weights, **options)
+        return held[0]
+
+    handle = buffer.low_latency_dispatch(x, idx, topk_weights=weights).handle
+
+    def combine(rows: Any = y, **options: Any) -> None:
+        held[0] = buffer.low_latency_combine(rows, idx, weights, handle, **options)
+
+    step = buffer.prepare_low_latency(x, idx, weights)
+    with_hooks = buffer.prepare_low_latency(x, idx, weights, return_recv_hook=True)
+    in_turns = itertools.cycle([y, other])
+    report("dispatch", dispatch)
+    report("prepared dispatch", step.dispatch)
+    report("combine", combine)
+    report("prepared combine", lambda: step.combine(y))
+    report("prepared combine, another y each time", lambda: step.combine(next(in_turns)))
+    report("dispatch and its hook", lambda: dispatch(return_recv_hook=True).hook())
+    report("prepared dispatch and its hook", lambda: with_hooks.dispatch().hook())
+    other_stream = buffer.prepare_low_latency(x, idx, weights, async_finish=True)
+    report("dispatch with async_finish", lambda: dispatch(async_finish=True))
+    report("prepared dispatch with async_finish", other_stream.dispatch)
+
+
+if __name__ == "__main__":
+    main()
