@@ -90,8 +90,8 @@ __device__ __forceinline__ void unpack_log10(const Compressed& c, u32 (&pair)[kL
   pair[5] = chosen(0x01ff, r, r << 6), pair[6] = chosen(0x01ff, s, s << 6), pair[7] = chosen(0x01ff, t, t << 6);
 }
 
-// A code is the lower bits of the size divided by the scale, plus 2, as a bfloat16 from 2 to 32. The group must not have NaN where words
-// could get all bits set, so its signs are zero then.
+// A code is the lower bits of a bfloat16 from 2 to 32: the size divided by the scale, plus 2. Where a group is NaN, its codes have all bits
+// set. Signs are zero then, so that no word has all bits set.
 template <int kFrom>
 __device__ __forceinline__ Compressed to_log10(const Vec16 (&held)[kLaneChannels / kPerVec<kFrom>], const GroupScale& s) {
   u32 pair[kLanePairs];
