@@ -159,11 +159,12 @@ class ThroughputCalls(BufferBase):
                 weights do not return then.
             reduce: "rank": as above. "topk", with a handle of `layout="expert"`: the row of each choice travels to the token's rank, which
                 adds them up in float32 in the order of the choices and rounds once. The bits are the same for any number of ranks and
-                any placement of experts, and more bytes cross the links. On GPUs, for Buffers of one node.
+                any placement of experts and nodes, and more bytes cross the links.
             compress: The form of the rows on the way. None: as they are. "fp8": float8_e4m3fn with a scale for each 128 channels, about
-                52 % of the bytes of bfloat16. "log10": 10-bit logarithms, 64 % of the bytes, and an error about ten times smaller. Sums stay
-                in float32. A group of 128 channels with an infinity or NaN becomes NaN, also if its other channels are numbers. With several nodes, only what crosses between nodes is compressed: the rounded sum of a node, or on the direct path
-                each row. `hidden` is a multiple of 128. Not with `reduce="topk"`.
+                52 % of the bytes of bfloat16. "log10": 10-bit logarithms, 64 % of the bytes, and an error about ten times smaller. Sums
+                stay in float32. A group of 128 channels with an infinity or NaN becomes NaN, also if its other channels are numbers. With
+                several nodes, only what crosses between nodes is compressed: the rounded sum of a node, or on the direct path each row.
+                `hidden` is a multiple of 128. Not with `reduce="topk"`.
             bias: None, one array or two of them, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
             async_finish: As in `dispatch`.
             previous_event: As in `dispatch`.
@@ -174,8 +175,7 @@ class ThroughputCalls(BufferBase):
 
         Raises:
             EPInputError: If an argument is wrong. Nothing was launched.
-            EPUnavailableError: With `reduce="topk"` on GPUs of several nodes, or with `compress="fp8"` if the GPU of a rank cannot convert
-                to FP8.
+            EPUnavailableError: With `compress="fp8"`, if the GPU of a rank cannot convert to FP8.
             EPTimeoutError: If a peer did not answer, also in an earlier call that the host did not wait for.
             EPDestroyedError: After `destroy()`.
 

@@ -18,6 +18,9 @@
 //
 // Why no rank waits for ever: nodes.cuh tells it for slots. Fillers also wait for exposed rows. Exposing warps wait for nothing.
 //
+// With reduce="topk", a call takes a launch for each choice (backends/cuda/node_choice_sums.py). If the ranks differ in the first launch,
+// the later ones do nothing: another rank may have made a call with one launch.
+//
 // Reuse of memory: the ranks of a node read the exposed rows of call k, and then say hello in call k + 1. This rank exposes rows of call
 // k + 1 after it has heard all of them. Staging is read by this rank alone. Flags need no reset: they hold the epoch.
 //
@@ -326,6 +329,16 @@ __device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 
 // Called by one thread.
 __device__ inline void count_rows(const Params& p, bool failed) {
   if constexpr (kHasStatistics) {
+    if (p.choice > 0) return;  // the launch for choice 0 counts for all
+    if (p.choice == 0) {       // each choice has a row
+      const i32 *offsets = at<const i32>(p.expert_offsets, 0), *ends = at<const i32>(p.expert_ends, 0);
+      i64 num_sent = 0;
+      for (int e = 0; e < kNumLocalExperts && !failed; ++e) num_sent += max(ends[e] - offsets[e], 0);
+      count_received(p, failed ? 0 : *at<const i32>(p.handle, kHandleNumChoices), kRowBytes);
+      count_sent(p, num_sent, kRowBytes);
+      count_call(p);
+      return;
+    }
     const i64 arrived = *at<const i32>(p.handle, kHandleNumRecv);
     for (int r = 0; r < kNumRanks && !failed; ++r) count_received(p, at<const i32>(p.handle, kHandleNumSent)[r], kRowBytes);
     count_sent(p, failed ? 0 : min(arrived, p.capacity), kRowBytes);
@@ -345,6 +358,7 @@ struct PlainSums {
 template <class Form>
 __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& routes, Parts* parts) {
   State* state = at<State>(p.state, 0);
+  if (p.choice > 0 && state->nodes_differs) return;
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
@@ -375,11 +389,12 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
   __syncwarp();  // all lanes see what lane 0 acquired
   if (__any_sync(~0u, routes.verdict != kAgreed || was_aborted(p))) {
     poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, lane, 32);
-    if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
+    if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
   }
   if (lane == 0) {
     count_rows(p, routes.verdict != kAgreed);
     state->nodes_blocks = state->nodes_copied = state->nodes_filled = state->nodes_emptied = state->nodes_reduced = 0;
+    state->nodes_differs = routes.verdict == kDiffers;
     state->nodes_epoch = epoch;
   }
 }

@@ -32,11 +32,16 @@ def launch(name: str, stream: int, values: Mapping[str, int], max_blocks: int, d
             launcher(stream, min(max_blocks, gpu_blocks), values)
 
 
-def load(*names: str) -> None:
-    """Load kernels that are not compiled once for each element type. A later launch then does not fail for want of a kernel."""
+def load(*names: str, dtype: str | None = None) -> None:
+    """Load kernels. A later launch then does not fail for want of a kernel.
+
+    Args:
+        names: Their names in the kernel table.
+        dtype: Element type, for kernels that are compiled once for each.
+    """
     with _lock:
         for name in names:
-            _launcher(name, None, current_gpu.target_arch(), current_gpu.context())
+            _launcher(name, dtype, current_gpu.target_arch(), current_gpu.context())
 
 
 def zero_padding(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_bytes: int) -> None:

@@ -119,6 +119,26 @@ LOCAL_KERNELS = (
     u64 out_weights;        // [., num_topk] float32, or 0: rows are multiplied by their weights
     i64 row_bytes;
     i32 num_topk;
+    i32 choice;             // the only choice whose rows count; -1: all count
+""",
+        folder="experts",
+        threads="kLocalThreads",
+        per_dtype=True,
+        is_local=True,
+    ),
+    Kernel(
+        "add_choice",
+        """
+    u64 x;                  // [num_tokens, row_bytes] the row of the choice of each token, or zeros
+    u64 weights;            // [num_tokens, num_topk] float32, or 0: rows are not multiplied
+    u64 sums;               // [num_tokens, channels] float32: of the choices so far; not read for choice 0
+    u64 bias_0;             // [num_tokens, row_bytes], or 0
+    u64 bias_1;
+    u64 out;                // [num_tokens, row_bytes]; 0: more choices follow, and the sums go back to `sums`
+    i64 num_tokens;
+    i64 row_bytes;
+    i32 num_topk;
+    i32 choice;
 """,
         folder="experts",
         threads="kLocalThreads",

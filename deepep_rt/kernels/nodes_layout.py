@@ -206,6 +206,7 @@ class NodesLayout:
                 ("near_list", config.node_size * tokens * 4),  # [rank of the node][position]: the token
                 ("flow_list", self.num_flows * tokens * 4),  # [flow][position]: the token
                 ("recv_pos", self.num_flows * tokens * self.fan * 4),  # [flow][position][rank of the fan], as ChunkHead::pos
+                ("num_choices", 4),  # choices of this rank's tokens
                 ("dispatched", 4),  # the serial, once a dispatch has written recv_pos
             ]
         )

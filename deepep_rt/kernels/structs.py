@@ -126,6 +126,7 @@ State = CStruct(
     u32 nodes_filled;
     u32 nodes_emptied;
     u32 nodes_reduced;
+    u32 nodes_differs;     // 1: the ranks made different calls, as the last launch of these kernels saw that did not skip its work
     """,
 )
 

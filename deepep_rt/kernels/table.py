@@ -63,7 +63,7 @@ _SUMS = (
     u64 bias_1;
     u64 handle;
     u64 out;                // [num_tokens, kRowBytes]
-    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32; over several nodes 0 without weights
 """
 )
 
@@ -89,6 +89,9 @@ _COMBINE_NODES = (
     i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
     i32 chunk_weights;
     i32 chunk_rows;
+    i32 choice;             // with reduce="topk", the choice whose rows y has, in the order of the launches; otherwise -1
+    u64 expert_offsets;     // these two of expert_positions, for statistics of choice 0
+    u64 expert_ends;
 """
 )
 

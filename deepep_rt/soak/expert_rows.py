@@ -100,9 +100,7 @@ class _Exchange:
         self.hidden, self.topk = session.plan.shape.hidden, session.plan.shape.topk
         self.tokens = np.arange(plan.tokens[self.rank])
         self.keys = {what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0")}
-        on_nodes = session.buffer.backend == "cuda" and session.buffer.config.has_network
-        self.reduce = "rank" if on_nodes else call.reduce
-        self.compress = None if self.reduce == "topk" else call.compress
+        self.reduce, self.compress = call.reduce, None if call.reduce == "topk" else call.compress
 
     def run(self) -> DispatchHandle:
         """Make both calls. Return the handle."""

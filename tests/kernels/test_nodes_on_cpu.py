@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import oracle
 import pytest
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
@@ -56,6 +57,71 @@ def test_expert_rows(monkeypatch):
     monkeypatch.setattr(expert_rows, "CHOICES_PER_BLOCK", 32)  # several blocks find the rows of these few tokens
     with Machine(3, 1) as machine:
         expert_rounds(machine, machine.buffers(**{**SIZES, "num_experts": 6}, ranks_per_node=1), 1, 4)
+
+
+@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+@pytest.mark.parametrize("seed", seeds(2))
+def test_expert_rows_between_two_nodes(seed, path):
+    arch, transport = (("sm_90", "mpi"), ("sm_80", "nvshmem"))[seed % 2]
+    with Machine(4, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=seed % 2 == 0, transport=transport) as machine:
+        expert_rounds(machine, machine.buffers(**TWO_BY_TWO, path=path), seed, 4)
+
+
+def choice_sums(dtype, weighted, settings, num_ranks=4):
+    """Return what combine with reduce="topk" gives each rank, and what the oracle expects. Most ranks drop rows."""
+    with Machine(num_ranks, 2, weak_memory=True) as machine:
+        buffers = machine.buffers(**{**SIZES, "num_topk": 5, "dtype": dtype}, **settings)
+        config = buffers[0].config
+        sizes = 9, config.hidden, config.num_topk, config.num_experts
+        how = dict(dtype=dtype, skip_probability=0.3)
+        inputs = [oracle.make_inputs(5, rank, *sizes, **how) for rank in range(num_ranks)]
+        inputs[1].topk_idx[0] = 0  # all choices of a token are one expert
+        inputs[2].topk_idx[0] = -1
+        options = dict(num_worst_tokens=40, expert_alignment=2)
+        received = [oracle.expected_expert_rows(rank, inputs, config.num_experts, **options) for rank in range(num_ranks)]
+        draw = np.random.default_rng(3)
+        y, bias = (
+            [draw.standard_normal(array.shape, np.float32).astype(array.dtype) for array in arrays]
+            for arrays in ([one.x for one in received], [one.x for one in inputs])
+        )
+        for rows, one in zip(y, received, strict=True):
+            rows[one.experts < 0] = np.nan  # combine must not read padding
+            rows[:, 0] = -0.0
+            rows[:, 1] *= 1e-39 if dtype != "float16" else 1e-6  # subnormal numbers
+            rows[0, 2] = np.inf
+        weights = [draw.standard_normal(len(one.x), np.float32) for one in received]
+        for one, given in zip(received, weights, strict=True):
+            one.weights[:] = given
+
+        def run(rank):
+            put, buffer, mine = machine.put, buffers[rank], inputs[rank]
+            sent = buffer.dispatch(put(rank, mine.x), put(rank, mine.topk_idx), layout="expert", **options)
+            given = dict(topk_weights=put(rank, weights[rank]), weighted=weighted, bias=[put(rank, bias[rank])] * 2)
+            return buffer.combine(put(rank, y[rank]), sent.handle, **given, reduce="topk")
+
+        back = machine.each_rank(run)
+        assert ("combine_choices" in machine.launched) == (not config.has_network)
+        wanted = [
+            oracle.expected_choice_sums(rank, inputs, y, received, weighted=weighted, biases=[bias[rank]] * 2)
+            for rank in range(num_ranks)
+        ]
+        returned = [np.zeros(1) if weighted else np.array(one.topk_weights) for one in back]
+        return [np.array(one.x) for one in back], wanted, returned
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weighted"), [("bfloat16", True), ("bfloat16", False), ("float16", True), ("float32", True), ("float32", False)]
+)
+def test_sums_of_choices_have_the_same_bits_on_one_node(dtype, weighted):
+    with np.errstate(all="ignore"):
+        one_node, wanted, weights = choice_sums(dtype, weighted, {})
+        for settings in (dict(ranks_per_node=2), dict(ranks_per_node=2, path="direct"), dict(ranks_per_node=1)):
+            found, _, returned = choice_sums(dtype, weighted, settings)
+            for rank in range(4):
+                assert_same(found[rank], one_node[rank])
+                is_number = ~np.isnan(wanted[rank])  # NumPy's NaN may have another sign
+                assert_same(np.where(is_number, found[rank], 0), np.where(is_number, wanted[rank], 0))
+                assert_same(returned[rank], weights[rank])
 
 
 @pytest.mark.parametrize(
@@ -169,6 +235,56 @@ def test_ranks_that_differ():
             with pytest.raises(EPInputError, match=r"rank 3.*topk_weights|topk_weights.*rank 3"):
                 buffer.check()
         throughput_rounds(machine, buffers, 1, 1)
+
+
+@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+def test_ranks_that_differ_in_the_order_of_sums(path):
+    """A rank makes a call with one launch, and the others one with a launch for each choice. Their later calls match again."""
+    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO, path=path)
+        inputs = ThroughputRound(machine, buffers, 5).inputs
+        back = []
+        for rank, buffer in enumerate(buffers):
+            x, idx, weights = (machine.put(rank, a) for a in (inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights))
+            sent = buffer.dispatch(x, idx, weights, layout="expert", num_worst_tokens=90)
+            y = machine.put(rank, np.ones((90, 64), inputs[rank].x.dtype))
+            how = dict(topk_weights=machine.put(rank, np.ones(90, np.float32)), reduce="rank" if rank == 3 else "topk")
+            back.append(buffer.combine(y, sent.handle, **how))
+        machine.run()
+        for result in back:
+            assert np.isnan(result.x.astype(np.float32)).all()
+            assert np.isnan(result.topk_weights).all()
+        for buffer in buffers:
+            with pytest.raises(EPInputError, match=r"rank 3: combine($|,)|reduce='topk'"):
+                buffer.check()
+        expert_rounds(machine, buffers, 1, 2)
+
+
+@pytest.mark.parametrize("num_done", [0, 1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_choices_without_a_node_are_nan(weighted, num_done):
+    """The network fails before the first choice, or between two choices."""
+    with Machine(4, 1, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO)
+        x, idx = np.ones((8, 64), np.float16), np.tile(np.array([[0, 7]], np.int32), (8, 1))
+        sent = machine.each_rank(
+            lambda rank: buffers[rank].dispatch(machine.put(rank, x), machine.put(rank, idx), layout="expert")
+        )
+        back = []
+        for rank, buffer in enumerate(buffers):
+            num_rows = sent[rank].handle.num_recv_rows
+            y = machine.put(rank, np.ones((num_rows, 64), np.float16))
+            how = dict(topk_weights=machine.put(rank, np.ones(num_rows, np.float32)), weighted=weighted)
+            back.append(buffer.combine(y, sent[rank].handle, **how, reduce="topk"))
+        while machine.launched.count("add_choice") < 4 * num_done:
+            machine._gpus.advance(64)
+        machine.cut(2, 0)
+        machine.run()
+        with pytest.raises(EPTimeoutError) as caught:
+            buffers[0].check()
+        assert (caught.value.rank, caught.value.peer, caught.value.node) == (0, 2, 1)
+        assert np.isnan(back[0].x).all()
+        assert weighted or np.isnan(back[0].topk_weights).all()
 
 
 def test_more_rows_than_a_rank_has_memory_for():

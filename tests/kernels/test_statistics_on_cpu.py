@@ -75,10 +75,11 @@ def test_dropped_rows_are_not_received() -> None:
         assert sum(c.combine.rows_received for c in counted) == 9
 
 
-def test_rows_of_choices() -> None:
+@pytest.mark.parametrize("nodes", [{}, dict(ranks_per_node=1), dict(ranks_per_node=1, path="direct")])
+def test_rows_of_choices(nodes: dict[str, Any]) -> None:
     """With reduce="topk" each choice has a row, and one call may take several launches."""
     with Machine(3, 4) as machine:
-        buffers = machine.buffers(**BOTH, statistics=True)
+        buffers = machine.buffers(**BOTH, **nodes, statistics=True)
         made = ExpertRound(machine, buffers, 9)
         made.worst = None
         made.options["num_worst_tokens"] = None

@@ -287,8 +287,12 @@ class ExpertRound:
         self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
         for y, expected in zip(self.y, self.expected, strict=True):
             y[expected.experts < 0] = np.nan  # combine must not read padding
+        num_biases = int(draw.integers(3))
+        self.biases = [
+            [draw.standard_normal(one.x.shape, np.float32).astype(ml_dtypes.bfloat16) for _ in range(num_biases)]
+            for one in self.inputs
+        ]
         self.sent, self.again, self.back, self.choices = {}, {}, {}, {}
-        self.has_choice_sums = not self.config.has_network
 
     def run(self, rank):
         put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
@@ -299,8 +303,8 @@ class ExpertRound:
         weights = put(rank, self.expected[rank].weights)
         y, how = put(rank, self.y[rank]), dict(topk_weights=weights, weighted=self.weighted)
         self.back[rank] = buffer.combine(y, sent.handle, **how)
-        if self.has_choice_sums:
-            self.choices[rank] = buffer.combine(y, sent.handle, **how, reduce="topk")
+        biases = [put(rank, bias) for bias in self.biases[rank]]
+        self.choices[rank] = buffer.combine(y, sent.handle, **how, reduce="topk", bias=biases)
 
     def check(self):
         with_padding, experts = self.options["zero_padding"], self.config.num_experts
@@ -319,7 +323,8 @@ class ExpertRound:
                 mine = self.inputs[rank]
                 assert_same(back.topk_weights, np.where(mine.topk_idx >= 0, mine.topk_weights, np.float32(0)))
         for rank, back in self.choices.items():
-            wanted = oracle.expected_choice_sums(rank, self.inputs, self.y, self.expected, weighted=self.weighted)
+            how = dict(weighted=self.weighted, biases=self.biases[rank])
+            wanted = oracle.expected_choice_sums(rank, self.inputs, self.y, self.expected, **how)
             assert_same(back.x, wanted)
             if not self.weighted:
                 assert_same(back.topk_weights, self.back[rank].topk_weights)

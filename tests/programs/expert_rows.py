@@ -11,7 +11,7 @@ from dispatch import CASES
 from mpi4py import MPI
 from spmd import groups_of_every_size, inputs_of_all, main, make_buffer, raises
 
-from deepep_rt import EPInputError, EPUnavailableError
+from deepep_rt import EPInputError
 
 
 def _dispatch(buffer: Any, mine: oracle.RankInputs, **options: Any) -> Any:
@@ -138,11 +138,6 @@ def check_sums_of_choices(comm: MPI.Intracomm) -> None:
         inputs = inputs_of_all(comm, seed, lambda rank: 0 if rank == 1 else 40 + rank, dtype=dtype, **sizes, **given)
         bias = np.random.default_rng([seed, rank, 9]).standard_normal((len(inputs[rank].x), hidden), np.float32).astype(dtype)
         with make_buffer(comm, **sizes, dtype=dtype) as buffer:
-            if buffer.backend == "cuda" and buffer.config.has_network:
-                with raises(EPUnavailableError, "several nodes"):
-                    sent = _dispatch(buffer, inputs[rank])
-                    buffer.combine(sent.recv_x, sent.handle, reduce="topk")
-                continue
             for worst in (None, 30):
                 received = [
                     oracle.expected_expert_rows(r, inputs, experts, expert_alignment=3, num_worst_tokens=worst)
@@ -187,7 +182,7 @@ def check_sums_of_no_rows(comm: MPI.Intracomm) -> None:
             idx = np.full((5, 4), -1)
             idx[:, 1] = chosen
             sent = buffer.dispatch(x, idx, np.ones((5, 4), np.float32), layout="expert")
-            for reduce in ("rank",) if buffer.backend == "cuda" and buffer.config.has_network else ("rank", "topk"):
+            for reduce in ("rank", "topk"):
                 back = buffer.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True, reduce=reduce)
                 np.testing.assert_array_equal(back.x, x if chosen >= 0 else np.zeros_like(x))
 
@@ -205,8 +200,6 @@ def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:
         size, rank = group.Get_size(), group.Get_rank()
         part = slice(rank * tokens // size, (rank + 1) * tokens // size)
         with make_buffer(group, hidden=hidden, num_topk=num_topk, num_experts=experts, dtype="bfloat16") as buffer:
-            if buffer.backend == "cuda" and buffer.config.has_network:
-                continue
             sent = buffer.dispatch(x[part], idx[part], weights[part], layout="expert")
             expert = sent.recv_expert_idx + rank * experts // size
             y = (gains[expert] * sent.recv_x.astype(np.float32)).astype(ml_dtypes.bfloat16)

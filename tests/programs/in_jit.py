@@ -213,8 +213,7 @@ def check_gradients_by_expert(comm: MPI.Intracomm) -> None:
         assert "".join(calls) == "dcdckckc"
         _compare(comm, model, partial(_scanned, _by_expert(buffer, 2 * TOKENS * TOPK * comm.Get_size(), 8)))
         _compare(comm, model, partial(_unrolled, ep.checkpoint(_by_expert(buffer, alignment=4))))
-        if not (buffer.backend == "cuda" and buffer.config.has_network):
-            _compare(comm, model, partial(_unrolled, _by_expert(buffer, reduce="topk")))
+        _compare(comm, model, partial(_unrolled, _by_expert(buffer, reduce="topk")))
     with _buffer(comm) as buffer, raises(EPInputError, "reduce='topk' with layout='token'"):
         ep.dispatch(buffer, jnp.ones((2, HIDDEN)), np.zeros((2, TOPK), np.int32), reduce="topk")
 

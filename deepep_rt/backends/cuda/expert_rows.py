@@ -100,6 +100,7 @@ class ExpertRows:
             "out_weights": out_weights if returns else 0,
             "row_bytes": x.row_bytes,
             "num_topk": num_topk,
+            "choice": -1,
         }
         local_kernels.launch("sum_expert_rows", stream, values, num_tokens, x.dtype)
         owner = memory, x, weights, inputs.x, inputs.topk_weights

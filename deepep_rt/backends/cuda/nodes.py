@@ -17,6 +17,7 @@ from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
 from .link_rates import far_bandwidth, far_latency
+from .node_choice_sums import NodeChoiceSums, NodeSums
 from .result_memory import Reservation, ResultMemory
 from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_of
 from .row_mover import OnLaunch
@@ -53,6 +54,7 @@ class NodesThroughput:
             copy_when_full,
             counts_use=config.statistics,
         )
+        self._choice_sums = NodeChoiceSums(runtime, self.results, self._launch_combine)
         if config.num_nodes <= MAX_NODES:
             for kernel in ("route_nodes", "dispatch_nodes"):
                 runtime.launcher(kernel)
@@ -203,41 +205,18 @@ class NodesThroughput:
         stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
         x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        staging = {
-            name: self._runtime.regions.offsets["landing"] + at for name, at in self._nodes.staging(x.row_bytes).offsets.items()
-        }
         num_tokens = handle.num_tokens
         parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
-        kernel, sent_bytes = "combine_nodes", x.row_bytes
-        if inputs.compress:
-            kernel, sent_bytes = f"combine_nodes_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
-        chunk, base = self._nodes.chunk(sent_bytes, 0, 0, weights is not None), self._runtime.memory.ptr
-        self._network.wake()
-        self._runtime.launcher(kernel, x.dtype)(
-            stream,
-            self.num_sms,
-            {
-                "num_tokens": num_tokens,
-                "y": x.ptr,
-                "topk_weights": address_of(weights),
-                "bias_0": address_of(biases[0]) if biases else 0,
-                "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
-                "handle": handle.routing.ptr,
-                "out": out,
-                "out_topk_weights": out_weights,
-                "exposed_offset": staging["exposed"],
-                "exposed_weights_offset": staging["exposed_weights"],
-                "sums": base + staging["sums"],
-                "sum_weights": base + staging["sum_weights"],
-                "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
-                "chunk_tokens": chunk.num_tokens,
-                "chunk_weights": chunk.offsets["weights"],
-                "chunk_rows": chunk.offsets["rows"],
-            },
+        sums = NodeSums(
+            y=x.ptr,
+            topk_weights=address_of(weights),
+            out=out,
+            out_topk_weights=out_weights if weights is not None else 0,
+            biases=(address_of(biases[0]) if biases else 0, address_of(biases[1]) if len(biases) > 1 else 0),
         )
+        self._launch_combine(inputs, sums, handle, stream)
         given = inputs.topk_weights, *inputs.biases
         self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
         return combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
@@ -245,9 +224,46 @@ class NodesThroughput:
     def add_up_choices(
         self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
     ) -> Callable[[], Views]:
-        """Refuse: the staging of several nodes has a row for each node or rank, and not for each choice."""
-        raise EPUnavailableError(
-            "reduce='topk' over several nodes on GPUs; expected a Buffer of one node, or reduce='rank'. Leave it out"
+        """Launch a combine for each choice; see `NodeChoiceSums`."""
+        self._check_num_nodes()
+        return self._choice_sums.add_up(inputs, by_token, tables, call)
+
+    def _launch_combine(self, inputs: CombineInputs, sums: NodeSums, by_token: DispatchHandle, stream: int) -> None:
+        """Launch the combine kernel for rows by token. `inputs` are those of the whole call, which all ranks must agree on."""
+        dtype, row_bytes = inputs.x.dtype, inputs.x.row_bytes
+        staging = {
+            name: self._runtime.regions.offsets["landing"] + at for name, at in self._nodes.staging(row_bytes).offsets.items()
+        }
+        kernel, sent_bytes = "combine_nodes", row_bytes
+        if inputs.compress:
+            kernel, sent_bytes = f"combine_nodes_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
+        chunk, base = self._nodes.chunk(sent_bytes, 0, 0, sums.topk_weights != 0), self._runtime.memory.ptr
+        self._network.wake()
+        self._runtime.launcher(kernel, dtype)(
+            stream,
+            self.num_sms,
+            {
+                "num_tokens": by_token.num_tokens,
+                "y": sums.y,
+                "topk_weights": sums.topk_weights,
+                "bias_0": sums.biases[0],
+                "bias_1": sums.biases[1],
+                "handle": by_token.routing.ptr,
+                "out": sums.out,
+                "out_topk_weights": sums.out_topk_weights,
+                "exposed_offset": staging["exposed"],
+                "exposed_weights_offset": staging["exposed_weights"],
+                "sums": base + staging["sums"],
+                "sum_weights": base + staging["sum_weights"],
+                "capacity": by_token.num_recv_rows,
+                "call_signature": call_signature.pack(inputs.kind, *dtypes_of(inputs.x, None, inputs.topk_weights)),
+                "chunk_tokens": chunk.num_tokens,
+                "chunk_weights": chunk.offsets["weights"],
+                "chunk_rows": chunk.offsets["rows"],
+                "choice": sums.choice,
+                "expert_offsets": sums.expert_offsets,
+                "expert_ends": sums.expert_ends,
+            },
         )
 
     def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, FakeGpu, arguments, fake, like, make, routed
+from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, routed
 
-from deepep_rt import EPOutOfMemoryError, EPUnavailableError
+from deepep_rt import EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.cuda import driver
 from deepep_rt.jit import loader
 
@@ -126,3 +126,93 @@ def test_kernels_are_loaded_before_the_first_launch(fake: FakeGpu, make: Any, mo
             with pytest.raises(EPUnavailableError, match="expert_positions is not in the cache"):
                 buffer.dispatch(*arguments(fake), layout="expert")
         assert fake.pop_launches() == []
+
+
+def choice_sums(fake: FakeGpu, buffer: Any, **how: Any) -> Any:
+    """Make a combine over nodes with `reduce="topk"`, and forget the launches of its dispatch."""
+    sent = buffer.dispatch(*arguments(fake), layout="expert", num_worst_tokens=50)
+    fake.pop_launches()
+    how = {"topk_weights": Array(fake, "float32", 50), **how}
+    return buffer.combine(Array(fake, "bfloat16", 50, 256), sent.handle, **how, reduce="topk")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_choices_over_nodes(fake: FakeGpu, make: Any, weighted: bool) -> None:
+    """Each choice has a combine of its own. Weights travel once, and only the last choice writes the result."""
+    with make(**TWO_NODES) as buffer:
+        bias = Array(fake, "bfloat16", 10, 256)
+        back = choice_sums(fake, buffer, weighted=weighted, bias=bias)
+        launches = fake.pop_launches()
+        assert [call.kernel for call in launches] == ["sum_expert_rows", "combine_nodes", "add_choice"] * 4
+        assert len({call.stream for call in launches}) == 1
+        select, combine, add = (launches[i::3] for i in range(3))
+        for calls in (select, combine, add):
+            assert [call.choice for call in calls] == [0, 1, 2, 3]
+        for i in range(4):
+            assert (combine[i].y, combine[i].bias_0, combine[i].call_signature) == (select[i].out, 0, combine[0].call_signature)
+            assert (combine[i].topk_weights, combine[i].out_topk_weights) == (select[i].out_weights, combine[0].out_topk_weights)
+            assert (add[i].x, add[i].sums) == (combine[i].out, add[0].sums)
+            assert bool(select[i].weights) == bool(select[i].out_weights) == (i == 0)
+            assert add[i].weights == (combine[0].out_topk_weights if weighted else 0)
+        assert [call.out for call in add] == [0, 0, 0, back.x.ptr]
+        assert (add[3].bias_0, add[3].bias_1) == (bias.ptr, 0)
+        assert weighted or back.topk_weights.ptr == combine[0].out_topk_weights
+        assert like(back.x) == ("bfloat16", (10, 256))
+
+
+def test_sums_of_choices_without_weights(fake: FakeGpu, make: Any) -> None:
+    with make(**TWO_NODES) as buffer:
+        back = choice_sums(fake, buffer, topk_weights=None)
+        assert back.topk_weights is None
+        for call in fake.pop_launches():
+            if call.kernel == "combine_nodes":
+                assert (call.topk_weights, call.out_topk_weights) == (0, 0)
+
+
+def test_sums_of_choices_that_cannot_begin(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory or without a kernel, this rank launches nothing, and its later calls match those of the others."""
+
+    def no_room(num_bytes: int, stream: int) -> int:
+        raise EPOutOfMemoryError("full")
+
+    def missing(kernel: Any, constants: Any, arch: str) -> Any:
+        raise EPUnavailableError(f"{kernel.name} is not in the cache")
+
+    with make(**TWO_NODES) as buffer:
+        handle = buffer.dispatch(*arguments(fake), layout="expert", num_worst_tokens=50).handle
+        fake.pop_launches()
+        for owner, name, replacement in ((driver, "allocate_async", no_room), (loader, "load", missing)):
+            with monkeypatch.context() as patches:
+                patches.setattr(owner, name, replacement)
+                with pytest.raises((EPOutOfMemoryError, EPUnavailableError), match=r"full|is not in the cache"):
+                    buffer.combine(Array(fake, "float16", 50, 256), handle, reduce="topk")
+            assert fake.pop_launches() == []
+        buffer.combine(Array(fake, "float16", 50, 256), handle, reduce="topk")
+        assert len(fake.pop_launches()) == 12
+
+
+def test_an_interruption_between_choices(fake: FakeGpu, make: Any) -> None:
+    """The other ranks wait for the next choice of this rank, so it must not go on with another call."""
+
+    def interrupt(call: Any) -> None:
+        if call.kernel == "add_choice":
+            raise KeyboardInterrupt
+
+    with make(**TWO_NODES) as buffer:
+        fake.on_launch = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            choice_sums(fake, buffer)
+        with pytest.raises(EPTimeoutError, match="interrupted between its choices"):
+            buffer.check()
+
+
+def test_a_graph_keeps_the_memory_of_choices(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays use the memory of the rows again. A later call of the capture gets other memory while the result lives."""
+    with make(**TWO_NODES) as buffer:
+        monkeypatch.setattr(driver, "capture_id", lambda stream: 7)
+        places, kept = [], []
+        for _ in range(2):
+            kept.append(choice_sums(fake, buffer))
+            places.append({call.out for call in fake.pop_launches() if call.kernel == "combine_nodes"})
+        assert [len(place) for place in places] == [1, 1]
+        assert places[0] != places[1]

@@ -1,0 +1,137 @@
+"""Combine with `reduce="topk"` over several nodes: a combine of rows by token for each choice, whose results this rank adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...arrays.view import View
+from ...jit import local_kernels
+from ...kernels.regions import arrange
+from ...results import DispatchHandle, Views
+from ..calls import Call, CombineInputs
+from .call_memory import CallMemory
+from .result_memory import ResultMemory
+from .result_views import combine_views
+from .runtime import CudaRuntime, address_of
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSums:
+    """What a launch of combine_nodes reads and writes: addresses, where 0 means no array."""
+
+    y: int
+    topk_weights: int
+    out: int
+    out_topk_weights: int
+    biases: tuple[int, int] = (0, 0)
+    choice: int = -1  # the choice whose rows `y` has; -1: the rows of all choices have been added up
+    expert_offsets: int = 0  # with a choice, tables of the kernel expert_positions
+    expert_ends: int = 0
+
+
+class _Launch(Protocol):
+    def __call__(self, inputs: CombineInputs, sums: NodeSums, by_token: DispatchHandle, stream: int) -> None: ...
+
+
+class NodeChoiceSums:
+    """Sums of rows by expert whose bits do not depend on where experts live. For Buffers of several nodes.
+
+    For each choice, `y` by token has the row of this choice, or zeros. One rank has the row of a (token, choice), so the combine of these
+    rows adds zeros to it and rounds nothing. Over the links go `num_topk` times the bytes of a combine with `reduce="rank"`.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        results: Memory for results.
+        launch: Launches a combine over nodes.
+    """
+
+    def __init__(self, runtime: CudaRuntime, results: ResultMemory, launch: _Launch) -> None:
+        self._runtime, self._results, self._launch = runtime, results, launch
+        self._memory = CallMemory(runtime)
+
+    def add_up(self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call) -> Callable[[], Views]:
+        """Launch three kernels for each choice. Return the function that makes the results.
+
+        Args:
+            inputs: Of the combine.
+            by_token: The handle of the rows by token.
+            tables: Addresses of the tables of the kernel expert_positions.
+            call: How the call runs.
+        """
+        runtime, stream, config = self._runtime, call.stream, self._runtime.config
+        runtime.order.enqueue_waits(call)
+        x, weights, *biases = runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
+        num_tokens, num_rows, num_topk = by_token.num_tokens, by_token.num_recv_rows, config.num_topk
+        returns = weights is not None and not inputs.weighted
+        parts = runtime.layout.combined(num_tokens, x.row_bytes, returns)
+        owner = self._results.allocate_sums(parts.num_bytes, call)
+        out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
+        weight_bytes = 0 if weights is None else num_topk * 4
+        work = arrange(
+            [
+                ("weights_by_token", num_rows * weight_bytes),
+                ("weights", num_tokens * weight_bytes if inputs.weighted else 0),
+                ("rows_by_token", num_rows * x.row_bytes),
+                ("rows", num_tokens * x.row_bytes),
+                ("sums", num_tokens * config.hidden * 4 if num_topk > 1 else 0),
+            ]
+        )
+        memory = self._memory.allocate(work.num_bytes, call)
+        at = {name: memory.ptr + offset for name, offset in work.offsets.items()}
+        token_weights = 0 if weights is None else at["weights"] if inputs.weighted else out_weights
+        # Another rank may have made its last launch for a choice before this one. So no launch may fail for want of a kernel.
+        local_kernels.load("sum_expert_rows", "add_choice", dtype=x.dtype)
+        runtime.launcher("combine_nodes", x.dtype)
+        with runtime.monitor.call_half("a combine with reduce='topk' was interrupted between its choices", "kPhaseNodeSums"):
+            for choice in range(num_topk):
+                sends_weights = choice == 0 and weights is not None
+                self._select(x, weights if sends_weights else None, tables, at, choice, num_rows, stream)
+                sums = NodeSums(
+                    y=at["rows_by_token"],
+                    topk_weights=at["weights_by_token"] if sends_weights else 0,
+                    out=at["rows"],
+                    out_topk_weights=token_weights,  # for all choices, because a launch that fails fills them with NaN
+                    choice=choice,
+                    expert_offsets=tables["offsets"],
+                    expert_ends=tables["ends"],
+                )
+                self._launch(inputs, sums, by_token, stream)
+                is_last = choice == num_topk - 1
+                values = {
+                    "x": at["rows"],
+                    "weights": token_weights if inputs.weighted else 0,
+                    "sums": at["sums"],
+                    "bias_0": address_of(biases[0]) if biases else 0,
+                    "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
+                    "out": out if is_last else 0,
+                    "num_tokens": num_tokens,
+                    "row_bytes": x.row_bytes,
+                    "num_topk": num_topk,
+                    "choice": choice,
+                }
+                local_kernels.launch("add_choice", stream, values, num_tokens, x.dtype)
+        given = inputs.topk_weights, *inputs.biases
+        runtime.order.record_end(call, (x, weights, biases, inputs.x, *given), (by_token, memory), *given)
+        make_views = combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)
+        if call.capture is not None:  # replays use the memory of the rows again
+            owner.hold(memory)
+        return make_views
+
+    def _select(
+        self, x: View, weights: View | None, tables: dict[str, int], at: dict[str, int], choice: int, num_rows: int, stream: int
+    ) -> None:
+        """Launch the copy of the rows of a choice to rows by token, and of all weights if there are any."""
+        values = {
+            "x": x.ptr,
+            "weights": address_of(weights),
+            "positions": tables["positions"],
+            "totals": tables["totals"],
+            "out": at["rows_by_token"],
+            "out_weights": 0 if weights is None else at["weights_by_token"],
+            "row_bytes": x.row_bytes,
+            "num_topk": self._runtime.config.num_topk,
+            "choice": choice,
+        }
+        local_kernels.launch("sum_expert_rows", stream, values, num_rows, x.dtype)
