@@ -96,7 +96,7 @@ def make_cupy():
     for name in ("arange", "asarray", "zeros", "full"):
         make = getattr(np, name)
         setattr(cupy, name, lambda *a, make=make, **k: np.ascontiguousarray(make(*a, **k)).view(Array))
-    for name in ("where", "searchsorted", "concatenate", "stack", "clip"):
+    for name in ("where", "rint", "searchsorted", "concatenate", "stack", "clip"):
         make = getattr(np, name)
         setattr(cupy, name, lambda *a, make=make, **k: np.asarray(make(*map(plain, a), **k)).view(Array))
     for name in ("uint32", "uint64", "float32", "maximum", "minimum"):
