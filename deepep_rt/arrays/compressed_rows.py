@@ -70,7 +70,8 @@ def compress(rows: np.ndarray, compression: str) -> np.ndarray:
     start = 0
     for part in parts:
         num_bytes = part.nbytes // max(len(rows), 1)
-        packed[:, start : start + num_bytes] = np.ascontiguousarray(part).reshape(len(rows), num_bytes // part.itemsize).view(np.uint8)
+        held = np.ascontiguousarray(part).reshape(len(rows), num_bytes // part.itemsize)
+        packed[:, start : start + num_bytes] = held.view(np.uint8)
         start += num_bytes
     return packed
 
@@ -101,7 +102,8 @@ def _scales(groups: np.ndarray, compression: str) -> tuple[np.ndarray, np.ndarra
 def _to_log10(scaled: np.ndarray) -> np.ndarray:
     """Return signs and codes, `[n, hidden]` uint16. The sign of NaN is zero."""
     sums = (np.abs(scaled) + np.float32(2)).view(np.uint32)
-    codes = (sums + (np.uint32(0x7FFF) + (sums >> 16 & 1)) >> 16).astype(np.uint16) & _CODE  # to the nearest bfloat16, ties to even
+    sums += np.uint32(0x7FFF) + (sums >> 16 & 1)  # to the nearest bfloat16, ties to even
+    codes = (sums >> 16).astype(np.uint16) & _CODE
     signs = (np.ascontiguousarray(scaled).view(np.uint32) >> 16).astype(np.uint16) & _SIGN
     return np.where(np.isnan(scaled), _CODE, codes | signs)
 
