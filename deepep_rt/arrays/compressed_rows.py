@@ -3,12 +3,13 @@
 Groups of 128 channels share a scale, a float32 that is a power of two. A channel is the product of a small number and the scale.
 
 - "fp8": the small number is an e4m3fn number, a byte.
-- "log10": the small number has a sign and a code of 9 bits. The size of the number, plus 2, is a bfloat16 from 2 to 31.75, and the code is the
-  lower bits of this bfloat16. So steps are those of a logarithm, 128 in each octave of the size plus 2. This is the rule of the mu-law.
+- "log10": the small number has a sign and a code of 9 bits. The size of the number, plus 2, is a bfloat16 from 2 to 31.75, and the code
+  is the lower bits of this bfloat16. So steps are those of a logarithm, 128 in each octave of the size plus 2. This is the rule of the
+  mu-law.
 
 A compressed row has 16 bytes for each 16 channels, with "log10" then a word for each 16 channels, and then the scales. 16 channels of
-"log10" are 8 pairs of 16 bits: the sign in bit 15, the code in bits 0 to 8. The first five pairs lie in the four words and in the fifth. The
-other three fill the bits that the five leave free (`_PLACES`), with their signs in bit 9.
+"log10" are 8 pairs of 16 bits: the sign in bit 15, the code in bits 0 to 8. The first five pairs lie in the four words and in the fifth.
+The other three fill the bits that the five leave free (`_PLACES`), with their signs in bit 9.
 
 No word of a row has all bits set, because low-latency calls mark empty memory with it. Code 511 is therefore not used.
 """
@@ -35,8 +36,8 @@ SCALE_RULES = {
     "fp8": (0x1FFFFF, -8),  # the largest number, 448, is 1.75 * 2**8
     "log10": (0x117FFF, -4),  # 31.75 is the nearest bfloat16, of even code, up to 31.8125, which is 2 + 1.86328125 * 2**4
 }
-"""How the bits of the largest channel of a group, a float32, become the scale. Add the first number, so that a channel that would round to more
-than the largest small number gets the next exponent. Add the second number to the exponent, and drop the mantissa."""
+"""How the bits of the largest channel of a group, a float32, become the scale. Add the first number, so that a channel that would round to
+more than the largest small number gets the next exponent. Add the second number to the exponent, and drop the mantissa."""
 
 _LOG10_CHANNELS = 16  # whose numbers share words
 _PLACES = (  # pair, word, shift to the left, and the bits of the word

@@ -136,8 +136,8 @@ def compression_constants(config: Config, compression: str) -> dict[str, int]:
 def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str, int]:
     """Return the constants of a combine kernel with TMA that compresses rows of `dtype`.
 
-    Each copy warp has memory for a row, and two stages for compressed chunks. More warps copy than in a plain combine, because they convert.
-    One of the other warps signals, and the rest reduces.
+    Each copy warp has memory for a row, and two stages for compressed chunks. More warps copy than in a plain combine, because they
+    convert. One of the other warps signals, and the rest reduces.
     """
     row_bytes = config.hidden * DTYPES[dtype].itemsize
     chunk_bytes = rows_per_copy(row_bytes) * compressed_row_bytes(config.hidden, compression)

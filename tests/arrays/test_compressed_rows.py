@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ml_dtypes
 import numpy as np
 import pytest
