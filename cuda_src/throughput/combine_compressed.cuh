@@ -15,7 +15,7 @@
 constexpr int kVecsPerLane = kLaneChannels / kPerVec<kElement>;
 constexpr int kPasses = (kHidden + kPassChannels - 1) / kPassChannels;
 
-// Passes that a warp converts together: 3 to 5, so that few are converted in vain. With float32, registers allow 2.
+// Passes that a warp converts together: 3 to 5, so that the last part converts few that a row lacks. With float32, registers allow 2.
 __device__ constexpr int part_passes() {
   int best = 4;
   for (int n = 5; n >= 3; n -= 2) {
