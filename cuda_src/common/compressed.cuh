@@ -11,15 +11,15 @@
 
 constexpr bool kIsLog10 = kCompression == kCompressionLog10;
 constexpr int kLaneChannels = 16, kPassChannels = 32 * kLaneChannels, kLanePairs = kLaneChannels / 2;
-constexpr int kLowBitsOffset = kHidden;
+constexpr int kFifthWordsOffset = kHidden;
 constexpr int kScalesOffset = kHidden + (kIsLog10 ? kHidden / 4 : 0);
 constexpr u32 kNanBits = 0x7fc00000;
 constexpr u32 kTwos = 0x40004000, kOnes = 0x3f803f80;  // pairs of bfloat16
 
 // Channels of a lane as they travel, and the scale of their group.
 struct Compressed {
-  Vec16 high;
-  u32 low;
+  Vec16 first;  // four words
+  u32 fifth;    // a fifth word, of logarithms
   u32 scale;
 };
 
@@ -72,21 +72,21 @@ __device__ __forceinline__ u32 chosen(u32 bits, u32 a, u32 b) {
 __device__ __forceinline__ void pack_log10(const u32 (&pair)[kLanePairs], Compressed& c) {
   auto close = [&](int i) { return chosen(0x01ff, pair[i], pair[i] >> 6); };
   const u32 r = close(5), s = close(6), t = close(7);
-  c.high.word[0] = chosen(0x81ff, pair[0], r << 9);
-  c.high.word[1] = chosen(0x81ff, pair[1], chosen(0x7800, r << 5, s << 9));
-  c.high.word[2] = chosen(0x81ff, pair[2], s << 7);
-  c.high.word[3] = chosen(0x81ff, pair[3], chosen(0x6000, s << 5, t << 9));
-  c.low = chosen(0x81ff, pair[4], t << 5);
+  c.first.word[0] = chosen(0x81ff, pair[0], r << 9);
+  c.first.word[1] = chosen(0x81ff, pair[1], chosen(0x7800, r << 5, s << 9));
+  c.first.word[2] = chosen(0x81ff, pair[2], s << 7);
+  c.first.word[3] = chosen(0x81ff, pair[3], chosen(0x6000, s << 5, t << 9));
+  c.fifth = chosen(0x81ff, pair[4], t << 5);
 }
 
 // The other bits of `pair` are undefined.
 __device__ __forceinline__ void unpack_log10(const Compressed& c, u32 (&pair)[kLanePairs]) {
-  const u32(&w)[4] = c.high.word;
+  const u32(&w)[4] = c.first.word;
 #pragma unroll
   for (int i = 0; i < 4; ++i) pair[i] = w[i];
-  pair[4] = c.low;
+  pair[4] = c.fifth;
   const u32 r = chosen(0x003f, w[0] >> 9, w[1] >> 5), s = chosen(0x0003, w[1] >> 9, chosen(0x00ff, w[2] >> 7, w[3] >> 5));
-  const u32 t = chosen(0x000f, w[3] >> 9, c.low >> 5);
+  const u32 t = chosen(0x000f, w[3] >> 9, c.fifth >> 5);
   pair[5] = chosen(0x01ff, r, r << 6), pair[6] = chosen(0x01ff, s, s << 6), pair[7] = chosen(0x01ff, t, t << 6);
 }
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ Compressed with_scale(const Vec16 (&held)[kLaneChanne
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* four = &values[i * 4 / kEach][i * 4 % kEach];
-      c.high.word[i] = to_fp8x2(four[0], four[1]) | to_fp8x2(four[2], four[3]) << 16;
+      c.first.word[i] = to_fp8x2(four[0], four[1]) | to_fp8x2(four[2], four[3]) << 16;
     }
   }
   c.scale = s.scale;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void add_to(float (&sum)[kLaneChannels], const Compre
     unpack_log10(c, pair);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) from_fp8x4(c.high.word[i], pair[2 * i], pair[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) from_fp8x4(c.first.word[i], pair[2 * i], pair[2 * i + 1]);
   }
   const float scale = __uint_as_float(c.scale);
 #pragma unroll
@@ -173,16 +173,16 @@ __device__ __forceinline__ void add_to(float (&sum)[kLaneChannels], const Compre
 
 // Writes a lane's channels to a row in any memory. `channel`: the first one.
 __device__ __forceinline__ void store_compressed(char* row, int channel, const Compressed& c) {
-  *reinterpret_cast<Vec16*>(row + channel) = c.high;
-  if constexpr (kIsLog10) *reinterpret_cast<u32*>(row + kLowBitsOffset + channel / 4) = c.low;
+  *reinterpret_cast<Vec16*>(row + channel) = c.first;
+  if constexpr (kIsLog10) *reinterpret_cast<u32*>(row + kFifthWordsOffset + channel / 4) = c.fifth;
   if (lane_idx() % 8 == 0) *reinterpret_cast<u32*>(row + kScalesOffset + channel / kFp8Group * 4) = c.scale;
 }
 
 // Reads a lane's channels of a row that another GPU wrote. L1 may hold old lines.
 __device__ __forceinline__ Compressed load_compressed(const char* row, int channel) {
   Compressed c = {};
-  c.high = ld_streaming(reinterpret_cast<const Vec16*>(row + channel));
-  if constexpr (kIsLog10) c.low = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kLowBitsOffset + channel / 4));
+  c.first = ld_streaming(reinterpret_cast<const Vec16*>(row + channel));
+  if constexpr (kIsLog10) c.fifth = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kFifthWordsOffset + channel / 4));
   c.scale = ld_relaxed_sys(reinterpret_cast<const u32*>(row + kScalesOffset + channel / kFp8Group * 4));
   return c;
 }

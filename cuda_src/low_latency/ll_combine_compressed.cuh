@@ -22,8 +22,8 @@ struct CompressedShare {
     u64 row;
     int share;
 
-    __device__ __forceinline__ Vec16* high() const { return at<Vec16>(row, 0) + share; }
-    __device__ __forceinline__ u32* low() const { return at<u32>(row, kLowBitsOffset) + share; }
+    __device__ __forceinline__ Vec16* first() const { return at<Vec16>(row, 0) + share; }
+    __device__ __forceinline__ u32* fifth() const { return at<u32>(row, kFifthWordsOffset) + share; }
     __device__ __forceinline__ u32* scale() const { return at<u32>(row, kScalesOffset) + share / 8; }
   };
   Compressed held;
@@ -31,13 +31,13 @@ struct CompressedShare {
   __device__ static __forceinline__ Place place(u64 row, int i) { return {row, i}; }
 
   __device__ __forceinline__ void load(const Place& from) {
-    held.high = ld_relaxed_sys(from.high());
-    if constexpr (kIsLog10) held.low = ld_relaxed_sys(from.low());
+    held.first = ld_relaxed_sys(from.first());
+    if constexpr (kIsLog10) held.fifth = ld_relaxed_sys(from.fifth());
     held.scale = leads_group() ? ld_relaxed_sys(from.scale()) : 0;
   }
 
   __device__ __forceinline__ bool has_arrived() const {
-    return is_written(held.high) && held.scale != kEmptySentinel && (!kIsLog10 || held.low != kEmptySentinel);
+    return is_written(held.first) && held.scale != kEmptySentinel && (!kIsLog10 || held.fifth != kEmptySentinel);
   }
 
   // Called by all lanes: gets the scale from the first thread of the group.
@@ -46,8 +46,8 @@ struct CompressedShare {
   __device__ __forceinline__ void clear(const Place& from) const { write(from, {empty_vec(), kEmptySentinel, kEmptySentinel}); }
 
   __device__ static __forceinline__ void write(const Place& to, const Compressed& c) {
-    st_relaxed_sys(to.high(), c.high);
-    if constexpr (kIsLog10) st_relaxed_sys(to.low(), c.low);
+    st_relaxed_sys(to.first(), c.first);
+    if constexpr (kIsLog10) st_relaxed_sys(to.fifth(), c.fifth);
     if (leads_group()) st_relaxed_sys(to.scale(), c.scale);
   }
 

@@ -95,7 +95,6 @@ LOCAL_KERNELS = (
     u64 out_offsets;        // [num_experts + 1] int32
     u64 out_num_recv;       // [1] int32
     i64 row_bytes;
-    i32 num_tokens;         // rows by token that x has room for
     i32 scale_words;        // of a row
     i32 scale_stride;       // from one column of scales to the next; 0: scales lie by row
     i32 num_topk;

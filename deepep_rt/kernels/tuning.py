@@ -24,9 +24,10 @@ CHOICES_PER_BLOCK = 256
 """Choices for which expert_positions gets another block, up to its most blocks."""
 
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
-_COMPRESSED_BYTES = 216 * 1024
-_MANY_BLOCKS = 48
-_COMPRESSED_WARPS = 16  # of a block; with more, a thread has 96 registers instead of 128
+
+# Of blocks that compress rows, measured on 2 H100 (docs/measured.md). With more warps, a thread has 96 registers instead of 128.
+_COMPRESSED_BYTES, _COMPRESSED_WARPS, _MOST_COPY_WARPS = 216 * 1024, 16, 7
+_MANY_BLOCKS, _FEWER_COPY_WARPS = 48, 2  # with 48 blocks or more, each has 2 copy warps less
 
 
 def arch_number(arch: str) -> int:
@@ -46,9 +47,9 @@ def has_fp8(arch: str) -> bool:
     return arch_number(arch) >= 89
 
 
-def has_overlap(arch: str) -> int:
-    """Return 1 for a target with programmatic dependent launch, 0 for others."""
-    return int(arch_number(arch) >= 90)
+def has_overlap(arch: str) -> bool:
+    """Return whether a target has programmatic dependent launch."""
+    return arch_number(arch) >= 90
 
 
 def tuning(config: Config, arch: str) -> dict[str, int]:
@@ -67,7 +68,6 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_copy_warps * stage)))
     return {
         "kHasTma": int(has_tma),
-        "kHasOverlap": has_overlap(arch),
         "kLlThreads": config.low_latency_threads,
         # 16-byte vectors that a thread loads at once. Registers limit them.
         "kLlVecsPerThread": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 3 if config.statistics else 4,
@@ -101,7 +101,7 @@ def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:
     elements = {f"k{name.capitalize()}": number for number, name in enumerate(COMBINE_DTYPES)}
     return {
         "kHasFp8": int(has_fp8(arch)),
-        "kHasOverlap": has_overlap(arch),
+        "kHasOverlap": int(has_overlap(arch)),
         "kFp8Group": FP8_GROUP,
         "kLocalThreads": 256,
         "kPositionThreads": 1024,
@@ -143,11 +143,11 @@ def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str,
     chunk_bytes = rows_per_copy(row_bytes) * compressed_row_bytes(config.hidden, compression)
     pitch = -(-chunk_bytes // 128) * 128 + 128  # staging keeps the destination's offset within its 128-byte line
     memory = row_bytes + 2 * pitch
-    copy_warps = min(7, max(1, _COMPRESSED_BYTES // memory))
+    copy_warps = min(_MOST_COPY_WARPS, max(1, _COMPRESSED_BYTES // memory))
     return {
         "kStageBytes": pitch,
         "kCombineCopyWarps": copy_warps,
-        "kCopyWarpsOfManyBlocks": max(1, copy_warps - 2),
+        "kCopyWarpsOfManyBlocks": max(1, copy_warps - _FEWER_COPY_WARPS),
         "kCombineThreads": 32 * _COMPRESSED_WARPS,
         "kCombineSharedBytes": copy_warps * memory,
     }

@@ -214,7 +214,7 @@ BROKEN = [
     pytest.param(
         compressed_low_latency_rounds,
         "low_latency/ll_combine_compressed.cuh",
-        r"is_written\(held.high\) && ",
+        r"is_written\(held.first\) && ",
         "",
         id="codes-are-not-awaited",
     ),

@@ -126,9 +126,8 @@ class ExpertRows:
         The tables have room for the most rows by token, so the search needs no count on the host. On one node it is therefore queued before
         the host waits for counts. The memory of the tables is allocated before any launch: without room this rank makes no call.
         """
-        if (
-            not self._has_kernels
-        ):  # between the launch of the dispatch and its counts, an error would leave the counts for the next call
+        if not self._has_kernels:
+            # Between the launch of the dispatch and its counts, an error would leave the counts for the next call.
             local_kernels.load("expert_positions", "expand_rows")
             self._has_kernels = True
         self._runtime.order.enqueue_waits(call)  # memory in a capture is other memory, and this tells whether there is one
@@ -183,7 +182,6 @@ class ExpertRows:
             "out_offsets": base + parts.offsets["expert_offsets"],
             "out_num_recv": base + parts.offsets["num_recv"],
             "row_bytes": x.row_bytes,
-            "num_tokens": x.shape[0],
             "scale_words": scales.row_bytes // 4 if scales else 0,
             "scale_stride": align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
             "num_topk": self._config.num_topk,
