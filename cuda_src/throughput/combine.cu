@@ -1,6 +1,7 @@
 // combine: a combine whose rows travel as they are. combine.cuh describes the roles of the warps and the protocol.
 //
-// Bytes: each row crosses the link once. The source reads each staged row once and writes each token once.
+// Bytes: each row crosses the link once. The source reads each row once, in staging or where its experts left it, and writes each token
+// once.
 #include "throughput/combine.cuh"
 
 constexpr int kRowVecs = kRowBytes / 16;
@@ -50,10 +51,10 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   }
 }
 
-// This loop waits for memory, so each lane has about 16 vectors in flight.
+// This loop waits for memory, so each lane has up to 16 vectors in flight.
 template <bool kHasBias>
 __device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
-  constexpr int kAtOnce = 16 / kNumRanks < 4 ? 16 / kNumRanks : 4;
+  constexpr int kAtOnce = 16 / kNumRanks < 7 ? 16 / kNumRanks : 7;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
     Vec16 held[kAtOnce][kNumRanks];

@@ -28,6 +28,11 @@
 #include "common/work.cuh"
 #include "throughput/recv_window.cuh"
 
+// Whether rows of the own rank stay where they are, and the sums read them there. With few blocks, what an SM can move limits the call, and
+// this saves a copy. With more blocks the copy is faster: it reads ahead, and the sums then find the rows in L2. With many ranks, few rows
+// are of the own rank, and registers are short.
+__device__ __forceinline__ bool reads_own_rows() { return kSentRowBytes == kRowBytes && kNumRanks <= 3 && gridDim.x < kCopyOwnRowsBlocks; }
+
 // Where rows are compressed, few blocks need many copy warps, which convert. Many blocks need many reduce warps, which wait for memory.
 __device__ __forceinline__ int num_copy_warps() {
   if constexpr (kCopyWarpsOfManyBlocks == kCombineCopyWarps) return kCombineCopyWarps;
@@ -40,8 +45,8 @@ struct Routes {
   i64 from_row[kNumRanks];    // the first row of y for a source
   int num_rows[kNumRanks];    // rows of y for a source
   i64 staged_row[kNumRanks];  // first row of this rank's staging from a rank
-  int max_rows;
-  bool idle;  // a wait timed out or the ranks differ: the block sends nothing and waits for nothing
+  int max_rows;               // the most rows that a rank gets copies of
+  bool idle;                  // a wait timed out or the ranks differ: the block sends nothing and waits for nothing
 };
 
 __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
@@ -65,7 +70,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   }
   const bool all_arrived = __all_sync(~0u, ok);
   const bool agreed = all_arrived && !ranks_differ(p, window, serial);
-  const int max_rows = __reduce_max_sync(~0u, count);
+  const int max_rows = __reduce_max_sync(~0u, lane == p.rank && reads_own_rows() ? 0 : count);
   if (lane == 0) {
     routes.max_rows = max_rows;
     routes.idle = !agreed || was_aborted(p);
@@ -79,8 +84,16 @@ struct Chunk {
   i64 first;  // row among the rows for that rank
 };
 
+// Neighbouring items are for different ranks, as those of item_at.
+__device__ __forceinline__ Item copy_at(int j, int my_rank) {
+  constexpr int kOthers = kNumRanks > 1 ? kNumRanks - 1 : 1;
+  if (!reads_own_rows()) return item_at(j, my_rank);
+  const int chunk = j / kOthers;
+  return {(my_rank + 1 + (j + chunk) % kOthers) % kNumRanks, chunk};
+}
+
 __device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j) {
-  const Item it = item_at(j, p.rank);
+  const Item it = copy_at(j, p.rank);
   return {it.rank, it.chunk, rows_in_chunk(routes.num_rows[it.rank], it.chunk, kChunkRows), static_cast<i64>(it.chunk) * kChunkRows};
 }
 
@@ -105,8 +118,8 @@ __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 
 }
 
 __device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
-  const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows;
-  return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * kNumRanks, num_workers, kCombineItemsPerTicket);
+  const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows, num_targets = kNumRanks - (reads_own_rows() ? 1 : 0);
+  return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * num_targets, num_workers, kCombineItemsPerTicket);
 }
 
 // A copy warp's message to the signal warp: the number of its written chunks, and the items.
@@ -148,21 +161,25 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
   };
   WorkIterator work({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, prefetch);
   for (int token = work.next(); token >= 0; token = work.next()) {
+    const bool is_here = lane == p.rank && reads_own_rows();
     bool ok = true;
-    if (position >= 0) ok = wait_epoch(p, flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
+    if (position >= 0 && !is_here)
+      ok = wait_epoch(p, flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
     const bool all_ok = __all_sync(~0u, ok);
     __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
     if (!all_ok) return;
     if constexpr (kHasStatistics) num_received += __popc(__ballot_sync(~0u, position >= 0));
-    const i64 staged = position >= 0 ? routes.staged_row[lane] + position : -1;
+    const i64 my_row = position >= 0 ? position + (is_here ? routes.from_row[lane] : routes.staged_row[lane]) : -1;
     u64 rows[kNumRanks];  // addresses of the token's rows; 0: that rank sent none
     float weight = 0;
 #pragma unroll
     for (int r = 0; r < kNumRanks; ++r) {
-      const i64 row = __shfl_sync(~0u, staged, r);
-      rows[r] = row >= 0 ? base + p.recv_x_offset + row * kSentRowBytes : 0;
+      const bool in_y = r == p.rank && reads_own_rows();
+      const i64 row = __shfl_sync(~0u, my_row, r);
+      rows[r] = row >= 0 ? (in_y ? p.y : base + p.recv_x_offset) + row * kSentRowBytes : 0;
       if (p.topk_weights && row >= 0 && lane < kNumTopk) {
-        weight += ld_relaxed_sys(at<const float>(base, p.recv_topk_weights_offset) + row * kNumTopk + lane);  // L1 may hold an old line
+        const u64 weights = in_y ? p.topk_weights : base + p.recv_topk_weights_offset;
+        weight += ld_relaxed_sys(at<const float>(weights, 0) + row * kNumTopk + lane);  // L1 may hold an old line
       }
     }
     if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;

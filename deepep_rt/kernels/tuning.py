@@ -25,6 +25,9 @@ CHOICES_PER_BLOCK = 256
 
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
 
+# With fewer blocks, combine reads rows of its own rank where they lie. Measured on 2 H100 (docs/measured.md).
+_COPY_OWN_ROWS_BLOCKS = 20
+
 # Of blocks that compress rows, measured on 2 H100 (docs/measured.md). With more warps, a thread has 96 registers instead of 128.
 _COMPRESSED_BYTES, _COMPRESSED_WARPS, _MOST_COPY_WARPS = 216 * 1024, 16, 7
 _MANY_BLOCKS, _FEWER_COPY_WARPS = 48, 2  # with 48 blocks or more, each has 2 copy warps less
@@ -90,6 +93,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kCombineCopyWarps": combine_copy_warps,
         "kCopyWarpsOfManyBlocks": combine_copy_warps,
         "kManyBlocks": _MANY_BLOCKS,
+        "kCopyOwnRowsBlocks": _COPY_OWN_ROWS_BLOCKS,
         "kCombineStages": combine_stages,
         "kCombineThreads": 32 * (combine_copy_warps + (13 if has_tma else 8)),
         "kCombineSharedBytes": combine_copy_warps * combine_stages * pitch if has_tma else 0,
