@@ -203,11 +203,19 @@ __device__ __forceinline__ void warp_copy(void* to, const void* from, int num_by
   }
 }
 
-// Comes before all loads and stores of a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After it,
-// the predecessor has ended and its writes are visible. The next kernel may start from here on.
+// For a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After this, the predecessor has ended, and
+// all its writes are visible.
+__device__ __forceinline__ void await_predecessor() {
+  if constexpr (kHasOverlap) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Once a thread of each block has called this, or the block has ended, the next kernel may start, if it is one of Kernel.overlaps.
+__device__ __forceinline__ void start_successor() {
+  if constexpr (kHasOverlap) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Comes before all loads and stores of a kernel.
 __device__ __forceinline__ void overlap_kernels() {
-  if constexpr (kHasOverlap) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  }
+  await_predecessor();
+  start_successor();
 }

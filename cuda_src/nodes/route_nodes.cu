@@ -141,13 +141,17 @@ __device__ inline void exchange_block_counts(const Params& p, u32 epoch, Shared&
   if (shared.failed) return;
   for (int b = threadIdx.x; b < kNumBuckets; b += kRouteThreads) {
     int before = 0;
-    for (int i = 0; i < block; ++i) before += blocks[i].num_rows[b];
+#pragma unroll
+    for (int i = 0; i < kRouteBlocks - 1; ++i) before += i < block ? blocks[i].num_rows[b] : 0;
     shared.first_row[b] = before;
     for (int w = 0; w < kWarps; ++w) shared.rows_before[b][w] += before;
   }
   if (last) {
     for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) {
-      for (int i = 0; i < block; ++i) shared.choices[e] += blocks[i].num_choices[e];
+      int sum = shared.choices[e];
+#pragma unroll  // all loads are in flight together
+      for (int i = 0; i < kRouteBlocks - 1; ++i) sum += i < block ? blocks[i].num_choices[e] : 0;
+      shared.choices[e] = sum;
     }
   }
   __syncthreads();

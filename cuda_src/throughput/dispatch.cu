@@ -7,7 +7,8 @@
 // Rows for a rank follow the order of send_list. A chunk of them is therefore contiguous at the receiver and leaves as one copy.
 //
 // Protocol:
-// 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh).
+// 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh). Behind a route, this kernel starts
+//    while route ends, and waits for the end of route after the windows. Windows may come so early: everything before route has ended.
 // 2. The copy warps push rows.
 // 3. The last block of a rank to finish raises one flag at each peer, and waits for the flags of all peers. Its flag releases the writes of
 //    all blocks.
@@ -45,6 +46,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   int fits = 0, listed = 0;
   if (lane < kNumRanks) ok = await_window(p, kControlDispatchWindows, epoch, kPhaseDispatchWindow, lane, window);
   const bool all_arrived = __all_sync(~0u, ok);
+  await_predecessor();
   const bool sends = all_arrived && !ranks_differ(p, window, serial);
   if (lane < kNumRanks) {
     i64 first = 0;
@@ -243,11 +245,13 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   __shared__ u64 barriers[kDispatchCopyWarps * kDispatchStages];
+  if (!p.follows_route) await_predecessor();
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->dispatch_epoch + 1;
 
-  const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  // Route does not end on ranks whose routings differ, so those need no comparison.
+  const u32 serial = p.follows_route ? 0 : *at<const u32>(p.handle, kHandleSerial);
   clear_next_waits(p, epoch, kPhaseDispatchWindow, kPhaseDispatchRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
@@ -262,7 +266,11 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
                              epoch};
     publish(p, kControlDispatchWindows, epoch, lane, mine);
   }
-  if (warp == 0) read_routes(p, epoch, serial, routes);
+  if (warp == 0) {
+    read_routes(p, epoch, serial, routes);
+  } else {
+    await_predecessor();
+  }
   __syncthreads();
 
   if (!routes.failed) {

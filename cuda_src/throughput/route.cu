@@ -11,6 +11,7 @@
 //    in that order.
 // 5. The last block waits for the messages of the peers and adds the matrix of row counts to the handle. If asked, it writes the counts for
 //    the host too.
+// Once all blocks run, dispatch may start, so its start and its windows take no time of their own.
 //
 // Reuse of memory: the inbox has two ring slots, selected by the parity of the epoch. A peer sends message k + 2 after its call k + 1. That
 // call waited for this rank's message k + 1, which this rank sent after its call k. RouteBlock::flag holds the epoch of the block's counts;
@@ -129,7 +130,10 @@ __device__ inline void exchange_block_counts(const Params& p, u32 epoch, Shared&
   }
   if (last) {
     for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) {
-      for (int b = 0; b < block; ++b) shared.choices[e] += blocks[b].num_choices[e];
+      int sum = shared.choices[e];
+#pragma unroll  // all loads are in flight together
+      for (int b = 0; b < kRouteBlocks - 1; ++b) sum += b < block ? blocks[b].num_choices[e] : 0;
+      shared.choices[e] = sum;
     }
   }
   __syncthreads();
@@ -213,6 +217,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __grid_constant__ Params p) {
   __shared__ Shared shared;
+  start_successor();
   const u32 epoch = at<State>(p.state, 0)->route_epoch + 1;
   const bool last = blockIdx.x == gridDim.x - 1;
   if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);

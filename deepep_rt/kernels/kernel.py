@@ -39,7 +39,8 @@ class Kernel:
         low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
         over_nodes: Whether it serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node.
         scale_up_only: Whether all ranks must reach each other directly.
-        overlaps: Whether it may start while its predecessor ends. Its source calls overlap_kernels() before all loads and stores.
+        overlaps: Whether it may start while its predecessor ends. Its source waits for it before it uses
+            what it writes (common/memory.cuh).
         max_stack_bytes: Its declared stack frame. CI fails if the frame is larger or registers spill.
     """
 

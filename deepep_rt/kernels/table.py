@@ -127,11 +127,13 @@ KERNELS: dict[str, Kernel] = {
             _DISPATCH
             + """
     i32 rows_per_copy;
+    i32 follows_route;      // the routing is new: the kernel before this one computes it
     u64 call_signature;     // all ranks must agree on it
 """,
             folder="throughput",
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",
+            overlaps=True,
         ),
         Kernel(
             "combine",

@@ -27,7 +27,7 @@ def test_bad_input_leaves_the_buffer_usable(comm):
             gpu.dispatch(rows(comm, 90, 7168, 40).t(), idx, weights)
         if torch.cuda.device_count() > 1:
             other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
-            with pytest.raises(EPInputError, match="this buffer works in GPU"):
+            with pytest.raises(EPInputError, match="where this Buffer works"):
                 gpu.dispatch(x.to(other), idx, weights)
         bad = idx.clone()
         bad[3, 2] = gpu.config.num_experts

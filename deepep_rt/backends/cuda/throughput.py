@@ -90,7 +90,17 @@ class Throughput:
             self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
         kind = call_signature.dispatch_kind(inputs.layout)
         self._launch_dispatch(
-            kind, arrays, row_bytes, scale_bytes, tables.ptr, reserved.offset, parts.offsets, capacity, counts, stream
+            kind,
+            arrays,
+            row_bytes,
+            scale_bytes,
+            tables.ptr,
+            reserved.offset,
+            parts.offsets,
+            capacity,
+            counts,
+            known is None,
+            stream,
         )
         if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
             first = self._runtime.memory.ptr + reserved.offset
@@ -136,6 +146,7 @@ class Throughput:
         parts: dict[str, int],
         capacity: int,
         counts: int,
+        follows_route: bool,
         stream: int,
     ) -> None:
         """Launch the dispatch kernel.
@@ -150,6 +161,7 @@ class Throughput:
             parts: Offsets in the result.
             capacity: Rows that fit.
             counts: Address of the caller's counts.
+            follows_route: Whether this call has launched the routing.
             stream: The call's stream.
         """
         x, idx, weights, scales = arrays
@@ -174,6 +186,7 @@ class Throughput:
                 "scale_bytes": scale_bytes,
                 "idx_bytes": idx.itemsize if idx else 0,
                 "rows_per_copy": rows_per_copy(row_bytes),
+                "follows_route": follows_route,
                 "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
             },
         )
