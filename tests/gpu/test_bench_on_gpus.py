@@ -52,11 +52,33 @@ def test_throughput(comm):
     for row in rows:
         expected = Sizes.of(result).remote_bytes(row.work, row.tokens)
         assert row.remote_gb_s * row.us * 1e3 == pytest.approx(expected, rel=0.1), row  # of random rows
-    assert set(result["copy_ceiling_gb_s"]["by_sms"]) == {"8", "16"}
+    ceiling = result["copy_ceiling_gb_s"]
+    assert set(ceiling["by_sms"]) == {"8", "16"}
+    assert set(ceiling["by_method"]) == {"kernel", "kernel on all SMs", "copy engines"}
+    assert ceiling["used"] == max(ceiling["by_method"].values()) >= max(ceiling["by_sms"].values()) > 0
     assert result["drivers"]["NVRTC"]
     assert sum(axes.get_visible() for axes in bench_figures.throughput(result).axes) == 2 * (8 - len(result["left_out"]))
     assert "GB/s from other ranks" in bench_figures.throughput(result).axes[0].get_ylabel() or comm.size == 1
     assert "host backend" not in bench_page.section(result, [], "throughput.png")
+
+
+def test_nccl(comm):
+    """NCCL's all-to-all moves about as many bytes as a dispatch. It needs a GPU for each rank."""
+    torch = pytest.importorskip("torch")
+    if os.environ.get("DEEPEP_RT_SHARE_GPUS") or not torch.distributed.is_nccl_available():
+        return
+    settings = bench_throughput.Settings(**sizes(comm), tokens=(512,), sms=(16,), nccl=True)
+    steps = []
+    result = on_rank_0(comm, bench_throughput.run(comm, settings, steps.append))
+    assert len(steps) == bench_throughput.num_steps(settings)
+    assert not torch.distributed.is_initialized(), "other tests start process groups"
+    if result is None:
+        return
+    rows = {row.work: row for row in throughput_rows(result)}
+    theirs, ours = rows["nccl_all_to_all"], rows["dispatch_bf16_known"]
+    assert theirs.gb_s * theirs.us == pytest.approx(ours.gb_s * ours.us, rel=0.02)
+    assert theirs.remote_gb_s == pytest.approx(theirs.gb_s * (comm.size - 1) / comm.size)
+    assert theirs.host_us > 0
 
 
 def test_rows_of_any_size_are_as_fast(comm):
