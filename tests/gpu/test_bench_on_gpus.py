@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
 
+from deepep_rt.bench import beside_matmul as bench_beside_matmul
 from deepep_rt.bench import compressed, report
 from deepep_rt.bench import figures as bench_figures
 from deepep_rt.bench import jitter as bench_jitter
@@ -148,6 +149,23 @@ def test_jitter(comm):
     assert [(row["tokens"], row["steps"]) for row in result["rows"]] == [(8, 20), (32, 20), (128, 20)]
     assert all(0 < row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in result["rows"])
     assert "CUDA events" in bench_jitter.markdown(result)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_beside_matmul(comm, buffers):
+    pytest.importorskip("torch")
+    settings = bench_beside_matmul.Settings(
+        **sizes(comm), tokens=512, low_latency_tokens=16, sms=(8, 16), matrix=2048, buffers=buffers
+    )
+    result = on_rank_0(comm, bench_beside_matmul.run(comm, settings))
+    if result is None:
+        return
+    rows = result["rows"]
+    assert [(row["work"], row["sms"]) for row in rows] == [(work, sms) for sms in (8, 16) for work in bench_beside_matmul.WORKS]
+    for row in rows:
+        assert min(row[f"{name}_us"] for name in ("alone", "beside", "matmul_alone", "matmul_beside")) > 0
+        assert row["bytes"] > row["remote_bytes"] == pytest.approx(row["bytes"] * (comm.size - 1) / comm.size, rel=0.2)
+    assert "product slower by %" in bench_beside_matmul.markdown(result)
 
 
 def test_the_command_on_gpus(comm, tmp_path_factory, capsys):
