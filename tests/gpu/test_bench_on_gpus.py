@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
 from deepep_rt.bench import beside_matmul as bench_beside_matmul
 from deepep_rt.bench import compressed, report
 from deepep_rt.bench import figures as bench_figures
+from deepep_rt.bench import host_path as bench_host_path
 from deepep_rt.bench import jitter as bench_jitter
 from deepep_rt.bench import low_latency as bench_low_latency
 from deepep_rt.bench import page as bench_page
@@ -166,6 +167,22 @@ def test_beside_matmul(comm, buffers):
         assert min(row[f"{name}_us"] for name in ("alone", "beside", "matmul_alone", "matmul_beside")) > 0
         assert row["bytes"] > row["remote_bytes"] == pytest.approx(row["bytes"] * (comm.size - 1) / comm.size, rel=0.2)
     assert "product slower by %" in bench_beside_matmul.markdown(result)
+
+
+@pytest.mark.parametrize("arrays", ["cupy", "torch"])
+def test_host_path(comm, arrays):
+    if arrays == "torch":
+        pytest.importorskip("torch")
+    settings = bench_host_path.Settings(**sizes(comm), tokens=16, arrays=arrays)
+    result = on_rank_0(comm, bench_host_path.run(comm, settings))
+    if result is None:
+        return
+    rows = {row["call"]: row["steps"] for row in result["rows"]}
+    for name, steps in rows.items():
+        assert steps["cuLaunchKernelEx"][1] == 1, name
+        requests = sum(times for step, (_, times) in steps.items() if step.startswith("cu"))
+        assert requests <= 4 or "async_finish" in name, (name, steps)
+    assert "requests to the driver" in bench_host_path.markdown(result["rows"])
 
 
 def test_the_command_on_gpus(comm, tmp_path_factory, capsys):

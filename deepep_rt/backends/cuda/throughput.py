@@ -181,13 +181,14 @@ class Throughput:
         stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
         x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        kernel, staged_bytes = "combine", x.row_bytes
+        row_bytes = x.row_bytes
+        kernel, staged_bytes = "combine", row_bytes
         if inputs.compress:
             kernel, staged_bytes = f"combine_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
         staging = self._layout.staging(staged_bytes).offsets
         staging_offset = self._regions.offsets["landing"]
         num_tokens = handle.num_tokens
-        parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
+        parts = self._layout.combined(num_tokens, row_bytes, weights is not None)
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
         self._runtime.launcher(kernel, x.dtype)(
