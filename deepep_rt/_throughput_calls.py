@@ -12,6 +12,7 @@ from .errors import EPConfigError
 from .results import CombineResult, DispatchHandle, DispatchResult
 
 _MOST_ROWS, _MOST_ITERATIONS = (1 << 31) - 1, 10**6  # of a measurement; kernels count rows in 32 bits
+_USUAL_ROWS = 16_384  # that a rank sends in one push of a measurement
 
 
 class ThroughputCalls(BufferBase):
@@ -188,14 +189,15 @@ class ThroughputCalls(BufferBase):
             inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress)
             return backend.combine(inputs, call)
 
-    def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int = 2048, iterations: int = 5) -> float:
-        """Measure the bandwidth of the links: every rank pushes rows to all others at once, without any lookup or wait.
+    def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int | None = None, iterations: int = 5) -> float:
+        """Measure the bandwidth of the links: every rank sends rows to all others at once, without any lookup or wait.
 
-        Collective. This waits for all earlier work.
+        Collective. This waits for all earlier work. It is the largest of `copy_ceilings`.
 
         Args:
             row_bytes: Bytes of a row, a multiple of 16; default: the widest row of this buffer.
-            num_rows: Rows for each peer (fewer if they do not fit this buffer's memory, or 64 MiB a rank on the host backend).
+            num_rows: Rows for each peer (fewer if they do not fit this buffer's memory, or 64 MiB a rank on the host backend); default:
+                16,384 for all peers together, so that the start of a kernel or copy takes little of the time.
             iterations: Pushes in one timing, up to 1,000,000. All three arguments are the same on all ranks.
 
         Returns:
@@ -209,11 +211,39 @@ class ThroughputCalls(BufferBase):
         Example:
             >>> print(f"{buffer.copy_ceiling() / 1e9:.0f} GB/s")
         """
+        return max(self.copy_ceilings(row_bytes=row_bytes, num_rows=num_rows, iterations=iterations).values())
+
+    def copy_ceilings(
+        self, *, row_bytes: int | None = None, num_rows: int | None = None, iterations: int = 5
+    ) -> dict[str, float]:
+        """Measure the bandwidth of the links as `copy_ceiling` does, and tell it for each method.
+
+        On GPUs of one node: "kernel", which pushes rows as `dispatch` does, with `num_sms` SMs; "kernel on all SMs"; and "copy engines",
+        which are copies of the driver to all peers at once. Over several nodes: "puts to other nodes". On the host backend: "messages".
+
+        Args:
+            row_bytes: As in `copy_ceiling`, and so are the next two.
+            num_rows: See there.
+            iterations: See there.
+
+        Returns:
+            For each method, the bytes a second that the slowest rank sends to the others (on one rank: to itself).
+
+        Raises:
+            EPInputError: As in `copy_ceiling`, and so are the next two.
+            EPOutOfMemoryError: See there.
+            EPTimeoutError: See there.
+
+        Example:
+            >>> rates = buffer.copy_ceilings()
+            >>> print(f"{rates['kernel'] / max(rates.values()):.0%}")
+        """
         most = self.config.row_bytes
         row_bytes = most if row_bytes is None else row_bytes
         row_bytes = whole_number(row_bytes, "row_bytes", ROW_ALIGNMENT, most, multiple_of=ROW_ALIGNMENT)
+        num_rows = -(-_USUAL_ROWS // max(self.config.num_ranks - 1, 1)) if num_rows is None else num_rows
         num_rows = whole_number(num_rows, "num_rows", 1, _MOST_ROWS)
         iterations = whole_number(iterations, "iterations", 1, _MOST_ITERATIONS)
         backend = self._live()
         with self._call_lock:
-            return backend.copy_ceiling(row_bytes, num_rows, iterations)
+            return backend.copy_ceilings(row_bytes, num_rows, iterations)

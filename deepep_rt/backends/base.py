@@ -83,8 +83,8 @@ class Backend(Protocol):
     def masked_ranks(self) -> list[int]:
         """List the ranks that low-latency calls exclude, ascending."""
 
-    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
-        """See `Buffer.copy_ceiling`."""
+    def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
+        """See `Buffer.copy_ceilings`."""
 
     def counters(self, during_capture: bool = False) -> Counters:
         """Return what `Buffer.statistics` tells of a Buffer with `config.statistics`. Any thread may call it, also after `destroy`.

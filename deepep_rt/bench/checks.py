@@ -161,7 +161,7 @@ _THROUGHPUT_ROW = record(
     {
         "work": matching(
             "dispatch_(bf16|fp8)_(unknown|known|worst)|dispatch_expert_(unknown|known)|(copy|permute)_expert|"
-            "combine_(bf16|expert|topk|fp8|log10)"
+            "combine_(bf16|expert|topk|fp8|log10)|nccl_all_to_all"
         ),
         "tokens": _TOKENS,
         "sms": _SMS,
@@ -191,7 +191,7 @@ def _result(row: Check, **more: Check) -> Check:
         **dict.fromkeys(("machine", "date", "boundary", "deepep_rt"), text),
         "commit": record({}, {"id": optional(text), "dirty": flag}),
         "settings": record(settings, {"ranks_per_node": optional(_NUM_RANKS), "bf16": flag, "quick": flag}),
-        "copy_ceiling_gb_s": record({"used": _GB_S, "by_sms": mapping(numeral, _GB_S)}),
+        "copy_ceiling_gb_s": record({"used": _GB_S, "by_sms": mapping(numeral, _GB_S)}, {"by_method": mapping(text, _GB_S)}),
         "rows": each(row),
         **more,
     }

@@ -64,7 +64,9 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
     rows, sizes, others = throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
     alone = sizes.num_ranks == 1  # no bytes cross a link
-    ceilings = {int(sms): gb_s for sms, gb_s in result["copy_ceiling_gb_s"]["by_sms"].items()}
+    ceiling = result["copy_ceiling_gb_s"]
+    # The largest method has no number of SMs. Older results have only the kernel's figures.
+    ceilings = {int(sms): ceiling["used"] if "by_method" in ceiling else gb_s for sms, gb_s in ceiling["by_sms"].items()}
     panels: list[list[tuple[str, list[Line]]]] = []
     for num_tokens in tokens:
         panels.append([])

@@ -290,15 +290,16 @@ def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambd
     more: dict[str, Any] = {"ranks_per_node": settings.ranks_per_node, "on_timeout": settings.on_timeout}
     more |= {} if settings.sms is None else {"low_latency_sms": settings.sms}
     rows, sms = [], None
-    ceilings: dict[int, float] = {}
+    ceilings: dict[int, dict[str, float]] = {}
     stream = timing.bench_stream(machine.on_gpu)
     for num_tokens in settings.tokens:
         step(f"low latency, {num_tokens} tokens")
         with Buffer(comm, num_max_tokens_per_rank=max(num_tokens, 128), low_latency=True, **sizes, **more) as buffer:
             with stream:
                 rows.append(bench_type(machine.on_gpu)(comm, settings, machine, buffer, num_tokens).row(num_tokens, clock))
-            ceiling = buffer.copy_ceiling() / 1e9
-            ceilings[buffer.config.num_sms] = max(ceiling, ceilings.get(buffer.config.num_sms, 0.0))
+            known = ceilings.setdefault(buffer.config.num_sms, {})
+            for method, rate in buffer.copy_ceilings().items():
+                known[method] = max(rate, known.get(method, 0.0))
             sms = buffer.config.low_latency_sms
     described = {**machine.described(), **settings.described(BOUNDARY[settings.backend]), "low_latency_sms": sms}
     return document(rows, ceilings, described, settings.commit) if comm.rank == 0 else None

@@ -99,7 +99,7 @@ def _warnings(result: Mapping[str, Any], references: Iterable[Reference]) -> lis
 
 
 def _throughput_caption(references: Sequence[Reference]) -> str:
-    text = "The dotted line is the copy ceiling: the bandwidth of plain copies of rows from every rank to every other. "
+    text = "The dotted line is the copy ceiling: the bandwidth of plain copies from every rank to every other, by the fastest method. "
     expected = "For references, the bytes are the expected number for random routing with the sizes of their file. "
     return text + (expected if references else "") + "Host us: time of the host in a call, without waiting for its end."
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import EPError
 from .ranks import check_writable, fail_together
-from .references import load
+from .references import Reference, load
 from .report import print_result
 from .results import write
 
@@ -52,8 +52,13 @@ class Settings:
 _Settings = TypeVar("_Settings", bound=Settings)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Make a parser with the options of every benchmark. Each benchmark adds its options."""
+def parser(description: str | None, *, compares: bool = True) -> argparse.ArgumentParser:
+    """Make a parser with the options of every benchmark. Each benchmark adds its options.
+
+    Args:
+        description: The help text.
+        compares: Whether results compare with those of files (`--compare`).
+    """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--backend", choices=("cuda", "host"), default=Settings.backend)
     made.add_argument("--hidden", type=int, default=Settings.hidden)
@@ -62,12 +67,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=Settings.seed)
     made.add_argument("--quick", action="store_true", help="make a few calls of each type only, as a trial")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    made.add_argument(
-        "--compare",
-        type=Path,
-        metavar="FILE",
-        help="print the figures of another result, or of bench/reference/*.json, next to ours",
-    )
+    made.set_defaults(compare=None)
+    if compares:
+        made.add_argument(
+            "--compare",
+            type=Path,
+            metavar="FILE",
+            help="print the figures of another result, or of bench/reference/*.json, next to ours",
+        )
     made.add_argument("--commit", help="the commit to record, where this is no git checkout")
     return made
 
@@ -82,8 +89,17 @@ def run_program(
     args: argparse.Namespace,
     settings: type[_Settings],
     run: Callable[[Intracomm, _Settings], dict[str, Any] | None],
+    show: Callable[[dict[str, Any], list[Reference]], None] = print_result,
 ) -> None:
-    """Measure, print, write and compare. After an EPError, rank 0 prints its message, and the exit status is 1."""
+    """Measure, print, write and compare. After an EPError, rank 0 prints its message, and the exit status is 1.
+
+    Args:
+        comm: The ranks.
+        args: The command line.
+        settings: The class of settings.
+        run: Measures with the settings on all ranks.
+        show: Prints a result and its comparisons with references.
+    """
     try:
         with fail_together(comm) as ranks:
             references = load(args.compare) if args.compare else []
@@ -96,6 +112,6 @@ def run_program(
         sys.exit(1)
     if result is None:
         return
-    print_result(result, references)
+    show(result, references)
     if args.json:
         write(args.json, result)

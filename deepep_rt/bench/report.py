@@ -11,7 +11,18 @@ from rich.table import Table
 
 from .._console import console
 from .references import COMPARISON_HEADS, Reference, comparison_cells, difference_note, pair_rows, ratio_note
-from .results import BYTE_FORMULA, Row, Sizes, format_us, fp8_or_bf16, low_latency_rows, row_bytes, throughput_rows, title
+from .results import (
+    BYTE_FORMULA,
+    Row,
+    Sizes,
+    ceiling_note,
+    format_us,
+    fp8_or_bf16,
+    low_latency_rows,
+    row_bytes,
+    throughput_rows,
+    title,
+)
 
 _WIDTH_OF_LOGS = 120
 _LOW_LATENCY_COLUMNS = {
@@ -68,8 +79,7 @@ def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()
 def throughput_table(result: Mapping[str, Any]) -> ResultTable:
     """Make the table of all rows of a throughput result."""
     ceiling = result["copy_ceiling_gb_s"]["used"]
-    what = "remote" if result["num_ranks"] > 1 else "within the one rank"
-    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling:.4g} GB/s {what}."
+    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling_note(result)}."
     caption += "".join(f" {work} was not measured: {reason}." for work, reason in (result.get("left_out") or {}).items())
     heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
     return ResultTable(title(result), heads, [_throughput_cells(row, ceiling) for row in throughput_rows(result)], caption)

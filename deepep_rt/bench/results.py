@@ -115,18 +115,43 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
 
 def document(
     rows: Sequence[Row | LowLatencyRow],
-    ceilings_gb_s: Mapping[int, float],
+    ceilings: Mapping[int, Mapping[str, float]],
     settings: Mapping[str, Any],
     commit: str | None = None,
 ) -> dict[str, Any]:
-    """Make the contents of a result file. It has all data that a reader needs to repeat the measurement."""
+    """Make the contents of a result file. It has all data that a reader needs to repeat the measurement.
+
+    Args:
+        rows: The measurements.
+        ceilings: For each number of SMs what `Buffer.copy_ceilings` returned.
+        settings: The machine and the settings.
+        commit: The commit of the code, if the package is not in a git checkout.
+    """
     return {
         **provenance(commit),
         "byte_formula": BYTE_FORMULA,
         **settings,
-        "copy_ceiling_gb_s": {"by_sms": dict(ceilings_gb_s), "used": max(ceilings_gb_s.values())},
+        "copy_ceiling_gb_s": _ceiling(ceilings),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def _ceiling(ceilings: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Return the copy ceiling in GB/s: by SMs for the method that uses so many, the largest by method, and the largest of all."""
+    by_method: dict[str, float] = {}
+    for rates in ceilings.values():
+        for method, rate in rates.items():
+            by_method[method] = max(rate / 1e9, by_method.get(method, 0.0))
+    by_sms = {sms: next(iter(rates.values())) / 1e9 for sms, rates in ceilings.items()}
+    return {"by_sms": by_sms, "by_method": by_method, "used": max(by_method.values())}
+
+
+def ceiling_note(result: Mapping[str, Any]) -> str:
+    """Describe the copy ceiling of a result, with the figure of each method if there are several."""
+    ceiling = result["copy_ceiling_gb_s"]
+    where = "remote" if result["num_ranks"] > 1 else "within the one rank"
+    methods = [f"{method} {gb_s:.4g}" for method, gb_s in (ceiling.get("by_method") or {}).items()]
+    return f"{ceiling['used']:.4g} GB/s {where}" + (f" ({', '.join(methods)})" if len(methods) > 1 else "")
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:

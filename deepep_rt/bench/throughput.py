@@ -12,10 +12,13 @@ with plain dispatch and one of them.
 `combine_fp8` and `combine_log10` are `combine_bf16` with `compress=`. Their bytes are those of the compressed rows. Before the benchmark
 measures them, it compares some of their sums with those of the host. It leaves out works that a machine or a size does not allow, and
 records the reason.
+
+`nccl_all_to_all` is NCCL's all-to-all of as many BF16 rows as a rank receives, in equal shares (`--nccl`, with PyTorch).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +29,7 @@ from mpi4py import MPI
 from ..buffer import Buffer
 from ..errors import EPInputError, EPUnavailableError
 from ..results import DispatchHandle
-from . import compressed, program, timing
+from . import compressed, nccl, program, timing
 from .machine import Machine
 from .results import Row, document, row_bytes
 
@@ -59,6 +62,7 @@ class Settings(program.Settings):
         calls: Calls in a loop.
         repeats: Loops. The result is their median.
         warmup: Calls before the first loop.
+        nccl: Measure NCCL's all-to-all too.
     """
 
     tokens: tuple[int, ...] = (4096, 8192)
@@ -66,6 +70,7 @@ class Settings(program.Settings):
     calls: int = 20
     repeats: int = 11
     warmup: int = 5
+    nccl: bool = False
 
     def __post_init__(self) -> None:
         if self.quick:
@@ -74,7 +79,7 @@ class Settings(program.Settings):
 
 def num_steps(settings: Settings) -> int:
     """Count the calls of `step` in `run`. Works that are left out count too."""
-    return len(settings.sms) * len(settings.tokens) * len(WORKS)
+    return len(settings.sms) * len(settings.tokens) * (len(WORKS) + settings.nccl)
 
 
 @dataclass
@@ -196,12 +201,12 @@ class Bench:
         yield "combine_expert", combine
         yield "combine_topk", lambda i: combine(i, "topk")
 
-    def run(self, sms: int) -> tuple[float, list[Row]]:
-        """Measure all works with one number of SMs. Return the copy ceiling in GB/s, and the rows."""
+    def run(self, sms: int) -> tuple[dict[str, float], list[Row]]:
+        """Measure all works with one number of SMs. Return the copy ceilings, and the rows."""
         settings, comm, rows = self.settings, self.comm, []
         sizes: dict[str, Any] = dict(hidden=settings.hidden, num_topk=settings.topk, num_experts=settings.experts)
         with Buffer(comm, num_max_tokens_per_rank=max(settings.tokens), **sizes, num_sms=sms, backend=settings.backend) as buffer:
-            ceiling = buffer.copy_ceiling() / 1e9
+            ceilings = buffer.copy_ceilings()
             for num_tokens in settings.tokens:
                 sets = [self.make_inputs(buffer, num_tokens) for _ in range(NUM_SETS)]
                 num_rows, num_remote = (sum(getattr(s, n) for s in sets) / NUM_SETS for n in ("num_rows", "num_remote_rows"))
@@ -219,7 +224,20 @@ class Bench:
                     gb_s, remote_gb_s = (n * each / seconds / 1e9 for n in (num_rows, num_remote))
                     percent = 100 * seconds / spent["combine_bf16"] if work in compressed.WORKS else None
                     rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host, each, percent))
-        return ceiling, rows
+                if settings.nccl:
+                    rows.append(self.all_to_all(buffer, num_rows, num_tokens, sms))
+        return ceilings, rows
+
+    def all_to_all(self, buffer: Buffer, num_rows: float, num_tokens: int, sms: int) -> Row:
+        """Measure NCCL's all-to-all of about as many BF16 rows as a rank receives."""
+        comm, settings, each = self.comm, self.settings, row_bytes(nccl.WORK, self.settings.hidden)
+        self.step(f"{nccl.WORK}, {num_tokens} tokens, {sms} SMs")
+        num_bytes = nccl.rows_for_each_peer(num_rows, comm.size) * each
+        call = nccl.all_to_all(comm.size, num_bytes)
+        seconds = timing.measure(buffer, comm, self.clock, call, settings)
+        host = timing.measure_host(buffer, comm, call, settings)
+        gb_s, remote_gb_s = (n * num_bytes / seconds / 1e9 for n in (comm.size, comm.size - 1))
+        return Row(nccl.WORK, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, 1e6 * host, each)
 
     def is_possible(self, work: str, call: Callable[[int], Any]) -> bool:
         """Make a call if it may be refused. The refusal is the same on all ranks, and becomes the reason in the result."""
@@ -249,9 +267,10 @@ def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambd
     """
     bench = Bench(comm, settings, step)
     ceilings, rows = {}, []
-    for sms in settings.sms:
-        ceilings[sms], found = bench.run(sms)
-        rows += found
+    with nccl.started(comm, bench.machine.on_gpu) if settings.nccl else contextlib.nullcontext():
+        for sms in settings.sms:
+            ceilings[sms], found = bench.run(sms)
+            rows += found
     rows.sort(key=lambda row: (row.tokens, row.work, row.sms))
     described = {**bench.machine.described(), **settings.described(timing.BOUNDARY[settings.backend]), "left_out": bench.left_out}
     return document(rows, ceilings, described, settings.commit) if comm.rank == 0 else None
@@ -265,4 +284,5 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=Settings.calls, help="calls in a loop")
     parser.add_argument("--repeats", type=int, default=Settings.repeats, help="loops; their median counts")
     parser.add_argument("--warmup", type=int, default=Settings.warmup, help="calls before the first loop")
+    parser.add_argument("--nccl", action="store_true", help="measure NCCL's all-to-all of as many bytes too (needs PyTorch)")
     program.run_program(MPI.COMM_WORLD, parser.parse_args(), Settings, run)

@@ -42,6 +42,7 @@ def dispatch_kind(layout: str) -> str:
     return "dispatch" if layout == "token" else "dispatch with layout='expert'"
 
 
+@functools.lru_cache
 def combine_kind(weighted: bool, reduce: str, compress: str | None) -> str:
     """Return the kind of a throughput combine with these arguments."""
     given = {"weighted=True": weighted, "reduce='topk'": reduce == "topk", f"compress={compress!r}": compress is not None}

@@ -102,8 +102,8 @@ def _send_v1(w: dict[str, Any], **options: Any) -> Any:
     return rows.shape, counts
 
 
-def _measure(name: str) -> Callable[[dict[str, Any], Any], bool]:
-    return lambda w, v: w["plain"].copy_ceiling(**{"row_bytes": 16, "num_rows": 4, "iterations": 1, name: v}) > 0
+def _measure(method: str, name: str) -> Callable[[dict[str, Any], Any], bool]:
+    return lambda w, v: bool(getattr(w["plain"], method)(**{"row_bytes": 16, "num_rows": 4, "iterations": 1, name: v}))
 
 
 def _make_v1(name: str) -> Callable[[dict[str, Any], Any], None]:
@@ -142,7 +142,11 @@ CASES: dict[str, Case] = {
     "Buffer.dispatch.expert_alignment": (4, lambda w, v: _send(buffer=w["plain"], expert_alignment=v)),
     "Buffer.mask_rank.rank": (0, lambda w, v: w["low"].mask_rank(v)),
     "Buffer.unmask_rank.rank": (0, lambda w, v: w["low"].unmask_rank(v)),
-    **{f"Buffer.copy_ceiling.{name}": (16, _measure(name)) for name in ("row_bytes", "num_rows", "iterations")},
+    **{
+        f"Buffer.{method}.{name}": (16, _measure(method, name))
+        for method in ("copy_ceiling", "copy_ceilings")
+        for name in ("row_bytes", "num_rows", "iterations")
+    },
     **_named(
         "NetworkOptions",
         _positional(lambda w, *n: NetworkOptions(**dict(zip(_NETWORK, n, strict=True))).environment(), **_NETWORK),
@@ -198,7 +202,7 @@ CASES: dict[str, Case] = {
     ),
 }
 ALWAYS_RAISE = {"compat.Buffer.get_local_buffer_tensor.offset"}
-MAY_BE_NONE = ("num_worst_tokens", "num_max_recv_tokens", "ranks_per_node", "row_bytes", *_NETWORK)
+MAY_BE_NONE = ("num_worst_tokens", "num_max_recv_tokens", "ranks_per_node", "row_bytes", "num_rows", *_NETWORK)
 MADE_BY_CALLS = {
     "Handle",
     "TracedHandle",

@@ -100,7 +100,8 @@ def test_result_file(run):
         assert row["us"] > 0
         assert row["gb_s"] > row["remote_gb_s"] > 0
         assert (row["host_us"] is None) == row["work"].endswith("unknown")
-    assert result["copy_ceiling_gb_s"]["used"] == max(result["copy_ceiling_gb_s"]["by_sms"].values()) > 0
+    ceiling = result["copy_ceiling_gb_s"]
+    assert ceiling["used"] == ceiling["by_method"]["messages"] == max(ceiling["by_sms"].values()) > 0
     assert result["num_ranks"] == 2
     for name in ("date", "commit", "versions", "boundary", "byte_formula", "machine", "settings"):
         assert result[name], name

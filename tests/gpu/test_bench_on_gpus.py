@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
 
+from deepep_rt.bench import beside_matmul as bench_beside_matmul
 from deepep_rt.bench import compressed, report
 from deepep_rt.bench import figures as bench_figures
+from deepep_rt.bench import host_path as bench_host_path
 from deepep_rt.bench import jitter as bench_jitter
 from deepep_rt.bench import low_latency as bench_low_latency
 from deepep_rt.bench import page as bench_page
@@ -52,11 +54,33 @@ def test_throughput(comm):
     for row in rows:
         expected = Sizes.of(result).remote_bytes(row.work, row.tokens)
         assert row.remote_gb_s * row.us * 1e3 == pytest.approx(expected, rel=0.1), row  # of random rows
-    assert set(result["copy_ceiling_gb_s"]["by_sms"]) == {"8", "16"}
+    ceiling = result["copy_ceiling_gb_s"]
+    assert set(ceiling["by_sms"]) == {"8", "16"}
+    assert set(ceiling["by_method"]) == {"kernel", "kernel on all SMs", "copy engines"}
+    assert ceiling["used"] == max(ceiling["by_method"].values()) >= max(ceiling["by_sms"].values()) > 0
     assert result["drivers"]["NVRTC"]
     assert sum(axes.get_visible() for axes in bench_figures.throughput(result).axes) == 2 * (8 - len(result["left_out"]))
     assert "GB/s from other ranks" in bench_figures.throughput(result).axes[0].get_ylabel() or comm.size == 1
     assert "host backend" not in bench_page.section(result, [], "throughput.png")
+
+
+def test_nccl(comm):
+    """NCCL's all-to-all moves about as many bytes as a dispatch. It needs a GPU for each rank."""
+    torch = pytest.importorskip("torch")
+    if os.environ.get("DEEPEP_RT_SHARE_GPUS") or not torch.distributed.is_nccl_available():
+        return
+    settings = bench_throughput.Settings(**sizes(comm), tokens=(512,), sms=(16,), nccl=True)
+    steps = []
+    result = on_rank_0(comm, bench_throughput.run(comm, settings, steps.append))
+    assert len(steps) == bench_throughput.num_steps(settings)
+    assert not torch.distributed.is_initialized(), "other tests start process groups"
+    if result is None:
+        return
+    rows = {row.work: row for row in throughput_rows(result)}
+    theirs, ours = rows["nccl_all_to_all"], rows["dispatch_bf16_known"]
+    assert theirs.gb_s * theirs.us == pytest.approx(ours.gb_s * ours.us, rel=0.02)
+    assert theirs.remote_gb_s == pytest.approx(theirs.gb_s * (comm.size - 1) / comm.size)
+    assert theirs.host_us > 0
 
 
 def test_rows_of_any_size_are_as_fast(comm):
@@ -126,6 +150,39 @@ def test_jitter(comm):
     assert [(row["tokens"], row["steps"]) for row in result["rows"]] == [(8, 20), (32, 20), (128, 20)]
     assert all(0 < row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in result["rows"])
     assert "CUDA events" in bench_jitter.markdown(result)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_beside_matmul(comm, buffers):
+    pytest.importorskip("torch")
+    settings = bench_beside_matmul.Settings(
+        **sizes(comm), tokens=512, low_latency_tokens=16, sms=(8, 16), matrix=2048, buffers=buffers
+    )
+    result = on_rank_0(comm, bench_beside_matmul.run(comm, settings))
+    if result is None:
+        return
+    rows = result["rows"]
+    assert [(row["work"], row["sms"]) for row in rows] == [(work, sms) for sms in (8, 16) for work in bench_beside_matmul.WORKS]
+    for row in rows:
+        assert min(row[f"{name}_us"] for name in ("alone", "beside", "matmul_alone", "matmul_beside")) > 0
+        assert row["bytes"] > row["remote_bytes"] == pytest.approx(row["bytes"] * (comm.size - 1) / comm.size, rel=0.2)
+    assert "product slower by %" in bench_beside_matmul.markdown(result)
+
+
+@pytest.mark.parametrize("arrays", ["cupy", "torch"])
+def test_host_path(comm, arrays):
+    if arrays == "torch":
+        pytest.importorskip("torch")
+    settings = bench_host_path.Settings(**sizes(comm), tokens=16, arrays=arrays)
+    result = on_rank_0(comm, bench_host_path.run(comm, settings))
+    if result is None:
+        return
+    rows = {row["call"]: row["steps"] for row in result["rows"]}
+    for name, steps in rows.items():
+        assert steps["cuLaunchKernelEx"][1] == 1, name
+        requests = sum(times for step, (_, times) in steps.items() if step.startswith("cu"))
+        assert requests <= 4 or "async_finish" in name, (name, steps)
+    assert "requests to the driver" in bench_host_path.markdown(result["rows"])
 
 
 def test_the_command_on_gpus(comm, tmp_path_factory, capsys):

@@ -1,8 +1,10 @@
 """Print what low-latency calls cost the host in Python and its bindings, with a CUDA driver that does nothing.
 
     PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py
+    PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py --steps torch    # or plain: arrays that only hold a pointer
 
-It needs gcc, cuda-python and PyTorch, and no GPU. A real driver adds its own time, most of it in the launch.
+With `--steps` it prints what each step of a call takes (`bench/host_path.py`). It needs gcc and cuda-python, and PyTorch but for plain
+arrays. It needs no GPU. A real driver adds its own time, most of it in the launch.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ _ROWS, _CALLS = 7, 20_000  # the best row counts
 def main() -> None:
     """Build the driver, start this program again with it, and measure."""
     if "EMPTY_DRIVER" in os.environ:
-        measure()
+        if sys.argv[1:2] == ["--steps"]:
+            measure_steps(sys.argv[2])
+        else:
+            measure()
         os._exit(0)  # the driver has no memory that destructors could free
     with tempfile.TemporaryDirectory() as folder:
         source = Path(__file__).with_name("empty_driver.c")
         command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", source]
         subprocess.run(command, check=True)
         environment = {**os.environ, "EMPTY_DRIVER": "1", "LD_LIBRARY_PATH": folder}
-        sys.exit(subprocess.run([sys.executable, __file__], env=environment, check=False).returncode)
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
 
 
 def make_buffer() -> Any:
@@ -85,6 +90,30 @@ def use_torch_as_if_on_a_gpu() -> None:
 
     framework.view, framework._current_stream = view, lambda device: 11
     framework.wrap = lambda view: view  # this PyTorch may know no GPUs
+
+
+def measure_steps(library: str) -> None:
+    """Print the table of `bench/host_path.py`."""
+    from deepep_rt.bench import host_path
+
+    make: Callable[..., Any]
+    if library == "torch":
+        import torch
+
+        use_torch_as_if_on_a_gpu()
+        make = lambda dtype, *shape: torch.zeros(*shape, dtype=getattr(torch, dtype))  # noqa: E731
+    else:
+        from fake_gpu import Array, FakeGpu, _Library
+
+        from deepep_rt.arrays import frameworks
+
+        fake, frameworks.FRAMEWORK_OF_CLASS[Array] = FakeGpu(), _Library()
+        make = lambda dtype, *shape: Array(fake, dtype, *shape)  # noqa: E731
+    rows = ((10, 256), (8, 256, 256), (40, 256))
+    x, low_latency_y, y = (make("bfloat16", *shape) for shape in rows)
+    arrays = host_path.Arrays(x, make("int64", 10, 4), make("float32", 10, 4), low_latency_y, y)
+    print(f"{host_path.python_build()}, {library}")
+    print(host_path.markdown([vars(row) for row in host_path.measure(make_buffer(), arrays, 300, 60, lambda: None)]))
 
 
 def report(name: str, call: Callable[[], Any]) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from deepep_rt import EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows
+from deepep_rt.cuda import driver
 from tests.kernels_on_cpu import compiler
+from tests.kernels_on_cpu.device_arrays import array_at
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
     COMPRESSED,
@@ -55,6 +57,33 @@ def test_prepared_low_latency(seed):
     with Machine(3, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 1) as machine:
         sizes = dict(num_experts=6, hidden=512 if seed == 3 else 256)
         prepared_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 4, **options)
+
+
+def test_all_methods_of_copy_ceilings_move_the_same_rows(monkeypatch):
+    num_ranks, num_rows, row_bytes = shape = 3, 3, 64
+    with Machine(num_ranks, 1) as machine:
+        buffers = machine.buffers(num_max_tokens_per_rank=16, hidden=256, num_topk=1, num_experts=num_ranks)
+        regions = [[one._backend.runtime.address_of_region(name) for one in buffers] for name in ("pool", "landing")]
+        sources, landings = ([array_at(ptr, shape, "uint8") for ptr in region] for region in regions)
+        for rank in range(num_ranks):
+            sources[rank][...], landings[rank][...] = np.random.default_rng(rank).integers(1, 256, shape), 0
+        checked = []
+
+        def elapsed_ms(begin, end):
+            end.synchronize()
+            rank = machine._driver.current_rank
+            for target, landing in enumerate(landings):
+                assert np.array_equal(landing[rank], 0 * landing[rank] if target == rank else sources[rank][target])
+                landing[rank] = 0
+            checked.append(rank)
+            return 10.0
+
+        monkeypatch.setattr(driver, "elapsed_ms", elapsed_ms)
+        arguments = dict(row_bytes=row_bytes, num_rows=num_rows, iterations=2)
+        found = machine.each_rank(lambda rank: buffers[rank].copy_ceilings(**arguments))
+    assert sorted(checked) == sorted(3 * len(found[0]) * list(range(num_ranks)))
+    rate = 2 * num_rows * row_bytes * (num_ranks - 1) / 10e-3
+    assert found == [pytest.approx(dict.fromkeys(("kernel", "kernel on all SMs", "copy engines"), rate))] * num_ranks
 
 
 @pytest.mark.parametrize("seed", seeds(2))

@@ -202,7 +202,8 @@ def check_copy_ceiling_excludes_own_rows(comm: MPI.Intracomm) -> None:
         make_buffer(comm, num_experts=4 * comm.Get_size()) as buffer,
         unittest.mock.patch("deepep_rt.backends.host.backend.time", clock),
     ):
-        assert buffer._backend.copy_ceiling(row_bytes=8, num_rows=3, iterations=4) == 3 * 8 * max(comm.Get_size() - 1, 1) / 0.5
+        rates = buffer._backend.copy_ceilings(row_bytes=8, num_rows=3, iterations=4)
+        assert rates == {"messages": 3 * 8 * max(comm.Get_size() - 1, 1) / 0.5}
 
 
 def check_copy_ceiling_arguments(comm: MPI.Intracomm) -> None:

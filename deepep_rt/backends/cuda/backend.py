@@ -127,7 +127,7 @@ class CudaBackend:
         self.low_latency_dispatch, self.low_latency_combine = self.low_latency.dispatch, self.low_latency.combine
         self.low_latency_combine_view = self.low_latency.combine_view
         self.set_mask, self.masked_ranks = self.low_latency.set_mask, self.low_latency.masked_ranks
-        self.copy_ceiling = self.throughput.copy_ceiling
+        self.copy_ceilings = self.throughput.copy_ceilings
         self.check, self.synchronize = self.runtime.monitor.check, self.runtime.synchronize
         comm.timeout_s = config.timeout_s
         between_groups = ""

@@ -266,13 +266,13 @@ class NodesThroughput:
             },
         )
 
-    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
-        """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceiling`."""
+    def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
+        """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceilings`."""
         self._check_num_nodes()
         runtime, config = self._runtime, self._config
         agree_on_measurement(runtime.comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
         num_bytes = min(iterations * num_rows * row_bytes * (config.num_ranks - config.node_size), _MAX_MEASURED_BYTES)
-        return far_bandwidth(runtime, num_bytes, self.num_sms)
+        return {"puts to other nodes": far_bandwidth(runtime, num_bytes, self.num_sms)}
 
     def far_latency(self) -> float:
         """Measure the seconds that a word takes to another node. Collective."""

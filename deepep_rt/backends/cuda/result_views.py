@@ -34,12 +34,12 @@ def dispatch_views(
     """
     framework = arrays[0].framework
     # The function does not hold the arguments: the caller may drop them before it reads the results.
-    formats = [(view.dtype, view.shape[1:]) if view else None for view in arrays]
+    formats = [(view.dtype, view.shape) if view else None for view in arrays]
 
     def make_views() -> Views:
         result = runtime.result
         named = zip(("x", "topk_idx", "topk_weights", "scales"), formats, strict=True)
-        results = {name: (format_[0], (num_rows, *format_[1])) for name, format_ in named if format_}
+        results = {name: (format_[0], (num_rows, *format_[1][1:])) for name, format_ in named if format_}
         results["src_idx"] = "int32", (num_rows, 2)
         (base, rows_owner), (counts_base, counts_owner) = rows, counts
         views: Views = {

@@ -1,4 +1,4 @@
-"""The throughput calls of the CUDA backend: dispatch, combine, and the measurement of the copy bandwidth."""
+"""The throughput calls of the CUDA backend: dispatch and combine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from typing import Any
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import View
 from ...comm import call_signature
-from ...comm.rendezvous import agree_on_measurement, begin_measurement
 from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
-from ...cuda import driver
 from ...errors import EPInputError, EPUnavailableError
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
 from .choice_sums import ChoiceSums
+from .copy_ceilings import copy_ceilings
 from .result_memory import ResultMemory
 from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_of
 from .row_mover import OnLaunch
 from .runtime import CudaRuntime, address_of
-
-_NUM_MEASUREMENTS = 3
 
 
 class Throughput:
@@ -197,13 +194,14 @@ class Throughput:
         stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
         x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        kernel, staged_bytes = "combine", x.row_bytes
+        row_bytes = x.row_bytes
+        kernel, staged_bytes = "combine", row_bytes
         if inputs.compress:
             kernel, staged_bytes = f"combine_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
         staging = self._layout.staging(staged_bytes).offsets
         staging_offset = self._regions.offsets["landing"]
         num_tokens = handle.num_tokens
-        parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
+        parts = self._layout.combined(num_tokens, row_bytes, weights is not None)
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
         self._runtime.launcher(kernel, x.dtype)(
@@ -235,32 +233,10 @@ class Throughput:
         self._check_peer_access()
         return self._choice_sums.add_up(inputs, by_token, tables, self.num_sms, call)
 
-    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
-        """Bytes per second that every rank pushes while all ranks push to all others; see `Buffer.copy_ceiling`."""
+    def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
+        """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
         self._check_peer_access()
-        runtime, comm, timeout_s = self._runtime, self._runtime.comm, self._config.timeout_s
-        stream, num_ranks = self._order.own_stream, self._config.num_ranks
-        agree_on_measurement(comm, timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
-        capacity = min(self._regions.sizes["landing"], self._regions.sizes["pool"]) // (num_ranks * row_bytes)
-        num_rows = max(1, min(num_rows, capacity))
-        values = {
-            "num_rows": num_rows,
-            "src": runtime.address_of_region("pool"),
-            "recv_x_offset": self._regions.offsets["landing"],
-            "row_bytes": row_bytes,
-        }
-        launch = runtime.launcher("copy_bandwidth")
-        times_ms = []
-        for _ in range(_NUM_MEASUREMENTS):
-            runtime.synchronize()
-            begin_measurement(comm, timeout_s)
-            begin = driver.CudaEvent(stream, timing=True)
-            for _ in range(iterations):
-                launch(stream, self.num_sms, values)
-            times_ms.append(driver.elapsed_ms(begin, driver.CudaEvent(stream, timing=True)) / iterations)
-        begin_measurement(comm, timeout_s)
-        slowest_ms = max(comm.allgather(sorted(times_ms)[_NUM_MEASUREMENTS // 2]))
-        return num_rows * max(num_ranks - 1, 1) * row_bytes / slowest_ms * 1e3
+        return copy_ceilings(self._runtime, self.num_sms, row_bytes, num_rows, iterations)
 
     def _check_peer_access(self) -> None:
         if not self._has_peer_access:

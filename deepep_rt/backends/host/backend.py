@@ -144,8 +144,8 @@ class HostBackend:
         assert self._statistics is not None
         return self._statistics.counters()
 
-    def copy_ceiling(self, row_bytes: int, num_rows: int, iterations: int) -> float:
-        """Measure the bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceiling`."""
+    def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
+        """Measure the bytes a second that messages carry from this rank to the others; see `Buffer.copy_ceilings`."""
         assert self._comm is not None
         num_ranks, arguments = self._config.num_ranks, dict(row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
         num_rows = max(1, min(num_rows, _MAX_MEASURED_BYTES // (num_ranks * row_bytes)))
@@ -161,7 +161,7 @@ class HostBackend:
         for _ in range(iterations):
             self._comm.Alltoall(outgoing, incoming)
         slowest_s = max(self._comm.allgather((time.perf_counter() - start) / iterations))
-        return num_rows * max(num_ranks - 1, 1) * row_bytes / slowest_s
+        return {"messages": num_rows * max(num_ranks - 1, 1) * row_bytes / slowest_s}
 
     def copy(self, source: int, out: View, stream: int | None) -> None:
         """Copy host memory at once."""

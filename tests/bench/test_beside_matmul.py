@@ -1,0 +1,108 @@
+"""Calls beside a matrix product: which units count, and the program on two ranks without GPUs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import python_on
+from paths import ROOT
+
+pytest.importorskip("rich")
+pytest.importorskip("ml_dtypes")
+
+from deepep_rt import EPConfigError
+from deepep_rt.bench import beside_matmul, side_by_side
+from deepep_rt.bench.side_by_side import Load
+
+
+def test_units_count_while_all_loads_run() -> None:
+    """The first load runs from 0 to 9, the second from 2.5 to 7. Units outside of that have other lengths."""
+    first = [0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0]
+    second = [2.5, 3.0, 3.5, 7.0]
+    assert side_by_side.mean_seconds([first, second]) == pytest.approx([1.0, 1.5])
+    assert side_by_side.mean_seconds([first]) == pytest.approx([1.5])
+
+
+@pytest.mark.parametrize("second", [[10.0, 11.0], [1.2, 1.4, 1.6]])
+def test_loads_that_never_ran_together(second: list[float]) -> None:
+    with pytest.raises(EPConfigError, match=r"a load of 2 units.*Pass a larger --window-ms"):
+        side_by_side.mean_seconds([[0.0, 1.0, 2.0], second])
+
+
+def test_loads_on_the_host() -> None:
+    """Loads with a number of units do so many, in turns. The one without goes on until they are done, in a thread."""
+    done: list[str] = []
+    products: list[int] = []
+
+    def unit(name: str) -> None:
+        done.append(name)
+        seen = len(products)
+        while len(products) == seen:  # the thread goes on during each unit
+            time.sleep(1e-4)
+
+    counted = [Load(functools.partial(unit, name), 3) for name in "ab"]
+    marks = side_by_side._marks_on_host([Load(lambda: products.append(0), None), *counted])
+    assert done == list("ababab")
+    assert [len(times) for times in marks] == [len(products) + 1, 4, 4]
+    assert marks[0][0] <= marks[1][0]
+    assert marks[0][-1] >= marks[2][-2]
+
+
+def test_rows_are_counted_once_for_each_rank() -> None:
+    topk_idx = np.array([[0, 1], [1, 2], [3, 5], [-1, 4]])
+    assert beside_matmul.num_sent_rows(topk_idx, 2, 3) == 1 + 2 + 2 + 1
+    assert [beside_matmul.num_sent_rows(topk_idx, 2, 3, rank) for rank in range(3)] == [2, 2, 2]
+
+
+def test_slower_percent() -> None:
+    assert beside_matmul.slower_percent(200.0, 250.0) == pytest.approx(25.0)
+
+
+def test_the_program(tmp_path: Path) -> None:
+    file, buffers = tmp_path / "result.json", 2
+    sizes = [
+        "--quick",
+        "--tokens",
+        "16",
+        "--low-latency-tokens",
+        "4",
+        "--hidden",
+        "128",
+        "--experts",
+        "16",
+        "--sms",
+        "8",
+        "--matrix",
+        "48",
+    ]
+    words = python_on(2, "bench/beside_matmul.py", "--backend", "host", *sizes, "--buffers", str(buffers), "--json", str(file))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    result = json.loads(file.read_text())
+    assert {"date", "commit", "versions", "boundary", "byte_formula", "machine", "settings"} <= set(result)
+    assert [(row["work"], row["buffers"], row["sms"], row["tokens"]) for row in result["rows"]] == [
+        *((work, buffers, 8, 16) for work in ("dispatch", "combine", "both")),
+        ("low_latency", buffers, 8, 4),
+    ]
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert lines[0][:3] == ["work", "Buffers", "SMs"]
+    for row, line in zip(result["rows"], lines[2:], strict=True):
+        assert row["bytes"] > row["remote_bytes"] > 0
+        assert min(row[f"{name}_us"] for name in ("alone", "beside", "matmul_alone", "matmul_beside")) > 0
+        percent = 100 * (row["beside_us"] / row["alone_us"] - 1)
+        product = 100 * (row["matmul_beside_us"] / row["matmul_alone_us"] - 1)
+        assert (line[0], line[6], line[10]) == (row["work"], f"{percent:.1f}", f"{product:.1f}")
+    dispatch, combine, both, low_latency = result["rows"]
+    assert dispatch["bytes"] == combine["bytes"] == both["bytes"] / 2
+    assert low_latency["bytes"] % (128 + 4 + 256) == 0
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(EPConfigError, match=r"--buffers=3; expected 1 or 2. Pass one of them"):
+        beside_matmul.Settings(buffers=3)
