@@ -80,8 +80,10 @@ class RepeatedCall(Generic[_Result]):
         self._arguments, self._views = arguments, views
         if self._held is not None:
             self._held = arguments, self._own
-        elif any(view is not None and view.framework is not self._call.framework for view in views):
-            self._last = None  # the next call asks again whether it must hold its arguments
+            return
+        for view in views:
+            if view is not None and view.framework is not self._call.framework:
+                self._last = None  # the next call asks again whether it must hold its arguments
 
     def run(self) -> _Result:
         """Launch a whole call."""
