@@ -100,6 +100,8 @@ def test_result_file(run):
         assert row["us"] > 0
         assert row["gb_s"] > row["remote_gb_s"] > 0
         assert (row["host_us"] is None) == row["work"].endswith("unknown")
+        is_prepared = row["work"] in ("dispatch_bf16_known", "dispatch_fp8_known", "combine_bf16")
+        assert (row["host_prepared_us"] is not None) == is_prepared
     assert result["copy_ceiling_gb_s"]["used"] == max(result["copy_ceiling_gb_s"]["by_sms"].values()) > 0
     assert result["num_ranks"] == 2
     for name in ("date", "commit", "versions", "boundary", "byte_formula", "machine", "settings"):
@@ -120,6 +122,7 @@ def test_bytes_are_received_rows_times_row_bytes(run):
 def test_table_and_comparison_are_printed(run):
     printed = run[0]
     assert "% of ceiling" in printed
+    assert "prepared us" in printed
     assert "compared with DeepEP V1" in printed
     assert "compared with DeepEP V2" in printed
     assert "best" in printed

@@ -264,8 +264,8 @@ class ThroughputRound:
 def prepared_throughput_rounds(machine, buffers, seed, count):
     """Queue rounds along one routing, each with new rows in the same arrays, and then run them. Rank 0 makes ordinary calls.
 
-    Peers write the rows of each dispatch to the memory of the last one, while ranks run at different speeds. A combine of these rows notices
-    if they come too early.
+    Peers write the rows of each dispatch to the memory of the last one, while ranks run at different speeds. A combine of these rows
+    notices if they come too early.
     """
     config, put = buffers[0].config, machine.put
     routing = inputs_of(config, seed)
