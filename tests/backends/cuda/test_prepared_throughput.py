@@ -6,7 +6,6 @@ import contextlib
 import copy
 import pickle
 import sys
-import weakref
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -15,19 +14,17 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, _Library, arguments, fake, like, make, region, routed
-from prepared_on_fake_gpu import collected, no_collection, without
+from fake_gpu import Array, FakeGpu, _Library, arguments, fake, like, make, region
+from prepared_on_fake_gpu import ROWS, collected, handle_of, no_collection, rows_of_handle, without
 
-from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError
 from deepep_rt.arrays.frameworks import ViewFramework
 from deepep_rt.arrays.view import View
-from deepep_rt.cuda import driver
 
 __all__ = ["collected", "fake", "make", "no_collection"]
 
 pytestmark = pytest.mark.usefixtures("collected")
 
-ROWS = 24  # that a dispatch brings
 PLACES = (
     *(f"recv_{name}_offset" for name in ("x", "scales", "topk_idx", "topk_weights", "src_idx")),
     *("num_recv", "num_recv_per_expert", "out", "out_topk_weights"),
@@ -44,19 +41,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def handle_of(fake: FakeGpu, buffer: Any, num_rows: int = ROWS) -> Any:
-    """Return the handle of a dispatch that brings so many rows."""
-    fake.on_launch = routed(buffer, num_rows, [3] * 8)
-    handle = buffer.dispatch(*arguments(fake)).handle
-    fake.on_launch = lambda call: None
-    fake.pop_launches()
-    return handle
-
-
-def rows(fake: FakeGpu, dtype: str = "bfloat16") -> Array:
-    return Array(fake, dtype, ROWS, 256)
-
-
 @pytest.mark.parametrize("nodes", [{}, {"ranks_per_node": 2}], ids=["one-node", "nodes"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_launches_are_those_of_ordinary_calls(fake: FakeGpu, make: Any, options: dict[str, Any], nodes: dict[str, int]) -> None:
@@ -70,7 +54,7 @@ def test_launches_are_those_of_ordinary_calls(fake: FakeGpu, make: Any, options:
         y_weights = Array(fake, "float32", ROWS, 4) if "y_weights" in options else None
         for_combine = {"bias": biases or None, "compress": options.get("compress")}
         how = {name: options[name] for name in ("async_finish", "stream") if name in options}
-        y = rows(fake)
+        y = rows_of_handle(fake)
         sent = buffer.dispatch(x, handle=handle, **for_dispatch, **how)
         back = buffer.combine(y, handle, topk_weights=y_weights, **for_combine, **how)
         ordinary = fake.pop_launches()
@@ -99,7 +83,7 @@ def test_a_call_asks_the_driver_for_three_things(fake: FakeGpu, make: Any) -> No
     """Each request takes the host a microsecond."""
     with make() as buffer:
         step = buffer.prepare_throughput(arguments(fake)[0], handle_of(fake, buffer))
-        y, other = rows(fake), rows(fake)
+        y, other = rows_of_handle(fake), rows_of_handle(fake)
         for call in (step.dispatch, lambda: step.combine(y)):
             call()
             fake.requests.clear()
@@ -111,54 +95,6 @@ def test_a_call_asks_the_driver_for_three_things(fake: FakeGpu, make: Any) -> No
         assert fake.requests == ["context", "capture_id", "launch"]
 
 
-def test_results_stay_in_their_memory(fake: FakeGpu, make: Any) -> None:
-    """Ordinary calls get other memory, also while the caller holds no result."""
-    with make(num_slots=3) as buffer:
-        handle, x = handle_of(fake, buffer), arguments(fake)[0]
-        step = buffer.prepare_throughput(x, handle, y=rows(fake))
-        places = set()
-        for _ in range(3):
-            step.dispatch(), step.combine()
-            prepared = fake.pop_launches()
-            places.add((prepared[0].recv_x_offset, prepared[0].num_recv, prepared[1].out))
-            buffer.dispatch(x, handle=handle), buffer.combine(rows(fake), handle)
-            ordinary = fake.pop_launches()
-            assert not {ordinary[0].recv_x_offset, ordinary[0].num_recv, ordinary[1].out} & {*next(iter(places))}
-        assert len(places) == 1
-
-
-def test_memory_is_free_after_the_last_reference(fake: FakeGpu, make: Any, no_collection: None) -> None:
-    """The results keep their memory, the object keeps all of it, and nothing else does."""
-    with make(num_slots=1) as buffer:
-        handle, pool = handle_of(fake, buffer), buffer._backend.throughput.results.pool
-        x, y = arguments(fake)[0], rows(fake)
-        held = [weakref.ref(array) for array in (x, y)]
-        step = buffer.prepare_throughput(x, handle)
-        assert pool.used_bytes
-        step.dispatch(), step.combine(y)
-        step.combine(other := rows(fake))
-        del y
-        assert [one() is None for one in held] == [False, True], "a new y lets the last one go"
-        received = step.dispatch().recv_x
-        del x, step, other
-        assert held[0]() is None
-        assert pool.used_bytes, "the caller still holds these rows"
-        del received
-        assert pool.used_bytes == 0
-
-
-def test_a_full_pool(fake: FakeGpu, make: Any) -> None:
-    """Rows that arrive cannot be copied in each call, so the preparation needs room, whatever `on_exhausted` says."""
-    with make(num_slots=1, on_exhausted="copy") as buffer:
-        handle, x = handle_of(fake, buffer, num_rows=256), arguments(fake)[0]  # as many as fit
-        step = buffer.prepare_throughput(x, handle)
-        with pytest.raises(EPOutOfMemoryError, match=r"no room for a result.*larger num_slots$"):
-            buffer.prepare_throughput(x, handle)
-        buffer.dispatch(x, handle=handle)  # this result is copied
-        del step
-        buffer.prepare_throughput(x, handle).dispatch()
-
-
 def test_rows_of_the_experts(fake: FakeGpu, make: Any) -> None:
     """A new array is checked, and read from then on. The same array is not looked at again. Results have its dtype and library."""
     with make(dtype="float32") as buffer:
@@ -166,7 +102,7 @@ def test_rows_of_the_experts(fake: FakeGpu, make: Any) -> None:
         step = buffer.prepare_throughput(x, handle)
         with pytest.raises(EPInputError, match="y=None"):
             step.combine()
-        first, second, wide = rows(fake), rows(fake), rows(fake, "float32")
+        first, second, wide = rows_of_handle(fake), rows_of_handle(fake), rows_of_handle(fake, "float32")
         places = set()
         for y in (first, first, second, None, wide, first):
             back = step.combine(y)
@@ -176,7 +112,7 @@ def test_rows_of_the_experts(fake: FakeGpu, make: Any) -> None:
         assert len(places) == 1, "there is room for the widest rows"
         foreign = View(wide.ptr, wide.shape, wide.dtype, 0, wide, ViewFramework())
         assert step.combine(foreign).x.framework is foreign.framework
-        on_host = _Library().view(rows(fake), "y", None)
+        on_host = _Library().view(rows_of_handle(fake), "y", None)
         on_host.device, on_host.framework = -1, ViewFramework()
         for wrong, words in (
             (Array(fake, "bfloat16", ROWS - 1, 256), r"y.shape=\[23, 256\]"),
@@ -209,7 +145,7 @@ def test_wrong_arguments(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPat
             ((x, handle), {"x_scales": weights}, "x_scales"),
             ((x, handle), {"y": x}, "y.shape"),
             ((x, handle), {"y_weights": weights}, r"y_weights.shape=\[10, 4\]"),
-            ((x, handle), {"bias": rows(fake)}, r"bias\[0\].shape"),
+            ((x, handle), {"bias": rows_of_handle(fake)}, r"bias\[0\].shape"),
             ((x, handle), {"bias": [x, Array(fake, "float32", 10, 256)]}, r"bias\[1\].dtype=float32"),
             ((x, handle), {"compress": "fp4"}, "compress"),
             ((x, handle), {"stream": "fast"}, "stream"),
@@ -236,7 +172,7 @@ def test_reports_of_kernels(fake: FakeGpu, make: Any) -> None:
     """They raise as in ordinary calls: a wrong call after the launch, a silent peer before it."""
     buffer = make()
     handle, x = handle_of(fake, buffer), arguments(fake)[0]
-    step = buffer.prepare_throughput(x, handle, y=rows(fake))
+    step = buffer.prepare_throughput(x, handle, y=rows_of_handle(fake))
     page = buffer._backend.runtime.page
     page.report["peer"], page.report["phase"], page.timed_out.value = 2, 3, 1
     for call in (step.dispatch, step.combine, lambda: buffer.prepare_throughput(x, handle)):
@@ -247,91 +183,6 @@ def test_reports_of_kernels(fake: FakeGpu, make: Any) -> None:
     for call in (step.dispatch, step.combine):
         with pytest.raises(EPDestroyedError):
             call()
-
-
-def test_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run on the caller's current stream, after calls on other streams, prepared or not."""
-    with make() as buffer:
-        handle, x = handle_of(fake, buffer), arguments(fake)[0]
-        step = buffer.prepare_throughput(x, handle, y=rows(fake))
-        fake.waits.clear()
-        first = step.dispatch()
-        step.combine()
-        assert fake.waits == []
-        buffer.dispatch(x, handle=handle, stream=12)
-        monkeypatch.setattr(_Library, "current_stream", lambda library, device: 13)
-        fake.waits.clear()
-        second = step.dispatch()
-        assert (fake.pop_launches()[-1].stream, fake.waits) == (13, [(13, 5)])
-        assert first.recv_x.dependency.stream == CALLERS_STREAM
-        assert second.recv_x.dependency.stream == 13, "consumers wait for the stream of the last call"
-
-
-def test_later_calls_wait_for_the_memory(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers on another stream may still use the memory when a call is prepared."""
-    with make(num_slots=1) as buffer, monkeypatch.context() as busy:
-        busy.setattr(driver.CudaEvent, "done", lambda event: False)
-        busy.setattr(driver.CudaEvent, "record", lambda event, stream: setattr(event, "handle", ("work of", stream)))
-        handle, x = handle_of(fake, buffer, num_rows=256), arguments(fake)[0]  # as many as fit
-        place = buffer.dispatch(x, handle=handle, stream=31).recv_x.ptr  # the caller's stream reads it
-        fake.pop_launches()
-        fake.waits.clear()
-        step = buffer.prepare_throughput(x, handle, stream=32)
-        assert (31, ("work of", CALLERS_STREAM)) in fake.waits
-        fake.waits.clear()
-        assert step.dispatch().recv_x.ptr == place
-        assert fake.waits == [(32, ("work of", 31))], "after the wait that was queued on the stream of the last call"
-
-
-def test_async_finish(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call waits for the caller's stream, the event is recorded at its end, and arguments live until then."""
-    with make() as buffer, monkeypatch.context() as busy:
-        busy.setattr(driver.CudaEvent, "done", lambda event: False)
-        x, y = arguments(fake)[0], rows(fake)
-        held = [weakref.ref(array) for array in (x, y)]
-        handle = handle_of(fake, buffer)
-        step = buffer.prepare_throughput(x, handle, y=y, async_finish=True)
-        for call in (step.dispatch, step.combine) * 2:
-            fake.waits.clear()
-            recorded: list[Any] = []
-            with busy.context() as records:
-                records.setattr(driver.CudaEvent, "record", lambda event, stream, to=recorded: to.append((event, stream)))
-                result = call()
-            assert fake.waits[0] == (OWN_STREAM, ("all of", CALLERS_STREAM))
-            assert recorded[-1] == (result.event._event, OWN_STREAM)
-        assert not buffer._backend.runtime.order._arguments, "repeated calls hold their arguments once"
-        del x, y, step, call, result
-        assert all(one() is not None for one in held)
-        busy.setattr(driver.CudaEvent, "done", lambda event: True)
-        buffer.dispatch(arguments(fake)[0], handle=handle)
-        assert all(one() is None for one in held)
-
-
-def test_captures(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call is prepared before a capture. A combine of new rows works there too, because it takes no memory."""
-    with make() as buffer, monkeypatch.context() as capturing:
-        handle, x = handle_of(fake, buffer), arguments(fake)[0]
-        step = buffer.prepare_throughput(x, handle)
-        capturing.setattr(driver, "capture_id", lambda stream: 7)
-        capturing.setattr(driver, "is_capturing", lambda stream: True)
-        with pytest.raises(EPInputError, match="Prepare the call before the capture"):
-            buffer.prepare_throughput(x, handle)
-        fake.waits.clear()
-        step.dispatch()
-        assert fake.waits == [], "a capture does not wait for work before it"
-        fake.requests.clear()
-        step.combine(rows(fake))
-        assert "allocate_async" not in fake.requests
-
-
-def test_the_relay_is_woken(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch over nodes puts something."""
-    with make(ranks_per_node=2) as buffer:
-        step = buffer.prepare_throughput(arguments(fake)[0], handle_of(fake, buffer), y=rows(fake))
-        woken: list[int] = []
-        monkeypatch.setattr(buffer._backend.runtime.network, "wake", lambda: woken.append(len(fake.launched)))
-        step.dispatch(), step.combine()
-        assert woken == [0, 1]
 
 
 def test_host_arrays_take_ordinary_calls(fake: FakeGpu, make: Any) -> None:
@@ -365,7 +216,7 @@ def test_each_call_is_a_range_of_a_profiler(fake: FakeGpu, make: Any, monkeypatc
     monkeypatch.setitem(sys.modules, "nvtx", nvtx)
     monkeypatch.setenv("DEEPEP_RT_NVTX", "1")
     with make() as buffer:
-        step = buffer.prepare_throughput(arguments(fake)[0], handle_of(fake, buffer), y=rows(fake))
+        step = buffer.prepare_throughput(arguments(fake)[0], handle_of(fake, buffer), y=rows_of_handle(fake))
         seen.clear()
         assert step.dispatch() is step.dispatch()
         step.combine()
