@@ -21,7 +21,7 @@ from .errors import (
     EPUnavailableError,
 )
 from .network import NetworkOptions
-from .prepared import PreparedLowLatency
+from .prepared import PreparedLowLatency, PreparedThroughput
 from .results import (
     CombineResult,
     DispatchHandle,
@@ -59,5 +59,6 @@ __all__ = [
     "NetworkOptions",
     "PoolUse",
     "PreparedLowLatency",
+    "PreparedThroughput",
     "Statistics",
 ]

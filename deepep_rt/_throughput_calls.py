@@ -6,9 +6,12 @@ from typing import Any
 
 from ._buffer_base import BufferBase
 from ._checks import whole_number
-from .backends.inputs import combine_inputs, dispatch_inputs
-from .config import MAX_SMS, ROW_ALIGNMENT
-from .errors import EPConfigError
+from .arrays.view import View
+from .backends.calls import ThroughputPreparation
+from .backends.inputs import bias_views, check_handle, combine_inputs, combine_rows, compression, dispatch_inputs, weights_of_rows
+from .config import COMBINE_DTYPES, MAX_SMS, ROW_ALIGNMENT
+from .errors import EPConfigError, EPInputError
+from .prepared import PreparedThroughput, check_in_place
 from .results import CombineResult, DispatchHandle, DispatchResult
 
 _MOST_ROWS, _MOST_ITERATIONS = (1 << 31) - 1, 10**6  # of a measurement; kernels count rows in 32 bits
@@ -188,6 +191,82 @@ class ThroughputCalls(BufferBase):
             call = self._begin(x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress)
             return backend.combine(inputs, call)
+
+    def prepare_throughput(
+        self,
+        x: Any,
+        handle: DispatchHandle,
+        *,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        x_scales: Any = None,
+        y: Any = None,
+        y_weights: Any = None,
+        bias: Any = None,
+        compress: str | None = None,
+        async_finish: bool = False,
+        stream: Any = None,
+    ) -> PreparedThroughput:
+        """Prepare dispatches along a known routing and their combines, so that the host takes less time for each of them.
+
+        This checks the arguments, and takes memory for results. It makes no call, and not all ranks need to prepare theirs: prepared and
+        ordinary calls match if they have the same dtypes and options. `PreparedThroughput` says which arrays have to stay as they are, and
+        how long results are valid.
+
+        Args:
+            x: `[num_tokens, hidden]`, as in `dispatch`. The program updates it in place. Not of JAX.
+            handle: The handle of an earlier dispatch with `layout="token"`.
+            topk_idx: As in `dispatch`, and so are the next two. Results have `recv_topk_idx` only with it.
+            topk_weights: See there.
+            x_scales: See there.
+            y: The rows of combines, if they lie in the same array each time. Default: what `combine` gets.
+            y_weights: The `topk_weights` of combines: `[rows of recv_x, num_topk]` float32 to add up over the ranks too.
+            bias: As in `combine`, and so is the next one. With a bias, `y` has its dtype.
+            compress: See there.
+            async_finish: As in `dispatch`, for both calls.
+            stream: The stream of all calls; default: the current stream at each call, of the library of `x`.
+
+        Returns:
+            An object whose methods `dispatch()` and `combine(y)` make the calls.
+
+        Raises:
+            EPInputError: If an argument is wrong, or while the stream of the last call is captured in a CUDA graph.
+            EPOutOfMemoryError: If the caller holds too many results.
+            EPUnavailableError: With `compress="fp8"`, if the GPU of a rank cannot convert to FP8.
+            EPTimeoutError: If a peer did not answer in an earlier call.
+
+        Example:
+            >>> step = buffer.prepare_throughput(x, sent.handle)
+            >>> out = step.combine(experts(step.dispatch().recv_x)).x
+        """
+        backend, info = self._live(), self._info
+        with self._call_lock:
+            call = self._begin(x, async_finish, None, stream)
+            check_handle(info, handle)
+            if handle.layout != "token":
+                raise EPInputError(
+                    f"handle.layout={handle.layout!r}; expected 'token', because prepared calls move rows by token only. Call "
+                    f"dispatch(handle=) and combine"
+                )
+            inputs = dispatch_inputs(info, call.stream, x, topk_idx, topk_weights, x_scales, handle, None, 1)
+            biases = bias_views(info, call.stream, bias, handle, None)
+            weights = None if y_weights is None else weights_of_rows(info, call.stream, y_weights, "y_weights", handle)
+            preparation = ThroughputPreparation(
+                x, inputs, weights, biases, compression(self.config, compress, "rank"), call.async_finish, stream
+            )
+            given = {"x": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "x_scales": inputs.scales}
+            for name, view in (*given.items(), ("y_weights", weights), *(("bias", one) for one in biases)):
+                if view is not None:
+                    check_in_place(view, name)
+            dtypes = COMBINE_DTYPES if not biases else (biases[0].dtype,)
+
+            def view_rows(given: Any) -> View:
+                rows = combine_rows(info, call.stream, given, "y", handle, dtypes)
+                check_in_place(rows, "y")
+                return rows
+
+            prepared = backend.prepare_throughput(preparation)
+            return PreparedThroughput(prepared, self._call_lock, view_rows, y)
 
     def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int | None = None, iterations: int = 5) -> float:
         """Measure the bandwidth of the links: every rank sends rows to all others at once, without any lookup or wait.

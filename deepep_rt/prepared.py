@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .arrays.view import View
 from .backends.base import PreparedCalls
 from .errors import EPInputError
-from .results import LowLatencyCombineResult, LowLatencyDispatchResult, SharedByCopies
+from .results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult, SharedByCopies
+
+_Sent = TypeVar("_Sent", DispatchResult, LowLatencyDispatchResult)
+_Back = TypeVar("_Back", CombineResult, LowLatencyCombineResult)
 
 
 def check_in_place(view: View, name: str) -> None:
@@ -21,7 +24,102 @@ def check_in_place(view: View, name: str) -> None:
         )
 
 
-class PreparedLowLatency(SharedByCopies):
+class _Prepared(SharedByCopies, Generic[_Sent, _Back]):
+    """A dispatch and a combine, and the rows of the last combine."""
+
+    _instead = "prepare the calls where you load it"
+
+    def __init__(
+        self,
+        _prepared: PreparedCalls[_Sent, _Back],
+        _call_lock: AbstractContextManager[Any],
+        _view_rows: Callable[[Any], View],
+        _y: Any,
+    ) -> None:
+        self._prepared: PreparedCalls[_Sent, _Back] = _prepared
+        self._call_lock, self._view_rows = _call_lock, _view_rows
+        self._y: Any = None
+        if _y is not None:
+            self._set_rows(_y)
+
+    def _set_rows(self, y: Any) -> None:
+        self._prepared.set_rows(self._view_rows(y))
+        self._y = y
+
+    def _make_dispatch(self) -> _Sent:
+        with self._call_lock:
+            return self._prepared.dispatch()
+
+    def _make_combine(self, y: Any) -> _Back:
+        with self._call_lock:
+            if y is not None and y is not self._y:
+                self._set_rows(y)
+            elif self._y is None:
+                raise EPInputError("y=None; expected the experts' rows, because no earlier call got them. Pass y")
+            return self._prepared.combine()
+
+
+class PreparedThroughput(_Prepared[DispatchResult, CombineResult]):
+    """A dispatch along a known routing and its combine, with arguments that `Buffer.prepare_throughput` has checked.
+
+    Before each call, write the new values to `x` and the other arrays in place. The calls hold these arrays. They do not notice if a
+    program gives one of them other memory, as `tensor.set_()` and `tensor.resize_()` do. Calls then read the old memory, which its library
+    may have given to another array.
+
+    On GPUs all calls use the same memory: a dispatch overwrites the results of the last dispatch, and a combine those of the last combine.
+    Work on other streams that reads results has to be ordered before the next call. The memory is that of a dispatch result
+    (`num_slots`) and belongs to this object and its results, also while no call runs.
+
+    The calls need no fixed order: a program may make the combine alone, or several of either kind. They occupy `Buffer.num_sms` SMs at the
+    time. A CUDA graph can capture them. Keep this object and its arrays as long as the graph.
+
+    Example:
+        >>> handle = buffer.dispatch(x, topk_idx, topk_weights).handle
+        >>> step = buffer.prepare_throughput(x, handle)
+        >>> while training:
+        ...     update(x)  # in place
+        ...     sent = step.dispatch()
+        ...     out = step.combine(experts(sent.recv_x)).x
+    """
+
+    def dispatch(self) -> DispatchResult:
+        """Make the dispatch. See `Buffer.dispatch` with `handle`.
+
+        Returns:
+            The same as there. `recv_x` and the other arrays are valid until the next `dispatch()`. Calls on one stream return the same
+            object.
+
+        Raises:
+            EPTimeoutError: If a peer did not answer in an earlier call.
+            EPDestroyedError: After `Buffer.destroy`.
+
+        Example:
+            >>> sent = step.dispatch()
+        """
+        return self._make_dispatch()
+
+    def combine(self, y: Any = None) -> CombineResult:
+        """Make the combine. See `Buffer.combine`.
+
+        Args:
+            y: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`. Only an array other than the last one is
+                checked. None: the last one.
+
+        Returns:
+            The same as there. `x` and `topk_weights` are valid until the next `combine()`.
+
+        Raises:
+            EPInputError: If `y` is wrong, or was never given.
+            EPTimeoutError: If a peer did not answer in an earlier call.
+            EPDestroyedError: After `Buffer.destroy`.
+
+        Example:
+            >>> out = step.combine(y).x
+        """
+        return self._make_combine(y)
+
+
+class PreparedLowLatency(_Prepared[LowLatencyDispatchResult, LowLatencyCombineResult]):
     """A low-latency dispatch and its combine, with arguments that `Buffer.prepare_low_latency` has checked.
 
     Before each step, write the new values to `x`, `topk_idx` and `topk_weights` in place. The calls hold these arrays. They do not notice
@@ -43,20 +141,6 @@ class PreparedLowLatency(SharedByCopies):
         ...     out = step.combine(y).x
     """
 
-    _instead = "prepare the calls where you load it"
-
-    def __init__(
-        self,
-        _prepared: PreparedCalls,
-        _call_lock: AbstractContextManager[Any],
-        _view_rows: Callable[[Any], View],
-        _y: Any,
-    ) -> None:
-        self._prepared, self._call_lock, self._view_rows = _prepared, _call_lock, _view_rows
-        self._y: Any = None
-        if _y is not None:
-            self._set_rows(_y)
-
     def dispatch(self) -> LowLatencyDispatchResult:
         """Make the dispatch. See `Buffer.low_latency_dispatch`; on GPUs the host takes a third of its time.
 
@@ -72,8 +156,7 @@ class PreparedLowLatency(SharedByCopies):
         Example:
             >>> sent = step.dispatch()
         """
-        with self._call_lock:
-            return self._prepared.dispatch()
+        return self._make_dispatch()
 
     def combine(self, y: Any = None) -> LowLatencyCombineResult:
         """Make the combine of the last dispatch. See `Buffer.low_latency_combine`.
@@ -94,13 +177,4 @@ class PreparedLowLatency(SharedByCopies):
         Example:
             >>> out = step.combine(y).x
         """
-        with self._call_lock:
-            if y is not None and y is not self._y:
-                self._set_rows(y)
-            elif self._y is None:
-                raise EPInputError("y=None; expected the experts' rows, because no earlier call got them. Pass y")
-            return self._prepared.combine()
-
-    def _set_rows(self, y: Any) -> None:
-        self._prepared.set_rows(self._view_rows(y))
-        self._y = y
+        return self._make_combine(y)

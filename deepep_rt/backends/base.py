@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..arrays.view import Framework, View
 from ..description import BufferDescription
@@ -29,12 +29,16 @@ from .calls import (
     LowLatencyCombineInputs,
     LowLatencyDispatchInputs,
     LowLatencyPreparation,
+    ThroughputPreparation,
 )
+
+_Sent = TypeVar("_Sent", DispatchResult, LowLatencyDispatchResult, covariant=True)
+_Back = TypeVar("_Back", CombineResult, LowLatencyCombineResult, covariant=True)
 
 
 class Backend(Protocol):
-    """Moves rows between the ranks of one Buffer. Most methods are collective. `check`,
-    `counters`, `masked_ranks` and `prepare_low_latency` are not.
+    """Moves rows between the ranks of one Buffer. Most methods are collective. `check`, `counters`, `masked_ranks`, `prepare_throughput`
+    and `prepare_low_latency` are not.
     """
 
     name: str
@@ -65,14 +69,19 @@ class Backend(Protocol):
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """See `Buffer.combine`."""
 
+    def prepare_throughput(self, preparation: ThroughputPreparation) -> PreparedCalls[DispatchResult, CombineResult]:
+        """See `Buffer.prepare_throughput`."""
+
     def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
         """See `Buffer.low_latency_dispatch`. If `inputs.into` is given, the results lie there."""
 
     def low_latency_combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         """See `Buffer.low_latency_combine`."""
 
-    def prepare_low_latency(self, preparation: LowLatencyPreparation) -> PreparedCalls:
-        """See `Buffer.prepare_low_latency`. Not collective."""
+    def prepare_low_latency(
+        self, preparation: LowLatencyPreparation
+    ) -> PreparedCalls[LowLatencyDispatchResult, LowLatencyCombineResult]:
+        """See `Buffer.prepare_low_latency`."""
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         """Return the memory of `Buffer.get_low_latency_combine_buffer`."""
@@ -106,17 +115,17 @@ class Backend(Protocol):
         """Release everything. `error` is the exception that ends the Buffer, which the other ranks hear of."""
 
 
-class PreparedCalls(Protocol):
+class PreparedCalls(Protocol[_Sent, _Back]):
     """A dispatch and a combine whose arguments are checked. The caller holds the call lock during each method."""
 
-    def dispatch(self) -> LowLatencyDispatchResult:
-        """See `PreparedLowLatency.dispatch`."""
+    def dispatch(self) -> _Sent:
+        """See `PreparedThroughput.dispatch` and `PreparedLowLatency.dispatch`."""
 
     def set_rows(self, y: View) -> None:
         """Let later combines read the experts' rows from `y`."""
 
-    def combine(self) -> LowLatencyCombineResult:
-        """See `PreparedLowLatency.combine`."""
+    def combine(self) -> _Back:
+        """See `PreparedThroughput.combine` and `PreparedLowLatency.combine`."""
 
 
 class HandleTables(Protocol):

@@ -76,6 +76,31 @@ class CombineInputs:
 
 
 @dataclass(slots=True)
+class ThroughputPreparation:
+    """Checked arguments of prepare_throughput."""
+
+    caller_x: Any  # the caller's array, whose library has the current stream
+    dispatch: DispatchInputs  # with a handle
+    y_weights: View | None  # the topk_weights of combines
+    biases: tuple[View, ...]  # the next two as in CombineInputs
+    compress: str | None
+    async_finish: bool
+    stream: Any
+
+    def combine(self, y: View) -> CombineInputs:
+        """Return the arguments of a combine of these rows."""
+        assert self.dispatch.handle is not None
+        return CombineInputs(y, self.dispatch.handle, self.y_weights, self.biases, compress=self.compress)
+
+    @property
+    def arrays(self) -> tuple[View, ...]:
+        """All arrays but the rows of combines."""
+        given = self.dispatch
+        arrays = given.x, given.topk_idx, given.topk_weights, given.scales, self.y_weights, *self.biases
+        return tuple(array for array in arrays if array is not None)
+
+
+@dataclass(slots=True)
 class LowLatencyMemory:
     """The caller's memory for results. A captured call may be replayed at any time, because no other call uses this memory."""
 

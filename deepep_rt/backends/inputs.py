@@ -126,7 +126,7 @@ def _check_layout(info: BufferInfo, layout: str | None, handle: DispatchHandle |
         layout = choice(layout, "layout", ("token", "expert"))
     if handle is None:
         return layout or "token"
-    _check_handle(info, handle)
+    check_handle(info, handle)
     if layout not in (None, handle.layout):
         raise EPInputError(f"layout={layout!r}; expected {handle.layout!r}, the layout of the handle. Leave it out with a handle")
     return handle.layout
@@ -191,13 +191,9 @@ def combine_inputs(
 ) -> CombineInputs:
     """Check the arguments of `Buffer.combine`. Its docstring names the rules."""
     config = info.config
-    _check_handle(info, handle)
-    rows = as_view(info, x, "x", stream, (handle.num_recv_rows, config.hidden), COMBINE_DTYPES)
-    check_row(info, rows, "x")
-    weights = None
-    if topk_weights is not None:
-        shape = (handle.num_recv_rows,) if handle.layout == "expert" else (handle.num_recv_rows, config.num_topk)
-        weights = as_view(info, topk_weights, "topk_weights", stream, shape, ("float32",))
+    check_handle(info, handle)
+    rows = combine_rows(info, stream, x, "x", handle)
+    weights = None if topk_weights is None else weights_of_rows(info, stream, topk_weights, "topk_weights", handle)
     if flag(weighted, "weighted"):
         if handle.layout == "token":
             raise EPInputError(
@@ -212,14 +208,37 @@ def combine_inputs(
             "Dispatch with layout='expert'"
         )
     compress = compression(config, compress, reduce)
+    biases = bias_views(info, stream, bias, handle, rows.dtype)
+    return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce, compress)
+
+
+def combine_rows(
+    info: BufferInfo, stream: int | None, array: Any, name: str, handle: DispatchHandle, dtypes: Sequence[str] = COMBINE_DTYPES
+) -> View:
+    """Check the rows of a combine."""
+    rows = as_view(info, array, name, stream, (handle.num_recv_rows, info.config.hidden), dtypes)
+    check_row(info, rows, name)
+    return rows
+
+
+def weights_of_rows(info: BufferInfo, stream: int | None, array: Any, name: str, handle: DispatchHandle) -> View:
+    """Check the weights of a combine's rows."""
+    shape = (handle.num_recv_rows,) if handle.layout == "expert" else (handle.num_recv_rows, info.config.num_topk)
+    return as_view(info, array, name, stream, shape, ("float32",))
+
+
+def bias_views(info: BufferInfo, stream: int | None, bias: Any, handle: DispatchHandle, dtype: str | None) -> tuple[View, ...]:
+    """Check the biases of a combine. `dtype` is that of its rows; None: the first bias decides."""
     given: Sequence[Any] = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise EPInputError(f"len(bias)={len(given)}; expected at most 2 arrays. Add them up first")
-    shape, dtypes = (handle.num_tokens, config.hidden), (rows.dtype,)
-    biases = tuple(as_view(info, array, f"bias[{i}]", stream, shape, dtypes) for i, array in enumerate(given))
-    for i, view in enumerate(biases):
+    shape = handle.num_tokens, info.config.hidden
+    views: tuple[View, ...] = ()
+    for i, array in enumerate(given):
+        view = as_view(info, array, f"bias[{i}]", stream, shape, COMBINE_DTYPES if dtype is None else (dtype,))
         check_row(info, view, f"bias[{i}]")
-    return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce, compress)
+        dtype, views = view.dtype, (*views, view)
+    return views
 
 
 def compression(config: Config, compress: str | None, reduce: str) -> str | None:
@@ -237,7 +256,8 @@ def compression(config: Config, compress: str | None, reduce: str) -> str | None
     return compress
 
 
-def _check_handle(info: BufferInfo, handle: Any) -> None:
+def check_handle(info: BufferInfo, handle: Any) -> None:
+    """Raise EPInputError unless an object is a handle of this Buffer's dispatch."""
     if not isinstance(handle, DispatchHandle):
         raise argument_error(handle, "handle", "the .handle of a DispatchResult", "Pass that.")
     if handle.buffer_serial != info.serial:

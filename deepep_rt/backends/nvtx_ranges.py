@@ -8,10 +8,16 @@ from typing import Any
 
 from .. import _env
 from ..errors import EPConfigError
-from ..results import LowLatencyCombineResult, LowLatencyDispatchResult
 from .base import Backend, PreparedCalls
-from .calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
-from .prepared_calls import PreparedOrdinaryCalls
+from .calls import (
+    CombineInputs,
+    DispatchInputs,
+    LowLatencyCombineInputs,
+    LowLatencyDispatchInputs,
+    LowLatencyPreparation,
+    ThroughputPreparation,
+)
+from .prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
 
 _DOMAIN = "deepep_rt"
 
@@ -36,33 +42,37 @@ def annotator() -> Callable[..., Any] | None:
 
 def mark_calls(backend: Backend, annotate: Callable[..., Any]) -> None:
     """Put a range with its sizes around each call of a backend."""
-    prepare: Any = backend.prepare_low_latency
-
-    def prepare_marked(preparation: LowLatencyPreparation) -> Any:
-        prepared = prepare(preparation)
-        return prepared if isinstance(prepared, PreparedOrdinaryCalls) else _MarkedCalls(annotate, prepared, preparation)
-
     for name, text in _TEXTS.items():
         setattr(backend, name, _in_a_range(annotate, name, getattr(backend, name), text))
-    setattr(backend, "prepare_low_latency", prepare_marked)  # noqa: B010  (mypy refuses to replace a method)
+    for name, texts in _PREPARED_TEXTS.items():
+        setattr(backend, name, _in_ranges(annotate, getattr(backend, name), texts))
 
 
 class _MarkedCalls:
     """Prepared calls with a range around each."""
 
-    def __init__(self, annotate: Callable[..., Any], prepared: PreparedCalls, preparation: LowLatencyPreparation) -> None:
-        x = preparation.dispatch.x
+    def __init__(self, annotate: Callable[..., Any], prepared: PreparedCalls[Any, Any], texts: tuple[str, str]) -> None:
         self._annotate, self._prepared, self.set_rows = annotate, prepared, prepared.set_rows
-        self._dispatch_text = f"low_latency_dispatch: {_low_latency_dispatch(preparation.dispatch)}, prepared"
-        self._combine_text = f"low_latency_combine: {x.shape[0]} tokens of {x.row_bytes} bytes, prepared"
+        self._dispatch_text, self._combine_text = (f"{text}, prepared" for text in texts)
 
-    def dispatch(self) -> LowLatencyDispatchResult:
+    def dispatch(self) -> Any:
         with self._annotate(self._dispatch_text, domain=_DOMAIN):
             return self._prepared.dispatch()
 
-    def combine(self) -> LowLatencyCombineResult:
+    def combine(self) -> Any:
         with self._annotate(self._combine_text, domain=_DOMAIN):
             return self._prepared.combine()
+
+
+def _in_ranges(
+    annotate: Callable[..., Any], prepare: Callable[..., Any], texts: Callable[[Any], tuple[str, str]]
+) -> Callable[..., Any]:
+    def prepare_marked(preparation: Any) -> Any:
+        prepared = prepare(preparation)
+        is_ordinary = isinstance(prepared, OrdinaryLowLatency | OrdinaryThroughput)  # these calls have ranges already
+        return prepared if is_ordinary else _MarkedCalls(annotate, prepared, texts(preparation))
+
+    return prepare_marked
 
 
 def _in_a_range(
@@ -93,6 +103,18 @@ def _low_latency_combine(inputs: LowLatencyCombineInputs) -> str:
     return f"{inputs.handle.num_tokens} tokens of {inputs.y.row_bytes // inputs.y.shape[1]} bytes"
 
 
+def _prepared_throughput(preparation: ThroughputPreparation) -> tuple[str, str]:
+    handle = preparation.dispatch.handle
+    assert handle is not None
+    combine = f"combine: {handle.num_recv_rows} rows for {handle.num_tokens} tokens, reduce rank"
+    return f"dispatch: {_dispatch(preparation.dispatch)}", combine
+
+
+def _prepared_low_latency(preparation: LowLatencyPreparation) -> tuple[str, str]:
+    given = preparation.dispatch
+    return f"low_latency_dispatch: {_low_latency_dispatch(given)}", f"low_latency_combine: {_rows(given.x, 'tokens')}"
+
+
 def _rows(x: Any, what: str) -> str:
     return f"{x.shape[0]} {what} of {x.row_bytes} bytes"
 
@@ -102,4 +124,9 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "combine": _combine,
     "low_latency_dispatch": _low_latency_dispatch,
     "low_latency_combine": _low_latency_combine,
+}
+
+_PREPARED_TEXTS: dict[str, Callable[[Any], tuple[str, str]]] = {
+    "prepare_throughput": _prepared_throughput,
+    "prepare_low_latency": _prepared_low_latency,
 }

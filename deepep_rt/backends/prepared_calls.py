@@ -7,16 +7,30 @@ from typing import Any, Protocol
 
 from ..arrays.view import View
 from ..errors import EPInputError
-from ..results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
-from .calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
+from ..results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+from .calls import (
+    Call,
+    CombineInputs,
+    DispatchInputs,
+    LowLatencyCombineInputs,
+    LowLatencyDispatchInputs,
+    LowLatencyPreparation,
+    ThroughputPreparation,
+)
 from .hooks import Hook, Hooks, OwnHooks
 
 
-class LowLatencyBackend(Protocol):
+class OrdinaryBackend(Protocol):
     """The ordinary calls of a backend."""
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Choose the stream of a call; raise if an earlier call timed out."""
+
+    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
+        """See `Buffer.dispatch`."""
+
+    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
+        """See `Buffer.combine`."""
 
     def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
         """See `Buffer.low_latency_dispatch`."""
@@ -25,7 +39,33 @@ class LowLatencyBackend(Protocol):
         """See `Buffer.low_latency_combine`."""
 
 
-class PreparedOrdinaryCalls:
+class OrdinaryThroughput:
+    """See `base.PreparedCalls`. Each result has memory of its own.
+
+    Args:
+        backend: Makes the calls.
+        preparation: Their arguments.
+    """
+
+    def __init__(self, backend: OrdinaryBackend, preparation: ThroughputPreparation) -> None:
+        self._backend, self._given = backend, preparation
+        self._combine: CombineInputs | None = None
+
+    def dispatch(self) -> DispatchResult:
+        return self._backend.dispatch(self._given.dispatch, self._begin())
+
+    def set_rows(self, y: View) -> None:
+        self._combine = self._given.combine(y)
+
+    def combine(self) -> CombineResult:
+        assert self._combine is not None
+        return self._backend.combine(self._combine, self._begin())
+
+    def _begin(self) -> Call:
+        return self._backend.begin(self._given.caller_x, self._given.async_finish, None, self._given.stream)
+
+
+class OrdinaryLowLatency:
     """See `base.PreparedCalls`. Each result has memory of its own.
 
     Args:
@@ -34,7 +74,7 @@ class PreparedOrdinaryCalls:
         hooks: The open hooks of the Buffer.
     """
 
-    def __init__(self, backend: LowLatencyBackend, preparation: LowLatencyPreparation, hooks: Hooks) -> None:
+    def __init__(self, backend: OrdinaryBackend, preparation: LowLatencyPreparation, hooks: Hooks) -> None:
         self._backend, self._given, self._own_hooks = backend, preparation, OwnHooks(hooks)
         self._y: View | None = None
         self._handle: LowLatencyHandle | None = None

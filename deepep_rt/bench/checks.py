@@ -169,7 +169,11 @@ _THROUGHPUT_ROW = record(
         "gb_s": _GB_S,
         "remote_gb_s": _GB_S,
     },
-    {"host_us": optional(_TIME_US), "row_bytes": optional(whole(1, 1 << 30)), "percent_of_combine": optional(number(1e-6, 1e12))},
+    {
+        **dict.fromkeys(("host_us", "host_prepared_us"), optional(_TIME_US)),
+        "row_bytes": optional(whole(1, 1 << 30)),
+        "percent_of_combine": optional(number(1e-6, 1e12)),
+    },
     is_closed=True,
 )
 _ALWAYS = ("call_us", "host_dispatch_us", "host_combine_us")

@@ -82,7 +82,13 @@ def throughput_table(result: Mapping[str, Any]) -> ResultTable:
     caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling_note(result)}."
     caption += "".join(f" {work} was not measured: {reason}." for work, reason in (result.get("left_out") or {}).items())
     heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
-    return ResultTable(title(result), heads, [_throughput_cells(row, ceiling) for row in throughput_rows(result)], caption)
+    rows = throughput_rows(result)
+    cells = [_throughput_cells(row, ceiling) for row in rows]
+    if any(row.host_prepared_us is not None for row in rows):  # older results have none
+        heads.append("prepared us")
+        caption += " Host us: the time of the host in a call. Prepared us: the same in a prepared call."
+        cells = [[*line, format_us(row.host_prepared_us)] for line, row in zip(cells, rows, strict=True)]
+    return ResultTable(title(result), heads, cells, caption)
 
 
 def _throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:

@@ -40,6 +40,7 @@ class Row:
     host_us: float | None = None  # time of the host in a call, without waiting for its end
     row_bytes: int | None = None  # of a row on the way
     percent_of_combine: float | None = None  # compressed combines: their time, of the plain combine's with these tokens and SMs
+    host_prepared_us: float | None = None  # as host_us, through prepared calls
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     mpirun -n 8 python bench/throughput.py --json bench/results/NAME.json --compare bench/reference/h200x8_peers.json
 
 Routing: with `unknown` the GPU counts and the host reads the counts. `known` repeats a handle. `worst` fixes the shapes
-(num_worst_tokens).
+(num_worst_tokens). The time of the host in a dispatch with `known` and in `combine_bf16` is also measured through prepared calls.
 
 `expert` is BF16 with `layout="expert"`, and combine with weights. `combine_topk` adds `reduce="topk"`. `copy_expert` is a plain copy of the
 bytes of a rank's rows by expert. `permute_expert` makes these rows of the rows by token, with an array library. Dispatch by expert compares
@@ -222,8 +222,9 @@ class Bench:
                     host = None if waits else 1e6 * timing.measure_host(buffer, comm, call, settings)
                     each = row_bytes(work, settings.hidden)
                     gb_s, remote_gb_s = (n * each / seconds / 1e9 for n in (num_rows, num_remote))
+                    prepared = self.host_prepared_us(buffer, sets[0], work)
                     percent = 100 * seconds / spent["combine_bf16"] if work in compressed.WORKS else None
-                    rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host, each, percent))
+                    rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host, each, percent, prepared))
                 if settings.nccl:
                     rows.append(self.all_to_all(buffer, num_rows, num_tokens, sms))
         return ceilings, rows
@@ -238,6 +239,17 @@ class Bench:
         host = timing.measure_host(buffer, comm, call, settings)
         gb_s, remote_gb_s = (n * num_bytes / seconds / 1e9 for n in (comm.size, comm.size - 1))
         return Row(nccl.WORK, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, 1e6 * host, each)
+
+    def host_prepared_us(self, buffer: Buffer, inputs: Inputs, work: str) -> float | None:
+        """Measure the time of the host in a prepared call. None for works that have no prepared calls."""
+        is_fp8 = work == "dispatch_fp8_known"
+        if not is_fp8 and work not in ("dispatch_bf16_known", "combine_bf16"):
+            return None
+        x, scales = (inputs.fp8, inputs.scales) if is_fp8 else (inputs.bf16, None)
+        step = buffer.prepare_throughput(x, inputs.handle, x_scales=scales, y=inputs.experts_out)
+        make = step.combine if work == "combine_bf16" else step.dispatch
+        make()  # the first call prepares its results
+        return 1e6 * timing.measure_host(buffer, self.comm, lambda i: make(), self.settings)
 
     def is_possible(self, work: str, call: Callable[[int], Any]) -> bool:
         """Make a call if it may be refused. The refusal is the same on all ranks, and becomes the reason in the result."""

@@ -100,18 +100,18 @@ class PreparedLaunch:
         launcher: Of the kernel.
         params: The packed Params.
         dtype: Of Params.
-        num_blocks: Blocks of the grid.
+        num_blocks: Blocks of the grid. It may be changed between launches.
     """
 
     def __init__(self, launcher: Launcher, params: bytes, dtype: np.dtype, num_blocks: int) -> None:
-        self._launch, self._dtype, self._num_blocks = launcher.launch, dtype, num_blocks
+        self._launch, self._dtype, self.num_blocks = launcher.launch, dtype, num_blocks
         self._buffer = ctypes.create_string_buffer(params, len(params))
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._argument_ptr = ctypes.addressof(self._argument)
 
     def __call__(self, stream: int) -> None:
         """Launch the kernel on a stream."""
-        self._launch(stream, self._num_blocks, self._argument_ptr)
+        self._launch(stream, self.num_blocks, self._argument_ptr)
 
     def member(self, name: str) -> Callable[[int], None]:
         """Return a function that changes a member of Params for later launches. The driver copies Params in each launch."""

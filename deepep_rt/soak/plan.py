@@ -39,6 +39,7 @@ class Call:
     sums_weights: bool
     biases: int
     compress: str | None
+    is_prepared: bool = False  # both calls of a repeat are prepared
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,13 @@ def _calls(draw: Draw, options: Options, shape: Shape) -> tuple[Call, ...]:
                 compress=draw.one_of(*forms) if draw.chance(0.2) else None,
             )
         )
-    return tuple(made)
+    return tuple(_prepared_call(call) if call.is_repeat and draw.chance(0.4) else call for call in made)
+
+
+def _prepared_call(call: Call) -> Call:
+    """Return a prepared call, whose dispatch and combine have the same stream. It waits for no event of the caller."""
+    mode = "plain" if call.mode == "event" else call.mode
+    return dataclasses.replace(call, mode=mode, combine_mode=mode, is_prepared=True)
 
 
 def _expert_calls(draw: Draw, options: Options, shape: Shape) -> tuple[ExpertCall, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays.dtypes import DTYPES
 from ..errors import EPOutOfMemoryError
+from ..prepared import PreparedThroughput
 from ..results import CombineResult, DispatchHandle, DispatchResult
 from .arrays import row_keys
 from .expected import Routing, summed
@@ -57,6 +58,7 @@ class _Exchange:
             what: session.key(plan, number, what) for what in ("x", "scales", "weights", "y", "sums_weights", "bias0", "bias1")
         }
         self.compress = call.compress
+        self.prepared: PreparedThroughput | None = None
 
     def run(self) -> DispatchHandle:
         """Make both calls. Return the handle."""
@@ -100,14 +102,33 @@ class _Exchange:
         if call.has_weights:
             raw = arrays.numbers(self._keys("weights", mine, self.tokens), self.topk, "float32")
             weights = arrays.typed(raw, "float32", (num_tokens, self.topk))
+        if call.is_prepared:
+            self._prepare(x, topk_idx=idx, topk_weights=weights, x_scales=scales)
         more: dict[str, Any] = {"handle": self.handle} if call.is_repeat else {"expert_alignment": self.plan.alignment}
         if self.plan.worst is not None:
             more["num_worst_tokens"] = self.plan.worst[self.rank]
-        return session.timed(
-            "dispatch",
-            call.mode,
-            lambda where: session.buffer.dispatch(x, idx, weights, x_scales=scales, **more, **where),
-        )
+
+        def dispatch(where: dict[str, Any]) -> DispatchResult:
+            if self.prepared is not None:
+                return self.prepared.dispatch()
+            return session.buffer.dispatch(x, idx, weights, x_scales=scales, **more, **where)
+
+        if call.is_prepared:
+            dispatch(arrays.stream_arguments(call.mode))  # a prepared call overwrites these rows with the next ones
+        return session.timed("dispatch", call.mode, dispatch)
+
+    def _prepare(self, x: Any, **arrays: Any) -> None:
+        """Prepare both calls. A graph may hold the memory for it; this rank then makes ordinary calls."""
+        call, session = self.call, self.session
+        assert self.handle is not None
+        session.check_kept()  # the pool needs room, because the rows of a prepared call cannot be copied
+        options: dict[str, Any] = dict(y_weights=self._weights_of_rows(), bias=self._biases(), compress=self.compress)
+        where = self.arrays.stream_arguments(call.mode)
+        try:
+            self.prepared = session.buffer.prepare_throughput(x, self.handle, **arrays, **options, **where)
+        except EPOutOfMemoryError:
+            if session.graph is None:
+                raise
 
     def _dispatch_check(self, sent: DispatchResult) -> Callable[[], None]:
         """Make the function that checks all results of the dispatch, now or in a later round."""
@@ -169,18 +190,27 @@ class _Exchange:
         # Undefined rows are NaN, because no call may read them.
         y = arrays.not_numbers((num_rows, self.hidden), call.combine_dtype)
         arrays.write(y, arrays.numbers(self._keys("y", here, *kept), self.hidden, call.combine_dtype))
-        weights = None
-        if call.sums_weights:
-            weights = arrays.not_numbers((num_rows, self.topk), "float32")
-            arrays.write(weights, arrays.numbers(self._keys("sums_weights", here, *kept), self.topk, "float32"))
-        shape = len(self.tokens), self.hidden
-        biases = [arrays.typed(self._bias(i), call.combine_dtype, shape) for i in range(call.biases)]
-        bias = {0: None, 1: biases[0] if biases else None, 2: biases}[call.biases]
+        if (prepared := self.prepared) is not None:
+            return session.timed("combine", call.combine_mode, lambda where: prepared.combine(y))
+        weights, bias = self._weights_of_rows(), self._biases()
         return session.timed(
             "combine",
             call.combine_mode,
             lambda where: session.buffer.combine(y, handle, topk_weights=weights, bias=bias, compress=self.compress, **where),
         )
+
+    def _weights_of_rows(self) -> Any:
+        if not self.call.sums_weights:
+            return None
+        arrays, kept = self.arrays, self.routing.kept
+        weights, here = arrays.not_numbers((self.routing.num_rows, self.topk), "float32"), np.full(len(kept.token), self.rank)
+        arrays.write(weights, arrays.numbers(self._keys("sums_weights", here, *kept), self.topk, "float32"))
+        return weights
+
+    def _biases(self) -> Any:
+        shape = len(self.tokens), self.hidden
+        biases = [self.arrays.typed(self._bias(i), self.call.combine_dtype, shape) for i in range(self.call.biases)]
+        return {0: None, 1: biases[0] if biases else None, 2: biases}[self.call.biases]
 
     def _combine_check(self, back: CombineResult) -> Callable[[], None]:
         call, arrays, check, made_in = self.call, self.arrays, self.check, self.plan.number

@@ -100,6 +100,8 @@ def test_result_file(run):
         assert row["us"] > 0
         assert row["gb_s"] > row["remote_gb_s"] > 0
         assert (row["host_us"] is None) == row["work"].endswith("unknown")
+        is_prepared = row["work"] in ("dispatch_bf16_known", "dispatch_fp8_known", "combine_bf16")
+        assert (row["host_prepared_us"] is not None) == is_prepared
     ceiling = result["copy_ceiling_gb_s"]
     assert ceiling["used"] == ceiling["by_method"]["messages"] == max(ceiling["by_sms"].values()) > 0
     assert result["num_ranks"] == 2
@@ -121,6 +123,7 @@ def test_bytes_are_received_rows_times_row_bytes(run):
 def test_table_and_comparison_are_printed(run):
     printed = run[0]
     assert "% of ceiling" in printed
+    assert "prepared us" in printed
     assert "compared with DeepEP V1" in printed
     assert "compared with DeepEP V2" in printed
     assert "best" in printed

@@ -50,6 +50,7 @@ def _checks():
         import low_latency_prepared
         import masks
         import nodes
+        import prepared_throughput
         import rounds
     except ImportError:  # without MPI, pytest only collects these tests
         return []
@@ -67,7 +68,7 @@ def _checks():
     on_nodes = transports.nodes()
     settings_of = {
         **dict.fromkeys((buffers, buffer_failures, consensus, bad_calls, compressed, counted_calls), on_nodes[:1]),
-        **dict.fromkeys((dispatch, combine, rounds, expert_rows), on_nodes),
+        **dict.fromkeys((dispatch, combine, rounds, prepared_throughput, expert_rows), on_nodes),
         nodes: on_nodes[1:],  # its checks declare nodes, and this declares the path
         **dict.fromkeys(for_low_latency, transports.transports()),
     }

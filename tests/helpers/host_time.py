@@ -1,4 +1,4 @@
-"""Print what low-latency calls cost the host in Python and its bindings, with a CUDA driver that does nothing.
+"""Print what calls cost the host in Python and its bindings, with a CUDA driver that does nothing.
 
     PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py
     PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py --steps torch    # or plain: arrays that only hold a pointer
@@ -154,6 +154,35 @@ def measure() -> None:
     other_stream = buffer.prepare_low_latency(x, idx, weights, async_finish=True)
     report("dispatch with async_finish", lambda: dispatch(async_finish=True))
     report("prepared dispatch with async_finish", other_stream.dispatch)
+    measure_throughput(buffer, x, idx)
+
+
+def measure_throughput(buffer: Any, x: Any, idx: Any) -> None:
+    """Measure dispatches with a handle and their combines."""
+    import torch
+
+    handle = buffer.dispatch(x, idx, num_worst_tokens=40).handle
+    y, other = (torch.zeros(40, 256, dtype=torch.bfloat16) for _ in range(2))
+    held: list[Any] = [None]
+
+    def dispatch() -> None:
+        held[0] = buffer.dispatch(x, handle=handle)
+
+    def combine() -> None:
+        held[0] = buffer.combine(y, handle)
+
+    def prepare() -> None:
+        held[0] = buffer.prepare_throughput(x, handle, y=y)
+
+    in_turns = itertools.cycle([y, other])
+    report("throughput dispatch with a handle", dispatch)
+    report("throughput combine", combine)
+    report("preparation of both", prepare)
+    held[0] = None
+    step = buffer.prepare_throughput(x, handle)
+    report("prepared throughput dispatch", step.dispatch)
+    report("prepared throughput combine", lambda: step.combine(y))
+    report("the same, another y each time", lambda: step.combine(next(in_turns)))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tests.kernels_on_cpu.rounds import (
     low_latency_rounds,
     overlapped_rounds,
     prepared_rounds,
+    prepared_throughput_rounds,
     seeds,
     throughput_rounds,
 )
@@ -152,6 +153,14 @@ def test_silent_rank_is_named():
 def test_throughput(arch, seed):
     with Machine(3, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=seed % 4 > 1) as machine:
         throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_prepared_throughput(seed):
+    """Along one routing, matched with ordinary calls of another rank, on one node and on two."""
+    sizes = dict(num_experts=4, ranks_per_node=2) if seed == 3 else dict(num_experts=6)
+    with Machine(4 if seed == 3 else 3, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 2) as machine:
+        prepared_throughput_rounds(machine, machine.buffers(**{**THROUGHPUT, **sizes}), seed, 4)
 
 
 @pytest.mark.parametrize("seed", seeds(2))

@@ -12,9 +12,10 @@ import oracle
 from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
 
 from deepep_rt import EPTimeoutError
+from deepep_rt.cuda import driver
 from deepep_rt.kernels import source as sources
 
-from .device_arrays import array_at
+from .device_arrays import DeviceArray, array_at, callers_stream
 from .machine import Machine
 
 LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
@@ -258,6 +259,41 @@ class ThroughputRound:
             options = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights, compress=self.compress)
             options.update(node_size=self.config.node_size, path=self.config.path)
             oracle.check_sums(self.back[rank], rank, self.inputs, self.y, self.config.num_experts, **options)
+
+
+def prepared_throughput_rounds(machine, buffers, seed, count):
+    """Queue rounds along one routing, each with new rows in the same arrays, and then run them. Rank 0 makes ordinary calls.
+
+    Peers write the rows of each dispatch to the memory of the last one, while ranks run at different speeds. A combine of these rows
+    notices if they come too early.
+    """
+    config, put = buffers[0].config, machine.put
+    routing = inputs_of(config, seed)
+    all_x = [inputs_of(config, 100 * seed + i) for i in range(count)]
+    for i, inputs in enumerate(all_x):  # the number of tokens is that of the routing
+        draw = np.random.default_rng([seed, i, 8])
+        for one, first in zip(inputs, routing, strict=True):
+            one.x, one.topk_idx = draw.standard_normal(first.x.shape, np.float32).astype(first.x.dtype), first.topk_idx
+            one.topk_weights = None
+    found = []
+    for rank, buffer in enumerate(buffers):
+        x, idx = put(rank, routing[rank].x), put(rank, routing[rank].topk_idx)
+        handle = buffer.dispatch(x, idx, num_worst_tokens=config.num_max_recv_tokens).handle
+        step = buffer.prepare_throughput(x, handle) if rank else None
+        for inputs in all_x:
+            fresh, out = put(rank, inputs[rank].x), put(rank, np.zeros_like(inputs[rank].x))
+            num_bytes = inputs[rank].x.nbytes
+            driver.copy_async(x.ptr, fresh.ptr, num_bytes, callers_stream(rank))
+            received = (step.dispatch() if step else buffer.dispatch(x, handle=handle)).views["x"]
+            y = DeviceArray(rank, received.ptr, received.shape, received.dtype)
+            back = step.combine(y) if step else buffer.combine(y, handle)
+            driver.copy_async(out.ptr, back.views["x"].ptr, num_bytes, callers_stream(rank))
+            found.append((rank, inputs, out))
+    machine.run()
+    for rank, inputs, out in found:
+        y = [oracle.expected_dispatch(r, inputs, config.num_experts).x for r in range(config.num_ranks)]
+        wanted, _ = oracle.expected_sums(rank, inputs, y, config.num_experts, node_size=config.node_size)
+        assert_same(array_at(out.ptr, out.shape, out.dtype), wanted)
 
 
 def expert_rounds(machine, buffers, seed, count):

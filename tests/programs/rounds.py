@@ -58,4 +58,4 @@ def check_random_rounds(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    main(__name__)
+    main(__name__, "prepared_throughput")

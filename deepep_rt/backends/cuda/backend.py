@@ -24,13 +24,14 @@ from ...errors import EPOutOfMemoryError, EPUnavailableError
 from ...jit import current_gpu
 from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
+from ...results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult
 from ...statistics import Counters
 from ..agreement import announce
 from ..base import PreparedCalls
 from ..call_lock import CallLock
-from ..calls import BufferInfo, Call, LowLatencyPreparation
+from ..calls import BufferInfo, Call, LowLatencyPreparation, ThroughputPreparation
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
-from ..prepared_calls import PreparedOrdinaryCalls
+from ..prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
 from .handle_tables import CudaHandleTables
 from .link_rates import measure_links
 from .low_latency import LowLatency
@@ -122,8 +123,8 @@ class CudaBackend:
                 self._release()
             raise
         # A method that only passes a call on would add to the host's time of each call.
-        calls = ThroughputCalls(self.runtime, self.throughput, archs)
-        self.dispatch, self.combine = calls.dispatch, calls.combine
+        self._calls = ThroughputCalls(self.runtime, self.throughput, archs)
+        self.dispatch, self.combine = self._calls.dispatch, self._calls.combine
         self.low_latency_dispatch, self.low_latency_combine = self.low_latency.dispatch, self.low_latency.combine
         self.low_latency_combine_view = self.low_latency.combine_view
         self.set_mask, self.masked_ranks = self.low_latency.set_mask, self.low_latency.masked_ranks
@@ -190,11 +191,19 @@ class CudaBackend:
         self.runtime.monitor.check_peers()
         return self.runtime.order.begin(x, async_finish, previous_event, stream)
 
-    def prepare_low_latency(self, preparation: LowLatencyPreparation) -> PreparedCalls:
+    def prepare_throughput(self, preparation: ThroughputPreparation) -> PreparedCalls[DispatchResult, CombineResult]:
+        """Prepare calls; see `Buffer.prepare_throughput`. Each call copies arrays in host memory, so such calls are ordinary ones."""
+        if any(view.device == HOST for view in preparation.arrays):
+            return OrdinaryThroughput(self, preparation)
+        return self._calls.prepare(preparation)
+
+    def prepare_low_latency(
+        self, preparation: LowLatencyPreparation
+    ) -> PreparedCalls[LowLatencyDispatchResult, LowLatencyCombineResult]:
         """Prepare calls; see `Buffer.prepare_low_latency`. Each call copies arrays in host memory, so such calls are ordinary ones."""
         given = preparation.dispatch
         if any(view is not None and view.device == HOST for view in (given.x, given.topk_idx, given.topk_weights)):
-            return PreparedOrdinaryCalls(self, preparation, self.low_latency.hooks)
+            return OrdinaryLowLatency(self, preparation, self.low_latency.hooks)
         return self.low_latency.prepare(preparation)
 
     def counters(self, during_capture: bool = False) -> Counters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...arrays.compressed_rows import compressed_row_bytes
@@ -11,6 +11,7 @@ from ...comm import call_signature
 from ...comm.rendezvous import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_ROUTE_BLOCKS, ROUTE_THREADS
 from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
+from ...jit.launch import Launcher
 from ...kernels.nodes_layout import NodesLayout
 from ...kernels.regions import Map
 from ...results import DispatchHandle, Views
@@ -44,7 +45,7 @@ class NodesThroughput:
         assert runtime.network is not None
         self._network = runtime.network
         self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
-        self._counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
+        self.counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
         self.results = ResultMemory(
             runtime.memory.ptr,
             runtime.regions,
@@ -67,7 +68,7 @@ class NodesThroughput:
         """Launch the routing, unless a handle gives it, wait for the counts if only they tell the size, and launch the dispatch of rows by
         token.
         """
-        self._check_num_nodes()
+        self.check_support()
         known, stream = inputs.handle, call.stream
         self._order.enqueue_waits(call)
         needs_counts = known is None and inputs.num_worst_tokens is None
@@ -93,7 +94,7 @@ class NodesThroughput:
             counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
         else:
-            counts_owner = self._counts.acquire(stream, call.caller_stream)
+            counts_owner = self.counts.acquire(stream, call.caller_stream)
             counts = counts_owner.ptr
         with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", "kPhaseNodeRows"):
             if known is None:
@@ -109,7 +110,10 @@ class NodesThroughput:
                     capacity, too_many = 0, max(capacity, 1)
                     reserved, parts = self.results.no_rows(), self._layout.result(0, x.row_bytes, scale_bytes, idx_bytes, True)
             kind = call_signature.dispatch_kind(inputs.layout)
-            self._launch_dispatch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, too_many, counts, stream)
+            place = reserved.offset, parts.offsets, capacity, counts
+            launch, params = self.dispatch_launch(kind, arrays, tables.ptr, *place, missing_rows=too_many)
+            self._network.wake()
+            launch(stream, self.num_sms, params)
             if known is None and on_launch is not None and not too_many:
                 first = self._runtime.memory.ptr + reserved.offset
                 on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx_bytes))
@@ -144,71 +148,63 @@ class NodesThroughput:
             },
         )
 
-    def _launch_dispatch(
+    def dispatch_launch(
         self,
         kind: str,
         arrays: Sequence[Any],
         tables: int,
         offset: int,
-        parts: dict[str, int],
+        parts: Mapping[str, int],
         capacity: int,
-        missing_rows: int,
         counts: int,
-        stream: int,
-    ) -> None:
-        """Launch the dispatch kernel.
-
-        Args:
-            kind: Of the call, which all ranks must agree on.
-            arrays: x, topk_idx, topk_weights, scales.
-            tables: Address of the handle's tables.
-            offset: Of the result in symmetric memory.
-            parts: Offsets in the result.
-            capacity: Rows that fit.
-            missing_rows: Rows that arrive, if this rank has no memory for them; otherwise 0.
-            counts: Address of the caller's counts.
-            stream: The call's stream.
-        """
+        missing_rows: int = 0,
+    ) -> tuple[Launcher, dict[str, Any]]:
+        """See `RowMover.dispatch_launch`. `missing_rows`: rows that arrive, if this rank has no memory for them; otherwise 0."""
         x, idx, weights, scales = arrays
         scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
         chunk = self._nodes.chunk(x.row_bytes, scale_bytes, idx_bytes, weights is not None)
         counts_offsets = self._layout.counts.offsets
-        self._network.wake()
-        self._runtime.launcher("dispatch_nodes")(
-            stream,
-            self.num_sms,
-            {
-                "row_bytes": x.row_bytes,
-                "x": x.ptr,
-                "scales": address_of(scales),
-                "topk_idx": address_of(idx),
-                "topk_weights": address_of(weights),
-                "handle": tables,
-                **{
-                    f"recv_{name}_offset": offset + parts[name] for name in ("x", "scales", "topk_idx", "topk_weights", "src_idx")
-                },
-                "capacity": capacity,
-                "num_recv": counts + counts_offsets["num_recv"],
-                "num_recv_per_expert": counts + counts_offsets["num_recv_per_expert"],
-                "scale_bytes": scale_bytes,
-                "idx_bytes": idx_bytes,
-                "missing_rows": missing_rows,
-                "chunk_tokens": chunk.num_tokens,
-                **{f"chunk_{name}": chunk.offsets[name] for name in ("topk_idx", "weights", "scales", "rows")},
-                "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
-            },
-        )
+        return self._runtime.launcher("dispatch_nodes"), {
+            "row_bytes": x.row_bytes,
+            "x": x.ptr,
+            "scales": address_of(scales),
+            "topk_idx": address_of(idx),
+            "topk_weights": address_of(weights),
+            "handle": tables,
+            **{f"recv_{name}_offset": offset + parts[name] for name in ("x", "scales", "topk_idx", "topk_weights", "src_idx")},
+            "capacity": capacity,
+            "num_recv": counts + counts_offsets["num_recv"],
+            "num_recv_per_expert": counts + counts_offsets["num_recv_per_expert"],
+            "scale_bytes": scale_bytes,
+            "idx_bytes": idx_bytes,
+            "missing_rows": missing_rows,
+            "chunk_tokens": chunk.num_tokens,
+            **{f"chunk_{name}": chunk.offsets[name] for name in ("topk_idx", "weights", "scales", "rows")},
+            "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
+        }
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Launch one kernel: each node adds up its rows of a token, and the token's rank adds up the sums of the nodes."""
-        self._check_num_nodes()
+        self.check_support()
         stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
-        x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        num_tokens = handle.num_tokens
-        parts = self._layout.combined(num_tokens, x.row_bytes, weights is not None)
+        arrays = x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
+        parts = self._layout.combined(handle.num_tokens, x.row_bytes, weights is not None)
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
+        launch, params = self.combine_launch(inputs, arrays, out, out_weights)
+        self._network.wake()
+        launch(stream, self.num_sms, params)
+        given = inputs.topk_weights, *inputs.biases
+        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
+        shown = out, out_weights if weights is not None else None
+        return combine_views(self._runtime, x, handle.num_tokens, *shown, owner, stream)
+
+    def combine_launch(
+        self, inputs: CombineInputs, arrays: Sequence[Any], out: int, out_weights: int
+    ) -> tuple[Launcher, dict[str, Any]]:
+        """See `RowMover.combine_launch`."""
+        x, weights, *biases = arrays
         sums = NodeSums(
             y=x.ptr,
             topk_weights=address_of(weights),
@@ -216,20 +212,24 @@ class NodesThroughput:
             out_topk_weights=out_weights if weights is not None else 0,
             biases=(address_of(biases[0]) if biases else 0, address_of(biases[1]) if len(biases) > 1 else 0),
         )
-        self._launch_combine(inputs, sums, handle, stream)
-        given = inputs.topk_weights, *inputs.biases
-        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
-        return combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
+        return self._combine_launch(inputs, sums, inputs.handle)
 
     def add_up_choices(
         self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
     ) -> Callable[[], Views]:
         """Launch a combine for each choice; see `NodeChoiceSums`."""
-        self._check_num_nodes()
+        self.check_support()
         return self._choice_sums.add_up(inputs, by_token, tables, call)
 
     def _launch_combine(self, inputs: CombineInputs, sums: NodeSums, by_token: DispatchHandle, stream: int) -> None:
-        """Launch the combine kernel for rows by token. `inputs` are those of the whole call, which all ranks must agree on."""
+        launch, params = self._combine_launch(inputs, sums, by_token)
+        self._network.wake()
+        launch(stream, self.num_sms, params)
+
+    def _combine_launch(self, inputs: CombineInputs, sums: NodeSums, by_token: DispatchHandle) -> tuple[Launcher, dict[str, Any]]:
+        """Return the combine kernel for rows by token, and its Params. `inputs` are those of the whole call, which all ranks must agree
+        on.
+        """
         dtype, row_bytes = inputs.x.dtype, inputs.x.row_bytes
         staging = {
             name: self._runtime.regions.offsets["landing"] + at for name, at in self._nodes.staging(row_bytes).offsets.items()
@@ -238,37 +238,32 @@ class NodesThroughput:
         if inputs.compress:
             kernel, sent_bytes = f"combine_nodes_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
         chunk, base = self._nodes.chunk(sent_bytes, 0, 0, sums.topk_weights != 0), self._runtime.memory.ptr
-        self._network.wake()
-        self._runtime.launcher(kernel, dtype)(
-            stream,
-            self.num_sms,
-            {
-                "num_tokens": by_token.num_tokens,
-                "y": sums.y,
-                "topk_weights": sums.topk_weights,
-                "bias_0": sums.biases[0],
-                "bias_1": sums.biases[1],
-                "handle": by_token.routing.ptr,
-                "out": sums.out,
-                "out_topk_weights": sums.out_topk_weights,
-                "exposed_offset": staging["exposed"],
-                "exposed_weights_offset": staging["exposed_weights"],
-                "sums": base + staging["sums"],
-                "sum_weights": base + staging["sum_weights"],
-                "capacity": by_token.num_recv_rows,
-                "call_signature": call_signature.pack(inputs.kind, *dtypes_of(inputs.x, None, inputs.topk_weights)),
-                "chunk_tokens": chunk.num_tokens,
-                "chunk_weights": chunk.offsets["weights"],
-                "chunk_rows": chunk.offsets["rows"],
-                "choice": sums.choice,
-                "expert_offsets": sums.expert_offsets,
-                "expert_ends": sums.expert_ends,
-            },
-        )
+        return self._runtime.launcher(kernel, dtype), {
+            "num_tokens": by_token.num_tokens,
+            "y": sums.y,
+            "topk_weights": sums.topk_weights,
+            "bias_0": sums.biases[0],
+            "bias_1": sums.biases[1],
+            "handle": by_token.routing.ptr,
+            "out": sums.out,
+            "out_topk_weights": sums.out_topk_weights,
+            "exposed_offset": staging["exposed"],
+            "exposed_weights_offset": staging["exposed_weights"],
+            "sums": base + staging["sums"],
+            "sum_weights": base + staging["sum_weights"],
+            "capacity": by_token.num_recv_rows,
+            "call_signature": call_signature.pack(inputs.kind, *dtypes_of(inputs.x, None, inputs.topk_weights)),
+            "chunk_tokens": chunk.num_tokens,
+            "chunk_weights": chunk.offsets["weights"],
+            "chunk_rows": chunk.offsets["rows"],
+            "choice": sums.choice,
+            "expert_offsets": sums.expert_offsets,
+            "expert_ends": sums.expert_ends,
+        }
 
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceilings`."""
-        self._check_num_nodes()
+        self.check_support()
         runtime, config = self._runtime, self._config
         agree_on_measurement(runtime.comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
         num_bytes = min(iterations * num_rows * row_bytes * (config.num_ranks - config.node_size), _MAX_MEASURED_BYTES)
@@ -276,10 +271,11 @@ class NodesThroughput:
 
     def far_latency(self) -> float:
         """Measure the seconds that a word takes to another node. Collective."""
-        self._check_num_nodes()
+        self.check_support()
         return far_latency(self._runtime)
 
-    def _check_num_nodes(self) -> None:
+    def check_support(self) -> None:
+        """Raise EPUnavailableError if this Buffer cannot make throughput calls."""
         if self._config.num_nodes > MAX_NODES:
             raise EPUnavailableError(
                 f"this Buffer has {self._config.num_nodes} nodes; expected at most {MAX_NODES} for dispatch and combine. Use the "

@@ -1,17 +1,11 @@
-"""Prepared low-latency calls of the CUDA backend: memory, parameters and results are bound once, and a call only launches.
-
-Every call takes the steps of an ordinary one: it looks for time-outs, waits for calls on other streams, launches, and notes its end.
-So prepared and ordinary calls may follow each other in any order.
-"""
+"""Prepared low-latency calls of the CUDA backend: memory, parameters and results are bound once, and a call only launches."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from ...arrays import stream_handles
 from ...arrays.view import HOST, View
 from ...cuda import driver
 from ...cuda.pool import Slot
@@ -22,8 +16,8 @@ from ..calls import Call, LowLatencyPreparation
 from ..hooks import Hook, HookQueue, Hooks, OwnHooks, check_hook_called
 from ..prepared_calls import no_dispatch
 from .low_latency_kernels import LowLatencyKernels
+from .repeated_call import RepeatedCall, check_stream
 from .runtime import CudaRuntime
-from .stream_order import CallEnd, must_hold_arguments
 
 _Result = TypeVar("_Result", LowLatencyDispatchResult, LowLatencyCombineResult)
 
@@ -54,11 +48,7 @@ class PreparedLowLatency:
         given, with_hook, out = preparation.dispatch, preparation.with_hook, preparation.out
         x, idx, weights = given.x, given.topk_idx, given.topk_weights
         assert weights is not None
-        if preparation.stream is None and x.framework.current_stream(runtime.device) is None:
-            raise EPInputError(
-                "x: its library does not tell its current stream, so prepared calls could not wait for new values in x; expected arrays "
-                "of PyTorch or CuPy, or a stream. Pass stream="
-            )
+        check_stream(runtime, x, preparation.stream)
         kernels.check_fp8(given)
         kernels.check_reduction(preparation.reduce_early)
         kernels.check_compression(preparation.compress)
@@ -149,8 +139,8 @@ def _new_handle(serial: int, x: View, tables: Slot, state: Any) -> LowLatencyHan
     return LowLatencyHandle(x.shape[0], serial, (tables, state), True, x.framework)
 
 
-class _RepeatedCall(Generic[_Result]):
-    """A dispatch or a combine: its stream, its launches, and the arrays that it uses.
+class _RepeatedCall(RepeatedCall[_Result]):
+    """A dispatch or a combine, with a hook or without one.
 
     Args:
         runtime: The Buffer's memory and kernels.
@@ -160,10 +150,8 @@ class _RepeatedCall(Generic[_Result]):
         preparation: The arguments of the calls.
         own: The Buffer's memory that the call uses.
         queue: The queue of its hooks.
-        make_result: Makes the result of calls on a stream. The event is that of their end.
+        make_result: As of `RepeatedCall.set_launch`.
     """
-
-    _end: driver.CudaEvent | None = None  # of the last call, if this object must hold its arguments
 
     def __init__(
         self,
@@ -176,61 +164,29 @@ class _RepeatedCall(Generic[_Result]):
         queue: HookQueue,
         make_result: Callable[[Event, int], _Result],
     ) -> None:
-        given, stream = preparation.dispatch, preparation.stream
-        self._order, self._monitor, self._network, self._queue = runtime.order, runtime.monitor, runtime.network, queue
+        given = preparation.dispatch
+        super().__init__(runtime, Call(-1, None, preparation.async_finish, None, given.x.framework), preparation.stream, own)
+        self._queue, self._with_hook, self._preparation = queue, preparation.with_hook, preparation
         launcher = runtime.launcher(kernel)
-        self._launch = launcher.prepare(num_blocks, params)
+        self.set_launch(launcher.prepare(num_blocks, params), make_result)
         self._launch_receiving = launcher.prepare(num_blocks, {**params, "phases": LL_RECEIVE})
-        halves = (self._launch, self._launch_receiving) if preparation.with_hook else (self._launch,)
+        halves = (self.launch, self._launch_receiving) if preparation.with_hook else (self.launch,)
         self._set_address_of_rows = [half.member("y") for half in halves] if "y" in params else []
-        self._stream = None if stream is None else stream_handles.of_stream(stream)
-        self._call = Call(-1, None, preparation.async_finish, None, given.x.framework)
-        self._own = own
-        self._make_result: Callable[[Event, int], _Result] = make_result
-        self._with_hook = preparation.with_hook
-        self._views: tuple[View | None, ...] = (given.topk_idx, given.topk_weights)
-        self._arguments: tuple[Any, ...] = (given, preparation.out)
-        # The arguments and the Buffer's memory, if an allocator could reuse the arguments' memory before calls have run.
-        self._held: tuple[Any, Any] | None = None
-        self._last: tuple[int, int | None] | None = None  # the streams of the last call
-        self._event: CallEnd | None = None
-        self._result: _Result
-
-    def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
-        if not _is_ending():
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Let the order of calls hold the arguments of calls that may still run."""
-        end, self._end = self._end, None
-        if end is not None and self._held is not None:
-            self._order.hold(end, self._held[0])  # not the memory of results, whose slots wait for their streams
+        self.set_arguments((given, preparation.out), given.topk_idx, given.topk_weights)
 
     def set_rows(self, y: View) -> None:
         """Use other rows of the experts from now on. Only for a combine."""
-        self._hand_over()
+        given = self._preparation.dispatch
+        self.set_arguments((given, self._preparation.out, y), given.topk_idx, given.topk_weights, y)
         for set_address in self._set_address_of_rows:
             set_address(y.ptr)
-        self._arguments, self._views = (*self._arguments[:2], y), (*self._views[:2], y)
-        if self._held is not None:
-            self._held = self._arguments, self._own
-        if y.framework is not self._call.framework:
-            self._last = None  # the next call asks again whether it must hold its arguments
-
-    def run(self) -> _Result:
-        """Launch a whole call."""
-        self._begin()
-        self._launch(self._call.stream)
-        self._note_end()
-        self._monitor.check_inputs()
-        return self._result
 
     def send(self) -> tuple[_Result, Hook]:
         """Launch the sending half. The hook launches the receiving half on the same stream."""
         self._begin()
         with self._monitor.call_half():
             stream = self._call.stream
-            self._launch(stream)
+            self.launch(stream)
             self._note_end()
             hook = self._queue.append(self._receive, lambda: driver.capture_id(stream))
         # The prepared call must not keep the hook: if the caller drops it, the next call runs it.
@@ -249,40 +205,8 @@ class _RepeatedCall(Generic[_Result]):
             self._note_end()
         self._monitor.check()  # after the launch: other ranks wait for this half, whatever the input was
 
-    def _note_end(self) -> None:
-        call, held = self._call, self._held
-        self._order.record_prepared_end(call, held)
-        if held is not None and call.capture is None:
-            if self._end is None:
-                self._end = driver.CudaEvent(call.stream)
-            else:
-                self._end.record(call.stream)
-        if self._event is not None:  # always, after the first call has begun
-            self._event.record_again()
-
-    def _begin(self) -> None:
-        """Choose the stream, and queue the waits of the call."""
-        call = self._call
-        self._order.begin_again(call, self._stream)
-        if (call.stream, call.caller_stream) != self._last:
-            self._move()
-        self._order.enqueue_waits(call)
-        if self._network is not None:
-            self._network.wake()
-
     def _move(self) -> None:
-        """Follow a change of streams or arguments: make results for these streams, and see what has to be held."""
-        call = self._call
-        self._hand_over()
-        self._last = call.stream, call.caller_stream
-        for memory in self._own:
-            memory.add_stream(call.stream)
-            if call.caller_stream is not None:
-                memory.add_stream(call.caller_stream)
-        self._held = (self._arguments, self._own) if must_hold_arguments(call, *self._views) else None
-        if self._event is None or self._event.stream != call.stream:
-            self._event = self._order.event(call)
-            self._result = self._make_result(self._event, call.stream)
-            if self._with_hook:  # each call has a result of its own, and all share these arrays
-                for name in ("recv_x", "recv_x_scales", "num_recv_tokens_per_expert", "x"):
-                    getattr(self._result, name, None)
+        super()._move()
+        if self._with_hook:  # each call has a result of its own, and all share these arrays
+            for name in ("recv_x", "recv_x_scales", "num_recv_tokens_per_expert", "x"):
+                getattr(self._result, name, None)

@@ -63,16 +63,11 @@ class ResultMemory:
         Raises:
             EPOutOfMemoryError: if the pool is full, and results may not or cannot be copied.
         """
-        block = self.pool.allocate(num_bytes, call.stream, call.caller_stream)
+        block = self._allocate(num_bytes, call.stream, call.caller_stream)
         if block is not None:
-            if self._counts_use:
-                self._most_bytes_in_use = max(self._most_bytes_in_use, self.pool.used_bytes)
-            return Reservation(self._offsets["pool"] + block.offset, block)
+            return Reservation(self.offset_of(block), block)
         if not self._copy_when_full:
-            raise EPOutOfMemoryError(
-                f"no room for a result of {num_bytes / 1e6:.0f} MB ({self.pool.free_bytes / 1e6:.0f} MB of the pool are free). Drop "
-                f"earlier results, make the Buffer with a larger num_slots, or with on_exhausted='copy'"
-            )
+            raise EPOutOfMemoryError(f"{self._no_room(num_bytes)}, or with on_exhausted='copy'")
         self._check_can_allocate(call.stream)
         self._num_copies += 1
         if not self._has_logged_copies:
@@ -81,6 +76,21 @@ class ResultMemory:
                 "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
             )
         return Reservation(self._offsets["landing"], None)
+
+    def reserve_for_repeats(self, num_bytes: int, stream: int) -> Block:
+        """Reserve memory that peers write the rows of each dispatch of a prepared call to.
+
+        Raises:
+            EPOutOfMemoryError: if the pool is full.
+        """
+        block = self._allocate(num_bytes, stream, None)
+        if block is None:
+            raise EPOutOfMemoryError(self._no_room(num_bytes))
+        return block
+
+    def offset_of(self, block: Block) -> int:
+        """The offset of a block in symmetric memory."""
+        return self._offsets["pool"] + block.offset
 
     @property
     def use(self) -> PoolUse:
@@ -120,6 +130,18 @@ class ResultMemory:
                 return block
         self._check_can_allocate(call.stream)
         return self._stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
+
+    def _allocate(self, num_bytes: int, stream: int, reader: int | None) -> Block | None:
+        block = self.pool.allocate(num_bytes, stream, reader)
+        if block is not None and self._counts_use:
+            self._most_bytes_in_use = max(self._most_bytes_in_use, self.pool.used_bytes)
+        return block
+
+    def _no_room(self, num_bytes: int) -> str:
+        return (
+            f"no room for a result of {num_bytes / 1e6:.0f} MB ({self.pool.free_bytes / 1e6:.0f} MB of the pool are free). Drop earlier "
+            f"results, make the Buffer with a larger num_slots"
+        )
 
     def _check_can_allocate(self, stream: int) -> None:
         if driver.is_capturing(stream):

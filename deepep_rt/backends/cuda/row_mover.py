@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from ...cuda.pool import Slots
+from ...jit.launch import Launcher
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
 from .result_memory import ResultMemory
@@ -31,6 +33,47 @@ class RowMover(Protocol):
     """Moves rows by token between ranks: `Throughput` on one node, `NodesThroughput` on several."""
 
     results: ResultMemory
+    counts: Slots
+    """Memory for the counts of dispatches with a handle."""
+    num_sms: int
+    """SMs of the next calls."""
+
+    def check_support(self) -> None:
+        """Raise EPUnavailableError if this Buffer cannot make throughput calls."""
+
+    def dispatch_launch(
+        self,
+        kind: str,
+        arrays: Sequence[Any],
+        tables: int,
+        offset: int,
+        parts: Mapping[str, int],
+        capacity: int,
+        counts: int,
+    ) -> tuple[Launcher, dict[str, Any]]:
+        """Return the dispatch kernel and its Params.
+
+        Args:
+            kind: Of the call, which all ranks must agree on.
+            arrays: x, topk_idx, topk_weights and scales on the GPU.
+            tables: Address of the handle's tables.
+            offset: Of the result in symmetric memory.
+            parts: Offsets in the result.
+            capacity: Rows that fit.
+            counts: Address of the caller's counts.
+        """
+
+    def combine_launch(
+        self, inputs: CombineInputs, arrays: Sequence[Any], out: int, out_weights: int
+    ) -> tuple[Launcher, dict[str, Any]]:
+        """Return the combine kernel for rows by token, and its Params.
+
+        Args:
+            inputs: Of the combine.
+            arrays: Its x, topk_weights and biases on the GPU.
+            out: Address of the sums.
+            out_weights: Address of the sums of the weights.
+        """
 
     def send_rows(
         self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...arrays.compressed_rows import compressed_row_bytes
@@ -10,6 +10,7 @@ from ...arrays.view import View
 from ...comm import call_signature
 from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
 from ...errors import EPInputError, EPUnavailableError
+from ...jit.launch import Launcher
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs
 from .choice_sums import ChoiceSums
@@ -36,7 +37,7 @@ class Throughput:
         self._config, self._layout, self._regions = config, layout, runtime.regions
         self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
         self._counts_offsets = layout.counts.offsets
-        self._counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
+        self.counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
         self.results = ResultMemory(
             runtime.memory.ptr,
             runtime.regions,
@@ -60,7 +61,7 @@ class Throughput:
         """Launch the routing, unless a handle gives it, and the dispatch of rows by token. Wait for the counts if only they tell
         the size.
         """
-        self._check_peer_access()
+        self.check_support()
         known, stream = inputs.handle, call.stream
         self._order.enqueue_waits(call)
         needs_counts = known is None and inputs.num_worst_tokens is None
@@ -79,26 +80,16 @@ class Throughput:
             counts = tables.ptr + self._layout.handle.offsets["counts"]
         else:
             capacity, tables = known.num_recv_rows, known.routing
-            counts_owner = self._counts.acquire(stream, call.caller_stream)
+            counts_owner = self.counts.acquire(stream, call.caller_stream)
             counts = counts_owner.ptr
         parts = self._layout.result(capacity, row_bytes, scale_bytes, idx.itemsize if idx else 0, idx is not None)
         reserved = self.results.reserve(parts.num_bytes, call)
         if known is None:
             self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
         kind = call_signature.dispatch_kind(inputs.layout)
-        self._launch_dispatch(
-            kind,
-            arrays,
-            row_bytes,
-            scale_bytes,
-            tables.ptr,
-            reserved.offset,
-            parts.offsets,
-            capacity,
-            counts,
-            known is None,
-            stream,
-        )
+        launch, params = self.dispatch_launch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, counts)
+        params["follows_route"] = known is None
+        launch(stream, self.num_sms, params)
         if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
             first = self._runtime.memory.ptr + reserved.offset
             on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx.itemsize))
@@ -132,113 +123,96 @@ class Throughput:
             },
         )
 
-    def _launch_dispatch(
+    def dispatch_launch(
         self,
         kind: str,
         arrays: Sequence[Any],
-        row_bytes: int,
-        scale_bytes: int,
         tables: int,
         offset: int,
-        parts: dict[str, int],
+        parts: Mapping[str, int],
         capacity: int,
         counts: int,
-        follows_route: bool,
-        stream: int,
-    ) -> None:
-        """Launch the dispatch kernel.
-
-        Args:
-            kind: Of the call, which all ranks must agree on.
-            arrays: x, topk_idx, topk_weights, scales.
-            row_bytes: Of x.
-            scale_bytes: Of a row of scales, or 0.
-            tables: Address of the handle's tables.
-            offset: Of the result in symmetric memory.
-            parts: Offsets in the result.
-            capacity: Rows that fit.
-            counts: Address of the caller's counts.
-            follows_route: Whether this call has launched the routing.
-            stream: The call's stream.
-        """
+    ) -> tuple[Launcher, dict[str, Any]]:
+        """See `RowMover.dispatch_launch`."""
         x, idx, weights, scales = arrays
-        self._runtime.launcher("dispatch")(
-            stream,
-            self.num_sms,
-            {
-                "row_bytes": row_bytes,
-                "x": x.ptr,
-                "scales": address_of(scales),
-                "topk_idx": address_of(idx),
-                "topk_weights": address_of(weights),
-                "handle": tables,
-                "recv_x_offset": offset + parts["x"],
-                "recv_scales_offset": offset + parts["scales"],
-                "recv_topk_idx_offset": offset + parts["topk_idx"],
-                "recv_topk_weights_offset": offset + parts["topk_weights"],
-                "recv_src_idx_offset": offset + parts["src_idx"],
-                "capacity": capacity,
-                "num_recv": counts + self._counts_offsets["num_recv"],
-                "num_recv_per_expert": counts + self._counts_offsets["num_recv_per_expert"],
-                "scale_bytes": scale_bytes,
-                "idx_bytes": idx.itemsize if idx else 0,
-                "rows_per_copy": rows_per_copy(row_bytes),
-                "follows_route": follows_route,
-                "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
-            },
-        )
+        row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
+        return self._runtime.launcher("dispatch"), {
+            "row_bytes": row_bytes,
+            "x": x.ptr,
+            "scales": address_of(scales),
+            "topk_idx": address_of(idx),
+            "topk_weights": address_of(weights),
+            "handle": tables,
+            "recv_x_offset": offset + parts["x"],
+            "recv_scales_offset": offset + parts["scales"],
+            "recv_topk_idx_offset": offset + parts["topk_idx"],
+            "recv_topk_weights_offset": offset + parts["topk_weights"],
+            "recv_src_idx_offset": offset + parts["src_idx"],
+            "capacity": capacity,
+            "num_recv": counts + self._counts_offsets["num_recv"],
+            "num_recv_per_expert": counts + self._counts_offsets["num_recv_per_expert"],
+            "scale_bytes": scale_bytes,
+            "idx_bytes": idx.itemsize if idx else 0,
+            "rows_per_copy": rows_per_copy(row_bytes),
+            "follows_route": False,
+            "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
+        }
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Launch one kernel: rows arrive in the staging region of the tokens' ranks, which add them up."""
-        self._check_peer_access()
+        self.check_support()
         stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
-        x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        row_bytes = x.row_bytes
-        kernel, staged_bytes = "combine", row_bytes
+        arrays = x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
+        parts = self._layout.combined(handle.num_tokens, x.row_bytes, weights is not None)
+        owner = self.results.allocate_sums(parts.num_bytes, call)
+        out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
+        launch, params = self.combine_launch(inputs, arrays, out, out_weights)
+        launch(stream, self.num_sms, params)
+        given = inputs.topk_weights, *inputs.biases
+        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
+        shown = out, out_weights if weights is not None else None
+        return combine_views(self._runtime, x, handle.num_tokens, *shown, owner, stream)
+
+    def combine_launch(
+        self, inputs: CombineInputs, arrays: Sequence[Any], out: int, out_weights: int
+    ) -> tuple[Launcher, dict[str, Any]]:
+        """See `RowMover.combine_launch`."""
+        x, weights, *biases = arrays
+        kernel, staged_bytes = "combine", x.row_bytes
         if inputs.compress:
             kernel, staged_bytes = f"combine_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
         staging = self._layout.staging(staged_bytes).offsets
         staging_offset = self._regions.offsets["landing"]
-        num_tokens = handle.num_tokens
-        parts = self._layout.combined(num_tokens, row_bytes, weights is not None)
-        owner = self.results.allocate_sums(parts.num_bytes, call)
-        out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
-        self._runtime.launcher(kernel, x.dtype)(
-            stream,
-            self.num_sms,
-            {
-                "num_tokens": num_tokens,
-                "y": x.ptr,
-                "topk_weights": address_of(weights),
-                "bias_0": address_of(biases[0]) if biases else 0,
-                "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
-                "handle": handle.routing.ptr,
-                "out": out,
-                "out_topk_weights": out_weights,
-                "recv_x_offset": staging_offset + staging["x"],
-                "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
-                "capacity": handle.num_recv_rows,
-                "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
-            },
-        )
-        given = inputs.topk_weights, *inputs.biases
-        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
-        return combine_views(self._runtime, x, num_tokens, out, out_weights if weights is not None else None, owner, stream)
+        return self._runtime.launcher(kernel, x.dtype), {
+            "num_tokens": inputs.handle.num_tokens,
+            "y": x.ptr,
+            "topk_weights": address_of(weights),
+            "bias_0": address_of(biases[0]) if biases else 0,
+            "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
+            "handle": inputs.handle.routing.ptr,
+            "out": out,
+            "out_topk_weights": out_weights,
+            "recv_x_offset": staging_offset + staging["x"],
+            "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
+            "capacity": inputs.handle.num_recv_rows,
+            "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
+        }
 
     def add_up_choices(
         self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
     ) -> Callable[[], Views]:
         """Launch one kernel for each window of tokens; see `ChoiceSums`."""
-        self._check_peer_access()
+        self.check_support()
         return self._choice_sums.add_up(inputs, by_token, tables, self.num_sms, call)
 
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
-        self._check_peer_access()
+        self.check_support()
         return copy_ceilings(self._runtime, self.num_sms, row_bytes, num_rows, iterations)
 
-    def _check_peer_access(self) -> None:
+    def check_support(self) -> None:
+        """Raise EPUnavailableError if this Buffer cannot make throughput calls."""
         if not self._has_peer_access:
             raise EPUnavailableError(
                 f"some ranks of this Buffer have no direct access to each other; expected up to {MAX_RANKS_PER_NODE} ranks over NVLink or "

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from ...arrays.view import HOST
 from ...results import CombineResult, DispatchResult
-from ..calls import Call, CombineInputs, DispatchInputs
+from ..calls import Call, CombineInputs, DispatchInputs, ThroughputPreparation
 from .call_memory import CallMemory
 from .expert_rows import ExpertRows
 from .fp8_rows import Fp8Rows
+from .prepared_throughput import PreparedThroughput
 from .row_mover import RowMover
 from .runtime import CudaRuntime
 
@@ -51,3 +52,9 @@ class ThroughputCalls:
         self._runtime.monitor.check_inputs()
         views = self._runtime.for_caller(make_views, inputs.x.device == HOST, call.stream)
         return CombineResult(self._runtime.order.event(call), views)
+
+    def prepare(self, preparation: ThroughputPreparation) -> PreparedThroughput:
+        """Prepare calls with these arguments, which lie in GPU memory, and a handle of `layout="token"`."""
+        if preparation.compress == "fp8":
+            self._fp8_rows.check_support("compress='fp8'")
+        return PreparedThroughput(self._runtime, self._by_token, preparation)

@@ -34,10 +34,11 @@ from ..calls import (
     LowLatencyCombineInputs,
     LowLatencyDispatchInputs,
     LowLatencyPreparation,
+    ThroughputPreparation,
 )
 from ..hooks import Hooks
 from ..overflow import OverflowLog
-from ..prepared_calls import PreparedOrdinaryCalls
+from ..prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
 from .expert_rows import ExpertRows
 from .fp8_rows import convert
 from .handle_tables import HostHandleTables
@@ -101,6 +102,10 @@ class HostBackend:
             views = (self._expert_rows if inputs.handle.layout == "expert" else self._throughput).combine(inputs)
         return CombineResult(event=Event(), make_views=lambda: views)
 
+    def prepare_throughput(self, preparation: ThroughputPreparation) -> OrdinaryThroughput:
+        """Prepare calls; see `Buffer.prepare_throughput`. They take as long as ordinary ones."""
+        return OrdinaryThroughput(self, preparation)
+
     def low_latency_dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
         """Send tokens to their experts; see `Buffer.low_latency_dispatch`."""
         with self._call("low_latency_dispatch"):
@@ -111,9 +116,9 @@ class HostBackend:
         with self._call("low_latency_combine"):
             return self._low_latency.combine(inputs, with_hook)
 
-    def prepare_low_latency(self, preparation: LowLatencyPreparation) -> PreparedOrdinaryCalls:
+    def prepare_low_latency(self, preparation: LowLatencyPreparation) -> OrdinaryLowLatency:
         """Prepare calls; see `Buffer.prepare_low_latency`. They take as long as ordinary ones."""
-        return PreparedOrdinaryCalls(self, preparation, self._hooks)
+        return OrdinaryLowLatency(self, preparation, self._hooks)
 
     def low_latency_combine_view(self, framework: Framework) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""

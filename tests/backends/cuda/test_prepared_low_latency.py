@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import pickle
 import sys
 import threading
@@ -18,13 +17,16 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from fake_gpu import CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, _Library, arguments, fake, make
+from prepared_on_fake_gpu import collected, no_collection, without
 
 from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError, EPUnavailableError
 from deepep_rt.arrays.frameworks import ViewFramework
 from deepep_rt.arrays.view import View
 from deepep_rt.cuda import driver
 
-__all__ = ["fake", "make"]
+__all__ = ["collected", "fake", "make", "no_collection"]
+
+pytestmark = pytest.mark.usefixtures("collected")
 
 ADDRESSES = {"handle", "recv_x", "recv_scales", "out"}
 OPTIONS = [
@@ -45,26 +47,6 @@ COMBINE_OPTIONS = {"allow_multiple_reduction", "reduce", "compress"}
 
 def rows(fake: FakeGpu, hidden: int = 256) -> Array:
     return Array(fake, "bfloat16", 8, 256, hidden)
-
-
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    """Memory has to be free without the garbage collector, which runs at any time."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def collected(fake: FakeGpu) -> Iterator[None]:
-    """Errors that a Buffer keeps hold the frames that raised them. Free their memory before the fake driver is gone."""
-    yield
-    fake.on_launch = None
-    gc.collect()
-
-
-def without(launch: SimpleNamespace, *names: str) -> dict[str, Any]:
-    return {name: value for name, value in vars(launch).items() if name not in names}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
