@@ -156,15 +156,22 @@ __device__ inline void reduce_token(const Params& p, u64 rows, u32 choices, floa
     for (u32 rest = choices; rest;) {
       Vec16 held[kRows][kVecs];
       float factors[kRows];
+      bool has[kRows];
+      const Vec16* from[kRows];
       u32 left = rest;
+      // Find all rows before the loads start. With shuffles between the loads, the compiler for sm_90 waited for every second load.
 #pragma unroll
       for (int j = 0; j < kRows; ++j, left &= left - 1) {
+        has[j] = left != 0;
         const int choice = left ? __ffs(left) - 1 : 0;
         factors[j] = __shfl_sync(~0u, weight, choice);
+        from[j] = at<const Vec16>(rows, static_cast<u64>(choice) * kRowBytes) + first;
+      }
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-          if (left && first + i * 32 < kRowVecs)
-            held[j][i] = ld_streaming(at<const Vec16>(rows, static_cast<u64>(choice) * kRowBytes) + first + i * 32);
+          if (has[j] && first + i * 32 < kRowVecs) held[j][i] = ld_streaming(from[j] + i * 32);
         }
       }
 #pragma unroll

@@ -1,17 +1,22 @@
-"""Define `python -m deepep_rt cache`, which lists, shows and clears the disk cache of compiled kernels."""
+"""Define `python -m deepep_rt cache`, which lists, shows, checks and clears the disk cache of compiled kernels."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from .._console import console
 from ..config import COMBINE_DTYPES
-from ..errors import EPConfigError
+from ..errors import EPCacheError, EPConfigError
+from ..jit import build
 from ..jit.cache import CorruptEntry, Entry, KernelCache
+from ..jit.machine_code import MachineCode, broken_promises, machine_codes
+from ..kernels.promises import PROMISES
+from ..kernels.table import KERNELS
 from . import tables
 from .options import Json
 
@@ -81,11 +86,72 @@ def show(key: Annotated[str, typer.Argument(help="A key, or a unique beginning o
 
 
 @app.command()
+def check(as_json: Json = False) -> None:
+    """Compare the machine code of the compiled kernels with what it must have. It needs nvdisasm. Exit status 1 if it lacks something."""
+    store = KernelCache()
+    found = store.entries()
+    entries = [entry for entry in found if isinstance(entry, Entry) and _has_promises(entry)]
+    if not entries:
+        raise EPCacheError(
+            f"the cache {store.folder} has no machine code of this installation; expected at least one kernel to check. "
+            "Compile kernels first (python -m deepep_rt compile --arch sm_90)."
+        )
+    codes = machine_codes(entries)
+    broken = [
+        list(broken_promises(KERNELS[entry.info["kernel"]], PROMISES[entry.info["kernel"]], entry, code))
+        for entry, code in zip(entries, codes, strict=True)
+    ]
+    rows = list(zip(entries, codes, broken, strict=True))
+    if as_json:
+        print(json.dumps([_checked(*row) for row in rows], indent=2))
+    else:
+        _print_checked(rows)
+        left_out = len(found) - len(entries)
+        print(f"{len(entries)} {tables.plural(len(entries))} checked, {left_out} left out, in {store.folder}")
+    for entry, _, sentences in rows:
+        for sentence in sentences:
+            title = tables.title(entry.info["kernel"], _dtype(entry))
+            typer.echo(f"error: {title} for {entry.arch} (key {entry.key[:12]}): {sentence}", err=True)
+    raise typer.Exit(1 if any(broken) else 0)
+
+
+@app.command()
 def clear() -> None:
     """Delete every compiled kernel."""
     store = KernelCache()
     number = store.clear()
     print(f"removed {number} {tables.plural(number)} from {store.folder}")
+
+
+def _has_promises(entry: Entry) -> bool:
+    """Return whether an entry is machine code that this installation would load, and a kernel: `nvshmem_calls` is none."""
+    kernel = KERNELS.get(entry.info["kernel"])
+    return kernel is not None and entry.arch.startswith("sm_") and build.is_current(kernel, entry)
+
+
+def _checked(entry: Entry, code: MachineCode, broken: list[str]) -> dict[str, Any]:
+    names = {"kernel": entry.info["kernel"], "dtype": _dtype(entry), "arch": entry.arch, "key": entry.key}
+    spills = {name: entry.info[name] for name in ("spill_stores", "spill_loads")}
+    return {**names, **asdict(code), **spills, "bytes": entry.info["bytes"], "broken": broken}
+
+
+def _print_checked(rows: list[tuple[Entry, MachineCode, list[str]]]) -> None:
+    accesses = ("16-byte loads", "at once", "16-byte stores", "bulk loads", "bulk stores", "1 or 2 bytes")
+    table = tables.new_table("kernel", "arch", "key", "registers", "stack", "spills", *accesses, "instructions", "bytes", "")
+    for entry, code, broken in rows:
+        info = entry.info
+        _, _, _, spills = tables.usage(info)
+        numbers = (code.wide_loads, code.loads_at_once, code.wide_stores, code.bulk_loads, code.bulk_stores, code.narrow_accesses)
+        table.add_row(
+            tables.title(info["kernel"], _dtype(entry)),
+            entry.arch,
+            entry.key[:12],
+            *map(tables.number, (code.registers, code.stack_bytes)),
+            spills,
+            *map(tables.number, (*numbers, code.instructions, info["bytes"])),
+            "broken" if broken else "ok",
+        )
+    console(tables.WIDTH_OF_LOGS).print(table)
 
 
 def _described(entry: Entry | CorruptEntry) -> dict[str, Any]:

@@ -10,7 +10,10 @@ WIDTH_OF_LOGS = 220
 """Columns that the table of the cache needs."""
 
 
-_RIGHT = ("registers", "shared", "stack", "spills", "bytes", "seconds", "calls/s", "sent GB/s", "received GB/s", "pool")
+_RIGHT = (
+    *("registers", "shared", "stack", "spills", "bytes", "seconds", "calls/s", "sent GB/s", "received GB/s", "pool"),
+    *("16-byte loads", "at once", "16-byte stores", "bulk loads", "bulk stores", "1 or 2 bytes", "instructions"),
+)
 
 
 def usage(info: dict[str, Any]) -> tuple[str, str, str, str]:

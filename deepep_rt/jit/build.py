@@ -93,6 +93,23 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
     return CompiledKernel(key, entry.code, entry.info, compiled=True)
 
 
+def is_current(kernel: Kernel, entry: Entry, *, folder: Path | None = None) -> bool:
+    """Return whether `build` would return an entry: its sources and its tools are those of this installation.
+
+    Args:
+        kernel: The entry of the kernel table with the name of the cached kernel.
+        entry: A cubin of the kernel cache.
+        folder: Folder of the sources; default: `source_dir()`.
+    """
+    constants, link_arch = entry.info["constants"], entry.arch if entry.info["nvshmem"] else None
+    if not _versions(link_arch is not None).items() <= entry.info["versions"].items():
+        return False
+    try:
+        return _key(kernel, constants, entry.arch, link_arch, folder) == entry.key
+    except KeyError:  # the sources have got a constant since
+        return False
+
+
 def _hit(entry: Entry) -> CompiledKernel:
     stats.hits += 1
     _log.debug("%s for %s is in the cache (%d hits, %d misses)", entry.info["kernel"], entry.arch, stats.hits, stats.misses)

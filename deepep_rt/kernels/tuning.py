@@ -55,6 +55,11 @@ def has_overlap(arch: str) -> bool:
     return arch_number(arch) >= 90
 
 
+def has_tma(arch: str) -> bool:
+    """Return whether a target has a copy engine for bulk copies."""
+    return arch_number(arch) >= 90
+
+
 def tuning(config: Config, arch: str) -> dict[str, int]:
     """Return the constants that differ between architectures, and the shape of the thread blocks.
 
@@ -62,15 +67,15 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     whole warp copies. The other warps of a dispatch block are metadata warps, which copy the small arrays. A combine block has a signal
     warp, which raises flags, and reduce warps, which add up rows.
     """
-    has_tma = arch_number(arch) >= 90
+    with_tma = has_tma(arch)
     stage = max(STAGE_BYTES, -(-config.row_bytes // 128) * 128)
     pitch = stage + 128  # staging keeps the destination's offset within its 128-byte line
-    dispatch_copy_warps = min(2, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 12
-    combine_copy_warps = min(3, max(1, _STAGING_BYTES // (2 * stage))) if has_tma else 8
+    dispatch_copy_warps = min(2, max(1, _STAGING_BYTES // (2 * stage))) if with_tma else 12
+    combine_copy_warps = min(3, max(1, _STAGING_BYTES // (2 * stage))) if with_tma else 8
     dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_copy_warps * stage)))
     combine_stages = max(2, min(8, _STAGING_BYTES // (combine_copy_warps * stage)))
     return {
-        "kHasTma": int(has_tma),
+        "kHasTma": int(with_tma),
         "kLlThreads": config.low_latency_threads,
         # 16-byte vectors that a thread loads at once. Registers limit them.
         "kLlVecsPerThread": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 3 if config.statistics else 4,
@@ -87,16 +92,16 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kDispatchItemsPerTicket": 4,
         "kDispatchCopyWarps": dispatch_copy_warps,
         "kDispatchStages": dispatch_stages,
-        "kDispatchThreads": 32 * (dispatch_copy_warps + (6 if has_tma else 4)),
-        "kDispatchSharedBytes": dispatch_copy_warps * dispatch_stages * pitch if has_tma else 0,
+        "kDispatchThreads": 32 * (dispatch_copy_warps + (6 if with_tma else 4)),
+        "kDispatchSharedBytes": dispatch_copy_warps * dispatch_stages * pitch if with_tma else 0,
         "kCombineItemsPerTicket": 2,
         "kCombineCopyWarps": combine_copy_warps,
         "kCopyWarpsOfManyBlocks": combine_copy_warps,
         "kManyBlocks": _MANY_BLOCKS,
         "kCopyOwnRowsBlocks": _COPY_OWN_ROWS_BLOCKS,
         "kCombineStages": combine_stages,
-        "kCombineThreads": 32 * (combine_copy_warps + (13 if has_tma else 8)),
-        "kCombineSharedBytes": combine_copy_warps * combine_stages * pitch if has_tma else 0,
+        "kCombineThreads": 32 * (combine_copy_warps + (13 if with_tma else 8)),
+        "kCombineSharedBytes": combine_copy_warps * combine_stages * pitch if with_tma else 0,
     }
 
 

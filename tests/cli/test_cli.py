@@ -22,10 +22,12 @@ from without import without
 import deepep_rt
 from deepep_rt.cli import app as cli
 from deepep_rt.config import COMBINE_DTYPES, Config
-from deepep_rt.errors import EPCompileError
-from deepep_rt.jit import build, compiler, libraries
+from deepep_rt.errors import EPCompileError, EPUnavailableError
+from deepep_rt.jit import build, compiler, disassembler, libraries
 from deepep_rt.jit.cache import SUFFIX, KernelCache
+from deepep_rt.kernels import promises
 from deepep_rt.kernels.layout import Layout
+from deepep_rt.kernels.promises import Promise
 from deepep_rt.kernels.source import kernel_constants
 from deepep_rt.kernels.table import KERNELS
 
@@ -245,6 +247,47 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     assert f"removed {len(listed)} kernels" in terminal("cache", "clear")
     assert "removed 0 kernels" in terminal("cache", "clear")
     assert terminal.json("cache", "list") == []
+
+
+def test_the_kernels_keep_their_promises(terminal: Terminal, filled: Path) -> None:
+    _needs_nvdisasm()
+    checked = terminal.json("cache", "check")
+    assert {row["kernel"] for row in checked} == set(ONE_NODE)
+    assert not any(row["broken"] for row in checked)
+    combine = next(row for row in checked if row["kernel"] == "combine")
+    assert (combine["bulk_loads"] > 0, combine["bulk_stores"] > 0, combine["loads_at_once"]) == (True, True, 16)
+    assert combine["registers"] <= 65536 // 512
+
+
+def test_a_broken_promise_is_reported(terminal: Terminal, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _needs_nvdisasm()
+    layout = kernel_constants(Layout(Config(2, 64, 1024, 2, 8)), "sm_90", KERNELS["zero_padding"])
+    names = ("zero_padding", "dispatch_layout")
+    keys = [build.build(KERNELS[name], layout, "sm_90").key for name in names]
+    KernelCache().put(entry(key="ef" * 32, kernel="route", versions={"deepep_rt": "0.0", "nvrtc": libraries.nvrtc_version()}))
+    monkeypatch.setitem(promises.PROMISES, "zero_padding", Promise(bulk_copies=True))
+    table = terminal("cache", "check", status=1)
+    ok, broken = sorted(line for line in table.splitlines() if line.startswith(names))
+    assert ok.split()[-1] == "ok"
+    assert broken.split()[-1] == "broken"
+    assert f"2 kernels checked, 1 left out, in {cache}" in table
+    message = f"zero_padding for sm_90 (key {keys[0][:12]}): 0 bulk loads and 0 bulk stores; expected at least one of each"
+    assert terminal.err.splitlines() == [f"error: {message}"]
+    rows = terminal.json("cache", "check", status=1)
+    assert [len(row["broken"]) for row in rows] == [0, 1]
+
+
+def test_a_check_of_nothing_fails(terminal: Terminal, cache: Path) -> None:
+    KernelCache().put(entry())
+    terminal("cache", "check", status=1)
+    assert "has no machine code of this installation; expected at least one kernel to check" in terminal.err
+
+
+def _needs_nvdisasm() -> None:
+    try:
+        disassembler.nvdisasm()
+    except EPUnavailableError:
+        pytest.skip("nvdisasm comes with deepep_rt[dev]")
 
 
 @pytest.mark.usefixtures("filled")

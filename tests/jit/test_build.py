@@ -22,7 +22,7 @@ import deepep_rt
 from deepep_rt import EPCacheError, EPCompileError, EPConfigError
 from deepep_rt.config import Config
 from deepep_rt.jit import build, compiler, current_gpu, libraries
-from deepep_rt.jit.cache import SUFFIX
+from deepep_rt.jit.cache import SUFFIX, KernelCache
 from deepep_rt.kernels import structs
 from deepep_rt.kernels.kernel import Kernel
 from deepep_rt.kernels.layout import Layout
@@ -75,6 +75,20 @@ def test_build_compiles_once_and_describes_the_kernel(sources: Path, cache: Path
     assert info["versions"] == {"deepep_rt": deepep_rt.__version__, "nvrtc": libraries.nvrtc_version()}
     assert info["nvshmem"] is False
     assert info["created"].endswith("+00:00")
+
+
+def test_only_entries_of_this_installation_are_current(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = _key(sources)
+    (cached,) = KernelCache().entries()
+    assert cached.key == key
+    assert build.is_current(TINY, cached, folder=sources)
+    fewer = {name: value for name, value in cached.info["constants"].items() if name != "kTinyThreads"}
+    assert not build.is_current(TINY, replace(cached, info={**cached.info, "constants": fewer}), folder=sources)
+    (sources / "tiny.cu").write_text(SOURCE + "\n")
+    assert not build.is_current(TINY, cached, folder=sources)
+    (sources / "tiny.cu").write_text(SOURCE)
+    monkeypatch.setattr(libraries, "nvrtc_version", lambda: "99.0")
+    assert not build.is_current(TINY, cached, folder=sources)
 
 
 def test_ptx_needs_no_driver(sources: Path, cache: Path) -> None:
