@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->dispatch_epoch + 1;
 
-  // Route does not end on ranks whose routings differ, so those need no comparison.
+  // All ranks have computed a new routing together, so its serial needs no comparison. 0 differs from that of each known routing.
   const u32 serial = p.follows_route ? 0 : *at<const u32>(p.handle, kHandleSerial);
   clear_next_waits(p, epoch, kPhaseDispatchWindow, kPhaseDispatchRows);
 

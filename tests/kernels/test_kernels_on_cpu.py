@@ -12,6 +12,7 @@ import pytest
 from deepep_rt import EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows
 from deepep_rt.cuda import driver
+from deepep_rt.kernels import tuning
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.device_arrays import array_at
 from tests.kernels_on_cpu.machine import Machine
@@ -153,6 +154,14 @@ def test_silent_rank_is_named():
 def test_throughput(arch, seed):
     with Machine(3, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=seed % 4 > 1) as machine:
         throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 4)
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_copies_of_own_rows(seed, monkeypatch):
+    """Combines of few ranks read such rows where they lie, unless they have many blocks."""
+    monkeypatch.setattr(tuning, "_COPY_OWN_ROWS_BLOCKS", 0)
+    with Machine(3, seed) as machine:
+        throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 3)
 
 
 @pytest.mark.parametrize("seed", seeds(4))

@@ -154,7 +154,7 @@ class Throughput:
             "scale_bytes": scale_bytes,
             "idx_bytes": idx.itemsize if idx else 0,
             "rows_per_copy": rows_per_copy(row_bytes),
-            "follows_route": False,
+            "follows_route": False,  # only a call that launches the routing sets it
             "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
         }
 
