@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from ..errors import EPCompileError, EPConfigError, EPUnavailableError
 from . import structs
 from .kernel import Kernel
 from .layout import Layout
+from .source_file import SourceFile, read_source, words_of
 from .tuning import combine_constants, compressed_stages, compression_constants, local_constants, tuning
 
 Constants = Mapping[str, int]
@@ -98,35 +99,41 @@ def _with_its_name(source: str, text: str, folder: Path | None = None) -> str:
 def used_constants(kernel: Kernel, constants: Constants, folder: Path | None = None) -> dict[str, int]:
     """Return the constants whose names occur in the kernel's source, its headers or a struct. Others do not change its key."""
     shared = _shared_structs(kernel, folder)
-    texts = ["\n".join(sources_of(kernel, folder).values()), *(struct.members for struct in shared), kernel.params]
-    words = frozenset[str]().union(*map(_words, texts))
-    return {name: value for name, value in constants.items() if name in words}
+    words = [file.words for file in _files_of(kernel, folder).values()]
+    words += [_words(text) for text in (*(struct.members for struct in shared), kernel.params)]
+    used = set[str]().union(*(constants.keys() & some for some in words))
+    return {name: value for name, value in constants.items() if name in used}
 
 
 def _shared_structs(kernel: Kernel, folder: Path | None) -> list[structs.CStruct]:
     """Return the structures whose names occur in the kernel's source or its headers."""
-    words = _words("\n".join(sources_of(kernel, folder).values()))
-    return [struct for struct in structs.SHARED if struct.name in words]
-
-
-@functools.lru_cache(maxsize=256)  # a kernel's text is read for each of its sizes, and has 100 KB
-def _words(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", text))
+    files = _files_of(kernel, folder).values()
+    return [struct for struct in structs.SHARED if any(struct.name in file.words for file in files)]
 
 
 def sources_of(kernel: Kernel, folder: Path | None) -> dict[str, str]:
-    """Read the kernel's source and, transitively, the headers that it includes: path relative to `folder` -> text."""
-    folder = folder or source_dir()
-    texts: dict[str, str] = {}
+    """Return the kernel's source and, transitively, the headers that it includes: path relative to `folder` -> text."""
+    return {name: file.text for name, file in _files_of(kernel, folder).items()}
+
+
+def _files_of(kernel: Kernel, folder: Path | None) -> dict[str, SourceFile]:
+    base = str(folder or source_dir())
+    files: dict[str, SourceFile] = {}
     waiting = [kernel.source]
     while waiting:
         name = waiting.pop(0)
-        path = folder / name
-        if name in texts or (texts and not path.is_file()):  # a header of NVSHMEM; the key has NVSHMEM's version
+        if name in files:
             continue
         try:
-            texts[name] = path.read_text()
+            files[name] = read_source(f"{base}/{name}")
         except OSError as error:
+            if files and not os.path.isfile(f"{base}/{name}"):  # a header of NVSHMEM; the key has NVSHMEM's version
+                continue
             raise EPCompileError(f"the source of kernel {kernel.name} cannot be read: {error}") from error
-        waiting += re.findall(r'^\s*#\s*include\s*"([^"]+)"', texts[name], re.M)
-    return texts
+        waiting += files[name].includes
+    return files
+
+
+@functools.lru_cache(maxsize=64)
+def _words(text: str) -> frozenset[str]:
+    return words_of(text)
