@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import platform
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -13,4 +13,4 @@ def host_identity() -> str:
 
     Host names alone do not suffice, because two hosts may have the same. The second part is new with each start of the system.
     """
-    return f"{socket.gethostname()} {_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ''}"
+    return f"{platform.node()} {_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ''}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +66,22 @@ def _with_patch(version: str, library: str, wheel: str) -> str:
 
         path = Path(pathfinder.load_nvidia_dynamic_lib(library).abs_path).resolve()
         known.append(path.name.partition(".so.")[2])  # a toolkit's file: libnvrtc.so.12.9.86
-        for name in (wheel, f"{wheel}-cu{version.partition('.')[0]}"):
-            with suppress(importlib.metadata.PackageNotFoundError):
-                found = importlib.metadata.distribution(name)
-                if path.is_relative_to(Path(str(found.locate_file("nvidia"))).resolve()):
-                    known.append(found.version)
+        known += _wheel_versions(path, (wheel, f"{wheel}-cu{version.partition('.')[0]}"))
     return next((full for full in known if full.startswith(f"{version}.")), version)
+
+
+def _wheel_versions(library: Path, wheels: Sequence[str]) -> list[str]:
+    """Return the versions of these wheels in the site folder of a library.
+
+    The names of their folders tell them, as in `nvidia_cuda_nvrtc_cu12-12.9.86.dist-info`. The import of `importlib.metadata` would take
+    as long as all other modules of the compiler together, and each process makes keys.
+    """
+    nvidia = next((folder for folder in library.parents if folder.name == "nvidia"), None)
+    if nvidia is None:
+        return []
+    found = (folder.name.removesuffix(".dist-info").rpartition("-") for folder in nvidia.parent.glob("nvidia?*-*.dist-info"))
+    names = {re.sub(r"[-_.]+", "-", wheel).lower() for wheel in wheels}
+    return [version for name, _, version in found if re.sub(r"[-_.]+", "-", name).lower() in names]
 
 
 @functools.cache

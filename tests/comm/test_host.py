@@ -24,6 +24,6 @@ def test_containers_with_names_of_their_own_differ(monkeypatch: pytest.MonkeyPat
     """They have one boot identity, as network namespaces of a host do."""
     names = []
     for name in ("epA", "epB"):
-        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        monkeypatch.setattr("platform.node", lambda name=name: name)
         names.append(host.host_identity())
     assert len(set(names)) == 2

@@ -60,6 +60,7 @@ def test_versions_include_the_patch_release(version: Callable[[], str], wheel: s
     [
         ("cuda/lib64/libnvrtc.so.12.9.41", "12.9.41"),
         ("site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "12.9.86"),
+        ("other/nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "12.9.79"),  # from an older wheel, which did not normalise its name
         ("other/libnvrtc.so.12", "12.9"),
         ("cuda/lib64/libnvrtc.so.12.8.93", "12.9"),  # the file belongs to another version than the loaded library
     ],
@@ -71,12 +72,9 @@ def test_the_patch_release_comes_from_the_file_or_its_wheel(
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).touch()
     (tmp_path / "link.so").symlink_to(tmp_path / file)
-    wheels = {"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
-    monkeypatch.setattr(
-        importlib.metadata,
-        "distribution",
-        lambda name: SimpleNamespace(version=wheels[name], locate_file=lambda part: tmp_path / "site" / part),
-    )
+    wheels = "nvidia_cuda_nvrtc-13.0.88", "nvidia_cuda_nvrtc_cu12-12.9.86", "nvidia_cuda_nvcc_cu12-12.9.12"
+    for wheel in (*(f"site/{name}" for name in wheels), "other/nvidia-cuda-nvrtc-cu12-12.9.79"):
+        (tmp_path / f"{wheel}.dist-info").mkdir(parents=True)
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", lambda name: SimpleNamespace(abs_path=str(tmp_path / "link.so")))
     assert libraries._with_patch("12.9", "nvrtc", "nvidia-cuda-nvrtc") == version
 
