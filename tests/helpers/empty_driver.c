@@ -14,7 +14,9 @@ static unsigned long long next_address = 1ull << 40;
 ANSWER(cuCtxGetCurrent, void*, context)
 ANSWER(cuCtxGetDevice, int, 0)
 ANSWER(cuDeviceGet, int, ordinal, int ordinal)
-ANSWER(cuDeviceGetAttribute, int, 132, int attribute, int device)
+ANSWER(cuDeviceGetCount, int, 1)
+// 75 and 76 are the two parts of the compute capability, so kernels are those of sm_90. Every other attribute is the number of SMs.
+ANSWER(cuDeviceGetAttribute, int, attribute == 75 ? 9 : attribute == 76 ? 0 : 132, int attribute, int device)
 ANSWER(cuMemAlloc, unsigned long long, next_address += 1ull << 32, size_t num_bytes)
 ANSWER(cuMemHostAlloc, void*, calloc(1, num_bytes), size_t num_bytes, unsigned flags)
 ANSWER(cuStreamCreate, unsigned long long, next_address += 4096, unsigned flags)
@@ -41,7 +43,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned
     const char* name;
     void* function;
   } known[] = {KNOWN(cuCtxGetCurrent), KNOWN(cuCtxGetDevice), KNOWN(cuDeviceGet),         KNOWN(cuDeviceGetAttribute),
-               KNOWN(cuMemAlloc),      KNOWN(cuMemHostAlloc), KNOWN(cuStreamCreate),      KNOWN(cuEventCreate),
+               KNOWN(cuDeviceGetCount), KNOWN(cuMemAlloc),      KNOWN(cuMemHostAlloc), KNOWN(cuStreamCreate),      KNOWN(cuEventCreate),
                KNOWN(cuMemGetInfo),    KNOWN(cuDeviceGetName), KNOWN(cuStreamIsCapturing)};
   *function = (void*)succeed;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)

@@ -32,11 +32,16 @@ def main() -> None:
             measure()
         os._exit(0)  # the driver has no memory that destructors could free
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(__file__).with_name("empty_driver.c")
-        command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", source]
-        subprocess.run(command, check=True)
+        build_empty_driver(folder)
         environment = {**os.environ, "EMPTY_DRIVER": "1", "LD_LIBRARY_PATH": folder}
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
+
+
+def build_empty_driver(folder: str) -> None:
+    """Compile the driver into a folder for `LD_LIBRARY_PATH`."""
+    source = Path(__file__).with_name("empty_driver.c")
+    command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", source]
+    subprocess.run(command, check=True)
 
 
 def make_buffer() -> Any:

@@ -1,0 +1,121 @@
+"""Make the first Buffer of this process, and write what each stage took. `bench/start.py` starts this file by its path.
+
+Python would import the package before a module of it. This file is none, so it measures that import too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+_EXCHANGE, _MEMORY, _CUDA = "Buffer: exchanges between ranks", "Buffer: memory", "Buffer: start of CUDA"
+
+
+class Clock:
+    """Adds up the milliseconds of stages.
+
+    Attributes:
+        spent: The milliseconds of each stage, in the order of the stages.
+    """
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the block as stage `name`."""
+        begin = monotonic_ns()
+        yield
+        self.spent[name] = (monotonic_ns() - begin) / 1e6
+
+
+def load_modules(clock: Clock, backend: str) -> None:
+    """Import in stages what a Buffer imports when it is made, so that its functions can be wrapped before."""
+    with clock.stage("import mpi4py.MPI, which starts MPI"):
+        import mpi4py.MPI  # noqa: F401
+    with clock.stage("import numpy"):
+        import numpy  # noqa: F401
+    with clock.stage("import deepep_rt"):
+        import deepep_rt
+    if backend == "cuda":
+        with clock.stage("import cuda.bindings"):
+            import cuda.bindings.driver  # noqa: F401
+    with clock.stage("modules of the backend"):
+        import deepep_rt.backends.factory
+        import deepep_rt.comm.convert
+        import deepep_rt.comm.mpi
+
+        if backend == "cuda":
+            import deepep_rt.backends.cuda.backend
+        else:
+            import deepep_rt.backends.host.backend  # noqa: F401
+
+
+def functions_of(backend: str) -> list[tuple[str, Any, str]]:
+    """Return what is wrapped: the name of the stage, a class or module, and the name of the function in it."""
+    from deepep_rt.comm import consensus, mpi
+
+    methods = ("allgather", "finish", "Dup", "begin_private_comm", "sub_comm")
+    functions = [
+        *((_EXCHANGE, mpi.MpiCommunicator, name) for name in methods),
+        (_EXCHANGE, consensus.Consensus, "all_ok"),
+    ]
+    if backend == "host":
+        return functions
+    from deepep_rt.backends import agreement
+    from deepep_rt.backends.cuda import backend as cuda_backend
+    from deepep_rt.cuda import driver, nvshmem
+    from deepep_rt.jit import loader
+
+    in_driver = ("allocate", "allocate_pinned", "fill", "free_bytes", "synchronize", "trim_memory_pool")
+    return [
+        (_CUDA, agreement, "why_no_gpu"),
+        (_CUDA, driver, "use_device"),
+        *functions,
+        ("Buffer: NVSHMEM's bindings and library", nvshmem, "load"),
+        ("Buffer: NVSHMEM's start", nvshmem, "runtime"),
+        (_MEMORY, cuda_backend.CudaBackend, "_allocate"),
+        *((_MEMORY, driver, name) for name in in_driver),
+        ("Buffer: kernels found in the cache", loader, "build"),
+        ("Buffer: kernels loaded by the driver", loader, "_load"),
+    ]
+
+
+def make_buffer(clock: Clock, backend: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Make the Buffer in stages, and destroy it. Return what it runs on."""
+    from mpi4py import MPI
+
+    import deepep_rt
+    from deepep_rt.bench.stages import Stages
+
+    stages, functions = Stages(), functions_of(backend)
+    MPI.COMM_WORLD.Barrier()  # the ranks do not start at once
+    with stages.installed(functions), clock.stage("Buffer: rest"):
+        buffer = deepep_rt.Buffer(MPI.COMM_WORLD, backend=backend, **sizes)
+    with buffer:
+        gpus, num_ranks = buffer.describe().gpus, buffer.config.num_ranks
+    whole_ms = clock.spent.pop("Buffer: rest")
+    spent_ms = {name: stages.spent[name].ns / 1e6 for name, _, _ in functions}
+    clock.spent |= {**spent_ms, "Buffer: rest": whole_ms - sum(spent_ms.values())}
+    return {"gpu": gpus[0], "num_ranks": num_ranks, "is_first": MPI.COMM_WORLD.rank == 0}
+
+
+def main() -> None:
+    """Measure, and write the result of rank 0 to a file. The arguments are nanoseconds, the file, the backend and sizes in JSON."""
+    launched_ns, path, backend, sizes = sys.argv[1:]
+    clock = Clock()
+    clock.spent["launcher and interpreter"] = (monotonic_ns() - int(launched_ns)) / 1e6
+    load_modules(clock, backend)
+    found = make_buffer(clock, backend, json.loads(sizes))
+    if found.pop("is_first"):
+        Path(path).write_text(json.dumps({**found, "ms": clock.spent}))
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder: its modules are not for imports by their own names
+    main()
