@@ -117,5 +117,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its modules are not for imports by their own names
+    # The modules of this folder must hide no other library. With PYTHONSAFEPATH, Python does not put it on the path.
+    if sys.path[0] == str(Path(__file__).parent):
+        del sys.path[0]
     main()
