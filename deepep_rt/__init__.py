@@ -32,6 +32,7 @@ from .results import (
     LowLatencyHandle,
 )
 from .statistics import CallStatistics, PoolUse, Statistics
+from .tuned import CopyShape, Tuning, TuningResult, TuningRow
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -40,6 +41,7 @@ __all__ = [
     "BufferDescription",
     "CallStatistics",
     "CombineResult",
+    "CopyShape",
     "DispatchHandle",
     "DispatchResult",
     "EPCacheError",
@@ -61,4 +63,7 @@ __all__ = [
     "PreparedLowLatency",
     "PreparedThroughput",
     "Statistics",
+    "Tuning",
+    "TuningResult",
+    "TuningRow",
 ]

@@ -50,6 +50,25 @@ def remeasure() -> bool:
     return _flag("DEEPEP_RT_REMEASURE")
 
 
+def tuning() -> bool:
+    """`DEEPEP_RT_TUNING=0`: Buffers use no stored tuning. It is 1 when unset."""
+    return not os.environ.get("DEEPEP_RT_TUNING") or _flag("DEEPEP_RT_TUNING")
+
+
+@contextmanager
+def without_tunings() -> Iterator[None]:
+    """Let Buffers that are made in the block use no stored tuning."""
+    before = os.environ.get("DEEPEP_RT_TUNING")
+    os.environ["DEEPEP_RT_TUNING"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DEEPEP_RT_TUNING"]
+        else:
+            os.environ["DEEPEP_RT_TUNING"] = before
+
+
 def share_gpus() -> bool:
     """`DEEPEP_RT_SHARE_GPUS=1`: several ranks may use one GPU, for development. They take turns and are slow, except under MPS."""
     return _flag("DEEPEP_RT_SHARE_GPUS")
@@ -112,6 +131,7 @@ _READERS = {
     "DEEPEP_RT_ARCH": arch,
     "DEEPEP_RT_DEBUG": debug,
     "DEEPEP_RT_REMEASURE": remeasure,
+    "DEEPEP_RT_TUNING": tuning,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
     "DEEPEP_RT_NVTX": nvtx,
     "DEEPEP_RT_STATISTICS": statistics,

@@ -2,7 +2,8 @@
 
 A call takes three steps. `backends/inputs` turns the arguments into checked Views. `backends/cuda` or `backends/host` moves the rows. The
 results hold Views, which become arrays of the caller's framework at first access (`results`). `dispatch` and `combine` are in
-`_throughput_calls`, the low-latency calls in `_low_latency_calls`, and the life of a Buffer is in `_buffer_base`.
+`_throughput_calls`, the low-latency calls in `_low_latency_calls`, `autotune` in `_tuning_calls`, and the life of a Buffer in
+`_buffer_base`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from . import _env
 from ._buffer_base import living_buffers
 from ._checks import argument_error, choice
 from ._low_latency_calls import LowLatencyCalls
 from ._throughput_calls import ThroughputCalls
+from ._tuning_calls import TuningCalls
 from .backends.base import Backend
 from .backends.calls import BufferInfo
-from .config import Config, declared_ranks_per_node
+from .config import USUAL_SMS, Config, declared_ranks_per_node
 from .description import BufferDescription
 from .errors import EPConfigError, EPDestroyedError
 from .kernels.layout import Layout
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 _serials = itertools.count(1)
 
 
-class Buffer(ThroughputCalls, LowLatencyCalls):
+class Buffer(ThroughputCalls, LowLatencyCalls, TuningCalls):
     """Sends tokens to the ranks of their experts (`dispatch`), and adds up the experts' outputs at the tokens' rank (`combine`).
 
     Making a Buffer, destroying it, and every call are collective: all ranks of `comm` make the same calls in the same order. So one thread
@@ -55,7 +58,8 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
         backend: "cuda", "host" (NumPy and MPI, no GPU), or "auto": CUDA if there are a GPU and cuda-python (the extras).
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 300. A
             GPU counts them from when its kernel begins to wait; work that is queued before does not count.
-        num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls.
+        num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls. Default: what `autotune` has
+            stored for such a Buffer on such GPUs, or 24. Pass the same on all ranks.
         low_latency: Allocate memory for `low_latency_dispatch` and `low_latency_combine`, which need it. Each of their results has room
             for `num_experts * num_max_tokens_per_rank` rows: see `size_hint`, and make a Buffer of few tokens for decoding.
         low_latency_sms: SMs that a low-latency call occupies, for any number of tokens (fewer only for a small `num_max_tokens_per_rank`).
@@ -106,7 +110,7 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
         num_slots: int = 2,
         backend: str = "auto",
         timeout_s: float | None = None,
-        num_sms: int = 24,
+        num_sms: int | None = None,
         low_latency: bool = False,
         low_latency_sms: int = 128,
         ranks_per_node: int | None = None,
@@ -127,6 +131,7 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs, "statistics": statistics}
         try:
             annotate = annotator()
+            _env.tuning()  # the backend reads it too; all ranks hear of a wrong value only here
             backend = choice(backend, "backend", ("auto", "cuda", "host"), error=EPConfigError)
             on_exhausted = choice(on_exhausted, "on_exhausted", ("copy", "error"), error=EPConfigError)
             if network is not None and not isinstance(network, NetworkOptions):
@@ -139,7 +144,8 @@ class Buffer(ThroughputCalls, LowLatencyCalls):
                 num_experts=num_experts,
                 dtype=dtype,
                 num_slots=num_slots,
-                num_sms=num_sms,
+                num_sms=USUAL_SMS if num_sms is None else num_sms,
+                leaves_sms=num_sms is None,
                 low_latency=low_latency,
                 low_latency_sms=low_latency_sms,
                 ranks_per_node=declared_ranks_per_node(ranks.Get_size()) if ranks_per_node is None else ranks_per_node,

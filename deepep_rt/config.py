@@ -18,6 +18,9 @@ from .errors import EPConfigError
 MAX_TOPK = 32
 MAX_EXPERTS = 1 << 13
 MAX_SMS = 1 << 10
+USUAL_SMS = 24
+"""SMs of dispatch and combine, unless the program or a stored tuning says otherwise."""
+
 MAX_RANKS_PER_NODE = 8
 MAX_NODES = 32
 """Nodes of a Buffer with throughput calls."""
@@ -54,10 +57,10 @@ MAX_ROUTE_BLOCKS = 16
 
 
 @functools.lru_cache
-def rows_per_copy(row_bytes: int) -> int:
-    """Return the rows of one bulk copy: the largest power of two up to 32 that fits a stage, at least one."""
+def rows_per_copy(row_bytes: int, copy_bytes: int = STAGE_BYTES) -> int:
+    """Return the rows of one bulk copy: the largest power of two up to 32 with at most `copy_bytes` bytes, at least one."""
     rows = 1
-    while rows < 32 and 2 * rows * row_bytes <= STAGE_BYTES:
+    while rows < 32 and 2 * rows * row_bytes <= copy_bytes:
         rows *= 2
     return rows
 
@@ -79,7 +82,7 @@ def declared_ranks_per_node(num_ranks: int) -> int | None:
     return min(declared, num_ranks)
 
 
-def _dtype_name(dtype: Any) -> Any:
+def dtype_name(dtype: Any) -> Any:
     """Return the name of an element type of any library, such as `torch.bfloat16` or `np.float32`. Return other objects unchanged."""
     if dtype is None or isinstance(dtype, str):
         return dtype
@@ -118,6 +121,7 @@ class Config:
         recv_limit: `num_max_recv_tokens` as given to the Buffer. The property `num_max_recv_tokens` is the number that counts.
         transport: "nvshmem" or "mpi": the transport to ranks of other nodes, which is chosen when the Buffer is made.
         statistics: Whether calls add to the numbers of `Buffer.statistics`.
+        leaves_sms: Whether the program passed `num_sms=None`. A stored tuning may then replace `num_sms`.
 
     Raises:
         EPConfigError: if a value is out of range. The message names the value and the range.
@@ -130,7 +134,7 @@ class Config:
     num_experts: int
     dtype: str = "bfloat16"
     num_slots: int = 2
-    num_sms: int = 24
+    num_sms: int = USUAL_SMS
     timeout_s: float = dataclasses.field(default_factory=_env.timeout_s)
     low_latency: bool = False
     low_latency_sms: int = 128
@@ -141,6 +145,7 @@ class Config:
     recv_limit: int | None = None
     transport: str = "nvshmem"
     statistics: bool = dataclasses.field(default_factory=_env.statistics)
+    leaves_sms: bool = False
 
     def __post_init__(self) -> None:
         self._check_types_and_ranges()
@@ -151,7 +156,7 @@ class Config:
 
     def _check_types_and_ranges(self) -> None:
         """Check each setting alone, and store it as a Python type."""
-        self._set("dtype", _dtype_name(self.dtype))
+        self._set("dtype", dtype_name(self.dtype))
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise argument_error(
                 self.dtype, "dtype", f"one of {', '.join(DTYPES)}", "Pass a name, or a library's dtype.", EPConfigError
@@ -171,7 +176,7 @@ class Config:
             self._set("ranks_per_node", self._checked_ranks_per_node())
         if self.recv_limit is not None:
             self._set("recv_limit", self._checked_recv_limit())
-        for name in ("low_latency", "check_inputs", "statistics"):
+        for name in ("low_latency", "check_inputs", "statistics", "leaves_sms"):
             self._set(name, flag(getattr(self, name), name, error=EPConfigError))
         self._set("transport", choice(self.transport, "transport", ("nvshmem", "mpi"), error=EPConfigError))
         self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
@@ -334,6 +339,8 @@ class Config:
         """Return all settings by the names that `Buffer` gives them, so that ranks can compare them."""
         settings = dataclasses.asdict(self)
         settings["num_max_recv_tokens"] = settings.pop("recv_limit")
+        if settings.pop("leaves_sms"):
+            settings["num_sms"] = None
         return settings
 
     def constants(self) -> dict[str, int]:

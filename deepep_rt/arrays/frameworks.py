@@ -152,7 +152,10 @@ _MAKERS: dict[str, Callable[[], Framework]] = {
 }
 _MASKED = ("MaskedArray", "MaskedTensor")  # of NumPy and of PyTorch
 _MAX_MESSAGE_CHARS = 200  # of another library's message
-FRAMEWORK_OF_CLASS: dict[type, Framework] = {View: ViewFramework()}
+VIEWS = ViewFramework()
+"""The framework of Views."""
+
+FRAMEWORK_OF_CLASS: dict[type, Framework] = {View: VIEWS}
 """The framework of each array class that was seen so far."""
 
 _singletons: dict[type[Framework], Framework] = {}

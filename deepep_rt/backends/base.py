@@ -20,6 +20,7 @@ from ..results import (
     LowLatencyHandle,
 )
 from ..statistics import Counters
+from ..tuned import TuningResult
 from .call_lock import CallLock
 from .calls import (
     BufferInfo,
@@ -94,6 +95,9 @@ class Backend(Protocol):
 
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """See `Buffer.copy_ceilings`."""
+
+    def autotune(self, num_tokens: int, dtype: str, limit_s: float, saves: bool) -> TuningResult:
+        """See `Buffer.autotune`."""
 
     def counters(self, during_capture: bool = False) -> Counters:
         """Return what `Buffer.statistics` tells of a Buffer with `config.statistics`. Any thread may call it, also after `destroy`.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .. import _env
 from ..errors import EPError
 from .ranks import check_writable, fail_together
 from .references import Reference, load
@@ -101,7 +102,7 @@ def run_program(
         show: Prints a result and its comparisons with references.
     """
     try:
-        with fail_together(comm) as ranks:
+        with fail_together(comm) as ranks, _env.without_tunings():
             references = load(args.compare) if args.compare else []
             if args.json:
                 check_writable(ranks, args.json, "--json", is_file=True)

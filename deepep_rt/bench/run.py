@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .. import _env
 from ..config import Config
 from ..errors import EPConfigError, EPUnavailableError
 from . import report
@@ -59,7 +60,8 @@ def measure(
     """
     from mpi4py import MPI
 
-    with fail_together(MPI.COMM_WORLD) as comm:
+    # Figures of machines compare only with the same settings, so a stored tuning of this machine has no part in them.
+    with fail_together(MPI.COMM_WORLD) as comm, _env.without_tunings():
         if what not in (*BENCHMARKS, "all", "jitter"):
             raise EPConfigError(
                 f"what={what!r}; expected one of {', '.join((*BENCHMARKS, 'all', 'jitter'))}. Choose one of them."

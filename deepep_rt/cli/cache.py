@@ -1,4 +1,4 @@
-"""Define `python -m deepep_rt cache`, which lists, shows, checks and clears the disk cache of compiled kernels."""
+"""Define `python -m deepep_rt cache`, which lists, shows, checks and clears the disk cache of compiled kernels, and stored tunings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import _env
 from .._console import console
+from ..backends import saved_tunings
 from ..config import COMBINE_DTYPES
 from ..errors import EPCacheError, EPConfigError
 from ..jit import build
@@ -20,7 +22,7 @@ from ..kernels.table import KERNELS
 from . import tables
 from .options import Json
 
-app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="The disk cache of compiled kernels, and stored tunings.", no_args_is_help=True, rich_markup_mode=None)
 
 _SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kRingDepth", "kRanksPerNode")
 _MOST_CHOICES = 10  # keys in the answer to an ambiguous one
@@ -28,7 +30,7 @@ _MOST_CHOICES = 10  # keys in the answer to an ambiguous one
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """List the compiled kernels."""
+    """List the compiled kernels, and count the stored tunings."""
     store = KernelCache()
     entries = store.entries()
     if as_json:
@@ -38,6 +40,7 @@ def list_(as_json: Json = False) -> None:
         print(
             f"The cache {store.folder} is empty. Kernels are added when they are first used, or with: python -m deepep_rt compile"
         )
+        _print_number_of_tunings()
         return
     numbers = ("bytes", "registers", "shared", "stack", "spills")
     table = tables.new_table("kernel", "arch", "key", "compiled for", *numbers, "NVSHMEM", "built with", "created")
@@ -55,6 +58,7 @@ def list_(as_json: Json = False) -> None:
     console(tables.WIDTH_OF_LOGS).print(table)
     total = sum(len(entry.code) for entry in entries if isinstance(entry, Entry))
     print(f"{len(entries)} {tables.plural(len(entries))}, {total:,} bytes, in {store.folder}")
+    _print_number_of_tunings()
 
 
 @app.command()
@@ -116,11 +120,57 @@ def check(as_json: Json = False) -> None:
 
 
 @app.command()
-def clear() -> None:
-    """Delete every compiled kernel."""
+def tunings(as_json: Json = False) -> None:
+    """List the stored choices of Buffer.autotune."""
+    found = [document for document in saved_tunings.FILES.all() if saved_tunings.is_readable(document)]
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    folder = _env.cache_dir() / saved_tunings.FILES.folder
+    if not found:
+        print(f"There are no stored tunings in {folder}. Buffer.autotune() makes them.")
+        return
+    table = tables.new_table("ranks", "GPUs", "tokens", "hidden", "dtype", "topk", "experts", "choice", "kernels", "created")
+    for document in found:
+        key = document[saved_tunings.FILES.key_name]
+        sizes = [str(key[name]) for name in ("num_max_tokens_per_rank", "hidden", "dtype", "num_topk", "num_experts")]
+        nodes = key["num_ranks"] // key["ranks_per_node"]
+        ranks = f"{key['num_ranks']}, {nodes} nodes" if nodes > 1 else str(key["num_ranks"])
+        choice = str(saved_tunings.of_plain(document["tuning"]))
+        state = "these" if saved_tunings.is_current(key) else "others"
+        table.add_row(ranks, ", ".join(dict.fromkeys(key["gpus"])), *sizes, choice, state, document["created"])
+    console(tables.WIDTH_OF_LOGS).print(table)
+    print(f"{len(found)} {_plural_of_tunings(len(found))} in {folder}")
+
+
+@app.command()
+def clear(
+    tuning: Annotated[bool, typer.Option("--tuning", help="Delete the stored tunings instead, and no kernel.")] = False,
+) -> None:
+    """Delete every compiled kernel. Stored tunings stay, because they cost a measurement."""
+    if tuning:
+        folder = _env.cache_dir() / saved_tunings.FILES.folder
+        try:
+            number = saved_tunings.FILES.clear()
+        except OSError as error:
+            raise EPCacheError(
+                f"stored tunings in {folder} cannot be deleted: {error}; expected a folder that this user can write. Set "
+                f"DEEPEP_RT_CACHE_DIR to another folder"
+            ) from error
+        print(f"removed {number} {_plural_of_tunings(number)} from {folder}")
+        return
     store = KernelCache()
     number = store.clear()
     print(f"removed {number} {tables.plural(number)} from {store.folder}")
+
+
+def _print_number_of_tunings() -> None:
+    if number := len(saved_tunings.FILES.all()):
+        print(f"{number} {_plural_of_tunings(number)}; see: python -m deepep_rt cache tunings")
+
+
+def _plural_of_tunings(number: int) -> str:
+    return "stored tuning" if number == 1 else "stored tunings"
 
 
 def _has_promises(entry: Entry) -> bool:

@@ -12,7 +12,10 @@ from .timed_collectives import format_ranks
 
 _ARRIVING, _ARRIVED = 1, 2
 _NUM_WORDS = 8  # always the same, because an allgather that some ranks gave up may meet the next one of other ranks
-_MEASUREMENT = "copy_ceiling", "all ranks to call it"
+COPY_CEILING = "copy_ceiling"
+"""The usual measurement."""
+
+_ALL_CALL = "all ranks to call it"
 
 
 def timed_allgather(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:
@@ -56,28 +59,30 @@ def private_comm(comm: Communicator, timeout_s: float, phase: str, hint: str) ->
     return own
 
 
-def agree_on_measurement(comm: Communicator, timeout_s: float, *, has_memory: bool = True, **arguments: int) -> None:
-    """Compare the arguments of a measurement on all ranks.
+def agree_on_measurement(
+    comm: Communicator, timeout_s: float, measurement: str = COPY_CEILING, *, has_memory: bool = True, **arguments: int
+) -> None:
+    """Compare the arguments of a measurement on all ranks. `measurement` is its name for messages.
 
     Raises:
         EPInputError: on every rank, if the arguments differ.
         EPOutOfMemoryError: on every rank, if one rank has no memory for it.
         EPTimeoutError: if a rank does not arrive.
     """
-    gathered = timed_allgather(comm, (has_memory, *arguments.values()), timeout_s, *_MEASUREMENT)
+    gathered = timed_allgather(comm, (has_memory, *arguments.values()), timeout_s, measurement, _ALL_CALL)
     if any(values[1:] != gathered[0][1:] for values in gathered):
         listed = "; ".join(
             f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(arguments, values[1:], strict=True))
             for rank, values in enumerate(gathered)
         )
-        raise EPInputError(f"{listed}; expected the same on all ranks. Pass the same arguments to copy_ceiling everywhere.")
+        raise EPInputError(f"{listed}; expected the same on all ranks. Pass the same arguments to {measurement} everywhere.")
     if without := [rank for rank, values in enumerate(gathered) if not values[0]]:
         raise EPOutOfMemoryError(
-            f"copy_ceiling has no memory for the rows on {format_ranks(without)}; expected room on all ranks. Pass a smaller num_rows."
+            f"{measurement} has no memory for the rows on {format_ranks(without)}; expected room on all ranks. Pass a smaller num_rows."
         )
 
 
-def begin_measurement(comm: Communicator, timeout_s: float) -> None:
+def begin_measurement(comm: Communicator, timeout_s: float, measurement: str = COPY_CEILING) -> None:
     """Wait until all ranks have arrived, and leave at almost the same time."""
-    timed_allgather(comm, (), timeout_s, *_MEASUREMENT)
+    timed_allgather(comm, (), timeout_s, measurement, _ALL_CALL)
     comm.Barrier()

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import EPCompileError, EPConfigError, EPUnavailableError
+from ..tuned import CopyShape
 from . import structs
+from .copy_shapes import copy_constants
 from .kernel import Kernel
 from .layout import Layout
 from .source_file import SourceFile, read_source, words_of
@@ -20,7 +22,9 @@ NVSHMEM_CALLS = "common/nvshmem_calls.cu"
 """The file that is linked to kernels that call NVSHMEM, relative to the folder of the CUDA sources."""
 
 
-def kernel_constants(layout: Layout, arch: str, kernel: Kernel, dtype: str | None = None) -> dict[str, int]:
+def kernel_constants(
+    layout: Layout, arch: str, kernel: Kernel, dtype: str | None = None, shape: CopyShape | None = None
+) -> dict[str, int]:
     """Return each constant that `kernel` may use.
 
     Args:
@@ -28,6 +32,7 @@ def kernel_constants(layout: Layout, arch: str, kernel: Kernel, dtype: str | Non
         arch: Target, such as "sm_90".
         kernel: An entry of the kernel table.
         dtype: Element type, for a kernel that is compiled once for each.
+        shape: The shape of the copy warps of `dispatch` or `combine`. None: the usual one.
 
     Raises:
         EPConfigError: if `kernel` needs a dtype and there is none.
@@ -45,6 +50,8 @@ def kernel_constants(layout: Layout, arch: str, kernel: Kernel, dtype: str | Non
             constants.update(compressed_stages(config, dtype, kernel.compression))
     if kernel.compression:
         constants.update(compression_constants(config, kernel.compression))
+    if shape is not None:
+        constants.update(copy_constants(kernel.name, config, shape, bool(constants["kHasTma"])))
     return constants
 
 

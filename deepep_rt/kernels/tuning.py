@@ -8,8 +8,10 @@ import numpy as np
 
 from ..arrays.compressed_rows import COMPRESSIONS, LEAST_AMAX, SCALE_RULES, compressed_row_bytes
 from ..arrays.dtypes import DTYPES, FP8_GROUP
-from ..config import COMBINE_DTYPES, LOW_LATENCY_TILE_BYTES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, STAGE_BYTES, Config, rows_per_copy
+from ..config import COMBINE_DTYPES, LOW_LATENCY_TILE_BYTES, MAX_ROUTE_BLOCKS, ROUTE_THREADS, Config, rows_per_copy
 from ..errors import EPConfigError
+from ..tuned import CALLS
+from .copy_shapes import copy_constants, usual_shape
 
 MIN_ARCH = "sm_80"
 """The oldest GPUs that the kernels are written for."""
@@ -22,8 +24,6 @@ MAX_POSITION_BLOCKS = 64
 
 CHOICES_PER_BLOCK = 256
 """Choices for which expert_positions gets another block, up to its most blocks."""
-
-_STAGING_BYTES = 192 * 1024  # shared memory of a block for stages; sm_90 has 227 KB
 
 # With fewer blocks, combine reads rows of its own rank where they lie. Measured on 2 H100 (docs/measured.md).
 _COPY_OWN_ROWS_BLOCKS = 20
@@ -68,12 +68,9 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     warp, which raises flags, and reduce warps, which add up rows.
     """
     with_tma = has_tma(arch)
-    stage = max(STAGE_BYTES, -(-config.row_bytes // 128) * 128)
-    pitch = stage + 128  # staging keeps the destination's offset within its 128-byte line
-    dispatch_copy_warps = min(2, max(1, _STAGING_BYTES // (2 * stage))) if with_tma else 12
-    combine_copy_warps = min(3, max(1, _STAGING_BYTES // (2 * stage))) if with_tma else 8
-    dispatch_stages = max(2, min(8, _STAGING_BYTES // (dispatch_copy_warps * stage)))
-    combine_stages = max(2, min(8, _STAGING_BYTES // (combine_copy_warps * stage)))
+    usual: dict[str, int] = {}
+    for call in CALLS:  # both have stages of the same size
+        usual |= copy_constants(call, config, usual_shape(call, config, with_tma), with_tma)
     return {
         "kHasTma": int(with_tma),
         "kLlThreads": config.low_latency_threads,
@@ -81,7 +78,6 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kLlVecsPerThread": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 3 if config.statistics else 4,
         "kLlTableBytes": config.low_latency_table_bytes,
         "kLlTileBytes": LOW_LATENCY_TILE_BYTES,
-        "kStageBytes": pitch,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
         # NVSHMEM's functions use up to 158 registers, so a block has 256 threads.
@@ -90,18 +86,10 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kEmptyWarps": 2,
         "kExposeWarps": 2,
         "kDispatchItemsPerTicket": 4,
-        "kDispatchCopyWarps": dispatch_copy_warps,
-        "kDispatchStages": dispatch_stages,
-        "kDispatchThreads": 32 * (dispatch_copy_warps + (6 if with_tma else 4)),
-        "kDispatchSharedBytes": dispatch_copy_warps * dispatch_stages * pitch if with_tma else 0,
         "kCombineItemsPerTicket": 2,
-        "kCombineCopyWarps": combine_copy_warps,
-        "kCopyWarpsOfManyBlocks": combine_copy_warps,
         "kManyBlocks": _MANY_BLOCKS,
         "kCopyOwnRowsBlocks": _COPY_OWN_ROWS_BLOCKS,
-        "kCombineStages": combine_stages,
-        "kCombineThreads": 32 * (combine_copy_warps + (13 if with_tma else 8)),
-        "kCombineSharedBytes": combine_copy_warps * combine_stages * pitch if with_tma else 0,
+        **usual,
     }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from deepep_rt import Buffer, EPConfigError, EPError, EPInputError
+from deepep_rt import Buffer, EPConfigError, EPError, EPInputError, EPUnavailableError
 from deepep_rt import _checks as checks
 from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.view import View
@@ -93,6 +93,15 @@ PRODUCERS = {
     "a used capsule": Producer(capsule=_used),
     "words without an end": Producer(capsule=ValueError("x" * 10**6)),
 }
+
+
+def test_autotune_on_the_host(buffer: Buffer) -> None:
+    """It refuses, because messages have nothing to tune. Wrong arguments come first, as on GPUs."""
+    with pytest.raises(EPUnavailableError, match="autotune on backend='host'; expected GPUs"):
+        buffer.autotune()
+    _refused(lambda: buffer.autotune(num_tokens=9), "num_tokens=9", "1 to 8")
+    _refused(lambda: buffer.autotune(dtype="float32"), "dtype='float32'", "bfloat16")
+    _refused(lambda: buffer.autotune(max_seconds="1"), "max_seconds='1'")
 
 
 @pytest.mark.parametrize("name", PRODUCERS)

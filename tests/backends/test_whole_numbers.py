@@ -13,7 +13,7 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 import pytest
 
-from deepep_rt import Buffer, EPConfigError, EPError, EPInputError, NetworkOptions
+from deepep_rt import Buffer, EPConfigError, EPError, EPInputError, EPUnavailableError, NetworkOptions
 from deepep_rt.config import Config
 
 torch = pytest.importorskip("torch")
@@ -106,6 +106,15 @@ def _measure(method: str, name: str) -> Callable[[dict[str, Any], Any], bool]:
     return lambda w, v: bool(getattr(w["plain"], method)(**{"row_bytes": 16, "num_rows": 4, "iterations": 1, name: v}))
 
 
+def _tune(world: dict[str, Any], num_tokens: Any) -> str:
+    """Return the refusal of the host backend, which comes after the checks of all arguments."""
+    try:
+        world["plain"].autotune(num_tokens=num_tokens)
+    except EPUnavailableError as error:
+        return str(error)
+    raise AssertionError("the host backend has nothing to tune")
+
+
 def _make_v1(name: str) -> Callable[[dict[str, Any], Any], None]:
     return lambda w, v: deep_ep.Buffer(MPI.COMM_SELF, **{name: v}).destroy()
 
@@ -138,6 +147,7 @@ CASES: dict[str, Case] = {
     **{f"Buffer.size_hint.{name}": (good, _hint(name)) for name, good in {"num_ranks": 4, **SIZES}.items()},
     **{f"Buffer.size_hint.{name}": (2, _hint(name)) for name in ("num_slots", "ranks_per_node", "num_max_recv_tokens")},
     "Buffer.num_sms (set)": (16, _set_num_sms),
+    "Buffer.autotune.num_tokens": (4, _tune),
     "Buffer.dispatch.num_worst_tokens": (8, lambda w, v: _send(buffer=w["plain"], num_worst_tokens=v)),
     "Buffer.dispatch.expert_alignment": (4, lambda w, v: _send(buffer=w["plain"], expert_alignment=v)),
     "Buffer.mask_rank.rank": (0, lambda w, v: w["low"].mask_rank(v)),
@@ -202,7 +212,16 @@ CASES: dict[str, Case] = {
     ),
 }
 ALWAYS_RAISE = {"compat.Buffer.get_local_buffer_tensor.offset"}
-MAY_BE_NONE = ("num_worst_tokens", "num_max_recv_tokens", "ranks_per_node", "row_bytes", "num_rows", *_NETWORK)
+MAY_BE_NONE = (
+    "Buffer.num_sms",
+    "autotune.num_tokens",
+    "num_worst_tokens",
+    "num_max_recv_tokens",
+    "ranks_per_node",
+    "row_bytes",
+    "num_rows",
+    *_NETWORK,
+)
 MADE_BY_CALLS = {
     "Handle",
     "TracedHandle",

@@ -20,6 +20,8 @@ from entries import entry
 from without import without
 
 import deepep_rt
+from deepep_rt import CopyShape, Tuning, TuningResult
+from deepep_rt.backends import saved_tunings
 from deepep_rt.cli import app as cli
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError, EPUnavailableError
@@ -247,6 +249,30 @@ def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Pa
     assert f"removed {len(listed)} kernels" in terminal("cache", "clear")
     assert "removed 0 kernels" in terminal("cache", "clear")
     assert terminal.json("cache", "list") == []
+
+
+def test_stored_tunings_are_listed_and_stay_until_they_are_asked_for(terminal: Terminal, cache: Path) -> None:
+    """A choice costs a measurement, so clearing the kernels keeps it."""
+    assert "no stored tunings" in terminal("cache", "tunings")
+    assert terminal.json("cache", "tunings") == []
+    config = Config(2, 4096, 7168, 8, 256)
+    chosen = Tuning(16, dispatch=CopyShape(2, 7, 14336))
+    for key in (
+        saved_tunings.key_of(config, ["H100 (sm_90)"] * 2),
+        {**saved_tunings.key_of(config, ["H200 (sm_90)"] * 2), "kernels": "old"},
+    ):
+        saved_tunings.save(key, TuningResult(chosen, (), 4096, "bfloat16", 1.0))
+    (cache / "tunings" / f"{'0' * 64}.json").write_text("{}")
+    assert "2 stored tunings; see: python -m deepep_rt cache tunings" in terminal("cache", "list")
+    assert "removed 0 kernels" in terminal("cache", "clear")
+    table = terminal("cache", "tunings")
+    lines = {line.split()[1]: line for line in table.splitlines() if "sm_90" in line}
+    assert all(word in lines["H100"] for word in ("4096", "7168", "bfloat16", str(chosen), "these"))
+    assert "others" in lines["H200"]
+    assert f"2 stored tunings in {cache / 'tunings'}" in table
+    assert {document["tuning"]["num_sms"] for document in terminal.json("cache", "tunings")} == {16}
+    assert "removed 3 stored tunings" in terminal("cache", "clear", "--tuning")
+    assert terminal.json("cache", "tunings") == []
 
 
 def test_the_kernels_keep_their_promises(terminal: Terminal, filled: Path) -> None:

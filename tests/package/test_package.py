@@ -34,7 +34,7 @@ FILES = {
 LAYERS = [
     "errors _version _shim _env _checks _console",
     "arrays",
-    "config network traffic description statistics",
+    "config network traffic description statistics tuned",
     "results",
     "comm",
     "kernels",
@@ -44,7 +44,7 @@ LAYERS = [
     "backends.host",
     "backends.cuda",
     "backends.factory",
-    "buffer _buffer_base _low_latency_calls _statistics_files _throughput_calls prepared",
+    "buffer _buffer_base _low_latency_calls _statistics_files _throughput_calls _tuning_calls prepared",
     "__init__",
     "torch",
     "jax",

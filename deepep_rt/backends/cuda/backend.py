@@ -26,12 +26,15 @@ from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
 from ...results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult
 from ...statistics import Counters
+from ...tuned import Tuning, TuningResult
+from .. import saved_tunings
 from ..agreement import announce
 from ..base import PreparedCalls
 from ..call_lock import CallLock
 from ..calls import BufferInfo, Call, LowLatencyPreparation, ThroughputPreparation
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
 from ..prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
+from .autotune import autotune
 from .handle_tables import CudaHandleTables
 from .link_rates import measure_links
 from .low_latency import LowLatency
@@ -93,12 +96,20 @@ class CudaBackend:
                 measure = functools.partial(MEASURE, device=device, arch=arch, context=self.context, allocate=allocate)
             path = self._agree_on_path(config, hosts, gpus, measure)
             config = dataclasses.replace(config, path=path.choice.name)
+        self._tuning_key = saved_tunings.key_of(config, gpus)
+        mine = saved_tunings.load(self._tuning_key, config) if comm.Get_rank() == 0 else None
+        gathered = comm.allgather((free_bytes, arch, mine and saved_tunings.plain(mine)))
+        all_free_bytes, archs, (choice_of_first, *_) = zip(*gathered, strict=True)
+        stored = saved_tunings.of_plain(choice_of_first) if choice_of_first else None  # no two ranks may use different ones
+        if stored is not None and config.leaves_sms:
+            config = dataclasses.replace(config, num_sms=stored.num_sms)
+        self._archs, self._sms_are_set = archs, not config.leaves_sms
         self._config, layout = config, Layout(config)
         self.info = BufferInfo(serial, config, device)
         self.description = describe(self.name, config, hosts, gpus, transport, path, _memory_of(layout))
         self.call_lock = CallLock(self.context)
         self.tables = CudaHandleTables(self.info, layout)
-        all_free_bytes, archs = zip(*comm.allgather((free_bytes, arch)), strict=True)
+        self._describe_tuning(stored)
         _check_free_memory(layout, all_free_bytes)
         self._memory = self._allocate(allocator, layout.symmetric.num_bytes, network)
         self._resources = ExitStack()
@@ -106,7 +117,15 @@ class CudaBackend:
         try:
             with self._consensus.step():  # peers write to control memory only after all ranks have cleared theirs
                 self.runtime = CudaRuntime(
-                    self.info, layout, comm, self._memory, arch, self.context, self.call_lock, self._resources
+                    self.info,
+                    layout,
+                    comm,
+                    self._memory,
+                    arch,
+                    self.context,
+                    self.call_lock,
+                    self._resources,
+                    stored.shapes if stored else {},
                 )
                 self.throughput = (
                     NodesThroughput(self.runtime, layout.nodes, copy_when_full)
@@ -185,6 +204,21 @@ class CudaBackend:
     @num_sms.setter
     def num_sms(self, num_sms: int) -> None:
         self.throughput.num_sms = num_sms
+        self._sms_are_set = True
+
+    def autotune(self, num_tokens: int, dtype: str, limit_s: float, saves: bool) -> TuningResult:
+        """Measure, save the choice and use it from now on; see `Buffer.autotune`."""
+        with self.context:
+            result = autotune(self.runtime, self.throughput, self._archs, self._tuning_key, num_tokens, dtype, limit_s, saves)
+            self.runtime.use_shapes(result.chosen.shapes)
+        if not self._sms_are_set:
+            self.throughput.num_sms = result.chosen.num_sms
+        self._describe_tuning(result.chosen)
+        return result
+
+    def _describe_tuning(self, tuning: Tuning | None) -> None:
+        if tuning is not None:
+            self.description = dataclasses.replace(self.description, tuning=str(tuning))
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Choose the stream of a call; raise if an earlier call timed out."""

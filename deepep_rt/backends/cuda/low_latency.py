@@ -72,8 +72,7 @@ class LowLatency:
 
     def allow_overlap(self, allowed: bool) -> None:
         """Set whether the next launches may start while the kernel before them ends."""
-        for launcher in self._runtime.launchers.values():
-            launcher.allow_overlap(allowed)
+        self._runtime.allow_overlap(allowed)
 
     # --- masks -------------------------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
+from ...config import STAGE_BYTES
 from ...cuda import driver
 from ...cuda.pool import Slots
 from ...cuda.stream_memory import StreamPool
@@ -20,6 +21,7 @@ from ...kernels.layout import Layout
 from ...kernels.source import kernel_constants
 from ...kernels.table import KERNELS
 from ...results import Views
+from ...tuned import CALLS, CopyShape
 from ..call_lock import CallLock
 from ..calls import BufferInfo
 from .monitor import Monitor
@@ -43,6 +45,7 @@ class CudaRuntime:
         context: The GPU's context.
         call_lock: The lock of its calls.
         resources: Releases what the constructor and `slots` acquire.
+        shapes: The shapes of the kernels `dispatch` and `combine` that are not the usual ones.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class CudaRuntime:
         context: driver.CurrentContext,
         call_lock: CallLock,
         resources: ExitStack,
+        shapes: Mapping[str, CopyShape] | None = None,
     ) -> None:
         self.info, self.config, self.device = info, info.config, info.device
         self.layout, self.comm, self.rank = layout, comm, comm.Get_rank()
@@ -62,7 +66,9 @@ class CudaRuntime:
         self.memory, self.regions = memory, layout.symmetric
         self.is_destroyed = False
         self.launchers: dict[tuple[str, str | None], Launcher] = {}
-        self._arch, self._resources = arch, resources
+        self.arch, self._resources = arch, resources
+        self._allows_overlap = True
+        self.use_shapes(shapes or {})
         for region in ("control", "low_latency", "network"):  # flags start at zero
             if self.regions.sizes.get(region):
                 driver.fill(self.address_of_region(region), 0, self.regions.sizes[region])
@@ -99,8 +105,8 @@ class CudaRuntime:
         launcher = self.launchers.get((name, dtype))
         if launcher is None:
             kernel = KERNELS[name]
-            constants = kernel_constants(self.layout, self._arch, kernel, dtype)
-            function = loader.load(kernel, constants, self._arch)
+            constants = kernel_constants(self.layout, self.arch, kernel, dtype, self.shapes.get(name))
+            function = loader.load(kernel, constants, self.arch)
             fixed = {
                 "peers": self.memory.peers,
                 "state": self.state,
@@ -110,7 +116,25 @@ class CudaRuntime:
                 "pes": self.memory.network_ids,
             }
             launcher = self.launchers[name, dtype] = Launcher(kernel, function, constants, fixed)
+            launcher.allow_overlap(self._allows_overlap)
         return launcher
+
+    def use_shapes(self, shapes: Mapping[str, CopyShape]) -> None:
+        """Set the shapes of `dispatch` and `combine` for later launchers. Launchers that other objects hold keep theirs.
+
+        Args:
+            shapes: By kernel. Kernels that are missing get the usual shape.
+        """
+        self.shapes = dict(shapes)
+        self.dispatch_copy_bytes = shapes["dispatch"].copy_bytes if "dispatch" in shapes else STAGE_BYTES
+        """The most bytes of one copy of `dispatch`, unless a row is larger."""
+        self.launchers = {key: launcher for key, launcher in self.launchers.items() if key[0] not in CALLS}
+
+    def allow_overlap(self, allowed: bool) -> None:
+        """Set whether launches from now on may start while the kernel before them ends."""
+        self._allows_overlap = allowed
+        for launcher in self.launchers.values():
+            launcher.allow_overlap(allowed)
 
     # --- arguments and results ---------------------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class Throughput:
             "num_recv_per_expert": counts + self._counts_offsets["num_recv_per_expert"],
             "scale_bytes": scale_bytes,
             "idx_bytes": idx.itemsize if idx else 0,
-            "rows_per_copy": rows_per_copy(row_bytes),
+            "rows_per_copy": rows_per_copy(row_bytes, self._runtime.dispatch_copy_bytes),
             "follows_route": False,  # only a call that launches the routing sets it
             "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
         }

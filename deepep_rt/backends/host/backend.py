@@ -18,12 +18,13 @@ import numpy as np
 
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import agree_on_measurement, begin_measurement
+from ...comm.rendezvous import COPY_CEILING, agree_on_measurement, begin_measurement
 from ...config import Config
 from ...description import BufferDescription
-from ...errors import EPError, EPOutOfMemoryError
+from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError
 from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineResult, LowLatencyDispatchResult
 from ...statistics import Counters
+from ...tuned import TuningResult
 from ..agreement import announce
 from ..call_lock import CallLock
 from ..calls import (
@@ -157,7 +158,7 @@ class HostBackend:
         outgoing = incoming = None
         with contextlib.suppress(MemoryError):
             outgoing, incoming = (np.ones((num_ranks, num_rows * row_bytes), np.uint8) for _ in range(2))
-        agree_on_measurement(self._comm, self._config.timeout_s, has_memory=incoming is not None, **arguments)
+        agree_on_measurement(self._comm, self._config.timeout_s, COPY_CEILING, has_memory=incoming is not None, **arguments)
         assert outgoing is not None
         assert incoming is not None
         begin_measurement(self._comm, self._config.timeout_s)
@@ -167,6 +168,12 @@ class HostBackend:
             self._comm.Alltoall(outgoing, incoming)
         slowest_s = max(self._comm.allgather((time.perf_counter() - start) / iterations))
         return {"messages": num_rows * max(num_ranks - 1, 1) * row_bytes / slowest_s}
+
+    def autotune(self, num_tokens: int, dtype: str, limit_s: float, saves: bool) -> TuningResult:
+        """Refuse: messages of processes have nothing to tune."""
+        raise EPUnavailableError(
+            "autotune on backend='host'; expected GPUs, whose kernels have settings to tune. Call it only where buffer.backend is 'cuda'"
+        )
 
     def copy(self, source: int, out: View, stream: int | None) -> None:
         """Copy host memory at once."""

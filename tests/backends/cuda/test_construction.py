@@ -39,8 +39,8 @@ __all__ = ["fake", "make"]
 
 
 def _is_memory(gathered: Any) -> bool:
-    """Tell whether a rank says its free bytes and its target."""
-    return isinstance(gathered, tuple) and len(gathered) == 2 and isinstance(gathered[0], int) and isinstance(gathered[1], str)
+    """Tell whether a rank says its free bytes, its target and the stored tuning."""
+    return isinstance(gathered, tuple) and len(gathered) == 3 and isinstance(gathered[0], int) and isinstance(gathered[1], str)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -53,7 +53,7 @@ def test_a_buffer_that_does_not_fit_allocates_nothing(
     monkeypatch.setattr(
         FakeCommunicator,
         "allgather",
-        lambda _, mine: [(few if r == rank else plenty, mine[1]) if _is_memory(mine) else mine for r in range(4)],
+        lambda _, mine: [(few if r == rank else plenty, *mine[1:]) if _is_memory(mine) else mine for r in range(4)],
     )
     monkeypatch.setattr(nvshmem, "allocate", lambda *_: pytest.fail("symmetric memory was allocated"))
     need = Buffer.size_hint(num_ranks=4, num_max_tokens_per_rank=4096, hidden=7168, num_topk=4, num_experts=32)["total"]

@@ -126,10 +126,8 @@ def test_ranks_of_different_architectures(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts."""
-    archs = [(1 << 50, arch) for arch in ("sm_90", "sm_90", "sm_80", "sm_90")]
-    monkeypatch.setattr(
-        "fake_gpu.FakeCommunicator.allgather", lambda self, value: archs if value == (1 << 50, "sm_90") else [value] * 4
-    )
+    archs = [(1 << 50, arch, None) for arch in ("sm_90", "sm_90", "sm_80", "sm_90")]
+    monkeypatch.setattr("fake_gpu.FakeCommunicator.allgather", lambda self, value: archs if value == archs[0] else [value] * 4)
     with make(low_latency=True) as buffer:
         sent = buffer.low_latency_dispatch(*arguments(fake)[:2])
         assert (sent.recv_x.dtype, sent.recv_x_scales, fake.pop_launches()[0].use_fp8) == ("bfloat16", None, 0)
