@@ -296,7 +296,8 @@ class Config:
     @cached_property
     def low_latency_table_bytes(self) -> int:
         """The bytes of shared memory of a low-latency dispatch. It holds the experts of all tokens, then a bit per token and rank."""
-        return max(self.num_max_tokens_per_rank * self.num_topk * 2 + 3 & ~3, self.num_ranks * self.low_latency_bitmap_words * 4)
+        most = max(self.num_max_tokens_per_rank * self.num_topk * 2, self.num_ranks * self.low_latency_bitmap_words * 4)
+        return most + 7 & ~7  # a thread reads 8 bytes at a time
 
     @cached_property
     def low_latency_bitmap_words(self) -> int:
@@ -306,8 +307,8 @@ class Config:
     @cached_property
     def most_low_latency_tokens(self) -> int:
         """The most tokens per rank of low-latency calls. The tables of a block have to fit its shared memory."""
-        room = _LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts - 9 * self.num_ranks
-        return min(room // 4 * 2 // self.num_topk, room // (4 * self.num_ranks) * 32)
+        room = (_LOW_LATENCY_SHARED_BYTES - 4 * self.num_experts - 9 * self.num_ranks) // 8 * 8
+        return min(room // 2 // self.num_topk, room // (4 * self.num_ranks) * 32)
 
     @property
     def fits_low_latency(self) -> bool:

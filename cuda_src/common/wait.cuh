@@ -70,6 +70,21 @@ __device__ inline void send_heartbeat(const Params& p, u64 now) {
 // With a scale-out domain this is no inline function. NVSHMEM's functions in each wait would need more registers than a thread has.
 __device__ __noinline__ void send_heartbeat_out_of_line(const Params& p, u64 now) { send_heartbeat(p, now); }
 
+// Whether a function looks after long waits, which then remember no more than when they began. In low-latency kernels, code that a call
+// jumps over costs time. Throughput kernels do not notice it, and have no registers left for a call.
+constexpr bool kWaitsAreSimple = kIsLowLatency && !kMasksOnTimeout && !kCountsWaits;
+
+// Called by a simple wait from time to time, with what it returned last, first with 0. It returns when the wait began, or 0 if the wait
+// ends without success.
+__device__ __noinline__ u64 start_of_wait(const Params& p, u64 start, u32 expected, u32 phase, int peer, u32 seen) {
+  if (was_aborted(p)) return 0;
+  const u64 now = nanoseconds();
+  if (start == 0) return now;
+  if (now - start <= p.timeout_ns) return start;
+  raise_abort(p, phase, peer, expected, seen);
+  return 0;
+}
+
 // Polls until condition(seen) is true; it may store the peer's progress in `seen`. False: this wait or another one timed out, and the
 // caller may not use the awaited data. Where time-outs mask, this masks the peer, and the caller continues without it.
 template <class Condition>
@@ -85,6 +100,11 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
     }
     if (kCountsWaits && start == 0) start = nanoseconds();
     if (spins % 64) continue;
+    if constexpr (kWaitsAreSimple) {
+      start = start_of_wait(p, start, expected, phase, peer, seen);
+      if (start == 0) return false;
+      continue;
+    }
     if (ld_relaxed_gpu(stop)) return false;
     const u64 now = nanoseconds();
     if (kCountsWaits ? spins == 64 : start == 0) {
@@ -159,7 +179,7 @@ __device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from,
   }
 }
 
-__device__ inline void report_bad_expert(const Params& p, int token, i64 expert) {
+__device__ __noinline__ void report_bad_expert(const Params& p, int token, i64 expert) {
   Report* report = at<Report>(p.status_page, kStatusPageReport);
   st_relaxed_sys(&report->bad_token, token);
   st_relaxed_sys(&report->bad_expert, expert);
@@ -167,14 +187,14 @@ __device__ inline void report_bad_expert(const Params& p, int token, i64 expert)
 }
 
 // Reports an event that does not end the call. One word holds the whole event, so it is consistent whichever thread wrote last.
-__device__ inline void report_event(const Params& p, u64 Report::* word, u64 value) {
+__device__ __noinline__ void report_event(const Params& p, u64 Report::* word, u64 value) {
   Report* report = at<Report>(p.status_page, kStatusPageReport);
   st_relaxed_sys(&(report->*word), value);
   st_release_sys(&report->has_events, 1);
 }
 
 // Reports that this rank and another rank differ in their call signatures or routings.
-__device__ inline void report_difference(const Params& p, int other, u64 mine, u64 theirs, u32 my_serial, u32 their_serial) {
+__device__ __noinline__ void report_difference(const Params& p, int other, u64 mine, u64 theirs, u32 my_serial, u32 their_serial) {
   Report* report = at<Report>(p.status_page, kStatusPageReport);
   st_relaxed_sys(&report->rank, p.rank);
   st_relaxed_sys(&report->other, other);

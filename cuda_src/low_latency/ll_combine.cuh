@@ -33,7 +33,9 @@ struct PlainRows {
   // Called by all warps of a group: computes and writes this thread's part of a row.
   __device__ static __forceinline__ void send_row(const Params& p, const Entry& entry, int thread, int step, Vec16* to) {
     auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
-    if (step * 2 >= kRowVecs) {
+    if constexpr (kNumRanks <= 2) {  // an entry often has many rows
+      entry.reduce < 1, kNumTopk<8 ? kNumTopk : 8>(p, thread, step, kRowVecs, write);
+    } else if (step * 2 >= kRowVecs) {
       entry.reduce<2, 4>(p, thread, step, kRowVecs, write);
     } else {
       entry.reduce<kMaxVecsPerThread, 1>(p, thread, step, kRowVecs, write);
@@ -72,6 +74,7 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
     return;
   }
   const int num_items = (kInterleaved ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
+  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (p.phases & kLlSend) {
     clear_next_waits(p, call.sent, kPhaseLlWeights);
     if (blockIdx.x == 0 && p.reduce_early && !p.has_weights) send_weights(p, call);
@@ -79,7 +82,6 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
     // The rows leave first, because other ranks wait for those.
     if (blockIdx.x == 0 && warp_idx() == kLastWarp) send_headers(p, call, dispatch_epoch);
   }
-  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (!(p.phases & kLlReceive)) return;
   clear_next_waits(p, call.received, kPhaseLlCombineRows);
   if constexpr (kMasksOnTimeout) __syncthreads();  // groups of another size use the same barriers from here on

@@ -185,7 +185,8 @@ struct PlainShare {
 // Computes one warp's part of a token. False: the wait timed out.
 template <class Share>
 __device__ inline bool receive_token(const Params& p, const Call& call, const WarpGroup& group, int token, const Choice& choice) {
-  constexpr int kAtOnce = kNumTopk < Share::kMaxAtOnce ? kNumTopk : Share::kMaxAtOnce;
+  constexpr int kMostRows = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;  // with p.reduce_early
+  constexpr int kAtOnce = kMostRows < Share::kMaxAtOnce ? kMostRows : Share::kMaxAtOnce;
   bool ok;
   Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
   if (!ok && !kMasksOnTimeout) return false;

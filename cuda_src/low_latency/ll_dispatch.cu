@@ -38,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __
   } else {
     if (warp_idx() == 0) acquire_credits(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
     __syncthreads();
+    advance_once(p, shared.call);
   }
-  if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), shared.call, p.num_tokens + 1 + gridDim.x);
   if (!(p.phases & kLlReceive)) return;
   if (shared.call.failed) return poison_rows(p, blockIdx.x * kLlThreads + threadIdx.x, gridDim.x * kLlThreads);
   const u64 start = p.wait_stats ? nanoseconds() : 0;

@@ -23,13 +23,18 @@ struct Shared {
 };
 
 // Dynamic shared memory.
-union Table {
+union alignas(u64) Table {
   short experts[kNumMaxTokens * kNumTopk];         // send half: the experts of all tokens, -1 for none
   u32 arrival_bitmap[kNumRanks * kLlBitmapWords];  // receive half: a bit for each token that a source sends here
 };
 static_assert(sizeof(Table) == kLlTableBytes);
 
 __device__ __forceinline__ LlProgress* progress_of(const Params& p) { return at<LlProgress>(p.state, kLocalLlDispatch); }
+
+// Called by all threads, once `call` is complete. In a send half, the last row warp has the least to do.
+__device__ __forceinline__ void advance_once(const Params& p, const Call& call) {
+  if (threadIdx.x == 32 * (kLastWarp - 1)) advance(p, progress_of(p), call, p.num_tokens + 1 + gridDim.x);
+}
 
 __device__ __forceinline__ u64 header_offset(u32 epoch, int sender) { return kLlHeaders + ring_slot(epoch, sender) * kLlHeaderStride; }
 

@@ -93,9 +93,10 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
 }
 
 // One warp's part of a row between the inbox and the experts. Each thread loads kAtOnce vectors and a scale at a time. It starts the loads
-// before it knows the destination.
-template <int kVecs, int kAtOnce>
+// before it knows the destination. With more vectors at a time, the longer code costs calls of few tokens more than it gains in large ones.
+template <int kVecs>
 struct RowPart {
+  static constexpr int kAtOnce = 2;
   static constexpr bool kScales = kVecs == kHidden / 16;  // FP8 rows have scales
   static_assert(!kScales || kScalesPerRow * kAtOnce <= kVecs);
   Vec16* row;
@@ -122,7 +123,9 @@ struct RowPart {
     if (has_scale(i)) scale = ld_relaxed_sys(scales + i);
   }
 
+  // The first vectors of a thread.
   __device__ __forceinline__ void start() { load(thread, thread); }
+  __device__ __forceinline__ bool has_arrived() const { return all_arrived(thread, thread); }
 
   __device__ __forceinline__ bool all_arrived(int first, int i) const {
     bool arrived = !has_scale(i) || scale != kEmptySentinel;
@@ -133,17 +136,20 @@ struct RowPart {
     return arrived;
   }
 
-  // Called after start. `to_row`: in lane k, the output row of the token's choice k, or negative. False: the wait timed out.
+  // Called once the first vectors have arrived, or where to_row is negative in all lanes. `to_row`: in lane k, the output row of the
+  // token's choice k, or negative. False: a wait timed out.
   __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int to_row) {
     const u32 choices = __ballot_sync(~0u, to_row >= 0);
     bool ok = true;
     for (int first = thread, i = thread; first - lane_idx() < kVecs; first += step * kAtOnce, i += step) {
-      if (first != thread) load(first, i);
-      ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
-        if (all_arrived(first, i)) return true;
-        if (kAtOnce <= 2 || is_written(ld_relaxed_sys(row + first))) load(first, i);  // poll one vector instead of all: this is cheap
-        return false;
-      });
+      if (first != thread) {
+        load(first, i);
+        ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
+          if (all_arrived(first, i)) return true;
+          load(first, i);
+          return false;
+        });
+      }
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -178,7 +184,7 @@ struct ReceiveContext {
 };
 
 // Receives one warp's part of a token. False: the wait timed out for all ranks.
-template <int kVecs, int kAtOnce>
+template <int kVecs>
 __device__ inline bool receive_token(const ReceiveContext& r, int source, int token, const WarpGroup& group) {
   const Params& p = r.p;
   const int lane = lane_idx();
@@ -187,7 +193,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
   const u32* arrival_bitmap = r.arrival_bitmap + source * kLlBitmapWords;
   if (!(arrival_bitmap[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
-  RowPart<kVecs, kAtOnce> row(message, group);
+  RowPart<kVecs> row(message, group);
   bool ok = true, late = false;  // late: the head was missing at the first look
   if (is_scale_out(p, source)) {
     if (p.wait_stats) late = static_cast<u32>(ld_relaxed_sys(at<const u64>(mine, flag_offset(epoch, source, token)))) != epoch;
@@ -195,19 +201,25 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
     ok = __shfl_sync(~0u, ok, 0);
     __syncwarp();  // all lanes may read what lane 0 acquired
   }
-  u64 choice = 0, weight = 0;
-  if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);
+  u64 choice = epoch, weight = epoch;
+  auto load_head = [&] {
+    if (lane < kNumTopk) choice = ld_relaxed_sys(message->choice + lane), weight = ld_relaxed_sys(message->weight + lane);
+  };
+  auto has_head = [&] { return static_cast<u32>(choice) == epoch && static_cast<u32>(weight) == epoch; };
+  load_head();
   row.start();
   int rows_before = 0;  // of this source
   for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? arrival_bitmap[w] & (bit - 1) : arrival_bitmap[w]);
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
-  auto await_word = [&](const u64* words, u64& word) {
-    if (lane >= kNumTopk || static_cast<u32>(word) == epoch) return;
-    late = true;
-    ok = ok && wait_word(p, words + lane, epoch, kPhaseLlRows, source, word);
-  };
-  await_word(message->choice, choice);
-  await_word(message->weight, weight);
+  late |= !has_head();
+  // Waits for the head and for the first vectors together. One after the other, they would take a round trip to memory more.
+  ok = ok && wait_until(p, epoch, kPhaseLlRows, source, [&](u32& seen) {
+         seen = static_cast<u32>(choice);
+         if (has_head() && row.has_arrived()) return true;
+         if (!has_head()) load_head();
+         row.start();
+         return false;
+       });
   ok = __all_sync(~0u, ok);
   int to_row = ok ? kLlElsewhere : kLlUnknown;
   const u32 chosen = choice >> 32;  // 0: no choice
@@ -230,13 +242,13 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
 }
 
 // Receives one warp's part of all tokens. False: the wait timed out for all ranks.
-template <int kVecs, int kAtOnce>
+template <int kVecs>
 __device__ inline bool receive_tokens(const ReceiveContext& r, const WarpGroup& group) {
   const Sources& sources = r.shared.sources;
   const int num_items = sources.max_tokens * kNumRanks;
   for (int item = group.first(); item < num_items; item += group.step()) {
     const int source = (item + r.p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token < sources.num_tokens[source] && !receive_token<kVecs, kAtOnce>(r, source, token, group)) return false;
+    if (token < sources.num_tokens[source] && !receive_token<kVecs>(r, source, token, group)) return false;
   }
   return true;
 }
@@ -343,10 +355,5 @@ __device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, 
     if (!__syncthreads_and(warp_idx() == 0 || copy(true))) return false;
   }
   if (publishes_counts) publish_counts(r);
-  const WarpGroup group = group_of(max_tokens);
-  constexpr int kFewVecs = 2;  // a short loop is faster with few rows; rows of a warp's size need no other loop
-  if (32 * kFewVecs >= kVecs || group.num_threads() * kFewVecs >= kVecs) {
-    return receive_tokens<kVecs, kFewVecs>(r, group);
-  }
-  return receive_tokens<kVecs, kLlVecsPerThread>(r, group);
+  return receive_tokens<kVecs>(r, group_of(max_tokens));
 }

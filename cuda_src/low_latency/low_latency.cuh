@@ -141,8 +141,10 @@ __device__ inline void abort_on_difference(const Params& p, u32 phase, u32 epoch
   raise_abort(p, phase, source, epoch, epoch);
 }
 
-// Called by one thread of each block, after all threads of the block have read `progress`. The last block writes the numbers of the next
-// kernel. `num_tickets`: claims of this kernel from progress->tickets. Numbers only grow, so the kernel resets nothing when it ends.
+// Called by one thread of each block, after all threads of the block have read `progress`, and before the thread writes to another rank.
+// Its release waits for its earlier writes, and those over NVLink take a round trip behind all rows. The last block writes the numbers of
+// the next kernel. `num_tickets`: claims of this kernel from progress->tickets. Numbers only grow, so the kernel resets nothing when it
+// ends.
 __device__ inline void advance(const Params& p, LlProgress* progress, const Call& call, u32 num_tickets) {
   if (add_acq_rel_gpu(&progress->starts, 1) != gridDim.x - 1) return;
   progress->starts = 0;

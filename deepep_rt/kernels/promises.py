@@ -24,15 +24,15 @@ class Promise:
     Attributes:
         bulk_copies: Whether the copy engine loads and stores rows, on GPUs that have one. On others `warp_copy` does. No other kernel has
             bulk copies.
-        loads_at_once: The least number of 16-byte loads that a thread starts before it uses one, or the constant with this number. A thread
-            that waits for each load reads a small part of what the memory can deliver. `loads_at_once` says for which sizes this holds.
+        loads_at_once: The least number of 16-byte loads that a thread starts before it uses one. A thread that waits for each load reads a
+            small part of what the memory can deliver. The function `loads_at_once` says for which sizes this holds.
         stores_rows: Whether it stores rows, and therefore has 16-byte stores, though it promises no loads.
         narrow_accesses: Whether it may access global memory by 1 or 2 bytes. It has scales or flags of this size then.
         early_accesses: Whether it may access global memory before it waits for its predecessor, where the predecessor does not write.
     """
 
     bulk_copies: bool = False
-    loads_at_once: int | str = 0
+    loads_at_once: int = 0
     stores_rows: bool = False
     narrow_accesses: bool = False
     early_accesses: bool = False
@@ -51,8 +51,8 @@ PROMISES: dict[str, Promise] = {
     "combine_nodes_fp8": Promise(loads_at_once=8),
     "combine_nodes_log10": Promise(loads_at_once=8),
     "link_rates": Promise(),
-    "ll_dispatch": Promise(loads_at_once="kLlVecsPerThread", narrow_accesses=True),
-    "ll_combine": Promise(loads_at_once=6, narrow_accesses=True),
+    "ll_dispatch": Promise(loads_at_once=2, narrow_accesses=True),
+    "ll_combine": Promise(loads_at_once=4, narrow_accesses=True),
     "ll_combine_fp8": Promise(loads_at_once=4, narrow_accesses=True),
     "ll_combine_log10": Promise(loads_at_once=4, narrow_accesses=True),
     "ll_combine_large": Promise(loads_at_once=4, narrow_accesses=True),
@@ -81,5 +81,4 @@ def loads_at_once(promise: Promise, arch: str, constants: Mapping[str, int]) -> 
     if ranks < _LEAST_RANKS or choices < _LEAST_CHOICES or row_bytes < _LEAST_ROW_BYTES:
         return 0
     least = promise.loads_at_once
-    own = constants[least] if isinstance(least, str) else least
-    return max(own, WARP_COPY_LOADS) if promise.bulk_copies and not has_tma(arch) else own
+    return max(least, WARP_COPY_LOADS) if promise.bulk_copies and not has_tma(arch) else least

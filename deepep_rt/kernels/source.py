@@ -41,6 +41,7 @@ def kernel_constants(
     constants = {**layout.constants, **tuning(config, arch), **local_constants(arch, dtype)}
     constants["kSentRowBytes"] = layout.low_latency_row_bytes  # throughput kernels have their own
     constants["kCallKind"] = kernel.call_kind
+    constants["kIsLowLatency"] = int(kernel.low_latency)
     constants["kMasksOnTimeout"] = int(kernel.low_latency and config.on_timeout == "mask")
     if kernel.per_dtype:
         if dtype is None:

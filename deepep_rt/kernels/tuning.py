@@ -74,8 +74,6 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     return {
         "kHasTma": int(with_tma),
         "kLlThreads": config.low_latency_threads,
-        # 16-byte vectors that a thread loads at once. Registers limit them.
-        "kLlVecsPerThread": 7 if arch_number(arch) < 100 and config.on_timeout == "raise" else 3 if config.statistics else 4,
         "kLlTableBytes": config.low_latency_table_bytes,
         "kLlTileBytes": LOW_LATENCY_TILE_BYTES,
         "kRouteThreads": ROUTE_THREADS,

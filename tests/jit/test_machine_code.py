@@ -149,12 +149,11 @@ def test_a_kernel_that_overlaps_waits() -> None:
 
 
 def test_promises_of_loads_hold_for_large_sizes() -> None:
-    promise = Promise(loads_at_once="kLlVecsPerThread")
-    large = {**SIZES, "kLlVecsPerThread": 7}
-    assert loads_at_once(promise, "sm_80", large) == 7
+    promise = Promise(loads_at_once=7)
+    assert loads_at_once(promise, "sm_80", SIZES) == 7
     for name, value in (("kNumRanks", 3), ("kNumTopk", 7), ("kRowBytes", 4080)):
-        assert loads_at_once(promise, "sm_80", {**large, name: value}) == 0
-        assert loads_at_once(COPY, "sm_80", {**large, name: value}) == 0
+        assert loads_at_once(promise, "sm_80", {**SIZES, name: value}) == 0
+        assert loads_at_once(COPY, "sm_80", {**SIZES, name: value}) == 0
     assert loads_at_once(Promise(loads_at_once=4), "sm_90", {"kHidden": 2048}) == 4
     assert loads_at_once(Promise(loads_at_once=4), "sm_90", {"kHidden": 2040}) == 0
     assert loads_at_once(Promise(loads_at_once=4), "sm_90", {}) == 4  # row sizes that are parameters

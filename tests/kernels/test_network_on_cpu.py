@@ -55,9 +55,13 @@ def test_open_hooks(transport, seed):
 
 
 def rounds_where_puts_wrap_around(machine, seed):
-    """The number of the put that passes 2**32 changes with the seed, so that some seeds hit a row that is awaited."""
+    """The number of the put that passes 2**32 changes with the seed, so that some seeds hit a row that is awaited.
+
+    Tokens have several rows on a rank, which share staging memory.
+    """
     machine.first_put = 2**32 - 6 - seed
-    low_latency_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 2, reduce=False, hooks=False)
+    sizes = {**TWO_BY_ONE, "num_topk": 4, "num_max_tokens_per_rank": 8}
+    low_latency_rounds(machine, machine.buffers(**sizes), seed, 2, reduce=False, hooks=False)
 
 
 @pytest.mark.parametrize("seed", seeds(2))
