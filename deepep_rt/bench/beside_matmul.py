@@ -60,6 +60,7 @@ class Settings(program.Settings):
         sms: Numbers of SMs of a call.
         matrix: Rows and columns of the square matrices.
         buffers: Buffers that make calls at the same time, each on a stream of its own: 1 or 2.
+        leave_sms: Let the product leave the SMs free that the calls occupy. Only on GPUs.
         normal_priority: Give the streams of calls the priority of the product's stream, instead of a higher one.
         window_ms: Milliseconds that a run takes at least, if nothing slows it down.
         repeats: Runs. The result is their median.
@@ -70,6 +71,7 @@ class Settings(program.Settings):
     sms: tuple[int, ...] = (8, 16, 24)
     matrix: int = 8192
     buffers: int = 1
+    leave_sms: bool = False
     normal_priority: bool = False
     window_ms: float = 100.0
     repeats: int = 7
@@ -77,6 +79,8 @@ class Settings(program.Settings):
     def __post_init__(self) -> None:
         if self.buffers not in (1, 2):
             raise EPConfigError(f"--buffers={self.buffers}; expected 1 or 2. Pass one of them")
+        if self.leave_sms and self.backend == "host":
+            raise EPConfigError("--leave-sms with --backend=host; expected GPUs. Leave one of them out")
         if self.quick:
             self.window_ms, self.repeats = 10.0, 2
 
@@ -244,8 +248,12 @@ def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambd
     bench = Bench(comm, settings, machine)
     rows: list[Row] = []
     for sms in settings.sms:
+        if settings.leave_sms:
+            matmul.leave_sms(sms * settings.buffers)
         rows += _throughput_rows(bench, sms, step)
         rows.append(_low_latency_row(bench, sms, step))
+    if settings.leave_sms:
+        matmul.leave_sms(0)
     if comm.rank:
         return None
     described = {**machine.described(), **settings.described(_BOUNDARY[settings.backend]), "byte_formula": BYTE_FORMULA}
@@ -267,8 +275,9 @@ def markdown(result: Mapping[str, Any]) -> str:
                 f"{slower_percent(product, product_beside):.1f}",
             ]
         )
+    left = ", which leaves the SMs of the calls free" if settings["leave_sms"] else ""
     text = (
-        f"Calls beside a product of {settings['matrix']} x {settings['matrix']} matrices: {result['num_ranks']} ranks, "
+        f"Calls beside a product of {settings['matrix']} x {settings['matrix']} matrices{left}: {result['num_ranks']} ranks, "
         f"{result['machine']}, hidden {settings['hidden']}, top-{settings['topk']} of {settings['experts']}, {settings['tokens']} tokens, "
         f"{settings['low_latency_tokens']} in low latency. MB: {result['byte_formula']}. {result['boundary']}. {result['date']}."
     )
@@ -285,6 +294,7 @@ def main() -> None:
     parser.add_argument("--sms", type=program.numbers, default=Settings.sms, help="numbers of SMs to try, such as 8,16,24")
     parser.add_argument("--matrix", type=int, default=Settings.matrix, help="rows and columns of the matrices")
     parser.add_argument("--buffers", type=int, default=Settings.buffers, help="2: two Buffers on two streams")
+    parser.add_argument("--leave-sms", action="store_true", help="let the product leave the SMs free that the calls occupy")
     parser.add_argument(
         "--normal-priority", action="store_true", help="of the streams of calls; default: higher than the product's"
     )

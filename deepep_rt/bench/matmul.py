@@ -45,6 +45,22 @@ def on_gpu(comm: Intracomm, size: int) -> Callable[[], Any]:
     return multiply
 
 
+def leave_sms(num_sms: int) -> None:
+    """Let later products of this process leave SMs to other kernels; 0: none. PyTorch's interface for it is experimental.
+
+    Raises:
+        EPUnavailableError: if this PyTorch has none.
+    """
+    import torch
+
+    set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if set_carveout is None:
+        raise EPUnavailableError(
+            f"torch {torch.__version__} cannot leave SMs to other kernels; expected 2.7 or newer. Install it, or leave out --leave-sms"
+        )
+    set_carveout(num_sms or None)
+
+
 def on_host(size: int) -> Callable[[], Any]:
     """Return a product of int32 matrices. NumPy makes it in one thread, and would take all cores of the ranks for floats."""
     left, right, out = (np.ones((size, size), np.int32) for _ in range(3))

@@ -106,3 +106,11 @@ def test_the_program(tmp_path: Path) -> None:
 def test_wrong_options_are_named() -> None:
     with pytest.raises(EPConfigError, match=r"--buffers=3; expected 1 or 2. Pass one of them"):
         beside_matmul.Settings(buffers=3)
+    with pytest.raises(EPConfigError, match=r"--leave-sms with --backend=host; expected GPUs\. Leave one of them out"):
+        beside_matmul.Settings(leave_sms=True, backend="host")
+
+
+def test_the_report_says_that_the_product_leaves_sms() -> None:
+    settings = vars(beside_matmul.Settings(leave_sms=True))
+    result = dict(settings=settings, rows=[], num_ranks=2, machine="a GPU", byte_formula="", boundary="", date="")
+    assert "matrices, which leaves the SMs of the calls free: 2 ranks" in beside_matmul.markdown(result)

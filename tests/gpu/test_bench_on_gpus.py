@@ -152,11 +152,11 @@ def test_jitter(comm):
     assert "CUDA events" in bench_jitter.markdown(result)
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_beside_matmul(comm, buffers):
+@pytest.mark.parametrize(("buffers", "leave_sms"), [(1, False), (2, False), (1, True)])
+def test_beside_matmul(comm, buffers, leave_sms):
     pytest.importorskip("torch")
     settings = bench_beside_matmul.Settings(
-        **sizes(comm), tokens=512, low_latency_tokens=16, sms=(8, 16), matrix=2048, buffers=buffers
+        **sizes(comm), tokens=512, low_latency_tokens=16, sms=(8, 16), matrix=2048, buffers=buffers, leave_sms=leave_sms
     )
     result = on_rank_0(comm, bench_beside_matmul.run(comm, settings))
     if result is None:
