@@ -216,8 +216,9 @@ def test_most_tokens_of_low_latency_calls(config: Config, num_ranks: int) -> Non
     def shared_bytes(tokens: int) -> int:
         table = max(
             2 * tokens * config.num_topk, num_ranks * -(-tokens // 32) * 4
-        )  # the experts of tokens, then the bitmaps of arrivals
-        assert 0 <= dataclasses.replace(config, num_max_tokens_per_rank=tokens).low_latency_table_bytes - table < 4
+        )  # the experts of tokens, then the bitmaps of arrivals; a thread reads 8 bytes at a time
+        table = -(-table // 8) * 8
+        assert dataclasses.replace(config, num_max_tokens_per_rank=tokens).low_latency_table_bytes == table
         return table + 4 * config.num_experts + 9 * num_ranks
 
     most = config.most_low_latency_tokens
