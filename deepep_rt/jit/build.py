@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -35,6 +36,7 @@ class Stats:
 
 
 stats = Stats()
+_counting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
             return _hit(entry)
         entry = _compile(kernel, constants, arch, link_arch, folder, key)
         cache.put(entry)
-    stats.misses += 1
+    with _counting:
+        stats.misses += 1
     seconds = entry.info["compile_seconds"]
     _log.info("compiled %s for %s in %.2f s (%d hits, %d misses)", kernel.name, arch, seconds, stats.hits, stats.misses)
     return CompiledKernel(key, entry.code, entry.info, compiled=True)
@@ -111,7 +114,8 @@ def is_current(kernel: Kernel, entry: Entry, *, folder: Path | None = None) -> b
 
 
 def _hit(entry: Entry) -> CompiledKernel:
-    stats.hits += 1
+    with _counting:
+        stats.hits += 1
     _log.debug("%s for %s is in the cache (%d hits, %d misses)", entry.info["kernel"], entry.arch, stats.hits, stats.misses)
     return CompiledKernel(entry.key, entry.code, entry.info, compiled=False)
 

@@ -59,9 +59,7 @@ class LowLatency:
         self.hooks = Hooks(config.num_slots, runtime.call_lock)
         if config.low_latency:
             self.clear_inboxes()
-            for kernel in KERNELS.values():
-                if kernel.low_latency and kernel.fits(config):
-                    runtime.launcher(kernel.name)
+            runtime.load([(kernel.name, None) for kernel in KERNELS.values() if kernel.low_latency and kernel.fits(config)])
             _live.add(self)
             _update_overlap()
 

@@ -57,10 +57,8 @@ class NodesThroughput:
         )
         self._choice_sums = NodeChoiceSums(runtime, self.results, self._launch_combine)
         if config.num_nodes <= MAX_NODES:
-            for kernel in ("route_nodes", "dispatch_nodes"):
-                runtime.launcher(kernel)
-            if config.dtype in COMBINE_DTYPES:
-                runtime.launcher("combine_nodes", config.dtype)
+            combine = [("combine_nodes", config.dtype)] if config.dtype in COMBINE_DTYPES else []
+            runtime.load([("route_nodes", None), ("dispatch_nodes", None), *combine])
 
     def send_rows(
         self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None

@@ -15,7 +15,8 @@ from ...cuda.pool import Slots
 from ...cuda.stream_memory import StreamPool
 from ...cuda.symmetric_memory import SymmetricMemory
 from ...errors import EPDestroyedError
-from ...jit import loader
+from ...jit import build, loader
+from ...jit.build_together import build_together
 from ...jit.launch import Launcher
 from ...kernels.layout import Layout
 from ...kernels.source import kernel_constants
@@ -95,6 +96,18 @@ class CudaRuntime:
         self._resources.callback(slots.destroy)
         return slots
 
+    def load(self, kernels: Sequence[tuple[str, str | None]]) -> None:
+        """Load kernels. If one is not in the cache, the kernels after it are compiled at the same time.
+
+        Args:
+            kernels: Name and dtype of each, as in `launcher`.
+        """
+        for number, (name, dtype) in enumerate(kernels, 1):
+            misses = build.stats.misses
+            self.launcher(name, dtype)
+            if number < len(kernels) and build.stats.misses > misses:
+                build_together([(KERNELS[name], self._constants(name, dtype)) for name, dtype in kernels[number:]], self.arch)
+
     def launcher(self, name: str, dtype: str | None = None) -> Launcher:
         """Return the launcher of a kernel. The first call loads the kernel.
 
@@ -104,8 +117,7 @@ class CudaRuntime:
         """
         launcher = self.launchers.get((name, dtype))
         if launcher is None:
-            kernel = KERNELS[name]
-            constants = kernel_constants(self.layout, self.arch, kernel, dtype, self.shapes.get(name))
+            kernel, constants = KERNELS[name], self._constants(name, dtype)
             function = loader.load(kernel, constants, self.arch)
             fixed = {
                 "peers": self.memory.peers,
@@ -118,6 +130,9 @@ class CudaRuntime:
             launcher = self.launchers[name, dtype] = Launcher(kernel, function, constants, fixed)
             launcher.allow_overlap(self._allows_overlap)
         return launcher
+
+    def _constants(self, name: str, dtype: str | None) -> dict[str, int]:
+        return kernel_constants(self.layout, self.arch, KERNELS[name], dtype, self.shapes.get(name))
 
     def use_shapes(self, shapes: Mapping[str, CopyShape]) -> None:
         """Set the shapes of `dispatch` and `combine` for later launchers. Launchers that other objects hold keep theirs.

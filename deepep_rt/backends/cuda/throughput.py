@@ -50,10 +50,8 @@ class Throughput:
         self._choice_sums = ChoiceSums(runtime, self.results)
         self._has_peer_access = config.num_ranks <= MAX_RANKS_PER_NODE and all(runtime.memory.peers)
         if self._has_peer_access:
-            for kernel in ("route", "dispatch"):
-                runtime.launcher(kernel)
-            if config.dtype in COMBINE_DTYPES:
-                runtime.launcher("combine", config.dtype)
+            combine = [("combine", config.dtype)] if config.dtype in COMBINE_DTYPES else []
+            runtime.load([("route", None), ("dispatch", None), *combine])
 
     def send_rows(
         self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None

@@ -1,0 +1,91 @@
+"""`build_together`: several kernels are compiled at a time, and a kernel that does not compile raises where it is needed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
+
+from deepep_rt import EPCompileError
+from deepep_rt.config import Config
+from deepep_rt.jit import build, compiler
+from deepep_rt.jit.build_together import build_together
+from deepep_rt.kernels.kernel import Kernel
+from deepep_rt.kernels.layout import Layout
+from deepep_rt.kernels.source import Constants, kernel_constants
+from deepep_rt.kernels.table import KERNELS
+
+Request = tuple[Kernel, Constants]
+CONFIG = Config(num_ranks=2, num_max_tokens_per_rank=16, hidden=512, num_topk=2, num_experts=4, ranks_per_node=1, low_latency=True)
+
+
+def requests(*names: str) -> list[Request]:
+    return [(KERNELS[name], kernel_constants(Layout(CONFIG), "sm_90", KERNELS[name])) for name in names]
+
+
+def with_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(number)))
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_as_many_at_a_time_as_cores(cores: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one core, the calls of `build` that follow compile them."""
+    with_cores(monkeypatch, cores)
+    together = threading.Barrier(cores)
+    compiled: list[str] = []
+
+    def compile_unit(unit: str, name: str, *_: Any) -> tuple[bytes, str]:
+        together.wait(timeout=20)
+        compiled.append(name)
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(compiler, "compile_unit", compile_unit)
+    names = ["route", "dispatch", "zero_padding", "dispatch_layout", "expand_rows", "expert_positions"]
+    before = build.stats.misses
+    build_together(requests(*names), "sm_90")
+    assert sorted(compiled) == ([] if cores == 1 else sorted(names))
+    assert build.stats.misses - before == len(compiled)
+
+
+def test_an_error_is_raised_where_the_kernel_is_needed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cores(monkeypatch, 2)
+
+    def compile_unit(unit: str, name: str, *_: Any) -> tuple[bytes, str]:
+        if name == "route":
+            raise EPCompileError("route did not compile")
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(compiler, "compile_unit", compile_unit)
+    wanted = requests("route", "dispatch", "zero_padding")
+    build_together(wanted, "sm_90")
+    assert [build.build(kernel, constants, "sm_90").compiled for kernel, constants in wanted[1:]] == [False, False]
+    with pytest.raises(EPCompileError, match="route did not compile"):
+        build.build(*wanted[0], "sm_90")
+
+
+def test_threads_compile_and_link_the_same_code(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With NVRTC, and with nvJitLink for kernels that use NVSHMEM."""
+    with_cores(monkeypatch, 4)
+    wanted = requests("route_nodes", "ll_combine", "zero_padding", "expand_rows")
+    assert [kernel.links_nvshmem(constants) for kernel, constants in wanted] == [True, True, False, False]
+    build_together(wanted, "sm_90")
+    found = [build.build(kernel, constants, "sm_90") for kernel, constants in wanted]
+    assert not any(one.compiled for one in found)
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "one by one"))
+    for (kernel, constants), one in zip(wanted, found, strict=True):
+        alone = build.build(kernel, constants, "sm_90")
+        assert alone.compiled
+        assert alone.code == one.code
+
+
+def test_linked_ptx_is_left_to_the_thread_of_the_context(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cores(monkeypatch, 2)
+    compiled: list[str] = []
+    monkeypatch.setattr(compiler, "compile_unit", lambda unit, name, *_: compiled.append(name) or (b"\x7fELF", ""))
+    build_together(requests("route_nodes", "zero_padding", "expand_rows"), "compute_90")
+    assert sorted(compiled) == ["expand_rows", "zero_padding"]
