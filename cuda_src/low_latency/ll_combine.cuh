@@ -28,13 +28,14 @@
 // Rows travel as bfloat16. The other form is CompressedRows.
 struct PlainRows {
   static constexpr bool kIsCompressed = false;
+  static constexpr int kManyRows = kNumTopk < 8 ? kNumTopk : 8;  // that a thread loads at once
   using Share = PlainShare;
 
   // Called by all warps of a group: computes and writes this thread's part of a row.
   __device__ static __forceinline__ void send_row(const Params& p, const Entry& entry, int thread, int step, Vec16* to) {
     auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
     if constexpr (kNumRanks <= 2) {  // an entry often has many rows
-      entry.reduce < 1, kNumTopk<8 ? kNumTopk : 8>(p, thread, step, kRowVecs, write);
+      entry.reduce<1, kManyRows>(p, thread, step, kRowVecs, write);
     } else if (step * 2 >= kRowVecs) {
       entry.reduce<2, 4>(p, thread, step, kRowVecs, write);
     } else {

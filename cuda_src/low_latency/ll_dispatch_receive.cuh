@@ -123,7 +123,7 @@ struct RowPart {
     if (has_scale(i)) scale = ld_relaxed_sys(scales + i);
   }
 
-  // The first vectors of a thread.
+  // Loads the first vectors of this thread, or says whether they have arrived.
   __device__ __forceinline__ void start() { load(thread, thread); }
   __device__ __forceinline__ bool has_arrived() const { return all_arrived(thread, thread); }
 

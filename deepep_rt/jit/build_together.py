@@ -27,7 +27,9 @@ def build_together(requests: Sequence[tuple[Kernel, Constants]], arch: str) -> N
         arch: Target, as in `build`.
     """
     # PTX that is linked needs the CUDA context of the calling thread.
-    possible = [(kernel, constants) for kernel, constants in requests if arch.startswith("sm_") or not kernel.links_nvshmem(constants)]
+    possible = [
+        (kernel, constants) for kernel, constants in requests if arch.startswith("sm_") or not kernel.links_nvshmem(constants)
+    ]
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(possible))
     if threads < 2:
         return

@@ -21,7 +21,9 @@ from deepep_rt.kernels.source import Constants, kernel_constants
 from deepep_rt.kernels.table import KERNELS
 
 Request = tuple[Kernel, Constants]
-CONFIG = Config(num_ranks=2, num_max_tokens_per_rank=16, hidden=512, num_topk=2, num_experts=4, ranks_per_node=1, low_latency=True)
+CONFIG = Config(
+    num_ranks=2, num_max_tokens_per_rank=16, hidden=512, num_topk=2, num_experts=4, ranks_per_node=1, low_latency=True
+)
 
 
 def requests(*names: str) -> list[Request]:
