@@ -48,6 +48,8 @@ def on_gpu(comm: Intracomm, size: int) -> Callable[[], Any]:
 def leave_sms(num_sms: int) -> None:
     """Let later products of this process leave SMs to other kernels; 0: none. PyTorch's interface for it is experimental.
 
+    Only its calls of cuBLASLt pass the number on.
+
     Raises:
         EPUnavailableError: if this PyTorch has none.
     """
@@ -58,6 +60,7 @@ def leave_sms(num_sms: int) -> None:
         raise EPUnavailableError(
             f"torch {torch.__version__} cannot leave SMs to other kernels; expected 2.7 or newer. Install it, or leave out --leave-sms"
         )
+    torch.backends.cuda.preferred_blas_library("cublaslt" if num_sms else "default")
     set_carveout(num_sms or None)
 
 

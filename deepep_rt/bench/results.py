@@ -20,7 +20,7 @@ from .checks import InvalidValue, check_result
 
 BYTE_FORMULA = (
     "received rows (each token once for each destination rank, own rank included) x bytes of a row on the way (with scales; "
-    "compressed rows: as they travel), mean over ranks; remote: the same without the rows of the own rank"
+    "compressed rows: as they travel), mean over ranks; remote: the rows that cross between ranks, or with several nodes between nodes"
 )
 _PACKAGES = re.compile(
     r"deepep.rt|numpy|mpi4py|mpich|cupy.*|cuda-(python|core|bindings)|nvshmem4py.*|nvidia-(cuda-nvrtc|nvjitlink|nvshmem).*"
@@ -212,9 +212,9 @@ def title(result: Mapping[str, Any]) -> str:
     sizes, settings = Sizes.of(result), result["settings"]
     machine = f"{sizes.num_ranks} x {result['machine']}" if on_gpu(result) else f"{sizes.num_ranks} ranks on {result['machine']}"
     text = f"{machine}, hidden {sizes.hidden}, top-{sizes.topk} of {sizes.experts}"
-    if throughput_rows(result):
-        return f"{text}, random routing"
     groups = "" if settings.get("ranks_per_node") is None else f", nodes of {settings['ranks_per_node']}"
+    if throughput_rows(result):
+        return f"{text}, random routing{groups}"
     return f"{text}, {fp8_or_bf16(result).upper()} dispatch{groups}" + (
         f", {result['low_latency_sms']} SMs" if on_gpu(result) else ""
     )

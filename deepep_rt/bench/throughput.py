@@ -27,7 +27,9 @@ import numpy as np
 from mpi4py import MPI
 
 from ..buffer import Buffer
+from ..config import PATHS, Config
 from ..errors import EPInputError, EPUnavailableError
+from ..network import TRANSPORTS, NetworkOptions
 from ..results import DispatchHandle
 from . import compressed, nccl, program, timing
 from .machine import Machine
@@ -63,6 +65,9 @@ class Settings(program.Settings):
         repeats: Loops. The result is their median.
         warmup: Calls before the first loop.
         nccl: Measure NCCL's all-to-all too.
+        ranks_per_node: Ranks that NVLink connects, as for `Buffer`. The copy ceiling is then that of puts to other nodes.
+        path: The way of rows between nodes, as for `Buffer`.
+        transport: What carries rows between nodes, as for `NetworkOptions`.
     """
 
     tokens: tuple[int, ...] = (4096, 8192)
@@ -71,6 +76,9 @@ class Settings(program.Settings):
     repeats: int = 11
     warmup: int = 5
     nccl: bool = False
+    ranks_per_node: int | None = None
+    path: str = "auto"
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         if self.quick:
@@ -106,7 +114,21 @@ class Inputs:
     experts_out: Any  # rows for combine
     by_expert: ExpertInputs
     num_rows: float  # received rows, mean over the ranks
-    num_remote_rows: float
+    num_remote_rows: float  # that cross, as `num_crossings` counts, mean over the ranks
+
+
+def num_crossings(ranks: np.ndarray, own: int, config: Config) -> int:
+    """Count the rows that leave a rank: on one node those for other ranks, with several nodes those for other nodes.
+
+    Args:
+        ranks: `[num_tokens, num_topk]`, the rank of each choice.
+        own: The rank that sends.
+        config: The Buffer's. On the hierarchical path a token crosses once for each node, otherwise once for each rank.
+    """
+    is_far = ranks // config.node_size != own // config.node_size if config.has_network else ranks != own
+    places = ranks // config.node_size if config.has_network and config.path == "hierarchical" else ranks
+    ordered = np.sort(np.where(is_far, places, -1), axis=1)
+    return int((ordered[:, 0] >= 0).sum() + (ordered[:, 1:] != ordered[:, :-1]).sum())
 
 
 class Bench:
@@ -132,7 +154,7 @@ class Bench:
         topk_weights = upload(rng.random((num_tokens, settings.topk), dtype=np.float32))
         sent = buffer.dispatch(bf16, topk_idx, topk_weights)
         experts_out = self.machine.bf16(rng, sent.handle.num_recv_rows, settings.hidden)
-        remote = int((sent.recv_src_idx[:, 0] != self.comm.rank).sum())
+        remote = num_crossings(chosen // (settings.experts // self.comm.size), self.comm.rank, buffer.config)
         by_expert = self._by_expert(buffer, sent, bf16, topk_idx, topk_weights)
         means = (self.comm.allreduce(n) / self.comm.size for n in (sent.handle.num_recv_rows, remote))
         return Inputs(bf16, fp8, scales, topk_idx, topk_weights, sent.handle, experts_out, by_expert, *means)
@@ -205,7 +227,9 @@ class Bench:
         """Measure all works with one number of SMs. Return the copy ceilings, and the rows."""
         settings, comm, rows = self.settings, self.comm, []
         sizes: dict[str, Any] = dict(hidden=settings.hidden, num_topk=settings.topk, num_experts=settings.experts)
-        with Buffer(comm, num_max_tokens_per_rank=max(settings.tokens), **sizes, num_sms=sms, backend=settings.backend) as buffer:
+        sizes |= dict(num_max_tokens_per_rank=max(settings.tokens), num_sms=sms, backend=settings.backend)
+        nodes: dict[str, Any] = dict(ranks_per_node=settings.ranks_per_node, path=settings.path)
+        with Buffer(comm, **sizes, **nodes, network=NetworkOptions(transport=settings.transport)) as buffer:
             ceilings = buffer.copy_ceilings()
             for num_tokens in settings.tokens:
                 sets = [self.make_inputs(buffer, num_tokens) for _ in range(NUM_SETS)]
@@ -217,8 +241,9 @@ class Bench:
                         continue
                     if work in compressed.WORKS:
                         self.check_sums(buffer, sets[0], work)
-                    seconds = spent[work] = timing.measure(buffer, comm, self.clock, call, settings)
                     waits = work.endswith("unknown")
+                    seconds = timing.measure(buffer, comm, self.clock, call, settings, in_advance=not waits)
+                    spent[work] = seconds
                     host = None if waits else 1e6 * timing.measure_host(buffer, comm, call, settings)
                     each = row_bytes(work, settings.hidden)
                     gb_s, remote_gb_s = (n * each / seconds / 1e9 for n in (num_rows, num_remote))
@@ -235,7 +260,7 @@ class Bench:
         self.step(f"{nccl.WORK}, {num_tokens} tokens, {sms} SMs")
         num_bytes = nccl.rows_for_each_peer(num_rows, comm.size) * each
         call = nccl.all_to_all(comm.size, num_bytes)
-        seconds = timing.measure(buffer, comm, self.clock, call, settings)
+        seconds = timing.measure(buffer, comm, self.clock, call, settings, in_advance=False)
         host = timing.measure_host(buffer, comm, call, settings)
         gb_s, remote_gb_s = (n * num_bytes / seconds / 1e9 for n in (comm.size, comm.size - 1))
         return Row(nccl.WORK, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, 1e6 * host, each)
@@ -296,5 +321,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=Settings.calls, help="calls in a loop")
     parser.add_argument("--repeats", type=int, default=Settings.repeats, help="loops; their median counts")
     parser.add_argument("--warmup", type=int, default=Settings.warmup, help="calls before the first loop")
+    parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks as over a network; 1: all of them")
+    parser.add_argument("--path", choices=PATHS, default=Settings.path, help="the way of rows between nodes")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=Settings.transport, help="what carries rows between nodes")
     parser.add_argument("--nccl", action="store_true", help="measure NCCL's all-to-all of as many bytes too (needs PyTorch)")
     program.run_program(MPI.COMM_WORLD, parser.parse_args(), Settings, run)

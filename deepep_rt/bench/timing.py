@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 BOUNDARY = {
-    "cuda": "CUDA events around a loop of calls after an MPI barrier, mean of a loop; slowest rank of each repeat; median of the repeats",
+    "cuda": "CUDA events around a loop of calls, queued in advance unless the host waits in them, mean of a loop; slowest rank of each "
+    "repeat; median of the repeats",
     "host": "wall clock around a loop of calls after an MPI barrier, mean of a loop; slowest rank of each repeat; median of the repeats",
 }
 
@@ -39,13 +40,25 @@ class CudaClock:
 
         self._cuda = cupy.cuda
 
-    def loop(self, call: Callable[[int], Any], num_calls: int) -> float:
-        """Make calls in a loop. Return the mean seconds of one. `call` receives its number."""
+    def loop(self, call: Callable[[int], Any], num_calls: int, starts_with: Intracomm | None = None) -> float:
+        """Make calls in a loop. Return the mean seconds of one.
+
+        Args:
+            call: Receives its number. With `starts_with`, it must not wait for the GPU.
+            num_calls: The calls in the loop.
+            starts_with: Ranks whose GPUs begin together, once every host has queued its loop. The hosts then take no part in the time. One
+                more call comes before the loop, and brings the ranks together.
+        """
         start, end = self._cuda.Event(), self._cuda.Event()
-        start.record()
-        for i in range(num_calls):
-            call(i)
-        end.record()
+        with queued(self._cuda.get_current_stream().ptr) if starts_with else contextlib.nullcontext():
+            if starts_with:
+                call(num_calls)
+            start.record()
+            for i in range(num_calls):
+                call(i)
+            end.record()
+            if starts_with:
+                starts_with.Barrier()
         end.synchronize()
         return self._cuda.get_elapsed_time(start, end) / 1e3 / num_calls
 
@@ -53,8 +66,8 @@ class CudaClock:
 class WallClock:
     """Time on the host, for calls that return when they are complete."""
 
-    def loop(self, call: Callable[[int], Any], num_calls: int) -> float:
-        """Measure as in `CudaClock`."""
+    def loop(self, call: Callable[[int], Any], num_calls: int, starts_with: Intracomm | None = None) -> float:
+        """Measure as in `CudaClock`. Calls are complete when they return, so nothing is queued."""
         start = time.perf_counter()
         for i in range(num_calls):
             call(i)
@@ -100,16 +113,25 @@ def host_seconds(call: Callable[..., Any], *arguments: Any) -> float:
 
 
 def measure(
-    buffer: Buffer, comm: Intracomm, clock: CudaClock | WallClock, call: Callable[[int], Any], settings: Repeats
+    buffer: Buffer,
+    comm: Intracomm,
+    clock: CudaClock | WallClock,
+    call: Callable[[int], Any],
+    settings: Repeats,
+    *,
+    in_advance: bool,
 ) -> float:
-    """Return the seconds of one call on the slowest rank. `call` receives its number, which selects its inputs."""
+    """Return the seconds of one call on the slowest rank. `call` receives its number, which selects its inputs.
+
+    `in_advance` is for calls in which the host does not wait (`CudaClock.loop`).
+    """
     for i in range(settings.warmup):
         call(i)
     buffer.synchronize()
     mine = np.zeros(settings.repeats)
     for repeat in range(settings.repeats):
         comm.Barrier()
-        mine[repeat] = clock.loop(call, settings.calls)
+        mine[repeat] = clock.loop(call, settings.calls, comm if in_advance else None)
         buffer.synchronize()
     slowest = np.empty_like(mine)
     comm.Allreduce(mine, slowest, MPI.MAX)
