@@ -167,7 +167,7 @@ def test_a_second_buffer(comm):
     with gpu, host:
         step = Step(comm, gpu, host, 140, use_fp8=False)
         for _ in range(2):
-            other = make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True)
+            other = make(comm, num_max_tokens_per_rank=128, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True)
             with other:
                 second = Step(comm, other, host, 141, use_fp8=False)
                 for seed in range(3):
