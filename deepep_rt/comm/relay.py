@@ -125,6 +125,15 @@ class Relay:
         if (error := self.error) is not None:
             raise error
 
+    @property
+    def progress(self) -> str:
+        """What this relay has carried, in words."""
+        traffic = self._traffic
+        return (
+            f"its relay has sent {traffic.puts_sent} puts and received {traffic.puts_received}; {traffic.num_outgoing} messages to other "
+            f"ranks and {traffic.num_incoming} large puts to this rank are on their way"
+        )
+
     def wake(self) -> None:
         """End the pause of a relay that had nothing to do. A call of the Buffer does this, so that its first put leaves at once."""
         self._woken.set()

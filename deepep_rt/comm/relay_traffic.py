@@ -108,7 +108,7 @@ class RelayTraffic:
     @property
     def all_sent(self) -> bool:
         """Whether all puts that the ring holds have left this rank."""
-        return not (self._ring.is_next_complete() or self._with_records or self._num_outgoing)
+        return not (self._ring.is_next_complete() or self._with_records or self.num_outgoing)
 
     @property
     def all_received(self) -> bool:
@@ -117,7 +117,13 @@ class RelayTraffic:
         return here and not self._incoming
 
     @property
-    def _num_outgoing(self) -> int:
+    def num_incoming(self) -> int:
+        """Large puts of other ranks whose bytes have not arrived."""
+        return len(self._incoming)
+
+    @property
+    def num_outgoing(self) -> int:
+        """Messages to other ranks that MPI has not finished."""
         return len(self._requests) - len(self._receives) - len(self._incoming)
 
     def _finish(self, completed: Sequence[int]) -> None:

@@ -36,6 +36,7 @@ def _exchange(comm: MPI.Intracomm, num_puts: int, max_bytes: int, **settings: An
     assert (traffic.puts_sent, traffic.puts_received) == (expected, expected)
     num_bytes = sum(exchange.size_of(exchange.mine, peer, number) for peer in exchange.peers for number in range(num_puts))
     assert traffic.bytes_sent == num_bytes
+    assert f"its relay has sent {expected} puts and received {expected};" in exchange.rank.relay.progress
     assert _no_relay_is_left()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -15,6 +16,8 @@ from ...cuda import driver
 from ...errors import EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels import structs
 from .status_page import StatusPage
+
+_log = logging.getLogger("deepep_rt")
 
 _GRACE_S = 5.0
 """The device reports a silent peer itself. If a started kernel reports nothing, the host gives up this much later."""
@@ -32,6 +35,7 @@ class Monitor:
         state: Address of the kernels' State.
         check_ended: Raises if the Buffer was destroyed. It runs while the host waits.
         check_network: Raises if the network failed. It runs while the host waits.
+        network_progress: Says what the network has carried, for the log after a time-out. Empty: nothing to say.
     """
 
     def __init__(
@@ -42,8 +46,9 @@ class Monitor:
         state: int,
         check_ended: Callable[[], None] = lambda: None,
         check_network: Callable[[], None] | None = None,
+        network_progress: Callable[[], str] = lambda: "",
     ) -> None:
-        self._check_ended, self._check_network = check_ended, check_network
+        self._check_ended, self._check_network, self._network_progress = check_ended, check_network, network_progress
         self._config, self._page, self._rank = config, page, comm.Get_rank()
         self._failure_notice = FailureNotice(comm)
         self._abort_flag = state + structs.offset(structs.State.dtype({}), "abort")
@@ -66,6 +71,8 @@ class Monitor:
         try:
             self._page.check_peers()
         except EPTimeoutError as timeout:
+            if progress := self._network_progress():
+                _log.warning("rank %d: a wait of a kernel has timed out; %s", self._rank, progress)
             self._error = self._network_error()
             if self._error is None:
                 self._error = timeout

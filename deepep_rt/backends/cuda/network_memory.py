@@ -71,6 +71,10 @@ class NetworkMemory:
         if self._relay is not None:
             self._relay.check()
 
+    def progress(self) -> str:
+        """Say what the relay has carried. Empty without a relay."""
+        return "" if self._relay is None else self._relay.progress
+
     def close(self) -> None:
         """End the relay. Its memory is freed with the other resources, unless the relay may still use it."""
         relay, self._relay = self._relay, None

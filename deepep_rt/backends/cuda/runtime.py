@@ -79,8 +79,8 @@ class CudaRuntime:
         self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
         self.page = StatusPage(layout, self.rank)
         resources.callback(self.page.free)
-        check_network = self.network.check if self.network else None
-        self.monitor = Monitor(comm, self.config, self.page, self.state, call_lock.check, check_network)
+        watched = (self.network.check, self.network.progress) if self.network else ()
+        self.monitor = Monitor(comm, self.config, self.page, self.state, call_lock.check, *watched)
         self.order = CallOrder(self.device, self.context, self.monitor.check)
         resources.callback(driver.release_stream, self.order.own_stream)
         self.stream_pool = StreamPool()

@@ -115,6 +115,20 @@ def test_a_relay_that_has_failed_explains_a_timeout(ranks: list[StoreCommunicato
         make(ranks[0], page, check_network).check()
 
 
+def test_a_timeout_tells_what_the_network_has_carried(ranks: list[StoreCommunicator], caplog: pytest.LogCaptureFixture) -> None:
+    page = Page()
+    waiting = monitor.Monitor(
+        ranks[0], make(ranks[0], page)._config, page, 1 << 20, network_progress=lambda: "its relay has sent 3 puts"
+    )
+    page.peers_error = EPTimeoutError("rank 2 is silent", rank=0, peer=2, phase="")
+    for _ in range(2):
+        with pytest.raises(EPTimeoutError, match="rank 2 is silent"):
+            waiting.check()
+    assert [record.message for record in caplog.records] == [
+        "rank 0: a wait of a kernel has timed out; its relay has sent 3 puts"
+    ]
+
+
 def test_wrong_input_is_raised_after_the_call(ranks: list[StoreCommunicator]) -> None:
     page = Page()
     waiting = make(ranks[0], page)
