@@ -260,7 +260,9 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(agreement, "announce", lambda *_: None)
     monkeypatch.setattr(cuda_backend, "MEASURE", None)
     monkeypatch.setattr(
-        network_memory, "start_relay", lambda *_, **__: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None)
+        network_memory,
+        "start_relay",
+        lambda *_, **__: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None, progress=""),
     )
 
     def make(**sizes: Any) -> Buffer:

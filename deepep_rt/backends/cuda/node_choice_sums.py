@@ -44,14 +44,15 @@ class NodeChoiceSums:
     Args:
         runtime: The Buffer's memory and kernels.
         results: Memory for results.
-        launch: Launches a combine over nodes.
     """
 
-    def __init__(self, runtime: CudaRuntime, results: ResultMemory, launch: _Launch) -> None:
-        self._runtime, self._results, self._launch = runtime, results, launch
+    def __init__(self, runtime: CudaRuntime, results: ResultMemory) -> None:
+        self._runtime, self._results = runtime, results
         self._memory = CallMemory(runtime)
 
-    def add_up(self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call) -> Callable[[], Views]:
+    def add_up(
+        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call, launch: _Launch
+    ) -> Callable[[], Views]:
         """Launch three kernels for each choice. Return the function that makes the results.
 
         Args:
@@ -59,6 +60,7 @@ class NodeChoiceSums:
             by_token: The handle of the rows by token.
             tables: Addresses of the tables of the kernel expert_positions.
             call: How the call runs.
+            launch: Launches a combine over nodes.
         """
         runtime, stream, config = self._runtime, call.stream, self._runtime.config
         runtime.order.enqueue_waits(call)
@@ -97,7 +99,7 @@ class NodeChoiceSums:
                     expert_offsets=tables["offsets"],
                     expert_ends=tables["ends"],
                 )
-                self._launch(inputs, sums, by_token, stream)
+                launch(inputs, sums, by_token, stream)
                 is_last = choice == num_topk - 1
                 values = {
                     "x": at["rows"],

@@ -55,7 +55,7 @@ class NodesThroughput:
             copy_when_full,
             counts_use=config.statistics,
         )
-        self._choice_sums = NodeChoiceSums(runtime, self.results, self._launch_combine)
+        self._choice_sums = NodeChoiceSums(runtime, self.results)
         if config.num_nodes <= MAX_NODES:
             combine = [("combine_nodes", config.dtype)] if config.dtype in COMBINE_DTYPES else []
             runtime.load([("route_nodes", None), ("dispatch_nodes", None), *combine])
@@ -217,7 +217,7 @@ class NodesThroughput:
     ) -> Callable[[], Views]:
         """Launch a combine for each choice; see `NodeChoiceSums`."""
         self.check_support()
-        return self._choice_sums.add_up(inputs, by_token, tables, call)
+        return self._choice_sums.add_up(inputs, by_token, tables, call, self._launch_combine)
 
     def _launch_combine(self, inputs: CombineInputs, sums: NodeSums, by_token: DispatchHandle, stream: int) -> None:
         launch, params = self._combine_launch(inputs, sums, by_token)

@@ -115,6 +115,38 @@ def test_how_long_destroy_waits(
     del order
 
 
+@pytest.mark.parametrize("nodes", [{}, dict(ranks_per_node=2), dict(ranks_per_node=2, network=NetworkOptions(transport="mpi"))])
+@pytest.mark.parametrize("low_latency", [False, True])
+def test_a_destroyed_buffer_leaves_nothing_to_the_garbage_collector(
+    fake: FakeGpu, make: Any, nodes: dict[str, Any], low_latency: bool
+) -> None:
+    """The collector runs in any thread, also in the one of a relay, which must not call CUDA."""
+    gc.collect()
+    gc.disable()
+    try:
+        with make(**nodes, low_latency=low_latency) as buffer:
+            backend = buffer._backend
+            parts = [weakref.ref(part) for part in (buffer, backend, backend.runtime, backend.runtime.monitor, backend.runtime.order)]
+            sent = buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+            kept: list[Any] = [sent, buffer.combine(Array(fake, "bfloat16", 40, 256), sent.handle)]
+            step = buffer.prepare_throughput(Array(fake, "bfloat16", 10, 256), sent.handle)
+            kept += [step, step.dispatch(), buffer.dispatch(*arguments(fake), num_worst_tokens=40, async_finish=True)]
+            sent = buffer.dispatch(*arguments(fake), num_worst_tokens=160, layout="expert")
+            y = Array(fake, "bfloat16", 160, 256)
+            kept += [sent, *(buffer.combine(y, sent.handle, reduce=reduce) for reduce in ("rank", "topk"))]
+            if low_latency:
+                x, idx, weights = arguments(fake)
+                kept.append(buffer.prepare_low_latency(x, idx, weights, use_fp8=False))
+                kept.append(kept[-1].dispatch())
+                kept.append(buffer.low_latency_dispatch(x, idx, use_fp8=False, return_recv_hook=True))
+                kept[-1].hook()
+        kept.clear()
+        del buffer, backend, sent, step, y
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 def test_a_rank_that_does_not_destroy_its_buffer(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, on_timeout: str
