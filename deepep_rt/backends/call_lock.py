@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from .._finalizers import run_waiting, waiting
 from ..errors import EPDestroyedError, EPInputError
 
 
@@ -48,6 +49,8 @@ class CallLock:
             if self._reason:
                 self.check()
             self._enter()
+            if waiting:
+                run_waiting()
         except BaseException:
             self._end_call(None)  # nothing was sent yet
             raise

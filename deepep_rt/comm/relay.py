@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from .._finalizers import no_cuda_in_this_thread
 from ..errors import EPError, EPUnavailableError
 from .communicator import Communicator
 from .relay_peers import HEARTBEATS_PER_TIMEOUT, RelayPeers
@@ -90,7 +91,7 @@ class Relay:
         self._close_at: float | None = None  # when to stop waiting for the other ranks
         self._has_sent_end = self._is_finished = self._is_closed = False
         self._traffic = self.make_traffic()
-        self._thread = threading.Thread(target=self._run, name=f"deepep_rt relay of rank {self.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run_without_cuda, name=f"deepep_rt relay of rank {self.rank}", daemon=True)
         _SwitchInterval.hold()
         atexit.register(self._close_at_exit)  # before MPI_Finalize, which mpi4py calls last
         self._thread.start()
@@ -169,6 +170,10 @@ class Relay:
         self.close(_EXIT_S)
 
     # --- the relay's thread ------------------------------------------------------------------------------------------------------
+
+    def _run_without_cuda(self) -> None:
+        with no_cuda_in_this_thread():
+            self._run()
 
     def _run(self) -> None:
         try:

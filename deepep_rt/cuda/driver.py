@@ -10,6 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
+from .._finalizers import finalize
 from ..errors import EPOutOfMemoryError, EPUnavailableError
 
 # Members of enumerations, looked up once: the lookup takes longer than the comparison.
@@ -127,9 +128,9 @@ class CudaEvent:
     def done(self) -> bool:
         return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY  # waiting reports a failure
 
-    def __del__(self, _destroy: Any = driver.cuEventDestroy) -> None:
+    def __del__(self, _finalize: Any = finalize, _destroy: Any = driver.cuEventDestroy) -> None:
         if hasattr(self, "handle"):
-            _destroy(self.handle)
+            _finalize(_destroy, self.handle)
 
 
 def wait_event(stream: int, event: int) -> None:

@@ -10,6 +10,7 @@ from bisect import bisect
 from collections import deque
 from typing import Any
 
+from .._finalizers import finalize
 from ..kernels.regions import align_up
 from . import driver
 from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_only_on, unfinished
@@ -37,7 +38,7 @@ class Block(Allocation):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():  # at the end of Python, modules that this needs may be gone
-            self._pool.release(self.offset, self.num_bytes, self._pending, self._final_streams())
+            finalize(self._pool.release, self.offset, self.num_bytes, self._pending, self._final_streams())
 
 
 Extent = tuple[int, int]
@@ -209,4 +210,4 @@ class Slot(Allocation):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            self._slots.release(self.ptr, self._pending, self._final_streams())
+            finalize(self._slots.release, self.ptr, self._pending, self._final_streams())

@@ -6,8 +6,9 @@ import sys
 from collections import deque
 from typing import Any
 
+from .._finalizers import finalize
 from . import driver
-from .stream_tracking import Allocation, PendingWork, StreamTracker
+from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker
 
 _deferred: deque[tuple[StreamTracker, int, int, PendingWork]] = (
     deque()
@@ -46,7 +47,11 @@ class StreamMemory(Allocation):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            _free(self._tracker, self.ptr, self._streams[0], self._tracker.record(self._final_streams()[1:]))
+            finalize(_release, self._tracker, self.ptr, self._final_streams())
+
+
+def _release(tracker: StreamTracker, ptr: int, streams: Streams) -> None:
+    _free(tracker, ptr, streams[0], tracker.record(streams[1:]))
 
 
 def _free(tracker: StreamTracker, ptr: int, stream: int, pending: PendingWork) -> None:

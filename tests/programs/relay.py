@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from relay_rank import DESCRIPTOR, Exchange, RelayRank
 from spmd import idle_barrier, main, raises
 
 from deepep_rt import EPTimeoutError, EPUnavailableError
+from deepep_rt._finalizers import finalize, run_waiting, waiting
 from deepep_rt.comm.convert import communicator_of
 from deepep_rt.comm.relay import Relay
 
@@ -42,6 +44,37 @@ def _exchange(comm: MPI.Intracomm, num_puts: int, max_bytes: int, **settings: An
 
 def check_puts_of_random_sizes(comm: MPI.Intracomm) -> None:
     _exchange(comm, 200, 96 << 10)
+
+
+def check_finalizers_do_not_run_in_the_relay(comm: MPI.Intracomm) -> None:
+    """A finalizer may call CUDA, and wait there for a kernel that waits for the relay."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.myself = self
+
+        def __del__(self) -> None:
+            finalize(threads.append, threading.get_ident())
+
+    threads: list[int] = []
+    rank = RelayRank(comm, 4096)
+    turn, collected = rank.relay._traffic.turn, threading.Event()
+
+    def collect() -> bool:
+        Cycle()
+        gc.collect()
+        collected.set()
+        return turn()
+
+    rank.relay._traffic.turn = collect
+    assert collected.wait(20)
+    assert rank.relay.close()
+    assert threads == []
+    assert waiting
+    run_waiting()
+    assert rank.relay._thread.ident in threads, "the object died in the relay's thread"
+    assert not waiting
+    assert _no_relay_is_left()
 
 
 def check_numbers_of_puts_wrap_around(comm: MPI.Intracomm) -> None:

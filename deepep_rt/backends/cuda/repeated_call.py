@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from ..._finalizers import finalize
 from ...arrays import stream_handles
 from ...arrays.view import View
 from ...cuda import driver
@@ -56,7 +57,7 @@ class RepeatedCall(Generic[_Result]):
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            self._hand_over()
+            finalize(self._hand_over)
 
     def set_launch(self, launch: PreparedLaunch, make_result: Callable[[Event, int], _Result]) -> None:
         """Set what later calls launch.

@@ -126,7 +126,9 @@ def test_a_destroyed_buffer_leaves_nothing_to_the_garbage_collector(
     try:
         with make(**nodes, low_latency=low_latency) as buffer:
             backend = buffer._backend
-            parts = [weakref.ref(part) for part in (buffer, backend, backend.runtime, backend.runtime.monitor, backend.runtime.order)]
+            parts = [
+                weakref.ref(part) for part in (buffer, backend, backend.runtime, backend.runtime.monitor, backend.runtime.order)
+            ]
             sent = buffer.dispatch(*arguments(fake), num_worst_tokens=40)
             kept: list[Any] = [sent, buffer.combine(Array(fake, "bfloat16", 40, 256), sent.handle)]
             step = buffer.prepare_throughput(Array(fake, "bfloat16", 10, 256), sent.handle)

@@ -1,0 +1,84 @@
+"""Finalizers of results and events in a thread that must not call CUDA, such as that of a relay."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import Array, FakeGpu, arguments, fake, make
+
+from deepep_rt import NetworkOptions
+from deepep_rt._finalizers import no_cuda_in_this_thread, waiting
+from deepep_rt.cuda import driver
+
+__all__ = ["fake", "make"]
+
+
+def collect_in_a_relay() -> None:
+    """Run Python's garbage collector in a thread that must not call CUDA."""
+
+    def run() -> None:
+        with no_cuda_in_this_thread():
+            gc.collect()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def make_cycle(*kept: Any) -> None:
+    cycle = [*kept]
+    cycle.append(cycle)
+
+
+def results(buffer: Any, fake: FakeGpu) -> Any:
+    """Results that another stream reads: the end of their memory is an event."""
+    return buffer.dispatch(*arguments(fake), num_worst_tokens=40, async_finish=True)
+
+
+def sums(buffer: Any, fake: FakeGpu) -> Any:
+    handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
+    return buffer.combine(Array(fake, "bfloat16", 40, 256), handle, async_finish=True)
+
+
+def prepared(buffer: Any, fake: FakeGpu) -> Any:
+    handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
+    step = buffer.prepare_throughput(Array(fake, "bfloat16", 10, 256), handle, async_finish=True)
+    return step, step.dispatch()
+
+
+@pytest.mark.parametrize("of", [results, sums, prepared])
+def test_they_wait_for_the_next_call(fake: FakeGpu, make: Any, of: Callable[..., Any]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with make(ranks_per_node=2, network=NetworkOptions(transport="mpi")) as buffer:
+            make_cycle(of(buffer, fake))
+            requests = list(fake.requests)
+            collect_in_a_relay()
+            assert fake.requests == requests
+            assert waiting
+            buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+            assert not waiting
+    finally:
+        gc.enable()
+
+
+def test_events_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    destroyed: list[int] = []
+    monkeypatch.setattr(driver.CudaEvent, "__init__", lambda event: setattr(event, "handle", 7))
+    monkeypatch.setattr(driver.CudaEvent.__del__, "__defaults__", (driver.finalize, destroyed.append))
+    gc.collect()
+    make_cycle(driver.CudaEvent())  # type: ignore[call-arg]
+    collect_in_a_relay()
+    assert destroyed == []
+    function, values = waiting.popleft()
+    function(*values)
+    assert destroyed == [7]
+    del function
