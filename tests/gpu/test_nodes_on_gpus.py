@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
@@ -99,6 +100,34 @@ def test_rounds(comm, settings):
             held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
             if len(held) > i % 3:
                 same_dispatch(*held.pop(0))
+
+
+def test_garbage_that_a_relay_collects(comm):
+    """The collector frees results of other streams in the relay's thread, while kernels wait for the relay and the host for a copy."""
+    settings = dict(ranks_per_node=1, network=NetworkOptions(transport="mpi"), num_sms=NUM_SMS)
+    other = torch.cuda.Stream()
+    for seed in range(4):
+        gpu, host = pair(comm, settings, hidden=1024, num_topk=1, timeout_s=8.0)
+        with gpu, host:
+            traffic, turns = gpu._backend.runtime.network._relay._traffic, 0
+            turn = traffic.turn
+
+            def collect(turn=turn):
+                nonlocal turns
+                turns += 1
+                if turns % 32 == 0:
+                    gc.collect()
+                return turn()
+
+            traffic.turn = collect
+            for i in range(20):
+                got, _ = round_trip(comm, gpu, host, 100 * seed + i, 60, 1)
+                with torch.cuda.stream(other):
+                    event = torch.cuda.Event()
+                    event.record()
+                    kept = [gpu.dispatch(rows(comm, i, 60, 1024), handle=got.handle, async_finish=True), event]
+                kept.append(kept)
+                del kept, event
 
 
 def test_known_routing_and_fixed_size(comm, settings):

@@ -98,7 +98,7 @@ class FakeDriver:
         patch(
             network_memory,
             "start_relay",
-            lambda *_, **__: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None),
+            lambda *_, **__: SimpleNamespace(check=lambda: None, close=lambda: True, wake=lambda: None, progress=""),
         )
         patch(agreement, "announce", lambda *_: None)
         patch(topology, "placed", lambda comm, config: config)

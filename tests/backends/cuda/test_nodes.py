@@ -105,7 +105,7 @@ def test_a_relay_that_fails_ends_the_wait_for_counts(fake: FakeGpu, make: Any, m
     def check() -> None:
         raise failed
 
-    relay = SimpleNamespace(check=check, close=lambda: True, wake=lambda: None)
+    relay = SimpleNamespace(check=check, close=lambda: True, wake=lambda: None, progress="")
     monkeypatch.setattr(network_memory, "start_relay", lambda *_, **__: relay)
     monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append(value))
     buffer = make(**RELAY, timeout_s=60.0)
