@@ -6,11 +6,14 @@ relay. So a finalizer in such a thread leaves its work to the next call of a Buf
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
+
+_log = logging.getLogger("deepep_rt")
 
 waiting: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
 """The work that finalizers have left, oldest first."""
@@ -42,10 +45,13 @@ def finalize(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def run_waiting() -> None:
-    """Do the work that finalizers have left."""
+    """Do the work that finalizers have left. As in a finalizer, an exception is only told."""
     while True:
         try:
             function, arguments = waiting.popleft()
         except IndexError:  # the last one, or another thread was faster
             return
-        function(*arguments)
+        try:
+            function(*arguments)
+        except Exception:
+            _log.exception("a finalizer has failed")

@@ -82,3 +82,12 @@ def test_events_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
     function(*values)
     assert destroyed == [7]
     del function
+
+
+def test_an_exception_does_not_reach_the_call(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+    with make() as buffer:
+        waiting.extend([(int, ("no number",)), (done.append, (1,))])
+        buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+    assert done == [1]
+    assert [record.message for record in caplog.records] == ["a finalizer has failed"]
