@@ -1,7 +1,7 @@
 """Finalizers that call CUDA, and the threads that must not.
 
 Python's garbage collector runs in any thread, also in that of a relay. A call of CUDA could wait there for a kernel that waits for the
-relay. So a finalizer in such a thread leaves its work to the next call of a Buffer.
+relay. So a finalizer of this library in such a thread leaves its work to the next call of a Buffer. Finalizers of other libraries do not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def finalize(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def run_waiting() -> None:
-    """Do the work that finalizers have left. As in a finalizer, an exception is only told."""
+    """Do the work that finalizers have left. As in a finalizer, an exception is logged and not raised."""
     while True:
         try:
             function, arguments = waiting.popleft()
