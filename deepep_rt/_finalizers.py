@@ -1,11 +1,16 @@
 """Finalizers that call CUDA, and the threads that must not.
 
 Python's garbage collector runs in any thread, also in that of a relay. A call of CUDA could wait there for a kernel that waits for the
-relay. So a finalizer of this library in such a thread leaves its work to the next call of a Buffer. Finalizers of other libraries do not.
+relay: while another thread copies behind that kernel, CUDA lets no thread make or destroy an event.
+
+So a finalizer of this library in such a thread leaves its work to the next call of a Buffer. Of other libraries' objects, such as events
+and tensors of PyTorch, the collector destroys none there: the next call of a Buffer collects them again. It still runs their `__del__`
+methods and the callbacks of `weakref`, because Python has no way to keep them.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,9 +26,41 @@ waiting: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
 _threads: set[int] = set()  # that must not call CUDA
 
 
+class _KeepGarbage:
+    """A callback of Python's collector: in a thread that must not call CUDA, garbage is found and kept, and not destroyed."""
+
+    def __init__(self) -> None:
+        self._flags = self._num_garbage = 0  # of `gc`, before a collection
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if get_ident() not in _threads:
+            return
+        if phase == "start":
+            self._flags, self._num_garbage = gc.get_debug(), len(gc.garbage)
+            gc.set_debug(self._flags | gc.DEBUG_SAVEALL)  # the collector puts objects into `gc.garbage`, and destroys none
+            return
+        gc.set_debug(self._flags)
+        if self._flags & gc.DEBUG_SAVEALL:  # the program wants to see its garbage
+            return
+        if found := gc.garbage[self._num_garbage :]:
+            del gc.garbage[self._num_garbage :]
+            waiting.append((_collect_again, (found, info["generation"])))
+
+
+_keep_garbage = _KeepGarbage()
+
+
+def _collect_again(found: list[Any], generation: int) -> None:
+    """Destroy what a collection has kept. It has moved to the next older generation."""
+    found.clear()
+    gc.collect(min(generation + 1, 2))
+
+
 @contextmanager
 def no_cuda_in_this_thread() -> Iterator[None]:
-    """While the block runs, finalizers in this thread leave their work to other threads."""
+    """While the block runs, finalizers in this thread leave their work to other threads, and so does the garbage collector."""
+    if _keep_garbage not in gc.callbacks:
+        gc.callbacks.append(_keep_garbage)  # for good: it does nothing in other threads
     _threads.add(get_ident())
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Callable
@@ -82,6 +83,49 @@ def test_events_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
     function(*values)
     assert destroyed == [7]
     del function
+
+
+class Native:
+    """An object that C code destroys, such as an event of PyTorch: a capsule whose destructor notes its thread."""
+
+    def __init__(self, threads: list[int]) -> None:
+        destroy = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self.destroy = destroy(lambda _: threads.append(threading.get_ident()))
+        new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, destroy)(("PyCapsule_New", ctypes.pythonapi))
+        self.capsule = new(1, None, self.destroy)
+
+
+def test_objects_of_other_libraries_wait_too(fake: FakeGpu, make: Any) -> None:
+    threads: list[int] = []
+    native = Native(threads)
+    kept, found = native.destroy, native.capsule
+    gc.collect()
+    make_cycle(found)
+    del native, found
+    garbage, flags = list(gc.garbage), gc.get_debug()
+    collect_in_a_relay()
+    assert threads == []
+    assert (gc.garbage, gc.get_debug()) == (garbage, flags)
+    assert waiting
+    with make() as buffer:
+        buffer.dispatch(*arguments(fake), num_worst_tokens=40)
+    assert threads == [threading.get_ident()]
+    assert not waiting
+    del kept
+
+
+def test_a_program_that_saves_its_garbage_keeps_it() -> None:
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        make_cycle("mine")
+        collect_in_a_relay()
+        assert gc.get_debug() == gc.DEBUG_SAVEALL
+        assert [found for found in gc.garbage if isinstance(found, list) and found[:1] == ["mine"]]
+        assert not waiting
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
 
 
 def test_an_exception_does_not_reach_the_call(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
