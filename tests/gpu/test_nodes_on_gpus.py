@@ -102,10 +102,13 @@ def test_rounds(comm, settings):
                 same_dispatch(*held.pop(0))
 
 
-def test_garbage_that_a_relay_collects(comm):
+def test_garbage_that_a_relay_collects(comm, request):
     """The collector frees results of other streams in the relay's thread, while kernels wait for the relay and the host for a copy."""
     settings = dict(ranks_per_node=1, network=NetworkOptions(transport="mpi"), num_sms=NUM_SMS)
     other = torch.cuda.Stream()
+    gc.collect()
+    gc.freeze()  # all modules: otherwise a collection takes a tenth of a second, and 32 turns take a millisecond
+    request.addfinalizer(gc.unfreeze)
     for seed in range(4):
         gpu, host = pair(comm, settings, hidden=1024, num_topk=1, timeout_s=8.0)
         with gpu, host:
