@@ -3,9 +3,9 @@
 Python's garbage collector runs in any thread, also in that of a relay. A call of CUDA could wait there for a kernel that waits for the
 relay: while another thread copies behind that kernel, CUDA lets no thread make or destroy an event.
 
-So a finalizer of this library in such a thread leaves its work to the next call of a Buffer. Of other libraries' objects, such as events
-and tensors of PyTorch, the collector destroys none there: the next call of a Buffer collects them again. It still runs their `__del__`
-methods and the callbacks of `weakref`, because Python has no way to keep them.
+So in such a thread the collector destroys nothing, also no events and tensors of PyTorch: the next call of a Buffer collects them again.
+Python still runs `__del__` methods and callbacks of `weakref` there. Those of this library leave their work to the next call of a Buffer.
+Those of other libraries do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 _log = logging.getLogger("deepep_rt")
@@ -47,7 +47,7 @@ class _KeepGarbage:
             waiting.append((_collect_again, (found, info["generation"])))
 
 
-_keep_garbage = _KeepGarbage()
+_keep_garbage, _registration = _KeepGarbage(), Lock()
 
 
 def _collect_again(found: list[Any], generation: int) -> None:
@@ -59,8 +59,9 @@ def _collect_again(found: list[Any], generation: int) -> None:
 @contextmanager
 def no_cuda_in_this_thread() -> Iterator[None]:
     """While the block runs, finalizers in this thread leave their work to other threads, and so does the garbage collector."""
-    if _keep_garbage not in gc.callbacks:
-        gc.callbacks.append(_keep_garbage)  # for good: it does nothing in other threads
+    with _registration:  # called twice, it would take its own flag for the program's
+        if _keep_garbage not in gc.callbacks:
+            gc.callbacks.append(_keep_garbage)  # for good: it does nothing in other threads
     _threads.add(get_ident())
     try:
         yield

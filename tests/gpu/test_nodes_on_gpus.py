@@ -103,7 +103,7 @@ def test_rounds(comm, settings):
 
 
 def test_garbage_that_a_relay_collects(comm, request):
-    """The collector frees results of other streams in the relay's thread, while kernels wait for the relay and the host for a copy."""
+    """Results of other streams and events of PyTorch become garbage, and the collector finds them in the relay's thread."""
     settings = dict(ranks_per_node=1, network=NetworkOptions(transport="mpi"), num_sms=NUM_SMS)
     other = torch.cuda.Stream()
     gc.collect()
