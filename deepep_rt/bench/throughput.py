@@ -18,6 +18,7 @@ records the reason.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Settings(program.Settings):
         ranks_per_node: Ranks that NVLink connects, as for `Buffer`. The copy ceiling is then that of puts to other nodes.
         path: The way of rows between nodes, as for `Buffer`.
         transport: What carries rows between nodes, as for `NetworkOptions`.
+        works: The works to measure, of `WORKS`.
     """
 
     tokens: tuple[int, ...] = (4096, 8192)
@@ -79,15 +81,29 @@ class Settings(program.Settings):
     ranks_per_node: int | None = None
     path: str = "auto"
     transport: str = "auto"
+    works: tuple[str, ...] = WORKS
 
     def __post_init__(self) -> None:
         if self.quick:
             self.calls, self.repeats, self.warmup = 2, 2, 1
 
 
+def works(text: str) -> tuple[str, ...]:
+    """Parse the works of an option.
+
+    Raises:
+        argparse.ArgumentTypeError: if one of them does not exist.
+    """
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in WORKS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no work; expected some of {', '.join(WORKS)}")
+    return names
+
+
 def num_steps(settings: Settings) -> int:
     """Count the calls of `step` in `run`. Works that are left out count too."""
-    return len(settings.sms) * len(settings.tokens) * (len(WORKS) + settings.nccl)
+    return len(settings.sms) * len(settings.tokens) * (len(settings.works) + settings.nccl)
 
 
 @dataclass
@@ -236,6 +252,8 @@ class Bench:
                 num_rows, num_remote = (sum(getattr(s, n) for s in sets) / NUM_SETS for n in ("num_rows", "num_remote_rows"))
                 spent: dict[str, float] = {}
                 for work, call in self.cases(buffer, sets, num_tokens):
+                    if work not in settings.works:
+                        continue
                     self.step(f"{work}, {num_tokens} tokens, {sms} SMs")
                     if not self.is_possible(work, call):
                         continue
@@ -248,7 +266,8 @@ class Bench:
                     each = row_bytes(work, settings.hidden)
                     gb_s, remote_gb_s = (n * each / seconds / 1e9 for n in (num_rows, num_remote))
                     prepared = self.host_prepared_us(buffer, sets[0], work)
-                    percent = 100 * seconds / spent["combine_bf16"] if work in compressed.WORKS else None
+                    plain = spent.get("combine_bf16") if work in compressed.WORKS else None
+                    percent = 100 * seconds / plain if plain else None
                     rows.append(Row(work, num_tokens, sms, 1e6 * seconds, gb_s, remote_gb_s, host, each, percent, prepared))
                 if settings.nccl:
                     rows.append(self.all_to_all(buffer, num_rows, num_tokens, sms))
@@ -324,5 +343,6 @@ def main() -> None:
     parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks as over a network; 1: all of them")
     parser.add_argument("--path", choices=PATHS, default=Settings.path, help="the way of rows between nodes")
     parser.add_argument("--transport", choices=TRANSPORTS, default=Settings.transport, help="what carries rows between nodes")
+    parser.add_argument("--works", type=works, default=WORKS, help="works to measure, such as combine_bf16,combine_fp8")
     parser.add_argument("--nccl", action="store_true", help="measure NCCL's all-to-all of as many bytes too (needs PyTorch)")
     program.run_program(MPI.COMM_WORLD, parser.parse_args(), Settings, run)

@@ -176,6 +176,17 @@ def test_works_that_are_not_possible_are_left_out(tmp_path):
     assert "combine_fp8 was not measured: hidden=192" in " ".join(printed.split())
 
 
+def test_chosen_works(tmp_path):
+    file, sizes = tmp_path / "result.json", ["--quick", "--tokens", "16", "--hidden", "128", "--sms", "8"]
+    printed = launch("throughput.py", *sizes, "--works", "combine_fp8,dispatch_bf16_known", "--json", str(file))
+    rows = throughput_rows(read(file))
+    assert [row.work for row in rows] == ["combine_fp8", "dispatch_bf16_known"]
+    assert rows[0].percent_of_combine is None, "the plain combine was not measured"
+    assert "combine_bf16" not in printed
+    error = launch("throughput.py", "--works", "combine_fp8,permute", status=2)
+    assert "'permute' is no work; expected some of dispatch_bf16_unknown, " in error
+
+
 @pytest.mark.parametrize("work", ["combine_fp8", "combine_log10"])
 def test_wrong_sums_of_compressed_rows_are_found(work, tmp_path):
     script = tmp_path / "wrong.py"
