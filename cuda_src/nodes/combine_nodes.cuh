@@ -11,12 +11,14 @@
 // then compressed. On the direct path, each row is compressed, and the source does not round their sum.
 //
 // Roles of the warps in each block:
-// - Exposing warps copy rows, kExposedRows for each flag. They need nothing but memory.
-// - Emptiers take sums out of slots and stage them in local memory, so that slots are free for later chunks.
-// - Reduce warps first fill the slots of all flows with sums. Then they add up this rank's tokens. The other warps help with that at the
-// end.
+// - Exposing warps copy rows, kExposedRows for each flag. Then they fill.
+// - Fillers fill the slots of all flows with sums. When no chunk is left to fill, they empty.
+// - Emptiers take sums out of slots and stage them in local memory, so that slots are free for later chunks. When no chunk is left to
+//   empty, they reduce.
+// - Reduce warps add up this rank's tokens.
 //
-// Why no rank waits for ever: nodes.cuh tells it for slots. Fillers also wait for exposed rows. Exposing warps wait for nothing.
+// Why no rank waits for ever: nodes.cuh tells it for slots. Fillers also wait for exposed rows. A warp exposes all its rows before it
+// fills, and waits for nothing meanwhile. Reduce warps wait for exposed rows and staged sums, and nothing waits for them.
 //
 // With reduce="topk", a call takes a launch for each choice (backends/cuda/node_choice_sums.py). If the ranks differ in the first launch,
 // the later ones do nothing: another rank may have made a call with one launch.
@@ -31,9 +33,10 @@
 #include "common/work.cuh"
 #include "nodes/call_start.cuh"
 
-constexpr int kWarps = kNodesThreads / 32;
-static_assert(kExposeWarps + kEmptyWarps < kWarps);
+constexpr int kWarps = kCombineNodesThreads / 32, kExposeWarps = kWarps / 8, kEmptyWarps = kWarps / 4, kReduceWarps = kWarps / 4;
+static_assert(kExposeWarps > 0);
 constexpr int kRowVecs = kRowBytes / 16;
+constexpr int kMostHeld = kHasTma ? 8 : 4;  // vectors that a lane loads before it adds them up
 
 struct Routes {
   u64 x[kRanksPerNode];  // addresses of the rows that each rank of this node exposes; here: of y
@@ -118,26 +121,48 @@ __device__ inline bool await_row(const Params& p, u32 epoch, int index, i64 row)
 
 // Adds up the rows of a token in this node, and writes the sum as a row. 0: no row.
 __device__ inline void write_plain_sum(const u64 (&rows)[kFan], u64 to) {
-  constexpr int kAtOnce = kFan > 4 ? 2 : 4;
+  constexpr int kTogether = kFan < 4 ? kFan : 4, kAtOnce = kMostHeld / kTogether;
+#pragma unroll 1
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
-    Vec16 held[kAtOnce][kFan];
+    float sum[kAtOnce][kPerVec<kElement>] = {};
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int begin = 0; begin < kFan; begin += kTogether) {
+      Vec16 held[kAtOnce][kTogether];
 #pragma unroll
-      for (int d = 0; d < kFan; ++d) {
-        if (rows[d] && first + i * 32 < kRowVecs) held[i][d] = ld_streaming(at<const Vec16>(rows[d], 0) + first + i * 32);
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int d = 0; d < kTogether; ++d) {
+          if (begin + d < kFan && rows[begin + d] && first + i * 32 < kRowVecs)
+            held[i][d] = ld_streaming(at<const Vec16>(rows[begin + d], 0) + first + i * 32);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * 32 >= kRowVecs) break;
+#pragma unroll
+        for (int d = 0; d < kTogether; ++d) {
+          if (begin + d < kFan && rows[begin + d]) add_to<kElement>(sum[i], held[i][d]);
+        }
+        if (begin + kTogether >= kFan) st_vec(at<Vec16>(to, 0) + first + i * 32, rounded<kElement>(sum[i]));
       }
     }
+  }
+}
+
+// Adds up the weights of the rows of a chunk's tokens. Lane j has the row of token j at each rank of the fan.
+__device__ inline void add_weights(const Params& p, const Routes& routes, int fan_begin, const i32 (&row)[kFan], int num_tokens,
+                                   float* to) {
+  const int count = num_tokens * kNumTopk;
+  for (int first = 0; first < count; first += 32) {
+    const int i = first + lane_idx(), j = i / kNumTopk % 32, k = i % kNumTopk;
+    float weight = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i * 32 >= kRowVecs) break;
-      float sum[kPerVec<kElement>] = {};
-#pragma unroll
-      for (int d = 0; d < kFan; ++d) {
-        if (rows[d]) add_to<kElement>(sum, held[i][d]);
-      }
-      st_vec(at<Vec16>(to, 0) + first + i * 32, rounded<kElement>(sum));
+    for (int d = 0; d < kFan; ++d) {
+      const i64 at_row = __shfl_sync(~0u, row[d], j);
+      if (i >= count || at_row < 0) continue;
+      weight += ld_relaxed_sys(weights_at(routes.weights[fan_begin + d], at_row) + k);  // L1 may hold an old line
     }
+    if (i < count) to[i] = weight;
   }
 }
 
@@ -149,25 +174,29 @@ __device__ inline bool fill_chunk(const Params& p, const Routes& routes, u32 epo
   const int source = far_end(p, flow), fan_begin = kDirect ? near_index(p.rank) : 0;
   const u64 slot = network_base(p) + send_slot(slot_of(flow, chunk));
   const i32* recv_pos = at<const i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + first) * kFan;
+  auto row_at = [&](int i) {  // i / kFan: the token in the chunk; i % kFan: the rank of the fan. -1: no row
+    const int index = fan_begin + i % kFan, pos = recv_pos[i];
+    const i64 row = pos < 0 ? -1 : first_row_at(p, epoch, index, source) + pos;
+    return row < routes.capacity[index] ? static_cast<i32>(row) : -1;  // dispatch had no room for other rows
+  };
+  bool ok = true;
+  for (int i = lane; i < num_tokens * kFan && ok; i += 32) {
+    const i32 row = row_at(i);
+    if (row >= 0) ok = await_row(p, epoch, fan_begin + i % kFan, row);
+  }
+  __syncwarp();  // all lanes read after what each lane acquired
+  if (!__all_sync(~0u, ok)) return false;
+  i32 row[kFan];  // of token `lane`
+#pragma unroll
+  for (int d = 0; d < kFan; ++d) row[d] = lane < num_tokens ? row_at(lane * kFan + d) : -1;
+  if (p.topk_weights) add_weights(p, routes, fan_begin, row, num_tokens, at<float>(slot, p.chunk_weights));
   for (int j = 0; j < num_tokens; ++j) {
-    i64 row = -1;  // lane d: of rank d of the fan
-    if (lane < kFan && recv_pos[j * kFan + lane] >= 0) {
-      row = first_row_at(p, epoch, fan_begin + lane, source) + recv_pos[j * kFan + lane];
-      if (row >= routes.capacity[fan_begin + lane]) row = -1;  // dispatch had no room for it
-    }
-    const bool ok = row < 0 || await_row(p, epoch, fan_begin + lane, row);
-    __syncwarp();  // all lanes read after what each lane acquired
-    if (!__all_sync(~0u, ok)) return false;
     u64 rows[kFan];
-    float weight = 0;
 #pragma unroll
     for (int d = 0; d < kFan; ++d) {
-      const i64 at_row = __shfl_sync(~0u, row, d);
+      const i64 at_row = __shfl_sync(~0u, row[d], j);
       rows[d] = at_row >= 0 ? routes.x[fan_begin + d] + at_row * kRowBytes : 0;
-      if (p.topk_weights && at_row >= 0 && lane < kNumTopk)
-        weight += ld_relaxed_sys(weights_at(routes.weights[fan_begin + d], at_row) + lane);  // L1 may hold an old line
     }
-    if (p.topk_weights && lane < kNumTopk) at<float>(slot, p.chunk_weights)[j * kNumTopk + lane] = weight;
     Form::write_node_sum(rows, slot + p.chunk_rows + static_cast<u64>(j) * kSentRowBytes);
   }
   put_chunk(p, epoch, flow, chunk, p.chunk_rows + static_cast<u64>(num_tokens) * kSentRowBytes);
@@ -218,41 +247,53 @@ struct NodeSums {
   }
 };
 
+// The most rows that are added up for a token: from each rank of this node, and through each flow.
+constexpr int kMostParts = kNumTopk < kRanksPerNode + kNumFlows ? kNumTopk : kRanksPerNode + kNumFlows;
+
 // The rows of a token in rank order, in shared memory of its warp.
 struct Parts {
-  u64 row[kNumTopk];
-  u64 weights[kNumTopk];
-  int node[kNumTopk];
+  u64 row[kMostParts];
+  u64 weights[kMostParts];
+  int node[kMostParts];
 };
 
-// Finds the rows of a token and waits for them. Lane k has its choice k. Returns their number, or -1 if one did not arrive.
-__device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoch, int token, Parts& parts) {
+// What the handle says of a choice. Lane k has choice k of a token.
+struct Entry {
+  int rank = -1;
+  int pos = -1;
+  int flow_pos = -1;
+};
+
+__device__ __forceinline__ Entry load_entry(const Params& p, int token) {
+  if (token >= p.num_tokens || lane_idx() >= kNumTopk) return {};
+  const i64 i = static_cast<i64>(token) * kNumTopk + lane_idx();
+  return {at<const i32>(p.handle, kHandleEntryRank)[i], at<const i32>(p.handle, kHandleEntryPos)[i],
+          at<const i32>(p.handle, kHandleEntryFlowPos)[i]};
+}
+
+// Finds the rows of a token and waits for them. Returns their number, or -1 if one did not arrive.
+__device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoch, const Entry& entry, Parts& parts) {
   constexpr int kNone = 1 << 30;
-  const int lane = lane_idx();
-  const i64 entry = static_cast<i64>(token) * kNumTopk + lane;
-  const int rank = lane < kNumTopk ? at<const i32>(p.handle, kHandleEntryRank)[entry] : -1;
+  const int lane = lane_idx(), rank = entry.rank;
   int key = kNone;
   u64 row = 0, weights = 0;
   bool ok = true;
   if (rank >= 0 && node_of(rank) == node_of(p.rank)) {
     const int index = near_index(rank);
-    const i64 at_row = first_row_at(p, epoch, index, p.rank) + at<const i32>(p.handle, kHandleEntryPos)[entry];
+    const i64 at_row = first_row_at(p, epoch, index, p.rank) + entry.pos;
     if (at_row < routes.capacity[index]) {
       key = rank;
       ok = await_row(p, epoch, index, at_row);
       row = routes.x[index] + at_row * kRowBytes;
       weights = reinterpret_cast<u64>(weights_at(routes.weights[index], at_row));
     }
-  } else if (rank >= 0) {
-    const int position = at<const i32>(p.handle, kHandleEntryFlowPos)[entry];
-    if (position >= 0) {
-      const int flow = flow_to(p, rank);
-      key = rank;
-      ok = wait_epoch(p, staged_flag(p, flow, position / p.chunk_tokens), epoch, kPhaseNodeSums, far_end(p, flow));
-      const i64 at_row = routes.staged_first[flow] + position;
-      row = p.sums + at_row * kSentRowBytes;
-      weights = reinterpret_cast<u64>(weights_at(p.sum_weights, at_row));
-    }
+  } else if (rank >= 0 && entry.flow_pos >= 0) {
+    const int flow = flow_to(p, rank);
+    key = rank;
+    ok = wait_epoch(p, staged_flag(p, flow, entry.flow_pos / p.chunk_tokens), epoch, kPhaseNodeSums, far_end(p, flow));
+    const i64 at_row = routes.staged_first[flow] + entry.flow_pos;
+    row = p.sums + at_row * kSentRowBytes;
+    weights = reinterpret_cast<u64>(weights_at(p.sum_weights, at_row));
   }
   if (!__all_sync(~0u, ok)) return -1;
   int before = 0;  // rows of smaller ranks
@@ -268,7 +309,8 @@ __device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoc
 }
 
 __device__ inline void reduce_plain_token(const Params& p, const Parts& parts, int num_parts, int token) {
-  constexpr int kTogether = kNumTopk < 8 ? kNumTopk : 8, kAtOnce = 2;
+  constexpr int kTogether = kMostParts < kMostHeld ? kMostParts : kMostHeld;
+  constexpr int kAtOnce = kTogether > 4 ? 1 : kTogether > 2 ? kMostHeld / 4 : kMostHeld / 2;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
     NodeSums sums[kAtOnce];
@@ -317,12 +359,19 @@ __device__ inline void reduce_weights(const Params& p, const Parts& parts, int n
 template <class Form>
 __device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 epoch, Parts& parts) {
   u32* tickets = &at<State>(p.state, 0)->nodes_reduced;
-  for (int token = claim(tickets); token < p.num_tokens; token = claim(tickets)) {
-    const int num_parts = find_parts(p, routes, epoch, token, parts);
+  int token = claim(tickets);
+  Entry entry = load_entry(p, token);
+  while (token < p.num_tokens) {
+    u32 ticket = 0;
+    if (lane_idx() == 0) ticket = fetch_add_relaxed_gpu(tickets);  // on its way while this token's rows are awaited
+    const int num_parts = find_parts(p, routes, epoch, entry, parts);
     if (num_parts < 0) return;
+    const int next = static_cast<int>(__shfl_sync(~0u, ticket, 0));
+    entry = load_entry(p, next);  // on its way while this token is added up
     if (p.topk_weights) reduce_weights(p, parts, num_parts, token);
     Form::reduce_token(p, parts, num_parts, token);
     __syncwarp();  // all lanes have read `parts`
+    token = next;
   }
 }
 
@@ -367,16 +416,17 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
   __syncthreads();
 
   if (routes.verdict == kAgreed) {
-    if (warp < kExposeWarps) {
-      expose_rows(p, epoch);
-    } else if (warp < kExposeWarps + kEmptyWarps) {
-      const i32* tokens = at<const i32>(p.handle, kHandleFlowTokens);
-      for_each_chunk(&state->nodes_emptied, tokens, p.chunk_tokens,
-                     [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, tokens[flow]); });
-    } else {
-      const i32* tokens = at<const i32>(p.handle, kHandleFlowRecv);
-      for_each_chunk(&state->nodes_filled, tokens, p.chunk_tokens,
-                     [&](int flow, int chunk) { return fill_chunk<Form>(p, routes, epoch, flow, chunk, tokens[flow]); });
+    constexpr int kFirstFill = kEmptyWarps + kReduceWarps;
+    if (warp >= kWarps - kExposeWarps) expose_rows(p, epoch);
+    if (warp >= kFirstFill) {
+      const i32* sent = at<const i32>(p.handle, kHandleFlowRecv);
+      for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens,
+                     [&](int flow, int chunk) { return fill_chunk<Form>(p, routes, epoch, flow, chunk, sent[flow]); });
+    }
+    if (warp < kEmptyWarps || warp >= kFirstFill) {
+      const i32* received = at<const i32>(p.handle, kHandleFlowTokens);
+      for_each_chunk(&state->nodes_emptied, received, p.chunk_tokens,
+                     [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, received[flow]); });
     }
     reduce_tokens<Form>(p, routes, epoch, parts[warp]);
   }

@@ -32,56 +32,93 @@ __device__ __forceinline__ void load_plain(Vec16 (&held)[kVecsPerLane], u64 row,
 struct CompressedSums {
   // All lanes of a warp call this. Conversion needs whole warps, so lanes past the end of a row convert zeros.
   __device__ static __forceinline__ void write_node_sum(const u64 (&rows)[kFan], u64 to) {
-    for (int channel = lane_idx() * kLaneChannels; channel - lane_idx() * kLaneChannels < kHidden; channel += kPassChannels) {
-      const bool exists = channel < kHidden;
-      float sum[kLaneChannels] = {};
+    constexpr int kVecs = kFan > 4 ? 2 : kFan > 1 ? 4 : kMostHeld, kAtOnce = kVecs > kVecsPerLane ? kVecs / kVecsPerLane : 1;
+    for (int first = lane_idx() * kLaneChannels; first - lane_idx() * kLaneChannels < kHidden; first += kAtOnce * kPassChannels) {
+      float sum[kAtOnce][kLaneChannels] = {};
 #pragma unroll
       for (int d = 0; d < kFan; ++d) {
-        if (!rows[d] || !exists) continue;
-        Vec16 held[kVecsPerLane];
-        load_plain(held, rows[d], channel);
-        add_plain(sum, held);
-      }
-      Vec16 whole[kVecsPerLane];
+        if (!rows[d]) continue;
+        Vec16 held[kAtOnce][kVecsPerLane] = {};
 #pragma unroll
-      for (int v = 0; v < kVecsPerLane; ++v) whole[v] = rounded_part(sum, v);
-      const Compressed c = compressed<kElement>(whole);
-      if (exists) store_compressed(at<char>(to, 0), channel, c);
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i * kPassChannels < kHidden) load_plain(held[i], rows[d], first + i * kPassChannels);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) add_plain(sum[i], held[i]);
+      }
+      Vec16 whole[kAtOnce][kVecsPerLane];
+      Compressed c[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int v = 0; v < kVecsPerLane; ++v) whole[i][v] = rounded_part(sum[i], v);
+      }
+      compress<kElement>(whole, c);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kPassChannels < kHidden) store_compressed(at<char>(to, 0), first + i * kPassChannels, c[i]);
+      }
     }
   }
 
   // Parts lie in rank order, so those of a node follow each other.
   __device__ static __forceinline__ void reduce_token(const Params& p, const Parts& parts, int num_parts, int token) {
+    constexpr int kAtOnce = kMostHeld / 2 > kVecsPerLane ? kMostHeld / 2 / kVecsPerLane : 1;
     const u64 offset = static_cast<u64>(token) * kRowBytes;
     const int own_node = node_of(p.rank);
-    for (int channel = lane_idx() * kLaneChannels; channel < kHidden; channel += kPassChannels) {
-      float all[kLaneChannels] = {}, of_node[kLaneChannels] = {};
+    for (int first = lane_idx() * kLaneChannels; first < kHidden; first += kAtOnce * kPassChannels) {
+      float all[kAtOnce][kLaneChannels] = {}, of_node[kAtOnce][kLaneChannels] = {};
       for (int k = 0; k < num_parts; ++k) {
         if (k > 0 && parts.node[k] != parts.node[k - 1]) add_node(all, of_node);
-        if (parts.node[k] == own_node) {
-          Vec16 held[kVecsPerLane];
-          load_plain(held, parts.row[k], channel);
-          add_plain(of_node, held);
-        } else {
-          add_to(of_node, load_compressed(at<const char>(parts.row[k], 0), channel));
-        }
+        add_part(of_node, parts.row[k], parts.node[k] == own_node, first);
       }
       add_node(all, of_node);
 #pragma unroll
-      for (int v = 0; v < kVecsPerLane; ++v) {
-        const int vec = channel / kPerVec<kElement> + v;
-        add_bias(all, p.bias_0, offset, v, vec);
-        add_bias(all, p.bias_1, offset, v, vec);
-        st_vec(at<Vec16>(p.out, offset) + vec, rounded_part(all, v));
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int v = 0; v < kVecsPerLane; ++v) {
+          const int channel = first + i * kPassChannels, vec = channel / kPerVec<kElement> + v;
+          if (channel >= kHidden) continue;
+          add_bias(all[i], p.bias_0, offset, v, vec);
+          add_bias(all[i], p.bias_1, offset, v, vec);
+          st_vec(at<Vec16>(p.out, offset) + vec, rounded_part(all[i], v));
+        }
       }
     }
   }
 
-  __device__ static __forceinline__ void add_node(float (&all)[kLaneChannels], float (&of_node)[kLaneChannels]) {
+  template <int kAtOnce>
+  __device__ static __forceinline__ void add_part(float (&sum)[kAtOnce][kLaneChannels], u64 row, bool is_plain, int first) {
+    if (is_plain) {
+      Vec16 held[kAtOnce][kVecsPerLane] = {};
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
-      all[i] += of_node[i];
-      of_node[i] = 0;
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kPassChannels < kHidden) load_plain(held[i], row, first + i * kPassChannels);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) add_plain(sum[i], held[i]);
+    } else {
+      Compressed held[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kPassChannels < kHidden) held[i] = load_compressed(at<const char>(row, 0), first + i * kPassChannels);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kPassChannels < kHidden) add_to(sum[i], held[i]);
+      }
+    }
+  }
+
+  template <int kAtOnce>
+  __device__ static __forceinline__ void add_node(float (&all)[kAtOnce][kLaneChannels], float (&of_node)[kAtOnce][kLaneChannels]) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int j = 0; j < kLaneChannels; ++j) {
+        all[i][j] += of_node[i][j];
+        of_node[i][j] = 0;
+      }
     }
   }
 

@@ -1,12 +1,11 @@
 // dispatch_nodes: sends the rows of a known routing over several nodes to their final positions at the receivers.
 //
 // Roles of the warps in each block:
-// - Copy warps write the rows for the ranks of this node, with their small arrays, to their final positions.
+// - Copy warps write the rows for the ranks of this node, with their small arrays, to their final positions. Then they fill.
 // - Fillers gather the tokens of a flow in a slot, a chunk at a time, and put the chunk to the gateway. A token crosses the network once
-// for
-//   each flow. The chunk says where its rows belong at each rank of the fan.
+//   for each flow. The chunk says where its rows belong at each rank of the fan. When no chunk is left to fill, they empty.
 // - Emptiers take chunks out of slots. They write each row to its final position at the ranks of the fan, and keep the positions for
-// combine.
+//   combine.
 //
 // Protocol:
 // 1. The ranks agree on the call (call_start.cuh). Before that no byte of a row moves.
@@ -25,8 +24,8 @@
 #include "common/work.cuh"
 #include "nodes/call_start.cuh"
 
-constexpr int kWarps = kNodesThreads / 32;
-static_assert(kFillWarps + kEmptyWarps < kWarps);
+constexpr int kWarps = kNodesThreads / 32, kFillWarps = kWarps / 4, kEmptyWarps = kWarps / 4;
+static_assert(kWarps >= 4);
 constexpr int kCopyRows = 8;  // rows that a copy warp claims at once
 
 struct Routes {
@@ -70,82 +69,117 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   }
 }
 
-// --- small arrays of a row ----------------------------------------------------------------------------------------------------------
+// --- small arrays of rows -----------------------------------------------------------------------------------------------------------
 
-// Writes the expert numbers and weights of a row as the receiver sees them. Lane k has choice k.
-template <class Index>
-__device__ __forceinline__ void write_topk(const Params& p, const Routes& routes, int index, i64 row, const void* idx,
-                                           const void* weights) {
-  const int k = lane_idx();
-  if (k >= kNumTopk) return;
-  const i64 expert = static_cast<i64>(static_cast<const Index*>(idx)[k]) - near_rank(p, index) * kNumLocalExperts;
-  const bool lives_there = expert >= 0 && expert < kNumLocalExperts;
-  at<Index>(routes.topk_idx[index], 0)[row * kNumTopk + k] = lives_there ? static_cast<Index>(expert) : static_cast<Index>(-1);
-  if (weights) at<float>(routes.topk_weights[index], 0)[row * kNumTopk + k] = lives_there ? static_cast<const float*>(weights)[k] : 0.f;
-}
+// Up to 32 tokens of one source, whose rows a warp writes. Lane j has token j, and its row at each of kPlaces ranks; -1: not there.
+template <int kPlaces>
+struct Tokens {
+  int count;
+  int source;
+  int first_index;  // of the first of the ranks within this node
+  i32 token;
+  i32 element;  // the token's index in the small arrays
+  i64 row[kPlaces];
+};
 
-// Called by a whole warp. Addresses of absent arrays are null.
-__device__ inline void write_small(const Params& p, const Routes& routes, int index, i64 row, int source, int token, const void* idx,
-                                   const void* weights, const void* scales) {
-  if (lane_idx() == 0) at<int2>(routes.src_idx[index], 0)[row] = make_int2(source, token);
-  if (idx) {
-    if (p.idx_bytes == 8) {
-      write_topk<i64>(p, routes, index, row, idx, weights);
-    } else {
-      write_topk<i32>(p, routes, index, row, idx, weights);
+// Addresses; 0: the call has no such array.
+struct SmallArrays {
+  u64 topk_idx, topk_weights, scales;
+};
+
+// Writes the expert numbers and weights as the receivers see them.
+template <class Index, int kPlaces>
+__device__ inline void write_topk(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, const SmallArrays& from) {
+  const int num_choices = tokens.count * kNumTopk;
+  for (int first = 0; first < num_choices; first += 32) {
+    const int i = first + lane_idx(), j = i / kNumTopk % 32, k = i % kNumTopk;
+    const i64 choice = static_cast<i64>(__shfl_sync(~0u, tokens.element, j)) * kNumTopk + k;
+    const bool exists = i < num_choices;
+    const i64 expert = exists ? at<const Index>(from.topk_idx, 0)[choice] : -1;
+    const float weight = exists && from.topk_weights ? at<const float>(from.topk_weights, 0)[choice] : 0.f;
+#pragma unroll
+    for (int d = 0; d < kPlaces; ++d) {
+      const i64 row = __shfl_sync(~0u, tokens.row[d], j);
+      if (!exists || row < 0) continue;
+      const int index = tokens.first_index + d;
+      const i64 local = expert - near_rank(p, index) * kNumLocalExperts;
+      const bool lives_there = local >= 0 && local < kNumLocalExperts;
+      at<Index>(routes.topk_idx[index], 0)[row * kNumTopk + k] = lives_there ? static_cast<Index>(local) : static_cast<Index>(-1);
+      if (from.topk_weights) at<float>(routes.topk_weights[index], 0)[row * kNumTopk + k] = lives_there ? weight : 0.f;
     }
   }
-  if (scales) {
-    u32* to = at<u32>(routes.scales[index], row * p.scale_bytes);
-    for (int i = lane_idx(); i < p.scale_bytes / 4; i += 32) to[i] = static_cast<const u32*>(scales)[i];
+}
+
+template <int kPlaces>
+__device__ inline void write_scales(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, u64 scales) {
+  const u32 words = p.scale_bytes / 4, num_words = tokens.count * words;
+  for (u32 first = 0; first < num_words; first += 32) {
+    const u32 i = first + lane_idx(), j = i / words % 32, word = i % words;
+    const i64 element = __shfl_sync(~0u, tokens.element, j);
+    const bool exists = i < num_words;
+    const u32 value = exists ? at<const u32>(scales, element * p.scale_bytes)[word] : 0;
+#pragma unroll
+    for (int d = 0; d < kPlaces; ++d) {
+      const i64 row = __shfl_sync(~0u, tokens.row[d], j);
+      if (exists && row >= 0) at<u32>(routes.scales[tokens.first_index + d], row * p.scale_bytes)[word] = value;
+    }
   }
 }
 
-// The element `i` of an array with `stride` bytes for each, or null.
-__device__ __forceinline__ const void* element(u64 array, i64 i, int stride) { return array ? at<const void>(array, i * stride) : nullptr; }
+// Called by a whole warp.
+template <int kPlaces>
+__device__ inline void write_small(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, const SmallArrays& from) {
+#pragma unroll
+  for (int d = 0; d < kPlaces; ++d) {
+    if (lane_idx() < tokens.count && tokens.row[d] >= 0)
+      at<int2>(routes.src_idx[tokens.first_index + d], 0)[tokens.row[d]] = make_int2(tokens.source, tokens.token);
+  }
+  if (from.topk_idx) {
+    if (p.idx_bytes == 8) {
+      write_topk<i64>(p, routes, tokens, from);
+    } else {
+      write_topk<i32>(p, routes, tokens, from);
+    }
+  }
+  if (from.scales) write_scales(p, routes, tokens, from.scales);
+}
 
 // --- rows for this node -------------------------------------------------------------------------------------------------------------
 
 __device__ inline void copy_near_rows(const Params& p, const Routes& routes, u32 epoch) {
   const i32 *near_list = at<const i32>(p.handle, kHandleNearList), *num_sent = at<const i32>(p.handle, kHandleNumSent);
-  const int begin = near_rank(p, 0);
+  const int begin = near_rank(p, 0), lane = lane_idx();
   int most = 0;
   for (int i = 0; i < kRanksPerNode; ++i) most = max(most, num_sent[begin + i]);
   const int end = (most + kCopyRows - 1) / kCopyRows * kRanksPerNode;
   u32* tickets = &at<State>(p.state, 0)->nodes_copied;
   for (int item = claim(tickets); item < end; item = claim(tickets)) {
     const int chunk = item / kRanksPerNode, index = (item + chunk + p.rank) % kRanksPerNode;
-    const i64 first = first_row_at(p, epoch, index, p.rank);
-    const int last = min((chunk + 1) * kCopyRows, num_sent[begin + index]);
-    for (int position = chunk * kCopyRows; position < last; ++position) {
-      const i64 row = first + position;
-      if (row >= routes.capacity[index]) break;
-      const i64 token = near_list[index * kNumMaxTokens + position];
-      warp_copy(at<char>(routes.x[index], row * p.row_bytes), at<const char>(p.x, token * p.row_bytes), p.row_bytes);
-      write_small(p, routes, index, row, p.rank, token, element(p.topk_idx, token * kNumTopk, p.idx_bytes),
-                  element(p.topk_weights, token * kNumTopk, sizeof(float)), element(p.scales, token, p.scale_bytes));
+    const int position = chunk * kCopyRows + lane;
+    Tokens<1> tokens;
+    tokens.count = max(0, min(kCopyRows, num_sent[begin + index] - chunk * kCopyRows));
+    tokens.source = p.rank;
+    tokens.first_index = index;
+    tokens.token = tokens.element = lane < tokens.count ? near_list[index * kNumMaxTokens + position] : 0;
+    tokens.row[0] = lane < tokens.count ? first_row_at(p, epoch, index, p.rank) + position : -1;
+    if (tokens.row[0] >= routes.capacity[index]) tokens.row[0] = -1;
+    write_small(p, routes, tokens, {p.topk_idx, p.topk_weights, p.scales});
+    for (int j = 0; j < tokens.count; ++j) {
+      const i64 row = __shfl_sync(~0u, tokens.row[0], j), token = __shfl_sync(~0u, tokens.token, j);
+      if (row >= 0) warp_copy(at<char>(routes.x[index], row * p.row_bytes), at<const char>(p.x, token * p.row_bytes), p.row_bytes);
     }
   }
 }
 
 // --- rows for other nodes -----------------------------------------------------------------------------------------------------------
 
-// Copies the small arrays of a chunk's tokens to a slot. Lane j holds token j.
-__device__ inline void fill_small(const Params& p, u64 slot, int my_token, int num_tokens) {
-  for (int j = 0; j < num_tokens; ++j) {
-    const i64 token = __shfl_sync(~0u, my_token, j);
-    if (p.topk_idx) {
-      const u32* from = at<const u32>(p.topk_idx, token * kNumTopk * p.idx_bytes);
-      u32* to = at<u32>(slot, p.chunk_topk_idx + j * kNumTopk * p.idx_bytes);
-      for (int i = lane_idx(); i < kNumTopk * p.idx_bytes / 4; i += 32) to[i] = from[i];
-    }
-    if (p.topk_weights && lane_idx() < kNumTopk)
-      at<float>(slot, p.chunk_weights)[j * kNumTopk + lane_idx()] = at<const float>(p.topk_weights, 0)[token * kNumTopk + lane_idx()];
-    if (p.scales) {
-      const u32* from = at<const u32>(p.scales, token * p.scale_bytes);
-      u32* to = at<u32>(slot, p.chunk_scales + j * p.scale_bytes);
-      for (int i = lane_idx(); i < p.scale_bytes / 4; i += 32) to[i] = from[i];
-    }
+// Copies an array's parts of a chunk's tokens to a slot. Lane j holds token j.
+__device__ inline void fill_small(u64 to, u64 from, u32 num_bytes, int my_token, int num_tokens) {
+  const u32 words = num_bytes / 4, num_words = num_tokens * words;
+  for (u32 first = 0; first < num_words; first += 32) {
+    const u32 i = first + lane_idx();
+    const i64 token = __shfl_sync(~0u, my_token, i / words % 32);
+    if (i < num_words) at<u32>(to, 0)[i] = at<const u32>(from, token * num_bytes)[i % words];
   }
 }
 
@@ -166,7 +200,9 @@ __device__ inline bool fill_chunk(const Params& p, u32 epoch, int flow, int chun
       head->pos[lane * kFan + (kDirect ? 0 : near_index(rank))] = at<const i32>(p.handle, kHandleEntryPos)[entry + k];
     }
   }
-  fill_small(p, slot, my_token, num_tokens);
+  if (p.topk_idx) fill_small(slot + p.chunk_topk_idx, p.topk_idx, kNumTopk * p.idx_bytes, my_token, num_tokens);
+  if (p.topk_weights) fill_small(slot + p.chunk_weights, p.topk_weights, kNumTopk * sizeof(float), my_token, num_tokens);
+  if (p.scales) fill_small(slot + p.chunk_scales, p.scales, p.scale_bytes, my_token, num_tokens);
   for (int j = 0; j < num_tokens; ++j) {
     const i64 token = __shfl_sync(~0u, my_token, j);
     warp_copy(at<char>(slot, p.chunk_rows + j * p.row_bytes), at<const char>(p.x, token * p.row_bytes), p.row_bytes);
@@ -177,7 +213,7 @@ __device__ inline bool fill_chunk(const Params& p, u32 epoch, int flow, int chun
 
 // Writes a row to up to kFan places; 0: not there.
 __device__ inline void copy_to_fan(const u64 (&to)[kFan], u64 from, int row_bytes) {
-  constexpr int kInFlight = 4;
+  constexpr int kInFlight = 8;
   const int count = row_bytes / 16;
   for (int i = lane_idx(); i < count; i += kInFlight * 32) {
     Vec16 held[kInFlight];
@@ -203,21 +239,31 @@ __device__ inline bool empty_chunk(const Params& p, const Routes& routes, u32 ep
   const u64 slot = network_base(p) + recv_slot(slot_of(flow, chunk));
   const ChunkHead* head = at<const ChunkHead>(slot, 0);
   i32* recv_pos = at<i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + first) * kFan;
-  for (int i = lane; i < num_tokens * kFan; i += 32) recv_pos[i] = head->pos[i];
+  Tokens<kFan> tokens;
+  tokens.count = num_tokens;
+  tokens.source = source;
+  tokens.first_index = fan_begin;
+  tokens.token = lane < num_tokens ? head->tokens[lane] : 0;
+  tokens.element = lane;
+#pragma unroll
+  for (int d = 0; d < kFan; ++d) {
+    tokens.row[d] = -1;
+    if (lane >= num_tokens) continue;
+    const int pos = recv_pos[lane * kFan + d] = head->pos[lane * kFan + d];
+    const i64 row = pos < 0 ? -1 : first_row_at(p, epoch, fan_begin + d, source) + pos;
+    if (row < routes.capacity[fan_begin + d]) tokens.row[d] = row;
+  }
+  SmallArrays from = {};
+  if (p.topk_idx) from.topk_idx = slot + p.chunk_topk_idx;
+  if (p.topk_weights) from.topk_weights = slot + p.chunk_weights;
+  if (p.scales) from.scales = slot + p.chunk_scales;
+  write_small(p, routes, tokens, from);
   for (int j = 0; j < num_tokens; ++j) {
-    const int token = head->tokens[j];
     u64 to[kFan];
 #pragma unroll
     for (int d = 0; d < kFan; ++d) {
-      const int index = fan_begin + d, pos = head->pos[j * kFan + d];
-      const i64 row = pos < 0 ? 0 : first_row_at(p, epoch, index, source) + pos;
-      const bool arrives = pos >= 0 && row < routes.capacity[index];
-      to[d] = arrives ? routes.x[index] + row * p.row_bytes : 0;
-      if (arrives) {
-        write_small(p, routes, index, row, source, token, element(p.topk_idx ? slot + p.chunk_topk_idx : 0, j * kNumTopk, p.idx_bytes),
-                    element(p.topk_weights ? slot + p.chunk_weights : 0, j * kNumTopk, sizeof(float)),
-                    element(p.scales ? slot + p.chunk_scales : 0, j, p.scale_bytes));
-      }
+      const i64 row = __shfl_sync(~0u, tokens.row[d], j);
+      to[d] = row < 0 ? 0 : routes.x[fan_begin + d] + row * p.row_bytes;
     }
     copy_to_fan(to, slot + p.chunk_rows + static_cast<u64>(j) * p.row_bytes, p.row_bytes);
   }
@@ -283,19 +329,19 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
   __syncthreads();
 
   if (routes.verdict == kAgreed) {
-    if (warp < kFillWarps) {
-      const i32* tokens = at<const i32>(p.handle, kHandleFlowTokens);
-      for_each_chunk(&state->nodes_filled, tokens, p.chunk_tokens,
-                     [&](int flow, int chunk) { return fill_chunk(p, epoch, flow, chunk, tokens[flow]); });
-    } else if (warp < kFillWarps + kEmptyWarps) {
-      const i32* tokens = at<const i32>(p.handle, kHandleFlowRecv);
-      for_each_chunk(&state->nodes_emptied, tokens, p.chunk_tokens,
-                     [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, tokens[flow]); });
-    } else {
+    if (warp >= kFillWarps + kEmptyWarps) {
       copy_counts(p);
       copy_near_rows(p, routes, epoch);
       write_padding(p);
     }
+    if (warp < kFillWarps || warp >= kFillWarps + kEmptyWarps) {
+      const i32* sent = at<const i32>(p.handle, kHandleFlowTokens);
+      for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens,
+                     [&](int flow, int chunk) { return fill_chunk(p, epoch, flow, chunk, sent[flow]); });
+    }
+    const i32* received = at<const i32>(p.handle, kHandleFlowRecv);
+    for_each_chunk(&state->nodes_emptied, received, p.chunk_tokens,
+                   [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, received[flow]); });
   }
   __syncthreads();
 

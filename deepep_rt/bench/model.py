@@ -8,7 +8,7 @@ With T tokens a rank, rows of b bytes, and the expected places of a token from `
 
 L is the time of a call with hardly any rows: launch, protocol and the way of one message. B is the bandwidth that rows reach. g is the
 time that a rank's NIC or proxy needs for a message, whatever its size. Low-latency calls take the direct path, and their message is a row.
-Messages of throughput calls are chunks of `CHUNK_TOKENS` tokens.
+Messages of throughput calls are chunks of as many tokens as the kernels put at once (`usual_chunk_tokens`).
 
 Assumptions:
 
@@ -31,11 +31,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EPConfigError
+from ..kernels.nodes_layout import usual_chunk_tokens
 from ..traffic import Traffic, expected_traffic
 from .results import Sizes, low_latency_rows, row_bytes, throughput_rows
-
-CHUNK_TOKENS = 32
-"""Tokens of a chunk, which is one message of a throughput call."""
 
 CALLS = {"dispatch": "fp8", "combine": "bf16"}
 """The calls of the model, and the type of their rows."""
@@ -157,7 +155,7 @@ def throughput(work: Work, machine: Machine, num_nodes: int, call: str, path: st
     else:
         far, near, latency = traffic.far_ranks, traffic.near_ranks, machine.far.us
     flows = (num_nodes - 1) * (1 if path == "hierarchical" else machine.node_size)
-    messages = max(tokens * far / CHUNK_TOKENS, min(flows, tokens * far))
+    messages = max(tokens * far / usual_chunk_tokens(row, "nvshmem"), min(flows, tokens * far))
     return _estimate(machine.near, machine.far, latency, tokens * near * row, tokens * far * row, messages, counted)
 
 

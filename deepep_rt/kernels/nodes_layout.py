@@ -20,9 +20,20 @@ MAX_CHUNK_TOKENS = 32
 EXPOSED_ROWS = 32
 """Rows of combine that one flag exposes to the other ranks of a node."""
 
-_CHUNK_BYTES = 256 * 1024
 _FLOW_BYTES = 64 * 1024 * 1024  # of all slots of a rank, at both ends
-_MOST_SLOTS = 64
+
+# Over NVLink a put of NVSHMEM keeps a warp busy, so many small chunks are faster (docs/measured.md). A put of a relay takes its thread some
+# microseconds, whatever its size.
+_CHUNK_BYTES = {"nvshmem": 64 * 1024, "mpi": 256 * 1024}
+_MOST_SLOTS = {"nvshmem": 256, "mpi": 64}
+
+
+def usual_chunk_tokens(row_bytes: int, transport: str) -> int:
+    """Return the most tokens of a chunk whose rows have `row_bytes` bytes. With very many flows, chunks are smaller."""
+    num_tokens = MAX_CHUNK_TOKENS
+    while num_tokens > 1 and num_tokens * row_bytes > _CHUNK_BYTES[transport]:
+        num_tokens //= 2
+    return num_tokens
 
 
 @dataclass(frozen=True)
@@ -86,14 +97,17 @@ class NodesLayout:
         )
 
     def _widest_chunk(self, num_tokens: int) -> int:
-        return self._chunk(num_tokens, self.config.row_bytes, self.config.scale_bytes, 8, with_weights=True).num_bytes
+        """Return the bytes of a slot with room for `num_tokens` rows of the widest type, or for the FP8 rows that take their place."""
+        config = self.config
+        most_fp8 = min(num_tokens * config.row_bytes // config.hidden, MAX_CHUNK_TOKENS)
+        widest = self._chunk(num_tokens, config.row_bytes, config.scale_bytes, 8, with_weights=True)
+        fp8 = self._chunk(most_fp8, config.hidden, config.scale_bytes, 8, with_weights=True)
+        return max(widest.num_bytes, fp8.num_bytes)
 
     @cached_property
     def _slots(self) -> tuple[int, int]:
         """Slots of a flow at each end, and bytes of a slot."""
-        num_tokens = MAX_CHUNK_TOKENS
-        while num_tokens > 1 and num_tokens * self.config.row_bytes > _CHUNK_BYTES:
-            num_tokens //= 2
+        num_tokens = usual_chunk_tokens(self.config.row_bytes, self.config.transport)
 
         def slots() -> int:
             return _FLOW_BYTES // (2 * self.num_flows * self._widest_chunk(num_tokens))
@@ -101,7 +115,7 @@ class NodesLayout:
         while num_tokens > 1 and slots() < 4:
             num_tokens //= 2
         most = max(2, -(-self.config.num_max_tokens_per_rank // num_tokens))
-        return max(2, min(slots(), _MOST_SLOTS, most)), self._widest_chunk(num_tokens)
+        return max(2, min(slots(), _MOST_SLOTS[self.config.transport], most)), self._widest_chunk(num_tokens)
 
     @property
     def slot_bytes(self) -> int:

@@ -214,7 +214,7 @@ KERNELS: dict[str, Kernel] = {
                 f"combine_nodes_{compression}" if compression else "combine_nodes",
                 _COMBINE_NODES,
                 folder="nodes",
-                threads="kNodesThreads",
+                threads="kCombineNodesThreads",
                 per_dtype=True,
                 over_nodes=True,
                 compression=compression,

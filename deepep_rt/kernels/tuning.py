@@ -78,17 +78,21 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kLlTileBytes": LOW_LATENCY_TILE_BYTES,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
-        # NVSHMEM's functions use up to 158 registers, so a block has 256 threads.
-        "kNodesThreads": 256,
-        "kFillWarps": 2,
-        "kEmptyWarps": 2,
-        "kExposeWarps": 2,
+        "kNodesThreads": 512 if with_tma else 256,
+        "kCombineNodesThreads": _combine_nodes_threads(config, with_tma),
         "kDispatchItemsPerTicket": 4,
         "kCombineItemsPerTicket": 2,
         "kManyBlocks": _MANY_BLOCKS,
         "kCopyOwnRowsBlocks": _COPY_OWN_ROWS_BLOCKS,
         **usual,
     }
+
+
+def _combine_nodes_threads(config: Config, with_tma: bool) -> int:
+    """Return the threads of a block of combine_nodes: the most of 512, 384 and 256 without spills."""
+    if not with_tma:
+        return 256
+    return 512 if config.node_size == 1 else 384
 
 
 def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:

@@ -31,8 +31,8 @@ TWO_BY_TWO = dict(**SIZES, ranks_per_node=2)
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch):
     """Make chunks of four tokens and two slots, so that chunks wait for credits."""
-    monkeypatch.setattr(nodes_layout, "_CHUNK_BYTES", 512)
-    monkeypatch.setattr(nodes_layout, "_MOST_SLOTS", 2)
+    monkeypatch.setattr(nodes_layout, "_CHUNK_BYTES", {"nvshmem": 512, "mpi": 512})
+    monkeypatch.setattr(nodes_layout, "_MOST_SLOTS", {"nvshmem": 2, "mpi": 2})
 
 
 @pytest.mark.parametrize("seed", seeds(2))

@@ -182,7 +182,7 @@ def test_waits_name_the_late_rank(sizes: dict[str, Any]) -> None:
 
 
 def test_waits_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes_layout, "_CHUNK_BYTES", 512)
+    monkeypatch.setattr(nodes_layout, "_CHUNK_BYTES", {"nvshmem": 512, "mpi": 512})
     with Machine(2, 3, transport="mpi") as machine:
         sizes = {**BOTH, "num_experts": 4, "ranks_per_node": 1}
         check_waits(machine, machine.buffers(**sizes, timeout_s=8.0, statistics=True))
