@@ -49,7 +49,8 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   mine.capacity = p.capacity;
   mine.call_signature = p.call_signature;
   mine.serial = serial;
-  mine.missing_rows = p.missing_rows;
+  const i64 arriving = *at<const i32>(p.handle, kHandleNumRecv);
+  mine.missing_rows = p.refuses_more && arriving > p.capacity ? static_cast<i32>(arriving) : 0;
   const u32 verdict = agree(p, epoch, serial, kPhaseDispatchWindow, mine);
   if (lane < kRanksPerNode && verdict == kAgreed) {
     const NodeWindow* window = window_at(p.peers[p.rank], epoch, lane);
@@ -63,7 +64,6 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   }
   if (lane == 0) {
     routes.verdict = verdict;
-    const i64 arriving = *at<const i32>(p.handle, kHandleNumRecv);
     if (blockIdx.x == 0 && verdict == kAgreed && arriving > p.capacity)
       report_event(p, &Report::no_room, static_cast<u64>(arriving) << 32 | p.capacity);
   }
@@ -273,8 +273,9 @@ __device__ inline bool empty_chunk(const Params& p, const Routes& routes, u32 ep
 
 // --- the rest -----------------------------------------------------------------------------------------------------------------------
 
-// Rows past the received ones belong to no token. Called by the copy warps.
+// Rows past the received ones belong to no token. Called by the copy warps. A caller that waits for counts gets no such rows.
 __device__ inline void write_padding(const Params& p) {
+  if (p.refuses_more) return;
   constexpr int kCopyWarps = kWarps - kFillWarps - kEmptyWarps;
   const i64 worker = (blockIdx.x * kCopyWarps + warp_idx() - kFillWarps - kEmptyWarps) * 32 + lane_idx(),
             num_workers = static_cast<i64>(gridDim.x) * kCopyWarps * 32, num_recv = *at<const i32>(p.handle, kHandleNumRecv);

@@ -196,7 +196,7 @@ KERNELS: dict[str, Kernel] = {
             "dispatch_nodes",
             _DISPATCH
             + """
-    i32 missing_rows;       // rows for which this rank has no memory; then no rank sends rows
+    i32 refuses_more;       // whether no rank sends rows if more than `capacity` arrive; otherwise further rows are dropped
     i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
     i32 chunk_topk_idx;
     i32 chunk_weights;

@@ -123,8 +123,8 @@ class ExpertRows:
         """Queue the dispatch of the rows by token, and behind it the search of the rows of each expert. Return the handle of rows by
         expert.
 
-        The tables have room for the most rows by token, so the search needs no count on the host. On one node it is therefore queued before
-        the host waits for counts. The memory of the tables is allocated before any launch: without room this rank makes no call.
+        The tables have room for the most rows by token, so the search needs no count on the host. It is therefore queued before the host
+        waits for counts, if the dispatch is. The memory of the tables is allocated before any launch: without room this rank makes no call.
         """
         if not self._has_kernels:
             # Between the launch of the dispatch and its counts, an error would leave the counts for the next call.

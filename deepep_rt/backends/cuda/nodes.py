@@ -19,7 +19,7 @@ from ..calls import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
 from .link_rates import far_bandwidth, far_latency
 from .node_choice_sums import NodeChoiceSums, NodeSums
-from .result_memory import Reservation, ResultMemory
+from .result_memory import ResultMemory
 from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_of
 from .row_mover import OnLaunch
 from .runtime import CudaRuntime, address_of
@@ -63,8 +63,8 @@ class NodesThroughput:
     def send_rows(
         self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None
     ) -> tuple[DispatchHandle, Callable[[], Views]]:
-        """Launch the routing, unless a handle gives it, wait for the counts if only they tell the size, and launch the dispatch of rows by
-        token.
+        """Launch the routing, unless a handle gives it, and the dispatch of rows by token. Wait for the counts if only they tell the size:
+        before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows.
         """
         self.check_support()
         known, stream = inputs.handle, call.stream
@@ -79,48 +79,56 @@ class NodesThroughput:
         x, idx, _, scales = arrays
         scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
 
-        def reserve(num_rows: int) -> tuple[Reservation, Map]:
-            parts = self._layout.result(num_rows, x.row_bytes, scale_bytes, idx_bytes, idx is not None)
-            return self.results.reserve(parts.num_bytes, call), parts
+        def parts_of(num_rows: int) -> Map:
+            return self._layout.result(num_rows, x.row_bytes, scale_bytes, idx_bytes, idx is not None)
 
-        capacity, too_many, counts_list = inputs.num_worst_tokens or 0, 0, None
+        most, counts_list = self._config.num_max_recv_tokens, None
+        capacity = most if inputs.num_worst_tokens is None else inputs.num_worst_tokens
         if known is not None:
             capacity, tables, counts_list = known.num_recv_rows, known.routing, known.num_recv_tokens_per_expert_list
-        if not needs_counts:  # without room this rank makes no call at all
-            reserved, parts = reserve(capacity)
+        parts = parts_of(capacity)
+        if needs_counts:
+            reserved = self.results.reserve_in_pool(parts.num_bytes, call)
+        else:  # without room this rank makes no call at all
+            reserved = self.results.reserve(parts.num_bytes, call)
         if known is None:
             counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
         else:
             counts_owner = self.counts.acquire(stream, call.caller_stream)
             counts = counts_owner.ptr
+        num_recv, has_room = None, True
         with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", "kPhaseNodeRows"):
             if known is None:
                 self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
-            if needs_counts:
+            if reserved is None:
                 self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
-                capacity, counts_list = self._monitor.await_counts()
+                num_recv, counts_list = self._monitor.await_counts()
+                capacity = num_recv if num_recv <= most else 0
                 try:
-                    if capacity > self._config.num_max_recv_tokens:
-                        raise too_many_rows(self._runtime.rank, capacity, self._config.num_max_recv_tokens)
-                    reserved, parts = reserve(capacity)
-                except EPOutOfMemoryError:  # the other ranks wait for this rank: tell them
-                    capacity, too_many = 0, max(capacity, 1)
-                    reserved, parts = self.results.no_rows(), self._layout.result(0, x.row_bytes, scale_bytes, idx_bytes, True)
+                    reserved = self.results.reserve(parts_of(capacity).num_bytes, call) if capacity else self.results.no_rows()
+                except EPOutOfMemoryError:  # the other ranks wait for this rank: the kernel tells them
+                    capacity, has_room, reserved = 0, False, self.results.no_rows()
+                parts = parts_of(capacity)
             kind = call_signature.dispatch_kind(inputs.layout)
             place = reserved.offset, parts.offsets, capacity, counts
-            launch, params = self.dispatch_launch(kind, arrays, tables.ptr, *place, missing_rows=too_many)
+            launch, params = self.dispatch_launch(kind, arrays, tables.ptr, *place)
+            params["refuses_more"] = needs_counts
             self._network.wake()
             launch(stream, self.num_sms, params)
-            if known is None and on_launch is not None and not too_many:
+            if known is None and on_launch is not None and has_room:
                 first = self._runtime.memory.ptr + reserved.offset
                 on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx_bytes))
         given = inputs.topk_idx, inputs.topk_weights, inputs.scales
         self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
-        if too_many:
-            self._runtime.synchronize()  # raises what the kernels of all ranks report
-            raise too_many_rows(self._runtime.rank, too_many, self._config.num_max_recv_tokens)
-        owner, base = self.results.keep(reserved, parts.num_bytes, call)
+        if needs_counts:
+            if num_recv is None:
+                num_recv, counts_list = self._monitor.await_counts()
+            if num_recv > most or not has_room:
+                self._runtime.synchronize()  # raises what the kernels of all ranks report
+                raise too_many_rows(self._runtime.rank, num_recv, most)
+            capacity = num_recv
+        owner, base = self.results.keep(reserved, parts.offsets["x"] + capacity * x.row_bytes, call)
         make_views = dispatch_views(
             self._runtime, arrays, parts.offsets, capacity, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
@@ -155,9 +163,8 @@ class NodesThroughput:
         parts: Mapping[str, int],
         capacity: int,
         counts: int,
-        missing_rows: int = 0,
     ) -> tuple[Launcher, dict[str, Any]]:
-        """See `RowMover.dispatch_launch`. `missing_rows`: rows that arrive, if this rank has no memory for them; otherwise 0."""
+        """See `RowMover.dispatch_launch`."""
         x, idx, weights, scales = arrays
         scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
         chunk = self._nodes.chunk(x.row_bytes, scale_bytes, idx_bytes, weights is not None)
@@ -175,7 +182,7 @@ class NodesThroughput:
             "num_recv_per_expert": counts + counts_offsets["num_recv_per_expert"],
             "scale_bytes": scale_bytes,
             "idx_bytes": idx_bytes,
-            "missing_rows": missing_rows,
+            "refuses_more": False,  # only a call that waits for counts sets it
             "chunk_tokens": chunk.num_tokens,
             **{f"chunk_{name}": chunk.offsets[name] for name in ("topk_idx", "weights", "scales", "rows")},
             "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),

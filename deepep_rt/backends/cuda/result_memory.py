@@ -63,9 +63,9 @@ class ResultMemory:
         Raises:
             EPOutOfMemoryError: if the pool is full, and results may not or cannot be copied.
         """
-        block = self._allocate(num_bytes, call.stream, call.caller_stream)
-        if block is not None:
-            return Reservation(self.offset_of(block), block)
+        reserved = self.reserve_in_pool(num_bytes, call)
+        if reserved is not None:
+            return reserved
         if not self._copy_when_full:
             raise EPOutOfMemoryError(f"{self._no_room(num_bytes)}, or with on_exhausted='copy'")
         self._check_can_allocate(call.stream)
@@ -76,6 +76,11 @@ class ResultMemory:
                 "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
             )
         return Reservation(self._offsets["landing"], None)
+
+    def reserve_in_pool(self, num_bytes: int, call: Call) -> Reservation | None:
+        """Reserve memory of the pool that peers write the rows of a dispatch to. None if the pool is full."""
+        block = self._allocate(num_bytes, call.stream, call.caller_stream)
+        return None if block is None else Reservation(self.offset_of(block), block)
 
     def reserve_for_repeats(self, num_bytes: int, stream: int) -> Block:
         """Reserve memory that peers write the rows of each dispatch of a prepared call to.

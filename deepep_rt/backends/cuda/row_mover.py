@@ -83,7 +83,7 @@ class RowMover(Protocol):
         Args:
             inputs: Of the dispatch.
             call: How the call runs.
-            on_launch: Runs right after the launch of the dispatch, if the routing is new: on one node, before the host waits for counts.
+            on_launch: Runs right after the launch of the dispatch, if the routing is new: before the host waits for counts, if it can.
         """
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:

@@ -60,15 +60,18 @@ def test_positions_are_queued_before_the_host_waits(fake: FakeGpu, make: Any, mo
         assert sent.num_recv_tokens_per_expert_list == COUNTS
 
 
-def test_several_nodes(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the size of the result is known before its rows travel. The positions follow right behind them."""
+@pytest.mark.parametrize("has_room", [True, False])
+def test_several_nodes(has_room: bool, fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room in the pool for the most rows, the host waits for their number. The positions follow right behind the rows."""
     with make(**TWO_NODES) as buffer:
         fake.on_launch, seen = routed(buffer, 20, COUNTS), launches_before_the_wait(fake, buffer, monkeypatch)
+        if not has_room:
+            monkeypatch.setattr(buffer._backend.throughput.results, "reserve_in_pool", lambda *_: None)
         buffer.dispatch(*arguments(fake), layout="expert")
-        launches = fake.pop_launches()
-        assert seen == ["route_nodes"]
+        launches, most = fake.pop_launches(), buffer.config.num_max_recv_tokens
+        assert seen == (["route_nodes", "dispatch_nodes", "expert_positions"] if has_room else ["route_nodes"])
         assert [call.kernel for call in launches] == ["route_nodes", "dispatch_nodes", "expert_positions", "expand_rows"]
-        assert (launches[2].capacity, launches[2].num_rows) == (20, -1)
+        assert (launches[2].capacity, launches[2].num_rows) == (most if has_room else 20, -1)
 
 
 def test_launches_share_the_progress_of_blocks(fake: FakeGpu, make: Any) -> None:

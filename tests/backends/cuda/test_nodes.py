@@ -28,12 +28,9 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         sent = buffer.dispatch(x, idx, weights)
         route, dispatch = fake.pop_launches()
         assert (route.kernel, route.num_tokens, route.to_host) == ("route_nodes", 10, 1)
-        assert (dispatch.kernel, dispatch.handle, dispatch.capacity, dispatch.missing_rows) == (
-            "dispatch_nodes",
-            route.handle,
-            30,
-            0,
-        )
+        most = buffer.config.num_max_recv_tokens
+        assert (dispatch.kernel, dispatch.handle, dispatch.capacity) == ("dispatch_nodes", route.handle, most)
+        assert dispatch.refuses_more, "it runs before this rank knows how many rows arrive"
         assert sent.num_recv_tokens_per_expert_list == [3, 4, 5, 6, 0, 0, 6, 6]
         assert (like(sent.recv_x), like(sent.recv_src_idx)) == (("bfloat16", (30, 256)), ("int32", (30, 2)))
         for name, array in {"x": sent.recv_x, "topk_idx": sent.recv_topk_idx, "src_idx": sent.recv_src_idx}.items():
@@ -52,6 +49,25 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         assert combine.sums + nodes.num_max_node_sums * 512 <= BASE + combine.exposed_weights_offset
         assert BASE + combine.exposed_offset + buffer.config.num_max_recv_tokens * 512 <= landing.stop
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
+
+
+def test_rows_move_before_the_host_has_counts(fake: FakeGpu, make: Any) -> None:
+    """With room for the most rows. Without it, the dispatch waits for the counts and takes what it needs."""
+    with make(**RELAY, num_slots=1) as buffer:
+        act, seen = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6]), []
+
+        def on_launch(call: Any) -> None:
+            seen.append(call.kernel)
+            if call.kernel == ("dispatch_nodes" if len(kept) == 0 else "route_nodes"):
+                act(SimpleNamespace(kernel="route_nodes", to_host=1))
+
+        kept: list[Any] = []
+        fake.on_launch = on_launch
+        for _ in range(2):
+            kept.append(buffer.dispatch(*arguments(fake)))
+        assert seen == 2 * ["route_nodes", "dispatch_nodes"]
+        first, second = [call for call in fake.pop_launches() if call.kernel == "dispatch_nodes"]
+        assert (first.capacity, second.capacity) == (buffer.config.num_max_recv_tokens, 30)
 
 
 def test_a_chunk_fits_its_slot(fake: FakeGpu, make: Any) -> None:
@@ -113,17 +129,30 @@ def test_a_relay_that_fails_ends_the_wait_for_counts(fake: FakeGpu, make: Any, m
         with pytest.raises(EPTimeoutError, match="the relay of rank 3 on node 1 failed"):
             buffer.dispatch(*arguments(fake))
     assert written == [1], "the abort flag"
-    assert [call.kernel for call in fake.pop_launches()] == ["route_nodes"]
+    assert [call.kernel for call in fake.pop_launches()] == ["route_nodes", "dispatch_nodes"]
     buffer.destroy(in_touch=False)
 
 
-def test_more_rows_than_fit(fake: FakeGpu, make: Any) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_more_rows_than_fit(waits: bool, fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs, so that all ranks hear of it, and the host raises."""
     with make(**RELAY, num_max_recv_tokens=20) as buffer:
+        if waits:
+            monkeypatch.setattr(buffer._backend.throughput.results, "reserve_in_pool", lambda *_: None)
         fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
         with pytest.raises(EPOutOfMemoryError, match="num_max_recv_tokens=20; expected at least 30"):
             buffer.dispatch(*arguments(fake))
-        assert (fake.pop_launches()[-1].capacity, fake.pop_launches()) == (0, [])
+        dispatch = fake.pop_launches()[-1]
+        assert (dispatch.capacity, dispatch.refuses_more, fake.pop_launches()) == (0 if waits else 20, 1, [])
+
+
+def test_no_row_arrives_and_the_pool_is_full(fake: FakeGpu, make: Any) -> None:
+    with make(**RELAY, num_slots=1, on_exhausted="error") as buffer:
+        kept = []
+        for num_rows in (buffer.config.num_max_recv_tokens, 0):
+            fake.on_launch = routed(buffer, num_rows, [num_rows] + 7 * [0])
+            kept.append(buffer.dispatch(*arguments(fake)))
+        assert like(kept[1].recv_x) == ("bfloat16", (0, 256))
 
 
 def test_an_interruption_between_counts_and_rows(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +164,7 @@ def test_an_interruption_between_counts_and_rows(fake: FakeGpu, make: Any, monke
             raise KeyboardInterrupt
 
         fake.on_launch = act
+        monkeypatch.setattr(buffer._backend.throughput.results, "reserve_in_pool", lambda *_: None)
         monkeypatch.setattr(buffer._backend.throughput.results, "reserve", interrupt)
         with pytest.raises(KeyboardInterrupt):
             buffer.dispatch(*arguments(fake))
