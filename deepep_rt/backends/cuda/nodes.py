@@ -87,10 +87,9 @@ class NodesThroughput:
         if known is not None:
             capacity, tables, counts_list = known.num_recv_rows, known.routing, known.num_recv_tokens_per_expert_list
         parts = parts_of(capacity)
-        if needs_counts:
-            reserved = self.results.reserve_in_pool(parts.num_bytes, call)
-        else:  # without room this rank makes no call at all
-            reserved = self.results.reserve(parts.num_bytes, call)
+        # Without counts to wait for, a rank without room raises here, and makes no call at all.
+        reserve = self.results.reserve_in_pool if needs_counts else self.results.reserve
+        reserved = reserve(parts.num_bytes, call)
         if known is None:
             counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
