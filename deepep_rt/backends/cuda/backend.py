@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ... import _env
+from ..._finalizers import run_waiting
 from ...arrays.view import HOST, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
@@ -271,6 +272,8 @@ class CudaBackend:
             if runtime.network is not None:
                 runtime.network.close()
             self.low_latency.close()
+        if not runtime.monitor.is_broken:  # then the GPU may still be busy
+            run_waiting()  # the relay has ended, and no call may follow
 
     def _destroy(self, in_touch: bool, error: BaseException | None) -> None:
         config, monitor, is_sound = self._config, self.runtime.monitor, False

@@ -16,6 +16,7 @@ from fake_gpu import Array, FakeGpu, arguments, fake, make
 
 from deepep_rt import NetworkOptions
 from deepep_rt._finalizers import no_cuda_in_this_thread, waiting
+from deepep_rt.backends.cuda import network_memory
 from deepep_rt.cuda import driver
 
 __all__ = ["fake", "make"]
@@ -126,6 +127,26 @@ def test_a_program_that_saves_its_garbage_keeps_it() -> None:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+
+
+def test_the_end_of_a_buffer_leaves_nothing(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that a relay's thread has left for the next call, when there is no next call."""
+    done: list[int] = []
+
+    class Relay:
+        progress = ""
+
+        def __init__(self, *_: object, node_size: int) -> None: ...
+        def check(self) -> None: ...
+        def wake(self) -> None: ...
+        def close(self) -> bool:
+            waiting.append((done.append, (threading.get_ident(),)))
+            return True
+
+    monkeypatch.setattr(network_memory, "start_relay", Relay)
+    make(ranks_per_node=2, network=NetworkOptions(transport="mpi")).destroy()
+    assert done == [threading.get_ident()]
+    assert not waiting
 
 
 def test_an_exception_does_not_reach_the_call(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
