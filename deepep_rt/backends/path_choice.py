@@ -44,6 +44,14 @@ def usual_rates(transport: str, num_hosts: int, line_rate: float = 0.0) -> LinkR
     return LinkRates(_NEAR_BYTES_PER_S, _NEAR_LATENCY_S, far, _FAR_LATENCY_S[transport])
 
 
+def config_of_measurement(config: Config) -> Config:
+    """Return sizes for a measurement of links: the nodes and rows of a Buffer, with little memory."""
+    tokens = min(config.num_max_tokens_per_rank, 512)
+    return dataclasses.replace(
+        config, num_max_tokens_per_rank=tokens, num_slots=1, low_latency=False, path="hierarchical", recv_limit=None, num_topk=1
+    )
+
+
 def call_times(config: Config, rates: LinkRates) -> dict[str, float]:
     """Return the expected seconds of a dispatch by path, with all tokens and the widest rows.
 

@@ -33,8 +33,10 @@ def number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def title(kernel: str, dtype: str | None) -> str:
-    return f"{kernel} ({dtype})" if dtype else kernel
+def title(kernel: str, *forms: str | None) -> str:
+    """Name a kernel and what it is compiled for, such as its dtype."""
+    named = ", ".join(filter(None, forms))
+    return f"{kernel} ({named})" if named else kernel
 
 
 def plural(number: int) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +26,15 @@ from without import without
 import deepep_rt
 from deepep_rt import CopyShape, Tuning, TuningResult
 from deepep_rt.backends import saved_tunings
+from deepep_rt.backends.path_choice import config_of_measurement
 from deepep_rt.cli import app as cli
+from deepep_rt.cli import compile as cli_compile
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError, EPUnavailableError
 from deepep_rt.jit import build, compiler, disassembler, libraries
 from deepep_rt.jit.cache import SUFFIX, KernelCache
 from deepep_rt.kernels import promises
+from deepep_rt.kernels.kernel import Kernel
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.promises import Promise
 from deepep_rt.kernels.source import kernel_constants
@@ -119,7 +126,7 @@ def test_compile_takes_a_configuration(terminal: Terminal) -> None:
 
 
 def test_compile_for_statistics(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "KERNELS", {"route": KERNELS["route"]})
+    monkeypatch.setattr(cli_compile, "KERNELS", {"route": KERNELS["route"]})
     words = ["compile", "--arch", "sm_90", "--ranks", "2", "--tokens", "8", "--hidden", "64", "--topk", "2", "--experts", "4"]
     (plain,), (counting,) = terminal.json(*words), terminal.json(*words, "--statistics")
     assert plain["constants"]["kHasStatistics"] == 0
@@ -132,23 +139,60 @@ def test_compile_for_statistics(terminal: Terminal, monkeypatch: pytest.MonkeyPa
 def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes, masks and slots are compiled in, and the keys agree."""
     low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.scale_up_only}
-    monkeypatch.setattr(cli, "KERNELS", low_latency)
+    monkeypatch.setattr(cli_compile, "KERNELS", low_latency)
     sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
-    settings = ["--arch", "sm_90", *sizes, "--slots", "3", "--on-timeout", "mask"]
+    settings = ["--arch", "sm_90", *sizes, "--slots", "3", "--on-timeout", "mask", "--path", "direct", "--transport", "nvshmem"]
     rows = terminal.json("compile", *settings, "--ranks-per-node", "2")
     assert all(row["nvshmem"] for row in rows)
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "2")
     assert [row["constants"] for row in terminal.json("compile", *settings)] == [row["constants"] for row in rows]
     monkeypatch.delenv("DEEPEP_RT_RANKS_PER_NODE")
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
-    config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, ranks_per_node=2, on_timeout="mask", timeout_s=3.0)
+    nodes = dict(ranks_per_node=2, path="direct")
+    config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, on_timeout="mask", timeout_s=3.0, **nodes)
     for kernel in low_latency.values():
         build.build(kernel, kernel_constants(Layout(config), "sm_90", kernel), "sm_90")
 
 
+def test_each_choice_of_a_buffer_between_nodes_is_compiled(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Buffer chooses transport and path when it is made, and may measure the links first."""
+    asked: set[str] = set()
+
+    def name(kernel: Kernel, constants: Mapping[str, int]) -> str:
+        return kernel.name if kernel.is_local else f"{kernel.name} {sorted(constants.items())}"
+
+    def build_nothing(kernel: Kernel, constants: Mapping[str, int], _arch: str) -> SimpleNamespace:
+        asked.add(name(kernel, constants))
+        return SimpleNamespace(info={}, key=name(kernel, constants), compiled=True)
+
+    monkeypatch.setattr(build, "build", build_nothing)
+    sizes = {"ranks": 4, "ranks-per-node": 2, "tokens": 600, "hidden": 512, "topk": 4, "experts": 16}
+    command = ["compile", "--arch", "sm_90", *(f"--{name}={number}" for name, number in sizes.items())]
+    rows = terminal.json(*command)
+    every = [(transport, path) for transport in ("nvshmem", "mpi") for path in ("hierarchical", "direct")]
+    assert [(row["transport"], row["path"]) for row in rows if row["kernel"] == "dispatch_nodes"] == every
+    assert len([row for row in rows if row["kernel"] == "fp8_encode"]) == 1
+    terminal.json(*command, "--low-latency")
+    for (transport, path), low_latency in itertools.product(every, (False, True)):
+        config = Config(4, 600, 512, 4, 16, ranks_per_node=2, transport=transport, path=path, low_latency=low_latency)
+        measured = config_of_measurement(dataclasses.replace(config, path="auto"))
+        for one, kernel in ((config, "dispatch_nodes"), (config, "ll_dispatch"), (measured, "link_rates")):
+            assert name(KERNELS[kernel], kernel_constants(Layout(one), "sm_90", KERNELS[kernel])) in asked, (
+                transport,
+                path,
+                kernel,
+            )
+
+    chosen = terminal.json(*command, "--path", "direct", "--transport", "mpi")
+    assert {(row["transport"], row["path"]) for row in chosen if not KERNELS[row["kernel"]].is_local} == {("mpi", "direct")}
+    for option in ("--path", "--transport"):
+        terminal(*command, option, "tcp", status=1)
+        assert "'tcp'; expected" in terminal.err
+
+
 def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     sizes = dict(hidden=512, num_topk=4, num_experts=64, low_latency=True)
-    names = [{kernel.name for kernel, _ in cli.variants(Config(ranks, 16, **sizes), None)} for ranks in (8, 16)]
+    names = [{kernel.name for kernel, _ in cli_compile.variants(Config(ranks, 16, **sizes), None)} for ranks in (8, 16)]
     assert names[0] - names[1] == {
         *("route", "dispatch", "copy_bandwidth"),
         *("combine", "combine_fp8", "combine_log10", "combine_choices"),
@@ -156,7 +200,7 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     local = {name for name, kernel in KERNELS.items() if kernel.is_local}
     of_one_node = {f"ll_combine_large{form}" for form in ("", "_fp8", "_log10")}
     assert names[1] == {"ll_dispatch", *(f"ll_combine{form}" for form in ("", "_fp8", "_log10"))} | of_one_node | local
-    far = {kernel.name for kernel, _ in cli.variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
+    far = {kernel.name for kernel, _ in cli_compile.variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
     assert names[1] - far == of_one_node
 
 
@@ -166,9 +210,9 @@ def test_fp8_buffers_have_no_combine_by_default(terminal: Terminal) -> None:
 
 
 def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.targets_of(["all"]) == [arch for arch in cli.ALL_ARCHS if arch in compiler.known_archs()]
+    assert cli_compile.targets_of(["all"]) == [arch for arch in cli_compile.ALL_ARCHS if arch in compiler.known_archs()]
     monkeypatch.setattr(compiler, "known_archs", lambda: ("sm_75", "sm_80", "sm_86", "sm_90"))
-    assert cli.targets_of(["all", "sm_80", "compute_86"]) == ["sm_80", "sm_90", "compute_86"]
+    assert cli_compile.targets_of(["all", "sm_80", "compute_86"]) == ["sm_80", "sm_90", "compute_86"]
 
 
 @pytest.mark.parametrize(

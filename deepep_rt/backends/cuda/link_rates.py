@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from ...description import LinkRates
 from ...kernels.layout import Layout
 from ..call_lock import CallLock
 from ..calls import BufferInfo
+from ..path_choice import config_of_measurement
 from .runtime import CudaRuntime
 
 NEAR_BYTES, FAR_BYTES, NEAR_WORDS, FAR_WORDS = range(4)
@@ -54,7 +54,7 @@ def measure_links(
     Raises:
         EPTimeoutError: if a rank is silent.
     """
-    config = _small(config)
+    config = config_of_measurement(config)
     layout, consensus = Layout(config), Consensus(comm)
     memory = allocate(layout.symmetric.num_bytes)
     resources, is_sound = ExitStack(), True
@@ -149,11 +149,3 @@ def launch_seconds(runtime: CudaRuntime, kind: int, num_chunks: int, num_bytes: 
 def _slowest(comm: Communicator, seconds: float) -> float:
     every: Sequence[float] = comm.allgather(seconds)
     return max(every)
-
-
-def _small(config: Config) -> Config:
-    """Return sizes for the measurement: the nodes and rows of a Buffer, with little memory."""
-    tokens = min(config.num_max_tokens_per_rank, 512)
-    return dataclasses.replace(
-        config, num_max_tokens_per_rank=tokens, num_slots=1, low_latency=False, path="hierarchical", recv_limit=None, num_topk=1
-    )
