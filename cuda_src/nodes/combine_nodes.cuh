@@ -309,8 +309,8 @@ __device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoc
 }
 
 __device__ inline void reduce_plain_token(const Params& p, const Parts& parts, int num_parts, int token) {
-  constexpr int kTogether = kMostParts < kMostHeld ? kMostParts : kMostHeld;
-  constexpr int kAtOnce = kTogether > 4 ? 1 : kTogether > 2 ? kMostHeld / 4 : kMostHeld / 2;
+  constexpr int kTogether = kMostParts < 8 ? kMostParts : 8;
+  constexpr int kAtOnce = (kTogether > 4 ? 1 : kTogether > 2 ? 2 : 4) * (kHasTma ? 1 : 2);  // a block without TMA has half the warps
   const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
     NodeSums sums[kAtOnce];

@@ -129,11 +129,11 @@ def kernels_of(config: Config, transport: str, combine_dtypes: list[str] | None)
     if not config.has_network:
         return [(config, *variant) for variant in variants(config, combine_dtypes)]
     found: list[tuple[Config, Kernel, str | None]] = []
-    paths_differ = config.node_size > 1
-    paths = ("hierarchical", "direct") if config.path == "auto" and paths_differ else (config.path,)
+    chooses = config.path == "auto" and config.node_size > 1
+    paths = ("hierarchical", "direct") if chooses else ("hierarchical",) if config.path == "auto" else (config.path,)
     for name in ("nvshmem", "mpi") if transport == "auto" else (transport,):
         over = dataclasses.replace(config, transport=name)
-        if config.path == "auto" and paths_differ and config.num_nodes <= MAX_NODES:  # a Buffer measures the links and chooses
+        if chooses and config.num_nodes <= MAX_NODES:  # a Buffer measures the links first
             found.append((config_of_measurement(over), KERNELS["link_rates"], None))
         for path in paths:
             one = dataclasses.replace(over, path=path)

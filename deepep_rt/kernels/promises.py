@@ -47,7 +47,7 @@ PROMISES: dict[str, Promise] = {
     "combine_choices": Promise(bulk_copies=True, loads_at_once=8),
     "route_nodes": Promise(),
     "dispatch_nodes": Promise(loads_at_once=8),
-    "combine_nodes": Promise(loads_at_once=16),
+    "combine_nodes": Promise(loads_at_once=8),
     "combine_nodes_fp8": Promise(loads_at_once=8),
     "combine_nodes_log10": Promise(loads_at_once=8),
     "link_rates": Promise(),
