@@ -9,6 +9,7 @@
 // Protocol:
 // 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh). Behind a route, this kernel starts
 //    while route ends, and waits for the end of route after the windows. Windows may come so early: everything before route has ended.
+//    With statistics it waits for route first: route counts the time in which both wait for a rank.
 // 2. The copy warps push rows.
 // 3. The last block of a rank to finish raises one flag at each peer, and waits for the flags of all peers. Its flag releases the writes of
 //    all blocks.
@@ -44,6 +45,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   RecvWindow window = {};
   bool ok = true;
   int fits = 0, listed = 0;
+  if constexpr (kCountsWaits) await_predecessor();
   if (lane < kNumRanks) ok = await_window(p, kControlDispatchWindows, epoch, kPhaseDispatchWindow, lane, window);
   const bool all_arrived = __all_sync(~0u, ok);
   await_predecessor();
