@@ -44,6 +44,17 @@ def living_buffers() -> list[BufferBase]:
     return list(_living)
 
 
+def begin_call(backend: Backend, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
+    """Check how a call shall run, also on a backend without streams, and begin it. The call holds the lock."""
+    if async_finish is not False:
+        async_finish = flag(async_finish, "async_finish")
+    if previous_event is not None:
+        of_event(previous_event)
+    if stream is not None:
+        of_stream(stream)
+    return backend.begin(x, async_finish, previous_event, stream)
+
+
 class BufferBase(SharedByCopies):
     """The common part of all calls. Use `Buffer`."""
 
@@ -156,15 +167,6 @@ class BufferBase(SharedByCopies):
                 _statistics_files.end(self)
 
         self._call_lock.drain(finish)
-
-    def _begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
-        """Check how a call shall run, also on a backend without streams, and begin it."""
-        async_finish = flag(async_finish, "async_finish")
-        if previous_event is not None:
-            of_event(previous_event)
-        if stream is not None:
-            of_stream(stream)
-        return self._live().begin(x, async_finish, previous_event, stream)
 
     def _live(self) -> Backend:
         self._call_lock.check()

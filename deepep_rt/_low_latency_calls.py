@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._buffer_base import BufferBase
+from ._buffer_base import BufferBase, begin_call
 from ._checks import argument_error, flag, whole_number
 from .arrays.view import Framework, View
 from .backends.base import Backend
@@ -79,7 +79,7 @@ class LowLatencyCalls(BufferBase):
         """
         backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
         with self._call_lock:
-            call = self._begin(x, async_finish, None, stream)
+            call = begin_call(backend, x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
                 self._info,
                 call.stream,
@@ -148,7 +148,7 @@ class LowLatencyCalls(BufferBase):
         """
         backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
         with self._call_lock:
-            call = self._begin(y, async_finish, None, stream)
+            call = begin_call(backend, y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
                 self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out, reduce, compress
             )
@@ -219,7 +219,7 @@ class LowLatencyCalls(BufferBase):
         backend, info = self._low_latency(), self._info
         with_hook, is_zero_copy = flag(return_recv_hook, "return_recv_hook"), flag(zero_copy, "zero_copy")
         with self._call_lock:
-            call = self._begin(x, async_finish, None, stream)
+            call = begin_call(backend, x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
                 info,
                 call.stream,

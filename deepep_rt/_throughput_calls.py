@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._buffer_base import BufferBase
+from ._buffer_base import BufferBase, begin_call
 from ._checks import whole_number
 from .arrays.view import View
 from .backends.calls import ThroughputPreparation
@@ -110,7 +110,7 @@ class ThroughputCalls(BufferBase):
         """
         backend = self._live()
         with self._call_lock:
-            call = self._begin(x, async_finish, previous_event, stream)
+            call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
                 self._info,
                 call.stream,
@@ -188,7 +188,7 @@ class ThroughputCalls(BufferBase):
         """
         backend = self._live()
         with self._call_lock:
-            call = self._begin(x, async_finish, previous_event, stream)
+            call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress)
             return backend.combine(inputs, call)
 
@@ -241,7 +241,7 @@ class ThroughputCalls(BufferBase):
         """
         backend, info = self._live(), self._info
         with self._call_lock:
-            call = self._begin(x, async_finish, None, stream)
+            call = begin_call(backend, x, async_finish, None, stream)
             check_handle(info, handle)
             if handle.layout != "token":
                 raise EPInputError(

@@ -17,7 +17,8 @@ def as_view(
 ) -> View:
     """Return an argument as a View. If a shape is given, check it and the dtype."""
     try:
-        view = frameworks.framework_of(array, what).view(array, what, stream)
+        framework = frameworks.FRAMEWORK_OF_CLASS.get(type(array)) or frameworks.framework_of(array, what)
+        view = framework.view(array, what, stream)
     except EPError:
         raise
     except Exception as error:  # what the array's library raises: of DLPack producers, it may be anything

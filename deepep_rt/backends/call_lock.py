@@ -59,20 +59,22 @@ class CallLock:
         try:
             self._leave(kind, error, trace)
         finally:
-            if isinstance(error, EPDestroyedError):
+            if error is not None and isinstance(error, EPDestroyedError):
                 self._interruption = error
             self._end_call(error)
 
     def _end_call(self, error: BaseException | None) -> None:
+        self._in_call = False  # first: from here on, a signal handler that ends the Buffer finishes it itself
+        if self._finish is None:
+            self._release()
+            return
         finish, self._finish = self._finish, None
-        self._in_call = False
         try:
-            if finish is not None:
-                with self.context:
-                    finish(error)
+            with self.context:
+                finish(error)
         finally:
             self._release()
-        if finish is not None and error is None:
+        if error is None:
             self.check()  # the result belongs to a Buffer that is gone
 
     def check(self) -> None:

@@ -28,8 +28,9 @@ def low_latency_dispatch_inputs(
 ) -> LowLatencyDispatchInputs:
     """Check the arguments of `Buffer.low_latency_dispatch`. Its docstring names the rules."""
     config = info.config
-    use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
-    round_scale = flag(round_scale, "round_scale") or use_ue8m0
+    if not (use_fp8 is True and round_scale is False and use_ue8m0 is False):  # all but the defaults
+        use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
+        round_scale = flag(round_scale, "round_scale") or use_ue8m0
     rows = as_view(info, x, "x", stream)
     if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
         raise EPInputError(
@@ -85,7 +86,7 @@ def form_of_combine(
     info: BufferInfo, allow_multiple_reduction: bool, reduce: str | None, compress: str | None
 ) -> tuple[bool, str | None]:
     """Check how the rows of a combine travel. Return whether an expert's rank adds up its rows, and the form of the rows."""
-    reduce_early = flag(allow_multiple_reduction, "allow_multiple_reduction")
+    reduce_early = allow_multiple_reduction is True or flag(allow_multiple_reduction, "allow_multiple_reduction")
     if reduce is not None:
         if choice(reduce, "reduce", ("rank", "topk")) == "rank" and not reduce_early:
             raise EPInputError("reduce='rank' with allow_multiple_reduction=False, which is reduce='topk'. Leave one of them out")

@@ -71,7 +71,8 @@ class CurrentContext:
         self._callers = _CallerContexts()
 
     def __enter__(self) -> None:
-        current = int(ok(driver.cuCtxGetCurrent()))
+        result = driver.cuCtxGetCurrent()
+        current = int(result[1] if result[0] == _SUCCESS else ok(result))  # each call of a Buffer comes here
         self._callers.contexts.append(current)
         if current != self._own:
             ok(driver.cuCtxSetCurrent(self._own))
@@ -174,6 +175,8 @@ def is_capturing(stream: int) -> bool:
 
 def capture_id(stream: int) -> int | None:
     """Return the number of the graph capture that the stream is part of, or None."""
+    if driver.cuStreamIsCapturing(stream) == _NOT_CAPTURED:  # as in most calls
+        return None
     return int(ok(driver.cuStreamGetCaptureInfo(stream))[1]) if is_capturing(stream) else None
 
 

@@ -205,9 +205,11 @@ class Slot(Allocation):
     __slots__ = ("_pending", "_slots", "ptr")
 
     def __init__(self, slots: Slots, ptr: int, pending: PendingWork, stream: int, reader: int | None) -> None:
-        super().__init__(stream, reader)
+        # Without a call of the base class: low-latency calls make one or two slots.
+        self._streams, self._framework = (stream,) if reader is None or reader == stream else (stream, reader), None
         self.ptr, self._slots, self._pending = ptr, slots, pending
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():
-            finalize(self._slots.release, self.ptr, self._pending, self._final_streams())
+            streams = self._streams if self._framework is None else self._final_streams()
+            finalize(self._slots.release, self.ptr, self._pending, streams)

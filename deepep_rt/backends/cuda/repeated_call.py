@@ -130,7 +130,7 @@ class RepeatedCall(Generic[_Result]):
             memory.add_stream(call.stream)
             if call.caller_stream is not None:
                 memory.add_stream(call.caller_stream)
-        self._held = (self._arguments, self._own) if must_hold_arguments(call, *self._views) else None
+        self._held = (self._arguments, self._own) if must_hold_arguments(call, self._views) else None
         if self._event is None or self._event.stream != call.stream:
             self._event = self._order.event(call)
             self._result = self._make_result(self._event, call.stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,27 +44,27 @@ class _LastCall:
     def __init__(self, stream: int) -> None:
         self.stream: int | None = None
         self._event = driver.CudaEvent(stream)  # one for all calls
-        self._is_only_stream = True
+        self.is_only_stream = True
 
     def record(self, stream: int) -> None:
         """Note that a call was queued on `stream`."""
-        is_only_stream = self._is_only_stream
+        is_only_stream = self.is_only_stream
         if stream != self.stream:
             # The handle of a per-thread default stream means another stream in the thread that calls `end`.
             is_only_stream = self.stream is None and stream != handles.PER_THREAD
         if not is_only_stream:
             self._event.record(stream)  # before other threads can see that they have to use this event
-        self.stream, self._is_only_stream = stream, is_only_stream
+        self.stream, self.is_only_stream = stream, is_only_stream
 
     def extend(self, first_stream: int) -> None:
         """Cover the work that was queued on the stream of the last call since then, or on `first_stream` if there was no call."""
-        if self.stream is None or not self._is_only_stream:
+        if self.stream is None or not self.is_only_stream:
             self._event.record(first_stream if self.stream is None else self.stream)
 
     def end(self) -> driver.CudaEvent:
         """Return an event after the last call. This changes nothing, so any thread may call it, also during a call of another thread."""
         stream = self.stream
-        if stream is None or not self._is_only_stream:
+        if stream is None or not self.is_only_stream:
             return self._event
         if driver.is_capturing(stream):  # the event would become a part of the graph
             raise EPInputError(
@@ -94,7 +94,7 @@ class CallOrder:
 
     def begin(self, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
         """Choose the stream of a call."""
-        framework = frameworks.framework_of(x, "x")
+        framework = frameworks.FRAMEWORK_OF_CLASS.get(type(x)) or frameworks.framework_of(x, "x")
         caller = framework.current_stream(self._device)
         launch = self.own_stream if async_finish or caller is None else caller
         if stream is not None:
@@ -150,11 +150,8 @@ class CallOrder:
     def enqueue_waits(self, call: Call) -> None:
         """Queue the call's waits: for earlier calls on other streams, and for the work that the caller named."""
         stream = call.stream
-        if isinstance(call.previous_event, Event):
-            call.previous_event.wait(stream)
-        elif call.previous_event is not None:
-            if event := handles.of_event(call.previous_event):
-                driver.wait_event(stream, event)
+        if call.previous_event is not None:
+            self._wait_for_previous(call)
         elif call.async_finish and call.caller_stream not in (None, stream):
             driver.wait_stream(stream, call.caller_stream)
         call.capture = driver.capture_id(stream)  # these waits may have made the stream a part of the caller's capture
@@ -165,6 +162,12 @@ class CallOrder:
             end = self._last_call.end()  # the event has to exist until the wait is queued
             driver.wait_event(stream, end.handle)
 
+    def _wait_for_previous(self, call: Call) -> None:
+        if isinstance(call.previous_event, Event):
+            call.previous_event.wait(call.stream)
+        elif event := handles.of_event(call.previous_event):
+            driver.wait_event(call.stream, event)
+
     def record_end(self, call: Call, arguments: Any, own: Any, *views: View | None) -> None:
         """Note the end of a call. Hold its arguments as long as the call may run, if their allocator could reuse their memory before.
 
@@ -174,9 +177,11 @@ class CallOrder:
             own: The Buffer's memory that it reads or writes. Its pools wait for its readers, but not in captures.
             views: Arguments of other libraries, or in host memory. Their allocators do not know the stream of the call.
         """
-        must_hold = must_hold_arguments(call, *views)
-        self.record_prepared_end(call, (arguments, own) if must_hold else None)
-        if must_hold and call.capture is None:
+        if not must_hold_arguments(call, views):
+            self.record_prepared_end(call, None)
+            return
+        self.record_prepared_end(call, (arguments, own))
+        if call.capture is None:
             self.hold(driver.CudaEvent(call.stream), arguments)
 
     def record_prepared_end(self, call: Call, held: Any) -> None:
@@ -191,7 +196,8 @@ class CallOrder:
             return
         while self._arguments and self._arguments[0][0].done():
             self._arguments.popleft()
-        self._last_call.record(stream)
+        if stream != self._last_call.stream or not self._last_call.is_only_stream:
+            self._last_call.record(stream)
 
     def hold(self, end: driver.CudaEvent, arguments: Any) -> None:
         """Hold arguments until the work before an event is done. Finalizers call this: it calls no driver."""
@@ -234,7 +240,7 @@ class CallOrder:
         self._capture = None
 
 
-def must_hold_arguments(call: Call, *views: View | None) -> bool:
+def must_hold_arguments(call: Call, views: Iterable[View | None]) -> bool:
     """Return whether the allocator of a call's arguments could reuse their memory before the call has run. Arguments as of `record_end`."""
     if call.stream != call.caller_stream:
         return True
