@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from deepep_rt import Buffer
+from deepep_rt import Buffer, EPOutOfMemoryError
 from deepep_rt.arrays import frameworks
 from deepep_rt.cli import app as cli
 from deepep_rt.soak import runner
@@ -91,6 +91,31 @@ def replay():
 clock, current, graphs, counted = itertools.count(1e-3, 1e-3), [], [], {"replays": 0, "spins": 0}
 
 
+class HearsLater(Buffer):
+    """As on GPUs, a dispatch without room for its rows raises at the rank that lacks room. Other ranks hear of it in a later call."""
+
+    error = None
+
+    def dispatch(self, *arguments, **options):
+        self.hear()
+        try:
+            return super().dispatch(*arguments, **options)
+        except EPOutOfMemoryError as error:
+            if f"brings to rank {self._rank}." in str(error):
+                raise
+            self.error = error
+            return SimpleNamespace(event=SimpleNamespace(wait=lambda: None))
+
+    def synchronize(self):
+        self.hear()
+        super().synchronize()
+
+    def hear(self):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
 def make_cupy():
     cupy = ModuleType("cupy")
     for name in ("arange", "asarray", "zeros", "full"):
@@ -125,7 +150,7 @@ def plain(value):
 
 def on_host(comm, backend, **settings):
     assert backend == "cuda"
-    return Buffer(comm, backend="host", **settings)
+    return HearsLater(comm, backend="host", **settings)
 
 
 def damage(call):
