@@ -80,6 +80,7 @@ class _Exchange:
         """Make a dispatch that brings a rank more rows than it has room for. All ranks must raise."""
         words = [f"num_max_recv_tokens={room}", f"at least {max(num_recv)}", f"rank {num_recv.index(max(num_recv))}"]
         found = []
+        self.session.is_timed = False  # ranks with room may return, and all ranks count as many times
         try:
             self._dispatch()
             self.session.buffer.synchronize()  # on GPUs, a rank with room hears of it once its kernel has ended

