@@ -17,6 +17,7 @@ class HostProgram(threading.Thread):
         self._result: Any = None
         self._error: BaseException | None = None
         self._must_end = False
+        self.has_ended = False  # is_alive() stays true for a moment after that, and a resume() then would wait for ever
         self.start()
 
     def run(self) -> None:
@@ -25,11 +26,12 @@ class HostProgram(threading.Thread):
             self._result = self._program(self.rank)
         except BaseException as error:
             self._error = error
+        self.has_ended = True
         self._has_stopped.release()
 
     def resume(self) -> None:
         """Run the program until it pauses or ends."""
-        if self.is_alive():
+        if not self.has_ended:
             self._may_run.release()
             self._has_stopped.acquire()
 

@@ -152,7 +152,7 @@ class Machine(AbstractContextManager):
         """Run `program(rank)` for all ranks. While one waits on the host for its GPU, the other ranks and the GPUs go on."""
         programs = [HostProgram(rank, program) for rank in range(self.num_ranks)]
         try:
-            while any(one.is_alive() for one in programs):
+            while not all(one.has_ended for one in programs):
                 for one in programs:
                     self._driver.current_rank = one.rank
                     one.resume()
