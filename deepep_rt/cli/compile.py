@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from ..backends.path_choice import config_of_measurement
 from ..config import COMBINE_DTYPES, MAX_NODES, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import build, compiler, current_gpu
+from ..jit.build_together import import_linker, most_threads
 from ..kernels.kernel import Kernel
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
@@ -77,15 +79,7 @@ def compile_(
     )
     needed = kernels_of(config, transport, combine_dtype)
     jobs = [(*job, target) for target in targets_of(arch) for job in needed if has_fp8(target) or not job[1].needs_fp8]
-    by_key: dict[object, dict[str, Any]] = {}  # Buffers share the kernels that are the same for both
-    with _progress() as progress:
-        task = progress.add_task("", total=len(jobs))
-        for one, kernel, element, target in jobs:
-            progress.update(task, description=f"{tables.title(kernel.name, element)} for {target}")
-            row = _build(one, kernel, element, target)
-            by_key.setdefault(row.get("key", len(by_key)), row)
-            progress.advance(task)
-    rows = list(by_key.values())
+    rows = _build_all(jobs)
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -151,6 +145,30 @@ def variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ker
         )
     kernels = [k for k in KERNELS.values() if k.fits(config) or k.is_local]
     return [(kernel, element) for kernel in kernels for element in (elements if kernel.per_dtype else [None])]
+
+
+def _build_all(jobs: list[tuple[Config, Kernel, str | None, str]]) -> list[dict[str, Any]]:
+    """Build the kernels, as many at a time as this process has cores, and describe each kernel once, in the order of the jobs."""
+    by_key: dict[object, dict[str, Any]] = {}  # Buffers share the kernels that are the same for both
+    if any(config.has_network and not config.has_relay for config, *_ in jobs):
+        import_linker()
+    with _progress() as progress, ThreadPoolExecutor(most_threads()) as pool:
+        task = progress.add_task("", total=len(jobs))
+        # PTX that is linked needs the CUDA context of this thread.
+        futures = [pool.submit(_build, *job) if job[-1].startswith("sm_") else None for job in jobs]
+        try:
+            for job, future in zip(jobs, futures, strict=True):
+                _, kernel, element, target = job
+                progress.update(task, description=f"{tables.title(kernel.name, element)} for {target}")
+                row = _build(*job) if future is None else future.result()
+                first = by_key.setdefault(row.get("key", len(by_key)), row)
+                if row["status"] == "compiled":
+                    first["status"] = "compiled"  # the thread of an equal job may have compiled it first
+                progress.advance(task)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return list(by_key.values())
 
 
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:
