@@ -13,16 +13,26 @@ try:
 except importlib.metadata.PackageNotFoundError:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-# Two workers take whole files in this order. A long file at the end would leave one of them idle.
+# Workers take whole files in this order. A long file at the end would leave the others idle.
 SLOWEST_FIRST = (
     "test_host_backend",
-    "test_kernels_compile",
-    "test_build",
-    "test_store",
-    "test_compat",
     "test_torch",
-    "test_doctor_settings",
+    "test_nodes_on_cpu",
+    "test_kernels_compile",
+    "test_store",
+    "test_cli",
+    "test_compat",
+    "test_kernels_on_cpu",
     "test_jax",
+    "test_examples",
+    "test_doctor_gpus",
+    "test_readme",
+    "test_build",
+    "test_relay",
+    "test_package",
+    "test_doctor_settings",
+    "test_host_nodes",
+    "test_soak",
 )
 
 

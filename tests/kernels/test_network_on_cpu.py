@@ -117,23 +117,28 @@ def test_lost_node_is_named():
 
 
 @pytest.mark.parametrize(
-    ("file", "pattern", "replacement"),
+    ("file", "pattern", "replacement", "rounds"),
     [
         pytest.param(
-            "common/network.cuh", r"st_release_sys\(&entry->sequence", "st_relaxed_sys(&entry->sequence", id="no-release"
+            "common/network.cuh",
+            r"st_release_sys\(&entry->sequence",
+            "st_relaxed_sys(&entry->sequence",
+            overlapped_rounds,
+            id="no-release",
         ),
         pytest.param(
             "low_latency/ll_dispatch_receive.cuh",
             r"if \(lane == 0\) ok = wait_epoch\(p, at<const u64>\(mine, flag_offset",
             "if (false) ok = wait_epoch(p, at<const u64>(mine, flag_offset",
+            low_latency_rounds,  # overlapped rounds show it in a few seeds only, and late
             id="no-wait-for-the-word",
         ),
     ],
 )
-def test_broken_kernels_fail(tmp_path, file, pattern, replacement):
+def test_broken_kernels_fail(tmp_path, file, pattern, replacement, rounds):
     folder = broken(tmp_path, file, pattern, replacement)
     options = dict(transport="mpi", weak_memory=True)
-    assert fails(folder, lambda machine, seed: overlapped_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 8), **options)
+    assert fails(folder, lambda machine, seed: rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 8), **options)
 
 
 def test_an_answer_of_an_older_put_is_noticed(tmp_path):
