@@ -18,7 +18,7 @@ from ..backends.path_choice import config_of_measurement
 from ..config import COMBINE_DTYPES, MAX_NODES, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import build, compiler, current_gpu
-from ..jit.build_together import import_linker, most_threads
+from ..jit.build_together import most_threads
 from ..kernels.kernel import Kernel
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
@@ -150,8 +150,6 @@ def variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ker
 def _build_all(jobs: list[tuple[Config, Kernel, str | None, str]]) -> list[dict[str, Any]]:
     """Build the kernels, as many at a time as this process has cores, and describe each kernel once, in the order of the jobs."""
     by_key: dict[object, dict[str, Any]] = {}  # Buffers share the kernels that are the same for both
-    if any(config.has_network and not config.has_relay for config, *_ in jobs):
-        import_linker()
     with _progress() as progress, ThreadPoolExecutor(most_threads()) as pool:
         task = progress.add_task("", total=len(jobs))
         # PTX that is linked needs the CUDA context of this thread.

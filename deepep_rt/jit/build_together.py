@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -23,12 +22,6 @@ def most_threads() -> int:
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
-def import_linker() -> None:
-    """Import the package of nvJitLink. Its import fails in threads that import it at the same time."""
-    with contextlib.suppress(ImportError):  # `build` raises the error
-        import cuda.core  # noqa: F401
-
-
 def build_together(requests: Sequence[tuple[Kernel, Constants]], arch: str) -> None:
     """Compile kernels into the disk cache, as many at a time as this process has cores, up to eight.
 
@@ -45,8 +38,6 @@ def build_together(requests: Sequence[tuple[Kernel, Constants]], arch: str) -> N
     threads = min(most_threads(), len(possible))
     if threads < 2:
         return
-    if any(kernel.links_nvshmem(constants) for kernel, constants in possible):
-        import_linker()
     with ThreadPoolExecutor(threads) as pool:
         for kernel, constants in possible:
             pool.submit(_build, kernel, constants, arch)

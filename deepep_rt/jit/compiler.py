@@ -10,10 +10,13 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from ..errors import EPCompileError, EPConfigError
 from ..kernels.tuning import MIN_ARCH, arch_number
 from .libraries import nvjitlink_version, nvrtc_version, nvshmem
+
+_importing = Lock()  # the import of cuda.core fails in threads that import it at the same time
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def link_nvshmem(code: bytes, calls: bytes, name: str, arch: str) -> tuple[bytes
     """
     library = nvshmem()
     nvjitlink_version()  # raises if nvJitLink is missing; cuda.core would use the driver's linker instead
-    from cuda.core import Linker, LinkerOptions, ObjectCode
+    with _importing:
+        from cuda.core import Linker, LinkerOptions, ObjectCode
 
     make = ObjectCode.from_cubin if code.startswith(b"\x7fELF") else ObjectCode.from_ptx
     parts = (
