@@ -17,6 +17,7 @@ def as_view(
 ) -> View:
     """Return an argument as a View. If a shape is given, check it and the dtype."""
     try:
+        # Each call comes here several times, and a known class needs no function.
         framework = frameworks.FRAMEWORK_OF_CLASS.get(type(array)) or frameworks.framework_of(array, what)
         view = framework.view(array, what, stream)
     except EPError:

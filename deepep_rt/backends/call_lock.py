@@ -59,7 +59,7 @@ class CallLock:
         try:
             self._leave(kind, error, trace)
         finally:
-            if error is not None and isinstance(error, EPDestroyedError):
+            if isinstance(error, EPDestroyedError):
                 self._interruption = error
             self._end_call(error)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from .. import _env
+from .._checks import choice
 from .._console import console
 from ..backends.path_choice import config_of_measurement
 from ..config import COMBINE_DTYPES, MAX_NODES, Config, declared_ranks_per_node
@@ -116,10 +117,9 @@ def kernels_of(config: Config, transport: str, combine_dtypes: list[str] | None)
         combine_dtypes: Element types of combine.
 
     Raises:
-        EPConfigError: if `transport` or an element type is none.
+        EPConfigError: if `transport` or an element type is not one of those that exist.
     """
-    if transport not in TRANSPORTS:
-        raise EPConfigError(f"--transport={transport!r}; expected auto, nvshmem or mpi. Choose one of them.")
+    choice(transport, "--transport", TRANSPORTS, error=EPConfigError)
     if not config.has_network:
         return [(config, *variant) for variant in variants(config, combine_dtypes)]
     found: list[tuple[Config, Kernel, str | None]] = []
@@ -149,7 +149,7 @@ def variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ker
 
 def _build_all(jobs: list[tuple[Config, Kernel, str | None, str]]) -> list[dict[str, Any]]:
     """Build the kernels, as many at a time as this process has cores, and describe each kernel once, in the order of the jobs."""
-    by_key: dict[object, dict[str, Any]] = {}  # Buffers share the kernels that are the same for both
+    by_key: dict[object, dict[str, Any]] = {}  # kernels that are the same for all transports and paths appear once
     with _progress() as progress, ThreadPoolExecutor(most_threads()) as pool:
         task = progress.add_task("", total=len(jobs))
         # PTX that is linked needs the CUDA context of this thread.

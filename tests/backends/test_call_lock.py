@@ -142,3 +142,28 @@ def test_a_refusal_in_another_thread_gives_the_reason() -> None:
             return str(caught.value)
 
         assert in_another_thread(why) == "forked"
+
+
+def test_a_signal_at_the_very_end_of_a_call_ends_the_buffer() -> None:
+    """A handler that destroys the Buffer runs right before the call counts as ended."""
+
+    class Interrupted(CallLock):
+        is_armed = False
+
+        @property
+        def _in_call(self) -> bool:
+            return self.__dict__["_in_call"]
+
+        @_in_call.setter
+        def _in_call(self, value: bool) -> None:
+            if self.is_armed and not value:
+                self.is_armed = False
+                self.refuse("destroyed")
+                self.drain(ended.append)
+            self.__dict__["_in_call"] = value
+
+    ended: list[Any] = []
+    lock = Interrupted(Context())
+    with pytest.raises(EPDestroyedError, match="destroyed"), lock:
+        lock.is_armed = True
+    assert ended == [None]

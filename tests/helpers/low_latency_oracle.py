@@ -204,7 +204,7 @@ def _drawn(special: bool) -> np.ndarray:
 
 
 def outputs(seed: int, rank: int, shape: tuple[int, int, int], *, special: bool = False) -> np.ndarray:
-    """Make random outputs of the experts of one rank. `special` mixes -0.0, infinities and NaN in."""
+    """Make outputs of the experts of one rank: random values from a random start. `special` mixes -0.0, infinities and NaN in."""
     start = int(np.random.default_rng([seed, rank, 9]).integers(_NUM_DRAWN))
     return np.resize(np.roll(_drawn(special), -start), shape)
 

@@ -122,9 +122,9 @@ class LowLatency:
             results = into.recv_x.ptr, into.recv_scales.ptr if into.recv_scales else 0
         values = kernels.dispatch_params(inputs, (x, idx, weights), format_, tables.ptr, results, with_hook)
         make_views = functools.partial(kernels.dispatch_views, format_, results, memory, tables, x.framework, stream)
-        record_end = call, (x, idx, weights, inputs), (tables, memory), inputs.topk_idx, inputs.topk_weights
+        end = call, (x, idx, weights, inputs), (tables, memory), inputs.topk_idx, inputs.topk_weights
         queue = self.hooks.dispatch if with_hook else None
-        event, views, hook = self._run("ll_dispatch", values, call, record_end, queue, make_views, inputs.x.device == HOST)
+        event, views, hook = self._run("ll_dispatch", values, call, end, queue, make_views, inputs.x.device == HOST)
         routing = tables, hook.state if hook else None
         handle = LowLatencyHandle(x.shape[0], self._runtime.info.serial, routing, weights is not None, x.framework)
         return LowLatencyDispatchResult(handle, event, hook, views)
@@ -159,10 +159,10 @@ class LowLatency:
         kernel = kernels.combine_name(num_tokens, inputs.reduce_early, inputs.compress)
         given = inputs.topk_idx, inputs.topk_weights
         arguments = y, idx, weights, inputs.y, *given, given_out  # not the handle, which holds its tables
-        record_end = call, arguments, (tables, owner), *given
+        end = call, arguments, (tables, owner), *given
         queue = self.hooks.combine if with_hook else None
         is_host_caller = inputs.y.device == HOST
-        event, views, hook = self._run(kernel, values, call, record_end, queue, make_views, is_host_caller, given_out)
+        event, views, hook = self._run(kernel, values, call, end, queue, make_views, is_host_caller, given_out)
         return LowLatencyCombineResult(event, hook, views)
 
     def combine_view(self, framework: Framework) -> View:
@@ -186,7 +186,7 @@ class LowLatency:
         kernel: str,
         values: dict[str, Any],
         call: Call,
-        record_end: tuple[Any, ...],
+        end: tuple[Any, ...],
         queue: HookQueue | None,
         make_views: Callable[[], Views],
         is_host_caller: bool,
@@ -198,7 +198,7 @@ class LowLatency:
             kernel: Its name.
             values: Members of its Params.
             call: The call.
-            record_end: The arguments of `CallOrder.record_end`, with the call's arguments and memory. They live until the last launch.
+            end: The arguments of `CallOrder.record_end`, with the call's arguments and memory. They live until the last launch.
             queue: The queue of the hook, or None.
             make_views: Makes the results.
             is_host_caller: Whether the caller's arrays lie in host memory. Results are then copied there, now or by the hook.
@@ -211,9 +211,9 @@ class LowLatency:
             self.warn_of_masked_ranks()
         launch = self._runtime.launcher(kernel)
         if queue is not None:
-            return self._send(launch, values, call, record_end, queue, make_views, is_host_caller, given)
+            return self._send(launch, values, call, end, queue, make_views, is_host_caller, given)
         self._launch(launch, call.stream, values)
-        self._order.record_end(*record_end)
+        self._order.record_end(*end)
         event = self._order.event(call)
         self._monitor.check_inputs()
         return event, self._runtime.for_caller(make_views, is_host_caller, call.stream, given), None
@@ -228,7 +228,7 @@ class LowLatency:
         launch: Launcher,
         values: dict[str, Any],
         call: Call,
-        record_end: tuple[Any, ...],
+        end: tuple[Any, ...],
         queue: HookQueue,
         make_views: Callable[[], Views],
         is_host_caller: bool,
@@ -242,7 +242,7 @@ class LowLatency:
             with self._monitor.call_half():
                 self._order.enqueue_waits(call)
                 self._launch(launch, stream, {**values, "phases": LL_RECEIVE})
-                self._order.record_end(*record_end)
+                self._order.record_end(*end)
                 event.record_again()
             if is_host_caller:
                 views.update(to_host(views, stream, given))
@@ -250,6 +250,6 @@ class LowLatency:
 
         with self._monitor.call_half():
             self._launch(launch, stream, values)
-            self._order.record_end(*record_end)
+            self._order.record_end(*end)
             event, views = self._order.event(call), make_views()
             return event, lambda: views, queue.append(receive, lambda: driver.capture_id(stream))
