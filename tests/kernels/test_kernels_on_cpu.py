@@ -203,6 +203,16 @@ def test_expert_rows_of_a_lost_rank():
             dispatch(0)
 
 
+def test_kernels_overlap():
+    """A dispatch starts while the routing before it ends, and a low-latency call while the one before it ends."""
+    sizes = {**THROUGHPUT, "num_experts": 4, "hidden": 256, "low_latency": True}
+    with Machine(2, 1) as machine:
+        buffers = machine.buffers(**sizes)
+        throughput_rounds(machine, buffers, 1, 3)
+        low_latency_rounds(machine, buffers, 1, 3)
+        assert machine.overlapped >= {("route", "dispatch"), ("ll_dispatch", "ll_combine")}
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_compressed_rows(seed):
     with Machine(3, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 1) as machine:
@@ -321,6 +331,13 @@ BROKEN = [
         id="half-a-group",
     ),
     pytest.param(throughput_rounds, "throughput/combine.cuh", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
+    pytest.param(
+        throughput_rounds,
+        "common/memory.cuh",
+        r'if constexpr \(kHasOverlap\) asm volatile\("griddepcontrol.wait;" ::: "memory"\);',
+        "",
+        id="no-wait-for-the-kernel-before",
+    ),
 ]
 
 

@@ -176,8 +176,9 @@ class LateRank:
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(on_timeout="mask")])
-def test_waits_name_the_late_rank(sizes: dict[str, Any]) -> None:
-    with Machine(3, 3) as machine:
+@pytest.mark.parametrize("weak_memory", [False, True])
+def test_waits_name_the_late_rank(sizes: dict[str, Any], weak_memory: bool) -> None:
+    with Machine(3, 3, weak_memory=weak_memory) as machine:
         check_waits(machine, machine.buffers(**BOTH, **sizes, timeout_s=8.0, statistics=True))
 
 

@@ -163,7 +163,8 @@ class FakeDriver:
     def _launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, num_bytes, address = self._functions[function]
         params = ctypes.string_at(ctypes.c_void_p.from_address(arguments).value or 0, num_bytes)
-        work = KernelLaunch(kernel.name, address(), params, config.gridDimX, config.blockDimX, config.sharedMemBytes)
+        shape = config.gridDimX, config.blockDimX, config.sharedMemBytes
+        work = KernelLaunch(kernel.name, address(), params, *shape, may_overlap=config.numAttrs > 0)
         self.stream(int(config.hStream)).append(work)
         return (cuda.CUresult.CUDA_SUCCESS,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class KernelLaunch:
     num_blocks: int
     num_threads: int
     shared_bytes: int
+    may_overlap: bool  # it may start while the kernel before it in its stream still ends
     grid: int = 0  # its number once it runs
 
 
@@ -69,6 +71,8 @@ class Gpus:
             self._lib.gpu_set_sms(gpu, num_sms)
         self.streams: dict[int, Stream] = {}
         self.launched: list[str] = []  # names of kernels that have started
+        self.overlapped: set[tuple[str, str]] = set()
+        """Names of kernels, and of those that started before them had ended."""
         self.clock_step_ns = 1e9  # advances the clock when all threads wait
         self._num_waits = 0  # since a kernel has ended
         self._memory: set[int] = set()
@@ -174,9 +178,23 @@ class Gpus:
                 while stream.queue and self._start(stream, stream.queue[0]):
                     stream.pop()
                     has_changed = True
+                has_changed |= self._start_overlapping(stream)
 
-    def _start(self, stream: Stream, work: Any) -> bool:
-        """Start the first work of a stream. Return whether it is done already."""
+    def _start_overlapping(self, stream: Stream) -> bool:
+        """Start launches that need not wait for the end of the kernel before them. Return whether one has started."""
+        for before, work in itertools.pairwise(list(stream.queue)):
+            if not isinstance(before, KernelLaunch) or not isinstance(work, KernelLaunch) or not before.grid:
+                return False
+            if not work.grid:
+                if not work.may_overlap or not self._lib.gpu_allows_successor(before.grid):
+                    return False
+                self._start(stream, work, before.grid)
+                self.overlapped.add((before.name, work.name))
+                return True
+        return False
+
+    def _start(self, stream: Stream, work: Any, predecessor: int = 0) -> bool:
+        """Start work of a stream. Return whether it is done already. `predecessor`: the grid before it, if that still runs."""
         if not isinstance(work, KernelLaunch):
             return work()
         if not work.grid:
@@ -184,6 +202,7 @@ class Gpus:
             work.grid = self._lib.gpu_start(
                 stream.gpu, work.name.encode(), ctypes.c_void_p(work.function), work.params, ctypes.c_size_t(len(work.params)),
                 work.num_blocks, work.num_threads, ctypes.c_size_t(work.shared_bytes),
+                predecessor,
             )  # fmt: skip
         return False
 

@@ -107,6 +107,11 @@ class Machine(AbstractContextManager):
         """The names of the kernels that have started."""
         return self._gpus.launched
 
+    @property
+    def overlapped(self) -> set[tuple[str, str]]:
+        """The names of kernels, and of those that started before them had ended."""
+        return self._gpus.overlapped
+
     def buffers(self, **sizes: Any) -> list[Buffer]:
         """Make a Buffer for each rank."""
         self._driver.symmetric = []
@@ -115,6 +120,9 @@ class Machine(AbstractContextManager):
             self._driver.current_rank = rank
             made.append(Buffer(_Rank(self.num_ranks, rank), **{"timeout_s": 1.0, "check_inputs": False, **sizes}))
             self._gpus.clock_step_ns = made[-1].config.timeout_s * 1e9 / 8
+        if not self._buffers:  # the only Buffer of each rank; the library sees the Buffers of all ranks in one process
+            for buffer in made:
+                buffer._backend.runtime.allow_overlap(True)
         self._buffers += made
         assert made[0].config.transport == self._driver.transport or not made[0].config.has_network
         if made[0].config.has_relay:

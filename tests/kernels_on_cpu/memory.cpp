@@ -108,7 +108,7 @@ struct PlainStore {
 } plain;
 
 void before_plain_store(void* to, unsigned num_bytes) {
-  step(true);
+  step(!is_on_own_stack(to));
   if (!is_remote(to)) return;
   plain.to = static_cast<char*>(to), plain.num_bytes = num_bytes;
   memcpy(plain.before, to, num_bytes);
@@ -207,5 +207,5 @@ ACCESS(4)
 ACCESS(8)
 ACCESS(16)
 void __tsan_read_range(void* p, size_t num_bytes) { before_plain_load(p, num_bytes); }
-void __tsan_write_range(void* p, size_t num_bytes) { num_bytes <= 16 ? before_plain_store(p, num_bytes) : step(true); }
+void __tsan_write_range(void* p, size_t num_bytes) { num_bytes <= 16 ? before_plain_store(p, num_bytes) : step(!is_on_own_stack(p)); }
 }

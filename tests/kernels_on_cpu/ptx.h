@@ -91,8 +91,8 @@ inline void atom_relaxed_gpu_global_exch_b32(u32& old, u32* p, u32 v) {
 
 inline void mov_u32_laneid(u32& v) { v = cpu_gpu::running->lane; }
 inline void mov_u64_globaltimer(u64& v) { v = cpu_gpu::clock_ns(); }
-inline void griddepcontrol_wait() {}
-inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() { cpu_gpu::wait_for_predecessor(); }
+inline void griddepcontrol_launch_dependents() { cpu_gpu::launch_dependents(); }
 inline void bar_sync(u32 barrier, u32 num_threads) { cpu_gpu::sync_block(barrier, num_threads, true); }
 inline void bar_red_and_pred(u32& all, u32 barrier, u32 num_threads, u32 yes) { all = cpu_gpu::sync_block(barrier, num_threads, yes); }
 

@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace cpu_gpu {
@@ -70,6 +71,7 @@ struct Block {
   std::map<int, size_t> variables;
   char* stacks;
   uint64_t frozen_until = 0;
+  bool allows_successor = false;
 };
 
 struct Grid {
@@ -80,6 +82,8 @@ struct Grid {
   unsigned num_blocks, num_threads, next_block = 0, blocks_left;
   size_t dynamic_bytes;
   std::vector<std::unique_ptr<Block>> blocks;
+  int predecessor = 0;        // the grid before it in its stream, if this one has started early
+  unsigned num_allowing = 0;  // blocks that allow the next grid to start
 };
 
 struct Gpu {
@@ -110,6 +114,7 @@ Fiber* current = nullptr;
 uint64_t now = 1, turn = 0, idle_steps = 0;
 int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1, network_chance = 1;
 std::string error;
+bool may_start_more = false;  // since the last turn, all blocks of a grid have allowed the next grid to start
 
 void note_progress() { idle_steps = 0; }
 
@@ -207,8 +212,15 @@ void start_blocks() {
   }
 }
 
+void allow_successor(Block& block) {
+  if (block.allows_successor) return;
+  block.allows_successor = true;
+  may_start_more |= ++block.grid->num_allowing == block.grid->num_blocks;
+}
+
 void end_block(Block& block) {
   Grid& grid = *block.grid;
+  allow_successor(block);
   free_stacks[grid.num_threads].push_back(block.stacks);
   --gpus[grid.gpu].busy;
   for (auto& held : grid.blocks) {
@@ -390,6 +402,20 @@ void step(bool wrote) {
   yield(--yields_left < 0);
 }
 
+bool is_running(int id) {
+  return std::any_of(grids.begin(), grids.end(), [&](auto& grid) { return grid->id == id; });
+}
+
+void launch_dependents() {
+  step(true);
+  allow_successor(*current->warp->block);
+}
+
+void wait_for_predecessor() {
+  const int id = current->warp->block->grid->predecessor;
+  while (id && is_running(id)) step(false);
+}
+
 void later(std::function<void()> work) { pending.push_back(std::move(work)); }
 
 const Exchange& sync_warp(const char* kind, uint64_t value) {
@@ -463,6 +489,8 @@ uint64_t clock_ns() {
 
 uint64_t current_turn() { return turn; }
 
+bool is_on_own_stack(const void* p) { return p >= current->stack && p < current->stack + kStackBytes; }
+
 }  // namespace cpu_gpu
 
 // --- the interface for Python
@@ -492,13 +520,18 @@ void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
 void gpu_set_sms(int gpu, int num_sms) { gpus[gpu].num_sms = num_sms; }
 
 int gpu_start(int gpu, const char* name, void (*kernel)(const void*), const void* params, size_t num_bytes, unsigned num_blocks,
-              unsigned num_threads, size_t dynamic_bytes) {
+              unsigned num_threads, size_t dynamic_bytes, int predecessor) {
   auto grid = std::make_unique<Grid>();
-  grid->id = next_id++, grid->gpu = gpu, grid->kernel = kernel, grid->name = name;
+  grid->id = next_id++, grid->predecessor = predecessor, grid->gpu = gpu, grid->kernel = kernel, grid->name = name;
   grid->params.assign(static_cast<const char*>(params), static_cast<const char*>(params) + num_bytes);
   grid->num_blocks = grid->blocks_left = num_blocks, grid->num_threads = num_threads, grid->dynamic_bytes = dynamic_bytes;
   grids.push_back(std::move(grid));
   return grids.back()->id;
+}
+
+// Whether all blocks of a grid allow the next one to start, or have ended.
+int gpu_allows_successor(int id) {
+  return std::none_of(grids.begin(), grids.end(), [&](auto& grid) { return grid->id == id && grid->num_allowing < grid->num_blocks; });
 }
 
 // Runs for some turns. Returns 0: they are used up; 1: a grid has ended (gpu_finished); 2: all threads wait for time; 3: an error
@@ -509,6 +542,7 @@ int gpu_advance(long num_turns) {
     if (!error.empty()) return 3;
     if (!finished.empty()) return 1;
     if (grids.empty()) return 4;
+    if (std::exchange(may_start_more, false)) return 0;
     start_blocks();
     if (!pending.empty() && rng.below(2)) do_pending();
     const bool all_may_wait = idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size();

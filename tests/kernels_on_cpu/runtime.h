@@ -64,6 +64,13 @@ uint32_t to_e4m3(float value);  // larger numbers become 448
 float from_half(uint32_t bits);
 float from_e4m3(uint32_t bits);
 
+// Programmatic launch: the block allows the next grid to start; a thread waits for the end of the grid before its own.
+void launch_dependents();
+void wait_for_predecessor();
+
+// Whether memory belongs to the running thread alone. Stores there show no other thread that something has happened.
+bool is_on_own_stack(const void* p);
+
 // Nanoseconds of the GPUs' common clock.
 uint64_t clock_ns();
 
