@@ -227,6 +227,11 @@ __device__ inline void reduce_tokens(const Params& p, u32 epoch) {
   }
 }
 
+__device__ inline void poison_sums(const Params& p, u64 thread, u64 num_threads) {
+  poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, thread, num_threads);
+  if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), thread, num_threads);
+}
+
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
@@ -236,6 +241,10 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices
   if (p.first_token > 0 && state->combine_differs) return;  // the first window has said so
   const u32 epoch = state->combine_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  if (serial == kNoSerial) {  // see recv_window.cuh
+    poison_sums(p, blockIdx.x * kCombineThreads + threadIdx.x, gridDim.x * kCombineThreads);
+    return;
+  }
   clear_next_waits(p, epoch, kPhaseCombineWindow, kPhaseCombineRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
@@ -259,10 +268,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices
   last = __shfl_sync(~0u, last, 0);
   if (!last) return;
   __syncwarp();  // all lanes see what lane 0 acquired
-  if (__any_sync(~0u, routes.idle || was_aborted(p))) {
-    poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, lane, 32);
-    if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
-  }
+  if (__any_sync(~0u, routes.idle || was_aborted(p))) poison_sums(p, lane, 32);
   if (lane == 0) {
     if (p.first_token == 0) count_call(p);  // the other windows belong to the same call
     state->combine_blocks = state->combine_items = state->combine_tokens = state->combine_copied = 0;

@@ -188,6 +188,11 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
   if (lane == 0) count_received(p, num_received, kSentRowBytes);
 }
 
+__device__ inline void poison_sums(const Params& p, u64 thread, u64 num_threads) {
+  poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, thread, num_threads);
+  if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), thread, num_threads);
+}
+
 // Runs the whole kernel. `routes` and `progress` lie in shared memory. copy_rows(epoch) is the work of a copy warp. Without TMA it also
 // raises the flags. reduce_with_bias adds biases too. It is a loop of its own, because a call without biases would step over their
 // instructions one by one.
@@ -199,6 +204,10 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   const u32 epoch = state->combine_epoch + 1;
 
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  if (serial == kNoSerial) {  // see recv_window.cuh
+    poison_sums(p, blockIdx.x * kCombineThreads + threadIdx.x, gridDim.x * kCombineThreads);
+    return;
+  }
   clear_next_waits(p, epoch, kPhaseCombineWindow, kPhaseCombineRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
@@ -230,10 +239,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   last = __shfl_sync(~0u, last, 0);
   if (!last) return;
   __syncwarp();  // all lanes see what lane 0 acquired
-  if (__any_sync(~0u, routes.idle || was_aborted(p))) {
-    poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, lane, 32);
-    if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
-  }
+  if (__any_sync(~0u, routes.idle || was_aborted(p))) poison_sums(p, lane, 32);
   if (lane == 0) {
     for (int r = 0; kHasStatistics && !routes.idle && r < kNumRanks; ++r) count_sent(p, routes.num_rows[r], kSentRowBytes);
     count_call(p);

@@ -7,9 +7,8 @@
 // Rows for a rank follow the order of send_list. A chunk of them is therefore contiguous at the receiver and leaves as one copy.
 //
 // Protocol:
-// 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh). Behind a route, this kernel starts
-//    while route ends, and waits for the end of route after the windows. Windows may come so early: everything before route has ended.
-//    With statistics it waits for route first: route counts the time in which both wait for a rank.
+// 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh). Behind a route, which has done both,
+//    this kernel starts while route ends. It reads the windows before the tables of route, for which it waits.
 // 2. The copy warps push rows.
 // 3. The last block of a rank to finish raises one flag at each peer, and waits for the flags of all peers. Its flag releases the writes of
 //    all blocks.
@@ -45,11 +44,10 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   RecvWindow window = {};
   bool ok = true;
   int fits = 0, listed = 0;
-  if constexpr (kCountsWaits) await_predecessor();
   if (lane < kNumRanks) ok = await_window(p, kControlDispatchWindows, epoch, kPhaseDispatchWindow, lane, window);
   const bool all_arrived = __all_sync(~0u, ok);
   await_predecessor();
-  const bool sends = all_arrived && !ranks_differ(p, window, serial);
+  const bool sends = all_arrived && !ranks_differ(p, window, serial, !p.follows_route);
   if (lane < kNumRanks) {
     i64 first = 0;
     for (int s = 0; s < p.rank; ++s) first += rows[s * kNumRanks + lane];
@@ -252,22 +250,15 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->dispatch_epoch + 1;
 
-  // All ranks have computed a new routing together, so its serial needs no comparison. 0 differs from that of each known routing.
-  const u32 serial = p.follows_route ? 0 : *at<const u32>(p.handle, kHandleSerial);
-  clear_next_waits(p, epoch, kPhaseDispatchWindow, kPhaseDispatchRows);
-
-  if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    const RecvWindow mine = {p.recv_x_offset,
-                             p.recv_scales_offset,
-                             p.recv_topk_idx_offset,
-                             p.recv_topk_weights_offset,
-                             p.recv_src_idx_offset,
-                             p.capacity,
-                             p.call_signature,
-                             serial,
-                             epoch};
-    publish(p, kControlDispatchWindows, epoch, lane, mine);
+  const u32 serial = p.follows_route ? kNoSerial : *at<const u32>(p.handle, kHandleSerial);
+  if (!p.follows_route && serial == kNoSerial) {  // see recv_window.cuh
+    if (blockIdx.x == 0 && warp == 0) poison_results(p);
+    copy_counts(p);
+    return;
   }
+  clear_next_waits(p, epoch, kPhaseRoute, kPhaseDispatchWindow, kPhaseDispatchRows);
+
+  if (!p.follows_route && blockIdx.x == 0 && warp == 1 && lane < kNumRanks) publish_results(p, epoch, lane, serial);
   if (warp == 0) {
     read_routes(p, epoch, serial, routes);
   } else {

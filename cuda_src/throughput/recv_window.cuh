@@ -1,5 +1,5 @@
 // Receive windows: the receiver chooses the addresses. At the start of a call each rank publishes to each peer where it receives rows, as
-// offsets in its symmetric memory. It reads the windows of all peers.
+// offsets in its symmetric memory. It reads the windows of all peers. If a dispatch has a new routing, its route publishes the windows.
 //
 // Reuse of the inbox: two ring slots, selected by the parity of the epoch, are enough. A peer publishes epoch k + 2 after its call k + 1
 // has ended. That call began with a wait for this rank's window k + 1. This rank published window k + 1 after its own call k. No thread
@@ -30,6 +30,19 @@ __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, i
   st_release_sys(&theirs->flag, epoch);
 }
 
+// The serial in the window of a dispatch whose routing the ranks compute in this call, and in a handle whose dispatch moved no rows,
+// because the ranks made different calls. A call with such a handle takes part in nothing: the ranks that have heard of the difference do
+// not make it.
+constexpr u32 kNoSerial = 0;
+
+// One lane tells one peer where this rank receives the rows of a dispatch.
+template <class DispatchParams>
+__device__ __forceinline__ void publish_results(const DispatchParams& p, u32 epoch, int peer, u32 serial) {
+  publish(p, kControlDispatchWindows, epoch, peer,
+          {p.recv_x_offset, p.recv_scales_offset, p.recv_topk_idx_offset, p.recv_topk_weights_offset, p.recv_src_idx_offset, p.capacity,
+           p.call_signature, serial, epoch});
+}
+
 // Waits for the window of a peer, and turns its offsets into addresses in the peer's memory.
 __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, RecvWindow& window) {
   const RecvWindow* mine = window_at(p.peers[p.rank], inbox, epoch, peer);
@@ -46,12 +59,12 @@ __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epo
 
 // Lane r of warp 0 holds the window of rank r. Returns whether the call signature or routing of a rank differs from this rank's. If two
 // ranks differ, each rank differs from at least one of them. All ranks therefore agree that they differ, and no rank sends rows. The rest
-// of the call proceeds, so that the Buffer stays usable.
-__device__ inline bool ranks_differ(const Params& p, const RecvWindow& window, u32 serial) {
+// of the call proceeds, so that the Buffer stays usable. `reports`: no kernel of this call has told the host yet.
+__device__ inline bool ranks_differ(const Params& p, const RecvWindow& window, u32 serial, bool reports = true) {
   const int lane = lane_idx();
   const bool differs = lane < kNumRanks && (window.call_signature != p.call_signature || window.serial != serial);
   const u32 differing = __ballot_sync(~0u, differs);
-  if (blockIdx.x == 0 && lane == __ffs(differing) - 1)
+  if (reports && blockIdx.x == 0 && lane == __ffs(differing) - 1)
     report_difference(p, lane, p.call_signature, window.call_signature, serial, window.serial);
   return differing != 0;
 }

@@ -1,6 +1,7 @@
 // route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, and the last block sends the counts of the
 // rank.
 //
+// 0. Block 0 publishes where this rank receives the rows of the dispatch that follows (recv_window.cuh).
 // 1. Each block counts the rows for each rank and the choices of each expert in its run of tokens. A token sends at most one row to a rank.
 //    The block writes its counts to local memory.
 // 2. Each block waits for the counts of the blocks before it, and so knows the position of its first row. Blocks start in order, so a block
@@ -9,17 +10,20 @@
 //    the receiver.
 // 4. Each block writes its part of the handle. send_pos has the position of each token among the rows for a rank. send_list has the tokens
 //    in that order.
-// 5. The last block waits for the messages of the peers and adds the matrix of row counts to the handle. If asked, it writes the counts for
-//    the host too.
-// Once all blocks run, dispatch may start, so its start and its windows take no time of their own.
+// 5. The last block waits for the windows and the messages of the peers and adds the matrix of row counts to the handle. If asked, it
+// writes
+//    the counts for the host too. If the call of a rank differs, each rank sees that in the windows, and its host learns it with the
+//    counts.
+// When all messages are here, dispatch may start. Before, it would only hold its SMs while it waits for a late rank.
+//
+// Epochs are those of dispatch, whose kernel follows and advances State::dispatch_epoch.
 //
 // Reuse of memory: the inbox has two ring slots, selected by the parity of the epoch. A peer sends message k + 2 after its call k + 1. That
-// call waited for this rank's message k + 1, which this rank sent after its call k. RouteBlock::flag holds the epoch of the block's counts;
-// kernels of one rank run one after another. State::route_epoch counts finished calls. The last block advances it after all other blocks
-// have read it.
+// call waited for this rank's window k + 1, which this rank published after its call k. RouteBlock::flag holds the epoch of the block's
+// counts; kernels of one rank run one after another.
 //
 // Bytes: topk_idx once, and 8 * kNumRanks bytes of the handle for each token.
-#include "common/wait.cuh"
+#include "throughput/recv_window.cuh"
 
 constexpr int kWarps = kRouteThreads / 32;
 static_assert(kWarps >= kNumRanks && kWarps <= 32, "one warp for each rank, one lane for each warp");
@@ -32,6 +36,7 @@ struct Shared {
   i32 first_row[kNumRanks];            // rows of the blocks before it
   bool failed;                         // the counts of another block did not arrive
   bool is_incomplete;                  // a message of a peer did not arrive; its own word, because warps may still read `failed`
+  bool differs;                        // the call of a rank differs: no rank sends rows
 };
 
 // The experts of a token; -2 for a number that is neither -1 nor an expert. All loads are in flight before the first use.
@@ -180,22 +185,47 @@ __device__ inline void write_positions(const Params& p, const Shared& shared) {
   }
 }
 
+__device__ __forceinline__ bool differs(const Params& p, const RecvWindow& window) {
+  return window.call_signature != p.call_signature || window.serial != kNoSerial;
+}
+
+// Step 5, for one peer. A rank whose call differs may send no message.
+__device__ inline void await_message(const Params& p, u32 epoch, int peer, Shared& shared) {
+  RecvWindow window;
+  if (!await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, peer, window)) {
+    shared.is_incomplete = true;
+  } else if (differs(p, window)) {
+    shared.differs = true;
+  } else if (!wait_epoch(p, &message_at(p, epoch, p.rank, peer)->flag, epoch, kPhaseRoute, peer)) {
+    shared.is_incomplete = true;
+  }
+}
+
+// Called by one thread, after the windows of all ranks are here.
+__device__ inline void report_first_difference(const Params& p, u32 epoch) {
+  int other = 0;
+  while (!differs(p, *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other))) ++other;
+  const RecvWindow& window = *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other);
+  report_difference(p, other, p.call_signature, window.call_signature, kNoSerial, window.serial);
+}
+
 // Step 5.
 __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   i32* handle_rows = at<i32>(p.handle, kHandleNumRows);
   Mailbox* mailbox = at<Mailbox>(p.status_page, kStatusPageMailbox);
   const int warp = warp_idx(), lane = lane_idx();
   if (warp < kNumRanks) {
-    const RouteMessage* message = message_at(p, epoch, p.rank, warp);
-    if (lane == 0 && !wait_epoch(p, &message->flag, epoch, kPhaseRoute, warp)) shared.is_incomplete = true;
+    if (lane == 0) await_message(p, epoch, warp, shared);
     __syncwarp();
-    if (lane < kNumRanks) handle_rows[warp * kNumRanks + lane] = message->num_rows[lane];
+    if (lane < kNumRanks) handle_rows[warp * kNumRanks + lane] = message_at(p, epoch, p.rank, warp)->num_rows[lane];
   }
   __syncthreads();
+  start_successor();
   if (shared.is_incomplete) return;
+  if (shared.differs && threadIdx.x == 0) report_first_difference(p, epoch);
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
-    for (int s = 0; s < kNumRanks; ++s) sum += message_at(p, epoch, p.rank, s)->num_choices[e];
+    for (int s = 0; s < kNumRanks; ++s) sum += shared.differs ? 0 : message_at(p, epoch, p.rank, s)->num_choices[e];
     count_expert(p, e, sum);
     sum = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
     at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = sum;
@@ -203,27 +233,23 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   }
   if (threadIdx.x == 0) {
     int sum = 0;
-    for (int s = 0; s < kNumRanks; ++s) sum += handle_rows[s * kNumRanks + p.rank];
+    for (int s = 0; s < kNumRanks; ++s) sum += shared.differs ? 0 : handle_rows[s * kNumRanks + p.rank];
     *at<i32>(p.handle, kHandleNumRecv) = sum;
-    *at<u32>(p.handle, kHandleSerial) = epoch;
+    *at<u32>(p.handle, kHandleSerial) = shared.differs ? kNoSerial : epoch;
     if (p.to_host) st_relaxed_sys(&mailbox->num_recv, sum);
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    at<State>(p.state, 0)->route_epoch = epoch;
-    if (p.to_host) st_release_sys(&mailbox->flag, 1);  // the host has cleared it before the launch
-  }
+  if (p.to_host && threadIdx.x == 0) st_release_sys(&mailbox->flag, 1);  // the host has cleared it before the launch
 }
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __grid_constant__ Params p) {
   __shared__ Shared shared;
-  start_successor();
-  const u32 epoch = at<State>(p.state, 0)->route_epoch + 1;
+  const u32 epoch = at<State>(p.state, 0)->dispatch_epoch + 1;
   const bool last = blockIdx.x == gridDim.x - 1;
+  if (blockIdx.x == 0 && threadIdx.x < kNumRanks) publish_results(p, epoch, threadIdx.x, kNoSerial);
   if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
-  clear_next_waits(p, epoch, kPhaseRoute);
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
-  if (threadIdx.x == 0) shared.failed = shared.is_incomplete = false;
+  if (threadIdx.x == 0) shared.failed = shared.is_incomplete = shared.differs = false;
   __syncthreads();
 
   count(p, shared);

@@ -31,6 +31,19 @@ _ROUTE = (
 """
 )
 
+_RECV_WINDOW = """
+    u64 recv_x_offset;      // where this rank receives rows: offsets from its symmetric base
+    u64 recv_scales_offset;
+    u64 recv_topk_idx_offset;
+    u64 recv_topk_weights_offset;
+    u64 recv_src_idx_offset;
+    i64 capacity;           // rows that fit there
+"""
+
+_SIGNATURE = """
+    u64 call_signature;     // all ranks must agree on it
+"""
+
 _DISPATCH = (
     _COMMON
     + """
@@ -40,12 +53,9 @@ _DISPATCH = (
     u64 topk_idx;           // [num_tokens, kNumTopk], or 0
     u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
     u64 handle;
-    u64 recv_x_offset;      // where this rank receives rows: offsets from its symmetric base
-    u64 recv_scales_offset;
-    u64 recv_topk_idx_offset;
-    u64 recv_topk_weights_offset;
-    u64 recv_src_idx_offset;
-    i64 capacity;           // rows that fit there
+"""
+    + _RECV_WINDOW
+    + """
     u64 num_recv;              // for the caller: [1] int32
     u64 num_recv_per_expert;   // and [kNumLocalExperts] int32
     i32 scale_bytes;
@@ -118,7 +128,7 @@ KERNELS: dict[str, Kernel] = {
     for kernel in (
         Kernel(
             "route",
-            _ROUTE,
+            _ROUTE + _RECV_WINDOW + _SIGNATURE,
             folder="throughput",
             threads="kRouteThreads",
         ),
@@ -128,8 +138,8 @@ KERNELS: dict[str, Kernel] = {
             + """
     i32 rows_per_copy;
     i32 follows_route;      // the routing is new: the kernel before this one computes it
-    u64 call_signature;     // all ranks must agree on it
-""",
+"""
+            + _SIGNATURE,
             folder="throughput",
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",

@@ -139,6 +139,92 @@ def test_different_combines(what: str) -> None:
                 buffer.check()
 
 
+THROUGHPUT: dict[str, Any] = dict(num_max_tokens_per_rank=16, hidden=256, num_topk=2, num_experts=4, timeout_s=5)
+
+
+class Step:
+    """Steps of a program that goes on after an error. In a wrong step the ranks pass rows of different dtypes."""
+
+    def __init__(self, machine: Machine, buffers: list[Buffer], **options: Any) -> None:
+        self._machine, self._buffers, self._options = machine, buffers, options
+
+    def run(self, rank: int, wrong: bool) -> np.ndarray:
+        """Run a step. A host is late for its combine."""
+        buffer, put = self._buffers[rank], self._machine.put
+        x = np.full((16, 256), 1 + rank, "float16" if wrong and rank == 1 else "bfloat16")
+        sent = buffer.dispatch(put(rank, x), put(rank, np.tile(np.array([0, 2]), (16, 1))), **self._options)
+        for _ in range(50 if rank == 1 else 0):
+            self._machine._pause()
+        y = np.ones((sent.handle.num_recv_rows, 256), "bfloat16")
+        reduce = dict(reduce="topk") if self._options.get("layout") == "expert" else {}
+        back = buffer.combine(put(rank, y), sent.handle, **reduce)
+        buffer.synchronize()
+        return np.asarray(back.x, np.float32)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(num_worst_tokens=32), dict(layout="expert"), dict(layout="expert", num_worst_tokens=64)], ids=str
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_differ_stay_in_step(options: dict[str, Any], seed: int) -> None:
+    """All ranks raise in the step with the difference, whether or not they made the combine. The next steps are right."""
+    with Machine(2, seed) as machine:
+        step = Step(machine, machine.buffers(**THROUGHPUT), **options)
+
+        def program(rank: int) -> list[Any]:
+            said: list[Any] = []
+            for number in range(3):
+                try:
+                    said.append(step.run(rank, wrong=number == 0))
+                except EPInputError as error:
+                    said.append(str(error))
+            return said
+
+        for first, *others in machine.each_rank(program):
+            assert isinstance(first, str)
+            assert "the ranks disagree on the x of this call" in first
+            for sums in others:
+                assert (sums == 2).all()
+
+
+def test_a_difference_is_raised_by_the_dispatch() -> None:
+    """Its host waits for counts, so no rank goes on to its combine."""
+    with Machine(2, 1) as machine:
+        step = Step(machine, machine.buffers(**THROUGHPUT))
+        machine.launched.clear()
+
+        def program(rank: int) -> None:
+            with pytest.raises(EPInputError, match="the ranks disagree on the x of this call"):
+                step.run(rank, wrong=True)
+
+        machine.each_rank(program)
+        assert "combine" not in machine.launched
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_new_routing_meets_a_known_one(late: int) -> None:
+    """One rank computes a routing, and the other repeats one. Each hears of it at once, and they stay in step."""
+    with Machine(2, 1) as machine:
+        buffers = machine.buffers(**THROUGHPUT)
+        step = Step(machine, buffers)
+        put, idx, x = machine.put, np.tile(np.array([0, 2]), (16, 1)), np.ones((16, 256), "bfloat16")
+        handles = machine.each_rank(lambda rank: buffers[rank].dispatch(put(rank, x), put(rank, idx)).handle)
+
+        def program(rank: int) -> np.ndarray:
+            for _ in range(2 if rank == late else 0):
+                machine._pause()
+            with pytest.raises(EPInputError, match=r"the ranks disagree on the topk_idx.*rank 0: None, rank 1: int64"):  # noqa: PT012
+                if rank == 0:
+                    buffers[rank].dispatch(put(rank, x), handle=handles[rank])
+                else:
+                    buffers[rank].dispatch(put(rank, x), put(rank, idx), num_worst_tokens=32)
+                buffers[rank].synchronize()
+            return step.run(rank, wrong=False)
+
+        for sums in machine.each_rank(program):
+            assert (sums == 2).all()
+
+
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_results_after_a_time_out_are_nan(call: str) -> None:
     """Results of the call that timed out, and of calls that were queued after it."""

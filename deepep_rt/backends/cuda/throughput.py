@@ -20,6 +20,17 @@ from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_o
 from .row_mover import OnLaunch
 from .runtime import CudaRuntime, address_of
 
+_PUBLISHED = (
+    "recv_x_offset",
+    "recv_scales_offset",
+    "recv_topk_idx_offset",
+    "recv_topk_weights_offset",
+    "recv_src_idx_offset",
+    "capacity",
+    "call_signature",
+)
+"""Params of a dispatch that its routing tells the peers."""
+
 
 class Throughput:
     """Dispatch and combine as kernel launches over symmetric memory.
@@ -82,11 +93,11 @@ class Throughput:
             counts = counts_owner.ptr
         parts = self._layout.result(capacity, row_bytes, scale_bytes, idx.itemsize if idx else 0, idx is not None)
         reserved = self.results.reserve(parts.num_bytes, call)
-        if known is None:
-            self._launch_route(idx, tables.ptr, inputs.expert_alignment, needs_counts, stream)
         kind = call_signature.dispatch_kind(inputs.layout)
         launch, params = self.dispatch_launch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, counts)
-        params["follows_route"] = known is None
+        if known is None:
+            self._launch_route(inputs, idx, params, needs_counts, stream)
+            params["follows_route"] = True
         launch(stream, self.num_sms, params)
         if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
             first = self._runtime.memory.ptr + reserved.offset
@@ -103,7 +114,10 @@ class Throughput:
         handle = known or DispatchHandle(x.shape[0], num_rows, counts_list, self._runtime.info.serial, tables, {})
         return handle, make_views
 
-    def _launch_route(self, idx: View, tables: int, expert_alignment: int, needs_counts: bool, stream: int) -> None:
+    def _launch_route(
+        self, inputs: DispatchInputs, idx: View, dispatch: Mapping[str, int], needs_counts: bool, stream: int
+    ) -> None:
+        """Launch the routing of a dispatch with these Params. It tells the peers where that dispatch receives rows."""
         if needs_counts:
             self._runtime.page.expect_counts()
         num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
@@ -113,11 +127,12 @@ class Throughput:
             {
                 "num_tokens": idx.shape[0],
                 "topk_idx": idx.ptr,
-                "handle": tables,
+                "handle": dispatch["handle"],
                 "idx_bytes": idx.itemsize,
-                "expert_alignment": expert_alignment,
+                "expert_alignment": inputs.expert_alignment,
                 "check": self._config.check_inputs,
                 "to_host": needs_counts,
+                **{name: dispatch[name] for name in _PUBLISHED},
             },
         )
 
