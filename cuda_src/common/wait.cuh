@@ -151,6 +151,9 @@ __device__ inline bool wait_count(const Params& p, const u64* count, u32 least, 
   });
 }
 
+// A word that says by itself whether it has arrived: it carries the epoch in its lower half.
+__device__ __forceinline__ u64 tagged_word(u32 value, u32 epoch) { return static_cast<u64>(value) << 32 | epoch; }
+
 // Waits until the lower half of *word equals `epoch`, and returns the word. It guards no other data, so a relaxed load is enough.
 __device__ inline bool wait_word(const Params& p, const u64* word, u32 epoch, u32 phase, int peer, u64& found) {
   return wait_until(p, epoch, phase, peer, [&](u32& seen) {

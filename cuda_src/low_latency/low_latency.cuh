@@ -47,8 +47,6 @@ __device__ __forceinline__ Vec16 avoid_sentinel(Vec16 v) {
   return v;
 }
 
-__device__ __forceinline__ u64 tagged_word(u32 value, u32 epoch) { return static_cast<u64>(value) << 32 | epoch; }
-
 // Index of a rank's part in the ring slot of an epoch.
 __device__ __forceinline__ u64 ring_slot(u32 epoch, int rank) { return static_cast<u64>(epoch % kRingDepth) * kNumRanks + rank; }
 

@@ -7,8 +7,8 @@
 // Rows for a rank follow the order of send_list. A chunk of them is therefore contiguous at the receiver and leaves as one copy.
 //
 // Protocol:
-// 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh). Behind a route, which has done both,
-//    this kernel starts while route ends. It reads the windows before the tables of route, for which it waits.
+// 1. Each rank publishes its receive window and waits for the windows of all peers (recv_window.cuh). A route before this kernel has done
+//    both.
 // 2. The copy warps push rows.
 // 3. The last block of a rank to finish raises one flag at each peer, and waits for the flags of all peers. Its flag releases the writes of
 //    all blocks.
@@ -46,7 +46,6 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   int fits = 0, listed = 0;
   if (lane < kNumRanks) ok = await_window(p, kControlDispatchWindows, epoch, kPhaseDispatchWindow, lane, window);
   const bool all_arrived = __all_sync(~0u, ok);
-  await_predecessor();
   const bool sends = all_arrived && !ranks_differ(p, window, serial, !p.follows_route);
   if (lane < kNumRanks) {
     i64 first = 0;
@@ -222,9 +221,20 @@ __device__ inline void poison_results(const Params& p) {
   if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
 }
 
-// The caller may write to its counts, and later calls may use the handle again. The handle therefore keeps its own counts.
+__device__ inline void report_counts(const Params& p) {
+  Mailbox* mailbox = at<Mailbox>(p.status_page, kStatusPageMailbox);
+  const i32* per_expert = at<const i32>(p.handle, kHandleNumRecvPerExpert);
+  if (lane_idx() == 0) st_relaxed_sys(&mailbox->num_recv, *at<const i32>(p.handle, kHandleNumRecv));
+  for (int e = lane_idx(); e < kNumLocalExperts; e += 32) st_relaxed_sys(mailbox->num_recv_per_expert + e, per_expert[e]);
+  __syncwarp();
+  if (lane_idx() == 0) st_release_sys(&mailbox->flag, 1);  // the host has cleared it before the launch
+}
+
+// The caller may write to its counts, and later calls may use the handle again. The handle therefore keeps its own counts. A host that
+// waits for counts gets them here. If route wrote them, rows would wait until they have crossed PCIe.
 __device__ inline void copy_counts(const Params& p) {
   if (blockIdx.x > 0 || warp_idx() != kDispatchCopyWarps) return;
+  if (p.to_host) report_counts(p);
   if (lane_idx() == 0) *at<i32>(p.num_recv, 0) = *at<const i32>(p.handle, kHandleNumRecv);
   const i32* per_expert = at<const i32>(p.handle, kHandleNumRecvPerExpert);
   for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(p.num_recv_per_expert, 0)[e] = per_expert[e];
@@ -245,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   __shared__ u64 barriers[kDispatchCopyWarps * kDispatchStages];
-  if (!p.follows_route) await_predecessor();
+  await_predecessor();
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->dispatch_epoch + 1;
@@ -259,11 +269,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   clear_next_waits(p, epoch, kPhaseRoute, kPhaseDispatchWindow, kPhaseDispatchRows);
 
   if (!p.follows_route && blockIdx.x == 0 && warp == 1 && lane < kNumRanks) publish_results(p, epoch, lane, serial);
-  if (warp == 0) {
-    read_routes(p, epoch, serial, routes);
-  } else {
-    await_predecessor();
-  }
+  if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
 
   if (!routes.failed) {

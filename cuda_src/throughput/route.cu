@@ -1,26 +1,26 @@
-// route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, and the last block sends the counts of the
-// rank.
+// route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, the last of these blocks sends the counts of
+// the rank, and one more block publishes the receive windows.
 //
-// 0. Block 0 publishes where this rank receives the rows of the dispatch that follows (recv_window.cuh).
 // 1. Each block counts the rows for each rank and the choices of each expert in its run of tokens. A token sends at most one row to a rank.
 //    The block writes its counts to local memory.
 // 2. Each block waits for the counts of the blocks before it, and so knows the position of its first row. Blocks start in order, so a block
 //    waits only for running blocks.
-// 3. The last block now knows all counts. It sends one message to each rank: the row counts of this rank, and the choices of each expert of
+// 3. The last block now knows all counts. It sends one message to each rank: the row counts of this rank, and the choices of each expert
+// of
 //    the receiver.
 // 4. Each block writes its part of the handle. send_pos has the position of each token among the rows for a rank. send_list has the tokens
 //    in that order.
-// 5. The last block waits for the windows and the messages of the peers and adds the matrix of row counts to the handle. If asked, it
-// writes
-//    the counts for the host too. If the call of a rank differs, each rank sees that in the windows, and its host learns it with the
-//    counts.
-// When all messages are here, dispatch may start. Before, it would only hold its SMs while it waits for a late rank.
+// 5. The last block waits for the windows and the messages of the peers and adds the matrix of row counts to the handle. If the call of a
+//    rank differs, all ranks see that in the windows.
+// Meanwhile block 0 publishes where the dispatch behind this kernel receives rows (recv_window.cuh). All earlier work on that
+// memory has ended. dispatch starts when all blocks of this kernel have ended, so its SMs wait for no rank that has not begun the call.
 //
+// All counts are epoch-tagged words, which need no release: on the way to a peer, a release would take 2 us of the 10 us of this kernel.
 // Epochs are those of dispatch, whose kernel follows and advances State::dispatch_epoch.
 //
 // Reuse of memory: the inbox has two ring slots, selected by the parity of the epoch. A peer sends message k + 2 after its call k + 1. That
-// call waited for this rank's window k + 1, which this rank published after its call k. RouteBlock::flag holds the epoch of the block's
-// counts; kernels of one rank run one after another.
+// call waited for this rank's window k + 1, which this rank published after its call k. Kernels of one rank run one after another, so the
+// counts of a block have been read when the next route writes there.
 //
 // Bytes: topk_idx once, and 8 * kNumRanks bytes of the handle for each token.
 #include "throughput/recv_window.cuh"
@@ -35,7 +35,7 @@ struct Shared {
   i32 num_rows[kNumRanks];             // of this block
   i32 first_row[kNumRanks];            // rows of the blocks before it
   bool failed;                         // the counts of another block did not arrive
-  bool is_incomplete;                  // a message of a peer did not arrive; its own word, because warps may still read `failed`
+  bool is_incomplete;                  // the window or message of a peer did not arrive; not `failed`, which warps may still read
   bool differs;                        // the call of a rank differs: no rank sends rows
 };
 
@@ -72,14 +72,18 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   return ranks;
 }
 
+// The blocks that count, from 0 on.
+__device__ __forceinline__ int num_counting_blocks() { return gridDim.x - 1; }
+__device__ __forceinline__ int counting_block() { return blockIdx.x - 1; }
+
 // The tokens of a warp, in steps of 32.
 struct Run {
   int begin, end;
 };
 
 __device__ __forceinline__ Run run_of(const Params& p) {
-  const int steps = (p.num_tokens + kRouteThreads * gridDim.x - 1) / (kRouteThreads * gridDim.x);
-  const int begin = (blockIdx.x * kWarps + warp_idx()) * steps * 32;
+  const int steps = (p.num_tokens + kRouteThreads * num_counting_blocks() - 1) / (kRouteThreads * num_counting_blocks());
+  const int begin = (counting_block() * kWarps + warp_idx()) * steps * 32;
   return {begin, min(begin + steps * 32, p.num_tokens)};
 }
 
@@ -115,30 +119,52 @@ __device__ inline void count(const Params& p, Shared& shared) {
   __syncthreads();
 }
 
+// Adds up one word of each of `num` senders, and names a sender that is silent. All loads are in flight together: most words are here when
+// the first load comes.
+template <int kMost, class WordAt>
+__device__ __forceinline__ bool sum_words(const Params& p, u32 epoch, u32 phase, int num, bool from_peers, WordAt word_at, int& sum) {
+  auto read = [&] {
+    bool all = true;
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const u64 word = i < num ? ld_relaxed_sys(word_at(i)) : epoch;
+      all &= static_cast<u32>(word) == epoch;
+      sum += static_cast<int>(word >> 32);
+    }
+    return all;
+  };
+  if (read()) return true;
+  for (int i = 0; i < num; ++i) {
+    u64 word;
+    if (!wait_word(p, word_at(i), epoch, phase, from_peers ? i : p.rank, word)) return false;
+  }
+  return read();
+}
+
 // Step 2.
 __device__ inline void exchange_block_counts(const Params& p, u32 epoch, Shared& shared) {
   RouteBlock* blocks = at<RouteBlock>(p.state, kLocalRouteBlocks);
-  const int warp = warp_idx(), lane = lane_idx(), block = blockIdx.x;
-  const bool last = block == gridDim.x - 1;
+  const int warp = warp_idx(), lane = lane_idx(), block = counting_block();
+  const bool last = block == num_counting_blocks() - 1;
   if (!last) {
-    if (threadIdx.x < kNumRanks) blocks[block].num_rows[threadIdx.x] = shared.num_rows[threadIdx.x];
-    for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) blocks[block].num_choices[e] = shared.choices[e];
-    __syncthreads();
-    if (threadIdx.x == 0) st_release_sys(&blocks[block].flag, epoch);
+    if (threadIdx.x < kNumRanks) st_relaxed_sys(blocks[block].num_rows + threadIdx.x, tagged_word(shared.num_rows[threadIdx.x], epoch));
+    for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads)
+      st_relaxed_sys(blocks[block].num_choices + e, tagged_word(shared.choices[e], epoch));
   }
-  if (threadIdx.x < block && !wait_epoch(p, &blocks[threadIdx.x].flag, epoch, kPhaseRouteBlocks, p.rank)) shared.failed = true;
-  __syncthreads();
-  if (shared.failed) return;
   if (warp < kNumRanks) {
-    const int before = __reduce_add_sync(~0u, lane < block ? blocks[lane].num_rows[warp] : 0);
+    u64 word = 0;
+    if (lane < block && !wait_word(p, blocks[lane].num_rows + warp, epoch, kPhaseRouteBlocks, p.rank, word)) shared.failed = true;
+    __syncwarp();
+    const int before = __reduce_add_sync(~0u, static_cast<int>(word >> 32));
     if (lane == 0) shared.first_row[warp] = before;
   }
   if (last) {
     for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) {
-      int sum = shared.choices[e];
-#pragma unroll  // all loads are in flight together
-      for (int b = 0; b < kRouteBlocks - 1; ++b) sum += b < block ? blocks[b].num_choices[e] : 0;
-      shared.choices[e] = sum;
+      int sum = 0;
+      if (!sum_words<kRouteBlocks - 1>(p, epoch, kPhaseRouteBlocks, block, false, [&](int b) { return blocks[b].num_choices + e; }, sum))
+        shared.failed = true;
+      shared.choices[e] += sum;
     }
   }
   __syncthreads();
@@ -149,17 +175,14 @@ __device__ __forceinline__ RouteMessage* message_at(const Params& p, u32 epoch, 
   return at<RouteMessage>(p.peers[receiver], inbox + sender * kRouteStride);
 }
 
-// Step 3: one warp for each receiver.
+// Step 3: one warp for each receiver. The receiver reads the choices once it has the rows, so the rows come last.
 __device__ inline void send(const Params& p, u32 epoch, const Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
   if (warp >= kNumRanks) return;
   RouteMessage* message = message_at(p, epoch, warp, p.rank);
-  if (lane < kNumRanks) st_relaxed_sys(message->num_rows + lane, shared.first_row[lane] + shared.num_rows[lane]);
-  for (int e = lane; e < kNumLocalExperts; e += 32) {
-    st_relaxed_sys(message->num_choices + e, shared.choices[warp * kNumLocalExperts + e]);
-  }
-  __syncwarp();
-  if (lane == 0) st_release_sys(&message->flag, epoch);
+  for (int e = lane; e < kNumLocalExperts; e += 32)
+    st_relaxed_sys(message->num_choices + e, tagged_word(shared.choices[warp * kNumLocalExperts + e], epoch));
+  if (lane < kNumRanks) st_relaxed_sys(message->num_rows + lane, tagged_word(shared.first_row[lane] + shared.num_rows[lane], epoch));
 }
 
 // Step 4.
@@ -189,18 +212,6 @@ __device__ __forceinline__ bool differs(const Params& p, const RecvWindow& windo
   return window.call_signature != p.call_signature || window.serial != kNoSerial;
 }
 
-// Step 5, for one peer. A rank whose call differs may send no message.
-__device__ inline void await_message(const Params& p, u32 epoch, int peer, Shared& shared) {
-  RecvWindow window;
-  if (!await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, peer, window)) {
-    shared.is_incomplete = true;
-  } else if (differs(p, window)) {
-    shared.differs = true;
-  } else if (!wait_epoch(p, &message_at(p, epoch, p.rank, peer)->flag, epoch, kPhaseRoute, peer)) {
-    shared.is_incomplete = true;
-  }
-}
-
 // Called by one thread, after the windows of all ranks are here.
 __device__ inline void report_first_difference(const Params& p, u32 epoch) {
   int other = 0;
@@ -209,45 +220,57 @@ __device__ inline void report_first_difference(const Params& p, u32 epoch) {
   report_difference(p, other, p.call_signature, window.call_signature, kNoSerial, window.serial);
 }
 
+// Step 5, for one peer, called by a warp. If the calls of the ranks differ, a rank may send no message.
+__device__ inline void receive_rows(const Params& p, u32 epoch, int peer, Shared& shared) {
+  const int lane = lane_idx();
+  RecvWindow window;
+  bool ok = true, agrees = true;
+  if (lane == 0) {
+    ok = await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, peer, window);
+    agrees = ok && !differs(p, window);
+  }
+  agrees = __shfl_sync(~0u, agrees, 0);
+  if (lane == 0 && ok && !agrees) shared.differs = true;
+  u64 word = 0;
+  if (agrees && lane < kNumRanks) {
+    ok = wait_word(p, message_at(p, epoch, p.rank, peer)->num_rows + lane, epoch, kPhaseRoute, peer, word);
+    at<i32>(p.handle, kHandleNumRows)[peer * kNumRanks + lane] = static_cast<i32>(word >> 32);
+  }
+  if (!ok) shared.is_incomplete = true;
+}
+
 // Step 5.
 __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
-  i32* handle_rows = at<i32>(p.handle, kHandleNumRows);
-  Mailbox* mailbox = at<Mailbox>(p.status_page, kStatusPageMailbox);
-  const int warp = warp_idx(), lane = lane_idx();
-  if (warp < kNumRanks) {
-    if (lane == 0) await_message(p, epoch, warp, shared);
-    __syncwarp();
-    if (lane < kNumRanks) handle_rows[warp * kNumRanks + lane] = message_at(p, epoch, p.rank, warp)->num_rows[lane];
-  }
+  if (warp_idx() < kNumRanks) receive_rows(p, epoch, warp_idx(), shared);
   __syncthreads();
-  start_successor();
   if (shared.is_incomplete) return;
-  if (shared.differs && threadIdx.x == 0) report_first_difference(p, epoch);
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
-    for (int s = 0; s < kNumRanks; ++s) sum += shared.differs ? 0 : message_at(p, epoch, p.rank, s)->num_choices[e];
+    if (!shared.differs)
+      sum_words<kNumRanks>(
+          p, epoch, kPhaseRoute, kNumRanks, true, [&](int s) { return message_at(p, epoch, p.rank, s)->num_choices + e; }, sum);
     count_expert(p, e, sum);
-    sum = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
-    at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = sum;
-    if (p.to_host) st_relaxed_sys(mailbox->num_recv_per_expert + e, sum);
+    at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
   }
   if (threadIdx.x == 0) {
     int sum = 0;
-    for (int s = 0; s < kNumRanks; ++s) sum += shared.differs ? 0 : handle_rows[s * kNumRanks + p.rank];
+    for (int s = 0; s < kNumRanks; ++s) sum += shared.differs ? 0 : at<i32>(p.handle, kHandleNumRows)[s * kNumRanks + p.rank];
     *at<i32>(p.handle, kHandleNumRecv) = sum;
     *at<u32>(p.handle, kHandleSerial) = shared.differs ? kNoSerial : epoch;
-    if (p.to_host) st_relaxed_sys(&mailbox->num_recv, sum);
+    if (shared.differs) report_first_difference(p, epoch);
   }
-  __syncthreads();
-  if (p.to_host && threadIdx.x == 0) st_release_sys(&mailbox->flag, 1);  // the host has cleared it before the launch
 }
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __grid_constant__ Params p) {
   __shared__ Shared shared;
+  await_predecessor();
   const u32 epoch = at<State>(p.state, 0)->dispatch_epoch + 1;
-  const bool last = blockIdx.x == gridDim.x - 1;
-  if (blockIdx.x == 0 && threadIdx.x < kNumRanks) publish_results(p, epoch, threadIdx.x, kNoSerial);
-  if (p.to_host && blockIdx.x == 0 && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
+  if (blockIdx.x == 0) {
+    if (threadIdx.x < kNumRanks) publish_results(p, epoch, threadIdx.x, kNoSerial);
+    if (p.to_host && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
+    return;
+  }
+  const bool last = counting_block() == num_counting_blocks() - 1;
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
   if (threadIdx.x == 0) shared.failed = shared.is_incomplete = shared.differs = false;
   __syncthreads();

@@ -134,7 +134,7 @@ def broken_promises(kernel: Kernel, promise: Promise, entry: Entry, code: Machin
     if kernel.overlaps and has_overlap(entry.arch):
         if code.accesses_before_wait is None:
             yield "it never waits for its predecessor; expected await_predecessor()"
-        elif code.accesses_before_wait and not promise.early_accesses:
+        elif code.accesses_before_wait:
             yield f"{code.accesses_before_wait} accesses to global memory before it waits for its predecessor; expected none"
 
 

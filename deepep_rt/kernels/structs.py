@@ -74,18 +74,16 @@ def offset(dtype: np.dtype, name: str) -> int:
 RouteMessage = CStruct(
     "RouteMessage",
     """
-    i32 num_rows[kNumRanks];             // rows that the sender sends to each rank
-    i32 num_choices[kNumLocalExperts];   // choices of each expert of the receiver by the sender's tokens
-    u32 flag;                            // epoch; written last
+    u64 num_rows[kNumRanks];             // rows that the sender sends to each rank; each word carries the epoch in its lower half
+    u64 num_choices[kNumLocalExperts];   // choices of each expert of the receiver by the sender's tokens
     """,
 )
 
 RouteBlock = CStruct(
     "RouteBlock",
     """
-    i32 num_rows[kNumRanks];          // rows of one block's tokens for each rank
-    i32 num_choices[kNumExperts];     // choices of each expert by these tokens
-    u32 flag;                         // epoch; written last
+    u64 num_rows[kNumRanks];          // rows of one block's tokens for each rank; each word carries the epoch in its lower half
+    u64 num_choices[kNumExperts];     // choices of each expert by these tokens
     """,
 )
 

@@ -27,7 +27,7 @@ _ROUTE = (
     i32 idx_bytes;          // 4 or 8
     i32 expert_alignment;
     i32 check;              // report expert numbers out of range
-    i32 to_host;            // write the received counts to the mailbox
+    i32 to_host;            // the host waits for the received counts
 """
 )
 
@@ -131,13 +131,15 @@ KERNELS: dict[str, Kernel] = {
             _ROUTE + _RECV_WINDOW + _SIGNATURE,
             folder="throughput",
             threads="kRouteThreads",
+            overlaps=True,
         ),
         Kernel(
             "dispatch",
             _DISPATCH
             + """
     i32 rows_per_copy;
-    i32 follows_route;      // the routing is new: the kernel before this one computes it
+    i32 follows_route;      // the routing is new: the kernel before this one computes it, and publishes the receive window
+    i32 to_host;            // write the received counts to the mailbox
 """
             + _SIGNATURE,
             folder="throughput",

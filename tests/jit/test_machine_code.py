@@ -145,7 +145,6 @@ def test_a_kernel_that_overlaps_waits() -> None:
     early = replace(GOOD, accesses_before_wait=2)
     (message,) = _broken(Promise(), early, "sm_90", overlaps=True)
     assert message == "2 accesses to global memory before it waits for its predecessor; expected none"
-    assert not _broken(Promise(early_accesses=True), early, "sm_90", overlaps=True)
 
 
 def test_promises_of_loads_hold_for_large_sizes() -> None:

@@ -153,7 +153,7 @@ class Step:
         buffer, put = self._buffers[rank], self._machine.put
         x = np.full((16, 256), 1 + rank, "float16" if wrong and rank == 1 else "bfloat16")
         sent = buffer.dispatch(put(rank, x), put(rank, np.tile(np.array([0, 2]), (16, 1))), **self._options)
-        for _ in range(50 if rank == 1 else 0):
+        for _ in range(50 if rank == 1 and wrong else 0):
             self._machine._pause()
         y = np.ones((sent.handle.num_recv_rows, 256), "bfloat16")
         reduce = dict(reduce="topk") if self._options.get("layout") == "expert" else {}

@@ -97,7 +97,7 @@ class Throughput:
         launch, params = self.dispatch_launch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, counts)
         if known is None:
             self._launch_route(inputs, idx, params, needs_counts, stream)
-            params["follows_route"] = True
+            params["follows_route"], params["to_host"] = True, needs_counts
         launch(stream, self.num_sms, params)
         if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
             first = self._runtime.memory.ptr + reserved.offset
@@ -123,7 +123,7 @@ class Throughput:
         num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
         self._runtime.launcher("route")(
             stream,
-            max(num_blocks, 1),
+            max(num_blocks, 1) + 1,  # one publishes the receive windows
             {
                 "num_tokens": idx.shape[0],
                 "topk_idx": idx.ptr,
@@ -167,7 +167,8 @@ class Throughput:
             "scale_bytes": scale_bytes,
             "idx_bytes": idx.itemsize if idx else 0,
             "rows_per_copy": rows_per_copy(row_bytes, self._runtime.dispatch_copy_bytes),
-            "follows_route": False,  # only a call that launches the routing sets it
+            "follows_route": False,  # only a call that launches the routing sets these two
+            "to_host": False,
             "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
         }
 
