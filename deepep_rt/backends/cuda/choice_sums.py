@@ -67,8 +67,9 @@ class ChoiceSums:
             "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
         }
         launch = runtime.launcher("combine_choices", x.dtype)
-        for first in range(0, runtime.config.num_max_tokens_per_rank, self._window):
-            launch(stream, num_sms, {**values, "first_token": first})
+        with runtime.monitor.call_half("a combine with reduce='topk' was interrupted between its windows", "kPhaseCombineRows"):
+            for first in range(0, runtime.config.num_max_tokens_per_rank, self._window):
+                launch(stream, num_sms, {**values, "first_token": first})
         given = inputs.topk_weights, *inputs.biases
         runtime.order.record_end(call, (x, weights, biases, inputs.x, *given), by_token, *given)
         return combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)

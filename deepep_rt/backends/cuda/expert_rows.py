@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...arrays.view import View
+from ...errors import EPOutOfMemoryError
 from ...jit import local_kernels
 from ...kernels.regions import Map, align_up, arrange
 from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
@@ -65,14 +66,21 @@ class ExpertRows:
         routing: RowsByExpert = handle.routing
         routing.memory.add_stream(stream)
         parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
-        memory = self._memory.allocate(parts.num_bytes, call)
-        self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
+        try:
+            memory = self._memory.allocate(parts.num_bytes, call)
+        except EPOutOfMemoryError as error:
+            error.call_made = True  # the rows by token have arrived, and the other ranks do not know of this error
+            raise
         x, counts = views["x"], views["num_recv_per_expert"]
         assert x is not None
         assert counts is not None
-        if call.capture is not None:  # replays use the memory of the rows by token again
-            memory.hold(x.owner)
-        self._runtime.order.record_end(call, (), (memory, routing))
+        with self._runtime.monitor.call_half(
+            "a dispatch was interrupted between its rows by token and by expert", "kPhaseDispatchRows"
+        ):
+            self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
+            if call.capture is not None:  # replays use the memory of the rows by token again
+                memory.hold(x.owner)
+            self._runtime.order.record_end(call, (), (memory, routing))
         formats = {name: view and (view.dtype, view.shape[1:]) for name, view in views.items()}
         make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call)
         return handle, make

@@ -18,6 +18,7 @@ from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult,
 from ..calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
 from ..hooks import Hook, HookQueue, Hooks, check_hook_called
 from .low_latency_kernels import LowLatencyKernels
+from .monitor import whole_call
 from .prepared_low_latency import PreparedLowLatency
 from .runtime import CudaRuntime
 from .transfer import to_host
@@ -105,6 +106,7 @@ class LowLatency:
 
     # --- calls -------------------------------------------------------------------------------------------------------------------
 
+    @whole_call("kPhaseLlRows")
     def dispatch(self, inputs: LowLatencyDispatchInputs, call: Call, with_hook: bool) -> LowLatencyDispatchResult:
         """Send tokens to the ranks of their experts; receive them here, or in the hook."""
         stream, kernels = call.stream, self.kernels
@@ -129,6 +131,7 @@ class LowLatency:
         handle = LowLatencyHandle(x.shape[0], self._runtime.info.serial, routing, weights is not None, x.framework)
         return LowLatencyDispatchResult(handle, event, hook, views)
 
+    @whole_call("kPhaseLlCombineRows")
     def combine(self, inputs: LowLatencyCombineInputs, call: Call, with_hook: bool) -> LowLatencyCombineResult:
         """Send the experts' rows back to the tokens' ranks; add them up here, or in the hook."""
         stream, handle, kernels = call.stream, inputs.handle, self.kernels

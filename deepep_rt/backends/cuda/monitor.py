@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...comm.communicator import Communicator
 from ...comm.failure_notice import FailureNotice
@@ -18,11 +20,39 @@ from ...kernels import structs
 from .status_page import StatusPage
 
 _log = logging.getLogger("deepep_rt")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _GRACE_S = 5.0
 """The device reports a silent peer itself. If a started kernel reports nothing, the host gives up this much later."""
 
 _GPU_CHECK_PERIOD_S, _WARNING_PERIOD_S = 1.0, 30.0  # while a kernel has not started
+
+
+def whole_call(phase: str) -> Callable[[Callable[Concatenate[Any, _P], _R]], Callable[Concatenate[Any, _P], _R]]:
+    """Decorate a method that makes a call: an exception of the program in the middle of it, such as Ctrl-C, breaks the Buffer.
+
+    The other ranks may have this rank's part of the call. If the program repeated the call, they would match the repetition with their next
+    call. Errors of this library say themselves whether the call was made.
+
+    Args:
+        phase: The phase of the error that later calls raise. The object has its Monitor in `_monitor`.
+    """
+
+    def decorate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+        @functools.wraps(method)
+        def guarded(self: Any, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
+            try:
+                return method(self, *arguments, **named)
+            except EPError:
+                raise
+            except BaseException as error:
+                self._monitor.break_after(error, phase)
+                raise
+
+        return guarded
+
+    return decorate
 
 
 class Monitor:
@@ -166,6 +196,14 @@ class Monitor:
         except BaseException:
             self._error = self._error or self._timeout_error(phase, interrupted)
             raise
+
+    def break_after(self, error: BaseException, phase: str) -> None:
+        """Break the Buffer because an exception of the program has ended a call in the middle; see `whole_call`."""
+        self._error = self._error or self._timeout_error(
+            phase,
+            f"{type(error).__name__} interrupted a call of rank {self._rank}, and the other ranks may have its part of the call; expected "
+            f"the call to end. Make a new Buffer on all ranks",
+        )
 
     def notify(self, error: BaseException) -> None:
         """Tell the other ranks that this rank leaves the Buffer because of `error`."""

@@ -118,11 +118,11 @@ class NodesThroughput:
             if known is None and on_launch is not None and has_room:
                 first = self._runtime.memory.ptr + reserved.offset
                 on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx_bytes))
-        given = inputs.topk_idx, inputs.topk_weights, inputs.scales
-        self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
-        if needs_counts:
-            if num_recv is None:
+            given = inputs.topk_idx, inputs.topk_weights, inputs.scales
+            self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
+            if needs_counts and num_recv is None:
                 num_recv, counts_list = self._monitor.await_counts()
+        if num_recv is not None:
             if num_recv > most or not has_room:
                 self._runtime.synchronize()  # raises what the kernels of all ranks report
                 raise too_many_rows(self._runtime.rank, num_recv, most)

@@ -16,6 +16,7 @@ from ..calls import Call, LowLatencyPreparation
 from ..hooks import Hook, HookQueue, Hooks, OwnHooks, check_hook_called
 from ..prepared_calls import no_dispatch
 from .low_latency_kernels import LowLatencyKernels
+from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
 from .runtime import CudaRuntime
 
@@ -53,7 +54,8 @@ class PreparedLowLatency:
         kernels.check_reduction(preparation.reduce_early)
         kernels.check_compression(preparation.compress)
         self._kernels, self._hooks, self._own_hooks, self._with_hook = kernels, hooks, OwnHooks(hooks), with_hook
-        self._reduce_early, self._check_peers = preparation.reduce_early, runtime.monitor.check_peers
+        self._reduce_early, self._monitor = preparation.reduce_early, runtime.monitor
+        self._check_peers = self._monitor.check_peers
         self._warn = warn_of_masked_ranks if runtime.config.on_timeout == "mask" else None
         self._has_dispatched = False
         self._new_handle = new_handle = functools.partial(_new_handle, runtime.info.serial, x)
@@ -91,6 +93,7 @@ class PreparedLowLatency:
         name = kernels.combine_name(num_tokens, preparation.reduce_early, preparation.compress)
         self._combine = _RepeatedCall(runtime, name, kernels.num_blocks, params, preparation, own, hooks.combine, make_back)
 
+    @whole_call("kPhaseLlRows")
     def dispatch(self) -> LowLatencyDispatchResult:
         """Launch the dispatch, or its sending half."""
         self._check_peers()
@@ -115,6 +118,7 @@ class PreparedLowLatency:
             self._own_hooks.check_can_combine()  # the receiving half of a call gets the same rows as its sending half
         self._combine.set_rows(y)
 
+    @whole_call("kPhaseLlCombineRows")
     def combine(self) -> LowLatencyCombineResult:
         """Launch the combine, or its sending half."""
         self._check_peers()

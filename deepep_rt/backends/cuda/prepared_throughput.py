@@ -10,6 +10,7 @@ from ...comm import call_signature
 from ...errors import EPInputError
 from ...results import CombineResult, DispatchResult, Event
 from ..calls import Call, ThroughputPreparation
+from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
 from .result_views import combine_views, dispatch_views
 from .row_mover import RowMover
@@ -49,7 +50,8 @@ class PreparedThroughput:
             rows, counts = results.reserve_for_repeats(parts.num_bytes, stream), by_token.counts.acquire(stream)
             self._sums = results.allocate_sums(most_sums.num_bytes, Call(stream, None, False, None))
         self._runtime, self._by_token, self._given = runtime, by_token, preparation
-        self._check_peers, tables = runtime.monitor.check_peers, handle.routing
+        self._monitor, tables = runtime.monitor, handle.routing
+        self._check_peers = self._monitor.check_peers
 
         def new_call() -> Call:
             return Call(-1, None, preparation.async_finish, None, x.framework)
@@ -71,6 +73,7 @@ class PreparedThroughput:
         self._combine: RepeatedCall[CombineResult] = RepeatedCall(runtime, new_call(), preparation.stream, (self._sums, tables))
         self._format: tuple[str, Framework] | None = None  # of the rows of combines
 
+    @whole_call("kPhaseDispatchRows")
     def dispatch(self) -> DispatchResult:
         """Launch the dispatch."""
         self._check_peers()
@@ -86,6 +89,7 @@ class PreparedThroughput:
         self._combine.set_arguments((self._given, y), y, self._given.y_weights, *self._given.biases)
         self._set_address_of_rows(y.ptr)
 
+    @whole_call("kPhaseCombineRows")
     def combine(self) -> CombineResult:
         """Launch the combine."""
         self._check_peers()

@@ -95,18 +95,19 @@ class Throughput:
         reserved = self.results.reserve(parts.num_bytes, call)
         kind = call_signature.dispatch_kind(inputs.layout)
         launch, params = self.dispatch_launch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, counts)
-        if known is None:
-            self._launch_route(inputs, idx, params, needs_counts, stream)
-            params["follows_route"], params["to_host"] = True, needs_counts
-        launch(stream, self.num_sms, params)
-        if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
-            first = self._runtime.memory.ptr + reserved.offset
-            on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx.itemsize))
-        given = inputs.topk_idx, inputs.topk_weights, inputs.scales
-        self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
+        params["follows_route"], params["to_host"] = known is None, needs_counts
         num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None
-        if needs_counts:
-            num_rows, counts_list = self._monitor.await_counts()
+        with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", "kPhaseDispatchRows"):
+            if known is None:
+                self._launch_route(inputs, idx, params, needs_counts, stream)
+            launch(stream, self.num_sms, params)
+            if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
+                first = self._runtime.memory.ptr + reserved.offset
+                on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx.itemsize))
+            given = inputs.topk_idx, inputs.topk_weights, inputs.scales
+            self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
+            if needs_counts:
+                num_rows, counts_list = self._monitor.await_counts()
         owner, base = self.results.keep(reserved, parts.offsets["x"] + num_rows * row_bytes, call)
         make_views = dispatch_views(
             self._runtime, arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream

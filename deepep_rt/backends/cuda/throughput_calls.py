@@ -10,6 +10,7 @@ from ..calls import Call, CombineInputs, DispatchInputs, ThroughputPreparation
 from .call_memory import CallMemory
 from .expert_rows import ExpertRows
 from .fp8_rows import Fp8Rows
+from .monitor import whole_call
 from .prepared_throughput import PreparedThroughput
 from .row_mover import RowMover
 from .runtime import CudaRuntime
@@ -26,10 +27,11 @@ class ThroughputCalls:
 
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, archs: Sequence[str]) -> None:
         memory = CallMemory(runtime)
-        self._runtime, self._by_token = runtime, by_token
+        self._runtime, self._by_token, self._monitor = runtime, by_token, runtime.monitor
         self._by_expert = ExpertRows(runtime, by_token, memory)
         self._fp8_rows = Fp8Rows(runtime, memory, archs)
 
+    @whole_call("kPhaseDispatchRows")
     def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
         """See `Buffer.dispatch`."""
         is_host_caller = inputs.x.device == HOST
@@ -40,16 +42,17 @@ class ThroughputCalls:
             result = make_views()["x"]
             assert result is not None
             result.owner.hold(inputs.x.owner)
-        self._runtime.monitor.check_inputs()
+        self._monitor.check_inputs()
         views = self._runtime.for_caller(make_views, is_host_caller, call.stream)
         return DispatchResult(handle, self._runtime.order.event(call), views)
 
+    @whole_call("kPhaseCombineRows")
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """See `Buffer.combine`."""
         if inputs.compress == "fp8":
             self._fp8_rows.check_support("compress='fp8'")
         make_views = (self._by_token if inputs.handle.layout == "token" else self._by_expert).add_up(inputs, call)
-        self._runtime.monitor.check_inputs()
+        self._monitor.check_inputs()
         views = self._runtime.for_caller(make_views, inputs.x.device == HOST, call.stream)
         return CombineResult(self._runtime.order.event(call), views)
 
