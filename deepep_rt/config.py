@@ -31,6 +31,9 @@ PATHS = ("auto", "hierarchical", "direct")
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
 """Element types of the rows that combine can sum."""
 
+MAX_ALIGNMENT = 1 << 20
+"""The largest `expert_alignment`."""
+
 ROW_ALIGNMENT = 16
 """Bytes. Kernels copy rows in pieces of this size."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.view import Framework, View
-from ..comm.call_signature import combine_kind, low_latency_combine_kind
+from ..comm.call_signature import Signature, combine_kind, dispatch_kind, low_latency_combine_kind
 from ..config import Config
 from ..results import DispatchHandle, LowLatencyHandle
 
@@ -56,6 +56,24 @@ class DispatchInputs:
     round_scale: bool = False  # scales are powers of two
     use_ue8m0: bool = False  # and are sent as their exponents
 
+    @property
+    def signature(self) -> Signature:
+        """What all ranks must agree on, after `use_fp8` has converted the rows."""
+        x, scales = self.x, self.scales
+        return Signature(
+            dispatch_kind(self.layout, self.handle is not None),
+            x.dtype,
+            _dtype(self.topk_idx),
+            _dtype(self.topk_weights),
+            _dtype(scales),
+            self.round_scale,
+            self.zero_padding,
+            "column" if self.scales_by_column else "row",
+            x.row_bytes,
+            scales.row_bytes if scales else 0,
+            self.expert_alignment,
+        )
+
 
 @dataclass(slots=True)
 class CombineInputs:
@@ -70,9 +88,10 @@ class CombineInputs:
     compress: str | None = None  # the form of rows on the way, one of `COMPRESSIONS`; None: as they are
 
     @property
-    def kind(self) -> str:
-        """The kind of the call, which all ranks must agree on."""
-        return combine_kind(self.weighted, self.reduce, self.compress)
+    def signature(self) -> Signature:
+        """What all ranks must agree on."""
+        kind = combine_kind(self.weighted, self.reduce, self.compress)
+        return Signature(kind, self.x.dtype, topk_weights=_dtype(self.topk_weights), row_bytes=self.x.row_bytes)
 
 
 @dataclass(slots=True)
@@ -123,6 +142,10 @@ class LowLatencyDispatchInputs:
     wait_stats: View | None
     into: LowLatencyMemory | None = None  # where the results shall lie, if the caller says so
 
+    def signature(self, x: str, x_scales: str | None) -> Signature:
+        """Return what all ranks must agree on. Arguments: the dtypes of rows and scales on the way."""
+        return Signature("low_latency_dispatch", x, self.topk_idx.dtype, _dtype(self.topk_weights), x_scales, self.round_scale)
+
 
 @dataclass(slots=True)
 class LowLatencyCombineInputs:
@@ -137,9 +160,9 @@ class LowLatencyCombineInputs:
     compress: str | None = None  # the form of rows on the way, one of `COMPRESSIONS`; None: as they are
 
     @property
-    def kind(self) -> str:
-        """The kind of the call, which all ranks must agree on."""
-        return low_latency_combine_kind(self.reduce_early, self.compress)
+    def signature(self) -> Signature:
+        """What all ranks must agree on."""
+        return low_latency_combine_signature(self.reduce_early, self.compress, self.topk_idx)
 
 
 @dataclass(slots=True)
@@ -156,6 +179,15 @@ class LowLatencyPreparation:
     stream: Any
 
     @property
-    def combine_kind(self) -> str:
-        """The kind of the combines, which all ranks must agree on."""
-        return low_latency_combine_kind(self.reduce_early, self.compress)
+    def combine_signature(self) -> Signature:
+        """What all ranks must agree on in the combines."""
+        return low_latency_combine_signature(self.reduce_early, self.compress, self.dispatch.topk_idx)
+
+
+def low_latency_combine_signature(reduce_early: bool, compress: str | None, topk_idx: View) -> Signature:
+    """Return what all ranks must agree on in a low-latency combine."""
+    return Signature(low_latency_combine_kind(reduce_early, compress), "bfloat16", topk_idx.dtype, "float32")
+
+
+def _dtype(view: View | None) -> str | None:
+    return view.dtype if view else None

@@ -9,14 +9,11 @@ from .._checks import argument_error, choice, flag, whole_number
 from ..arrays.compressed_rows import COMPRESSIONS
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
-from ..config import COMBINE_DTYPES, Config
+from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, Config
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .array_checks import as_view, check_row, check_tokens, misaligned
 from .calls import BufferInfo, CombineInputs, DispatchInputs
-
-MOST_ALIGNMENT = 1 << 20
-"""The largest `expert_alignment`."""
 
 _PACKED_DTYPES = ("uint8", "int8")
 _MOST_ROWS = (1 << 31) - 1  # kernels count rows in 32 bits
@@ -55,7 +52,7 @@ def dispatch_inputs(
         raise EPInputError(
             "topk_idx=None; expected expert numbers, or a handle. Pass topk_idx, or the handle of an earlier dispatch"
         )
-    expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
+    expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
     layout = _check_layout(info, layout, handle)
     if num_worst_tokens is not None:
         num_worst_tokens = _check_worst(config, num_worst_tokens, layout, expert_alignment, handle)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..arrays.compressed_rows import COMPRESSIONS
 from ..arrays.dtypes import DTYPES
+from ..config import MAX_ALIGNMENT, MAX_ROW_BYTES, NUMBERS_PER_SCALE_BYTE, ROW_ALIGNMENT
 
 CALL_KINDS = (
     "dispatch",
@@ -24,22 +26,45 @@ CALL_KINDS = (
 )
 
 _DTYPES = (None, *DTYPES)  # None: the caller did not pass the array
-_FIELDS: tuple[tuple[str, Sequence[str | None] | None], ...] = (  # name, and the text of each number
+_FIELDS: tuple[tuple[str, Sequence[Any]], ...] = (  # name, and its values; the number of a value is its position
     ("kind", CALL_KINDS),
     ("x", _DTYPES),
-    ("topk_idx", _DTYPES),
-    ("topk_weights", _DTYPES),
+    ("topk_idx", (None, "int32", "int64")),
+    ("topk_weights", (None, "float32")),
     ("x_scales", _DTYPES),
-    ("bytes of a row of x_scales", None),
-    ("handle (number of its dispatch)", None),
+    ("round_scale", (False, True)),
+    ("zero_padding", (False, True)),
+    ("scales_layout", ("row", "column")),
+    ("bytes of a row of x", range(0, MAX_ROW_BYTES + 1, ROW_ALIGNMENT)),
+    ("bytes of a row of x_scales", range(0, MAX_ROW_BYTES // NUMBERS_PER_SCALE_BYTE + 1, 4)),
+    ("expert_alignment", range(1, MAX_ALIGNMENT + 1)),
 )
-NUM_FIELDS = len(_FIELDS)
-_BITS = (5, 5, 5, 5, 5, 20)  # of the fields in a packed signature; low-latency kernels have room for its lower 32 bits
+_HANDLE = "handle (number of its dispatch)"
+_STEP = "step (a rank did not end its last call)"
+NUM_FIELDS = len(_FIELDS) + 1  # with the number of the handle
+_BITS = tuple((len(values) - 1).bit_length() for _, values in _FIELDS)
 
 
-def dispatch_kind(layout: str) -> str:
-    """Return the kind of a throughput dispatch with this layout."""
-    return "dispatch" if layout == "token" else "dispatch with layout='expert'"
+class Signature(NamedTuple):
+    """What all ranks must give the same in a call. Low-latency kernels compare 32 bits, so their calls do not set the last three."""
+
+    kind: str
+    x: str
+    topk_idx: str | None = None
+    topk_weights: str | None = None
+    x_scales: str | None = None
+    round_scale: bool = False
+    zero_padding: bool = False
+    scales_layout: str = "row"
+    row_bytes: int = 0
+    scale_bytes: int = 0
+    alignment_or_step: int = 1
+    """The `expert_alignment` of a dispatch. If a combine takes several launches, the number of the launch, from 1."""
+
+
+def dispatch_kind(layout: str, has_handle: bool) -> str:
+    """Return the kind of a throughput dispatch with this layout, which a handle has already."""
+    return "dispatch with a handle" if has_handle else "dispatch" if layout == "token" else "dispatch with layout='expert'"
 
 
 @functools.lru_cache
@@ -58,20 +83,16 @@ def low_latency_combine_kind(reduce_early: bool, compress: str | None) -> str:
 
 
 @functools.lru_cache
-def fields(
-    kind: str, x: str, topk_idx: str | None, topk_weights: str | None, x_scales: str | None, scale_bytes: int = 0
-) -> tuple[int, ...]:
-    """Return the numbers of a signature, without the handle's: the kind of call, the dtypes, and the bytes of scales."""
-    return (CALL_KINDS.index(kind), *(_DTYPES.index(dtype) for dtype in (x, topk_idx, topk_weights, x_scales)), scale_bytes)
+def fields(signature: Signature) -> tuple[int, ...]:
+    """Return the numbers of a signature, without the handle's."""
+    return tuple(values.index(value) for (_, values), value in zip(_FIELDS, signature, strict=True))
 
 
 @functools.lru_cache
-def pack(
-    kind: str, x: str, topk_idx: str | None, topk_weights: str | None, x_scales: str | None = None, scale_bytes: int = 0
-) -> int:
-    """Return the fields as one number, for kernels."""
+def pack(signature: Signature) -> int:
+    """Return a signature as one number of 64 bits, for kernels."""
     number = shift = 0
-    for field, bits in zip(fields(kind, x, topk_idx, topk_weights, x_scales, scale_bytes), _BITS, strict=True):
+    for field, bits in zip(fields(signature), _BITS, strict=True):
         number |= field << shift
         shift += bits
     return number
@@ -97,11 +118,21 @@ def describe_mismatch(signatures: Mapping[int, Sequence[int]]) -> str | None:
     Args:
         signatures: By rank, the fields of its call and the number of its handle.
     """
-    for i, (name, texts) in enumerate(_FIELDS):
-        values = {rank: int(signature[i]) for rank, signature in signatures.items()}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"rank {rank}: {texts[value] if texts else value}" for rank, value in values.items())
-            is_cast = name in ("x", "x_scales") and any(map(is_low_latency, signatures.values()))
-            when = ", after use_fp8 and use_ue8m0 have taken effect" if is_cast else ""
+    for i, (name, values) in enumerate((*_FIELDS, (_HANDLE, ()))):
+        numbers = {rank: int(signature[i]) for rank, signature in signatures.items()}
+        if len(set(numbers.values())) > 1:
+            if name == "expert_alignment" and CALL_KINDS[next(iter(signatures.values()))[0]].startswith("combine"):
+                name = _STEP
+            listed = ", ".join(f"rank {rank}: {values[number] if values else number}" for rank, number in numbers.items())
+            when = (
+                ", after use_fp8 and use_ue8m0 have taken effect"
+                if name in ("x", "x_scales") and _may_be_cast(signatures)
+                else ""
+            )
             return f"the ranks disagree on the {name} of this call{when}; expected the same on all ranks. {listed}"
     return None
+
+
+def _may_be_cast(signatures: Mapping[int, Sequence[int]]) -> bool:
+    """Return whether these calls may have converted their rows."""
+    return any(is_low_latency(signature) or _DTYPES[signature[1]] == "float8_e4m3fn" for signature in signatures.values())

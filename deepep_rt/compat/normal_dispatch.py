@@ -8,8 +8,8 @@ import torch
 
 from .._checks import whole_number
 from ..arrays.dtypes import DTYPES
-from ..backends.inputs import MOST_ALIGNMENT
 from ..buffer import Buffer
+from ..config import MAX_ALIGNMENT
 from ..errors import EPInputError
 from ..results import DispatchResult
 from .buffer_cache import NormalBuffers, Shape
@@ -64,7 +64,7 @@ def dispatch_known(rows: Rows, handle: DispatchedHandle) -> DispatchResult:
 def check_routing(routing: Routing, num_tokens: int, num_ranks: int) -> None:
     """Check the arguments of a new dispatch, and convert its two numbers."""
     check_layout(routing.is_token_in_rank, routing.num_tokens_per_expert, routing.topk_idx, num_tokens, num_ranks)
-    routing.expert_alignment = whole_number(routing.expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
+    routing.expert_alignment = whole_number(routing.expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
     worst = routing.num_worst_tokens
     routing.num_worst_tokens = 0 if worst is None else whole_number(worst, "num_worst_tokens", 0, MOST_BYTES)
     if routing.topk_idx is not None:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._checks import argument_error, choice, whole_number
-from ..backends.inputs import MOST_ALIGNMENT, combine_inputs, dispatch_inputs, most_recv_rows
+from ..backends.inputs import combine_inputs, dispatch_inputs, most_recv_rows
 from ..buffer import Buffer, backend_of, info_of
-from ..config import COMBINE_DTYPES
+from ..config import COMBINE_DTYPES, MAX_ALIGNMENT
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import as_array, token_of, tokens_and_indices, traced_view
@@ -137,7 +137,7 @@ def dispatch(
         raise EPInputError(
             "reduce='topk' with layout='token'; expected layout='expert', which has a row for each choice. Pass both"
         )
-    expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MOST_ALIGNMENT)
+    expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
     most = most_recv_rows(buffer.config, layout, expert_alignment)
     rows = most if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, most)
     x, topk_idx = tokens_and_indices(x, topk_idx)

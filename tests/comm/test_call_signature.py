@@ -9,68 +9,115 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepep_rt.arrays.dtypes import DTYPES
-from deepep_rt.comm.call_signature import CALL_KINDS, describe_mismatch, fields, is_low_latency, pack, unpack
-from deepep_rt.config import MAX_ROW_BYTES
+from deepep_rt.comm.call_signature import CALL_KINDS, Signature, describe_mismatch, fields, is_low_latency, pack, unpack
+from deepep_rt.config import MAX_ALIGNMENT, MAX_ROW_BYTES, Config
 
-MOST_SCALE_BYTES = MAX_ROW_BYTES  # a row has fewer scales than elements
 dtypes = st.sampled_from([None, *DTYPES])
-calls = st.tuples(
+low_latency_calls = st.builds(
+    lambda *given: Signature(*given),
     st.sampled_from(CALL_KINDS),
     st.sampled_from(list(DTYPES)),
+    st.sampled_from([None, "int32", "int64"]),
+    st.sampled_from([None, "float32"]),
     dtypes,
-    dtypes,
-    dtypes,
-    st.integers(0, MOST_SCALE_BYTES),
+    st.booleans(),
+)
+calls = st.builds(
+    lambda call, *rest: Signature(*call[:6], *rest),
+    low_latency_calls,
+    st.booleans(),
+    st.sampled_from(["row", "column"]),
+    st.integers(0, MAX_ROW_BYTES // 16).map(lambda vectors: 16 * vectors),
+    st.integers(0, MAX_ROW_BYTES // 16 // 4).map(lambda words: 4 * words),
+    st.integers(1, MAX_ALIGNMENT),
 )
 
 
 @given(calls, calls)
 def test_each_signature_has_its_own_number(one: Any, other: Any) -> None:
-    assert unpack(pack(*one)) == fields(*one)
-    assert (pack(*one) == pack(*other)) is (one == other)
-    assert pack(*one) < 1 << 64
-    assert pack(*one[:5]) < 1 << 32  # low-latency kernels compare 32 bits
+    assert unpack(pack(one)) == fields(one)
+    assert (pack(one) == pack(other)) is (one == other)
+    assert pack(one) < 1 << 64
+
+
+@given(low_latency_calls)
+def test_low_latency_kernels_compare_32_bits(call: Any) -> None:
+    assert pack(call) < 1 << 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_of_the_largest_rows_have_a_number(dtype: str) -> None:
+    """A signature that does not fit is an error in `pack`, not a wrong number."""
+    hidden = MAX_ROW_BYTES // DTYPES[dtype].itemsize
+    config = Config(2, 8, hidden, 1, 2, dtype=dtype)
+    pack(Signature("dispatch", "uint8", x_scales="uint8", scale_bytes=config.most_scale_bytes(16), row_bytes=config.row_bytes))
+    with pytest.raises(ValueError, match="not in range"):
+        pack(Signature("dispatch", "uint8", row_bytes=MAX_ROW_BYTES + 16))
+
+
+def call(kind: str, x: str, *rest: Any, serial: int = 0, **named: Any) -> tuple[int, ...]:
+    """Return the numbers that ranks compare: the fields, and the number of the handle."""
+    return (*fields(Signature(kind, x, *rest, **named)), serial)
 
 
 def test_a_mismatch_names_the_field_and_the_values() -> None:
-    same = (*fields("dispatch", "bfloat16", "int64", None, None), 3)
+    same = call("dispatch", "bfloat16", "int64", serial=3)
     assert describe_mismatch({0: same, 1: same}) is None
-    other = (*fields("dispatch", "bfloat16", "int64", "float32", None), 3)
-    found = describe_mismatch({0: same, 2: other})
+    found = describe_mismatch({0: same, 2: call("dispatch", "bfloat16", "int64", "float32", serial=3)})
     assert found
     for text in ("topk_weights", "rank 0: None", "rank 2: float32"):
         assert text in found
-    fp8, bf16 = ((*fields("low_latency_dispatch", dtype, "int64", None, None), 0) for dtype in ("float8_e4m3fn", "bfloat16"))
-    assert "x of this call, after use_fp8" in str(describe_mismatch({0: fp8, 1: bf16}))
-    wide, narrow = ((*fields("low_latency_dispatch", "bfloat16", idx, None, None), 0) for idx in ("int64", "int32"))
-    assert "use_fp8" not in str(describe_mismatch({0: wide, 1: narrow})), "these options do not change topk_idx"
     assert "handle (number of its dispatch)" in str(describe_mismatch({0: same, 1: (*same[:-1], 4)}))
 
 
-def test_the_whole_text() -> None:
-    def call(kind: str, x: str, scales: str | None) -> tuple[int, ...]:
-        return (*fields(kind, x, "int64", None, scales, 8 if scales else 0), 0)
+def test_a_mismatch_after_a_conversion() -> None:
+    for kind in ("low_latency_dispatch", "dispatch"):
+        fp8, bf16 = (call(kind, dtype, "int64") for dtype in ("float8_e4m3fn", "bfloat16"))
+        assert "x of this call, after use_fp8" in str(describe_mismatch({0: fp8, 1: bf16}))
+        wide, narrow = (call(kind, "float8_e4m3fn", idx) for idx in ("int64", "int32"))
+        assert "use_fp8" not in str(describe_mismatch({0: wide, 1: narrow})), "these options do not change topk_idx"
 
-    plain = {2: call("dispatch", "bfloat16", None), 5: call("dispatch", "float16", None)}
+
+@pytest.mark.parametrize(
+    ("name", "argument", "values"),
+    [
+        ("round_scale", "round_scale", (False, True)),
+        ("zero_padding", "zero_padding", (False, True)),
+        ("scales_layout", "scales_layout", ("row", "column")),
+        ("bytes of a row of x", "row_bytes", (3584, 7168)),
+        ("bytes of a row of x_scales", "scale_bytes", (8, 12)),
+        ("expert_alignment", "alignment_or_step", (1, 128)),
+    ],
+)
+def test_the_text_of_each_argument(name: str, argument: str, values: tuple[Any, Any]) -> None:
+    one, other = (call("dispatch", "uint8", "int64", x_scales="uint8", **{argument: value}) for value in values)
+    assert describe_mismatch({0: one, 1: other}) == (
+        f"the ranks disagree on the {name} of this call; expected the same on all ranks. rank 0: {values[0]}, rank 1: {values[1]}"
+    )
+
+
+def test_the_whole_text() -> None:
+    plain = {2: call("dispatch", "bfloat16"), 5: call("dispatch", "float16")}
     assert describe_mismatch(plain) == (
         "the ranks disagree on the x of this call; expected the same on all ranks. rank 2: bfloat16, rank 5: float16"
     )
     cast = ", after use_fp8 and use_ue8m0 have taken effect; expected the same on all ranks. "
-    scaled = {0: call("low_latency_dispatch", "bfloat16", None), 1: call("low_latency_dispatch", "bfloat16", "uint8")}
+    scaled = {rank: call("low_latency_dispatch", "float8_e4m3fn", x_scales=dtype) for rank, dtype in enumerate((None, "uint8"))}
     assert describe_mismatch(scaled) == f"the ranks disagree on the x_scales of this call{cast}rank 0: None, rank 1: uint8"
-    numbers = {0: (*call("dispatch", "uint8", "uint8"),), 1: (*call("dispatch", "uint8", "uint8")[:5], 12, 0)}
-    assert describe_mismatch(numbers) == (
-        "the ranks disagree on the bytes of a row of x_scales of this call; expected the same on all ranks. rank 0: 8, rank 1: 12"
+    steps = {rank: call("combine with reduce='topk'", "bfloat16", alignment_or_step=rank + 2) for rank in range(2)}
+    assert describe_mismatch(steps) == (
+        "the ranks disagree on the step (a rank did not end its last call) of this call; expected the same on all ranks. "
+        "rank 0: 2, rank 1: 3"
     )
 
 
-def test_the_fields_of_a_call_without_scales() -> None:
-    call = "combine", "bfloat16", None, None, None
-    assert fields(*call) == unpack(pack(*call)) == (2, 1, 0, 0, 0, 0)
+def test_the_fields_of_a_call_without_other_arrays() -> None:
+    given = Signature("combine", "bfloat16")
+    assert fields(given) == unpack(pack(given)) == (2, 1, *[0] * 9)
 
 
 def test_every_kind_has_a_signature_of_its_own() -> None:
-    assert [unpack(pack(kind, "bfloat16", None, None))[0] for kind in CALL_KINDS] == list(range(len(CALL_KINDS)))
+    assert [unpack(pack(Signature(kind, "bfloat16")))[0] for kind in CALL_KINDS] == list(range(len(CALL_KINDS)))
 
 
 def test_kinds_of_low_latency() -> None:
@@ -79,7 +126,6 @@ def test_kinds_of_low_latency() -> None:
         assert is_low_latency((number, 0)) is is_low_latency((number, 3)) is kind.startswith("low_latency")
 
 
-@pytest.mark.parametrize("name", ["x", "topk_idx", "topk_weights", "x_scales"])
+@pytest.mark.parametrize("name", ["x", "x_scales"])
 def test_signatures_with_different_dtypes_differ(name: str) -> None:
-    call = dict(kind="dispatch", x="bfloat16", topk_idx=None, topk_weights=None, x_scales=None)
-    assert len({pack(**{**call, name: dtype}) for dtype in DTYPES}) == len(DTYPES)  # type: ignore[arg-type]
+    assert len({pack(Signature("dispatch", "int8")._replace(**{name: dtype})) for dtype in DTYPES}) == len(DTYPES)

@@ -19,7 +19,7 @@ from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, E
 def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
     """Make a good round."""
     experts, rank = buffer.config.num_experts, comm.Get_rank()
-    inputs = inputs_of_all(comm, 4, lambda rank: 5, hidden=32, num_topk=4, num_experts=experts)
+    inputs = inputs_of_all(comm, 4, lambda rank: 5, hidden=buffer.config.hidden, num_topk=4, num_experts=experts)
     mine = inputs[rank]
     sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
     oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, experts))
@@ -89,6 +89,50 @@ def check_ranks_that_disagree(comm: MPI.Intracomm) -> None:
         with raises(EPInputError, "handle", ": 1", ": 2"):
             buffer.dispatch(x, handle=(other if is_odd else sent).handle)
         assert np.array_equal(buffer.dispatch(x, handle=other.handle).recv_x, other.recv_x)
+        _check_usable(comm, buffer)
+
+
+def check_ranks_that_disagree_on_sizes_and_options(comm: MPI.Intracomm) -> None:
+    """Rows of other sizes would be written past the results of other ranks. The other options would make the results differ."""
+    if comm.Get_size() == 1:
+        return
+    is_odd = comm.Get_rank() % 2
+    idx = np.zeros((5, 4), np.int64)
+    with make_buffer(comm, num_experts=4 * comm.Get_size(), hidden=512) as buffer:
+        x = np.zeros((5, 512), np.float32)
+        sent = buffer.dispatch(x, idx)
+        wide, narrow = np.zeros((5, 512), np.uint8), np.zeros((5, 256), np.uint8)
+        with raises(EPInputError, "bytes of a row of x of this call", ": 256", ": 512"):
+            buffer.dispatch(narrow if is_odd else wide, idx)
+        with raises(EPInputError, "bytes of a row of x of this call", ": 256", ": 512"):
+            buffer.prepare_throughput(narrow if is_odd else wide, sent.handle).dispatch()
+        with raises(EPInputError, "bytes of a row of x_scales", ": 8", ": 16"):
+            buffer.dispatch(x, idx, x_scales=np.zeros((5, 2 if is_odd else 4), np.float32))
+        with raises(EPInputError, "expert_alignment", ": 128", ": 1048576"):
+            buffer.dispatch(x, idx, num_worst_tokens=64, expert_alignment=128 if is_odd else 1 << 20)
+        with raises(EPInputError, "zero_padding", ": True", ": False"):
+            buffer.dispatch(x, idx, layout="expert", zero_padding=bool(is_odd))
+        with raises(EPInputError, "scales_layout", ": row", ": column"):
+            scales = np.zeros((5, 4), np.float32)
+            buffer.dispatch(x, idx, x_scales=scales, layout="expert", scales_layout="row" if is_odd else "column")
+        same = buffer.dispatch(x, idx, num_worst_tokens=20 + 4 * is_odd)
+        buffer.combine(same.recv_x, same.handle, bias=x if is_odd else None)  # these two may differ
+        _check_usable(comm, buffer)
+
+
+def check_ranks_that_disagree_on_fp8(comm: MPI.Intracomm) -> None:
+    if comm.Get_size() == 1:
+        return
+    is_odd = bool(comm.Get_rank() % 2)
+    x, idx = np.zeros((5, 512), np.float32), np.zeros((5, 4), np.int64)
+    with make_buffer(comm, num_experts=4 * comm.Get_size(), hidden=512) as buffer:
+        for layout in ("token", "expert"):
+            with raises(EPInputError, "the ranks disagree on the round_scale of this call", ": True", ": False"):
+                buffer.dispatch(x, idx, layout=layout, use_fp8=True, round_scale=is_odd)
+            with raises(EPInputError, "x of this call, after use_fp8", ": float8_e4m3fn", ": float32"):
+                buffer.dispatch(x, idx, layout=layout, use_fp8=is_odd)
+            with raises(EPInputError, "x_scales of this call, after use_fp8", ": uint8", ": float32"):
+                buffer.dispatch(x, idx, layout=layout, use_fp8=True, round_scale=True, use_ue8m0=is_odd)
         _check_usable(comm, buffer)
 
 

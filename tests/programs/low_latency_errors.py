@@ -149,11 +149,16 @@ def check_ranks_that_disagree_on_low_latency_calls(comm: MPI.Intracomm) -> None:
             buffer.low_latency_dispatch(x, idx, topk_weights=weights if is_odd else None)
         with raises(EPInputError, "kind", "rank 1: low_latency_combine with allow_multiple_reduction=False"):
             buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=not is_odd)
+        with raises(EPInputError, "round_scale", ": True", ": False"):
+            buffer.low_latency_dispatch(x, idx, round_scale=bool(is_odd))
+        with raises(EPInputError, "round_scale", ": True", ": False"):
+            buffer.prepare_low_latency(x, idx, weights, round_scale=bool(is_odd)).dispatch()
         for reduce_early in (True, False):
+            how = dict(allow_multiple_reduction=reduce_early)
             with raises(EPInputError, "handle"):
-                buffer.low_latency_combine(
-                    y, idx, weights, (other if is_odd else sent).handle, allow_multiple_reduction=reduce_early
-                )
+                buffer.low_latency_combine(y, idx, weights, (other if is_odd else sent).handle, **how)
+            with raises(EPInputError, "topk_idx", ": int32", ": int64"):
+                buffer.low_latency_combine(y, idx.astype(np.int32 if is_odd else np.int64), weights, sent.handle, **how)
         run_checked_round(comm, buffer, inputs, 26)
 
 

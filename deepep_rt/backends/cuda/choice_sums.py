@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...comm import call_signature
+from ...comm.call_signature import pack
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs
 from .result_memory import ResultMemory
-from .result_views import combine_views, dtypes_of
+from .result_views import combine_views
 from .runtime import CudaRuntime, address_of
 
 
@@ -64,12 +64,13 @@ class ChoiceSums:
             "out": out,
             "out_topk_weights": out_weights if returns else 0,
             **self._regions,
-            "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
+            "call_signature": 0,
         }
         launch = runtime.launcher("combine_choices", x.dtype)
         with runtime.monitor.call_half("a combine with reduce='topk' was interrupted between its windows", "kPhaseCombineRows"):
-            for first in range(0, runtime.config.num_max_tokens_per_rank, self._window):
-                launch(stream, num_sms, {**values, "first_token": first})
+            for step, first in enumerate(range(0, runtime.config.num_max_tokens_per_rank, self._window), 1):
+                signature = inputs.signature._replace(alignment_or_step=step)
+                launch(stream, num_sms, {**values, "first_token": first, "call_signature": pack(signature)})
         given = inputs.topk_weights, *inputs.biases
         runtime.order.record_end(call, (x, weights, biases, inputs.x, *given), by_token, *given)
         return combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)

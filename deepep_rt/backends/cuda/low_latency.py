@@ -152,7 +152,7 @@ class LowLatency:
             out = owner.ptr
         arrays = y.ptr, idx, weights
         values = kernels.combine_params(
-            inputs.kind, num_tokens, arrays, tables.ptr, out, inputs.reduce_early, handle.has_weights, with_hook
+            inputs.signature, num_tokens, arrays, tables.ptr, out, inputs.reduce_early, handle.has_weights, with_hook
         )
         framework, shape = y.framework, (num_tokens, self._config.hidden)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...arrays.dtypes import FP8_GROUP
 from ...arrays.view import Framework, View
-from ...comm import call_signature
+from ...comm.call_signature import Signature, pack
 from ...cuda import driver
 from ...errors import EPInputError, EPUnavailableError
 from ...kernels.structs import LL_RECEIVE, LL_SEND
@@ -144,9 +144,7 @@ class LowLatencyKernels:
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
             "check": self._config.check_inputs,
-            "call_signature": call_signature.pack(
-                "low_latency_dispatch", format_.dtype, idx.dtype, weights.dtype if weights else None, format_.scale_dtype
-            ),
+            "call_signature": pack(inputs.signature(format_.dtype, format_.scale_dtype)),
         }
 
     def dispatch_views(
@@ -167,7 +165,7 @@ class LowLatencyKernels:
 
     def combine_params(
         self,
-        kind: str,
+        signature: Signature,
         num_tokens: int,
         arrays: tuple[int, View, View],
         tables: int,
@@ -179,7 +177,7 @@ class LowLatencyKernels:
         """Return the members of a combine's Params.
 
         Args:
-            kind: The kind of the call, which all ranks must agree on.
+            signature: What all ranks must agree on.
             num_tokens: Tokens of this rank.
             arrays: The address of `y`, and topk_idx and topk_weights on the GPU.
             tables: Address of the handle's tables.
@@ -200,5 +198,5 @@ class LowLatencyKernels:
             "idx_bytes": idx.itemsize,
             "reduce_early": reduce_early,
             "has_weights": has_weights,
-            "call_signature": call_signature.pack(kind, "bfloat16", None, None),
+            "call_signature": pack(signature),
         }

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import View
-from ...comm import call_signature
+from ...comm.call_signature import Signature, pack
 from ...comm.rendezvous import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_ROUTE_BLOCKS, ROUTE_THREADS
 from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
@@ -20,7 +20,7 @@ from ..overflow import too_many_rows
 from .link_rates import far_bandwidth, far_latency
 from .node_choice_sums import NodeChoiceSums, NodeSums
 from .result_memory import ResultMemory
-from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_of
+from .result_views import arriving_rows, combine_views, dispatch_views
 from .row_mover import OnLaunch
 from .runtime import CudaRuntime, address_of
 
@@ -109,9 +109,8 @@ class NodesThroughput:
                 except EPOutOfMemoryError:  # the other ranks wait for this rank: the kernel tells them
                     capacity, has_room, reserved = 0, False, self.results.no_rows()
                 parts = parts_of(capacity)
-            kind = call_signature.dispatch_kind(inputs.layout)
             place = reserved.offset, parts.offsets, capacity, counts
-            launch, params = self.dispatch_launch(kind, arrays, tables.ptr, *place)
+            launch, params = self.dispatch_launch(inputs.signature, arrays, tables.ptr, *place)
             params["refuses_more"] = needs_counts
             self._network.wake()
             launch(stream, self.num_sms, params)
@@ -155,7 +154,7 @@ class NodesThroughput:
 
     def dispatch_launch(
         self,
-        kind: str,
+        signature: Signature,
         arrays: Sequence[Any],
         tables: int,
         offset: int,
@@ -184,7 +183,7 @@ class NodesThroughput:
             "refuses_more": False,  # only a call that waits for counts sets it
             "chunk_tokens": chunk.num_tokens,
             **{f"chunk_{name}": chunk.offsets[name] for name in ("topk_idx", "weights", "scales", "rows")},
-            "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
+            "call_signature": pack(signature),
         }
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
@@ -256,7 +255,7 @@ class NodesThroughput:
             "sums": base + staging["sums"],
             "sum_weights": base + staging["sum_weights"],
             "capacity": by_token.num_recv_rows,
-            "call_signature": call_signature.pack(inputs.kind, *dtypes_of(inputs.x, None, inputs.topk_weights)),
+            "call_signature": pack(inputs.signature._replace(alignment_or_step=max(sums.choice, 0) + 1)),
             "chunk_tokens": chunk.num_tokens,
             "chunk_weights": chunk.offsets["weights"],
             "chunk_rows": chunk.offsets["rows"],

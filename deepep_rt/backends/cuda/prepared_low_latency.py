@@ -79,7 +79,7 @@ class PreparedLowLatency:
         address = out.ptr if sums is None else sums.ptr  # type: ignore[union-attr]
         arrays = 0, idx, weights  # the address of y comes with the first combine
         params = kernels.combine_params(
-            preparation.combine_kind, num_tokens, arrays, tables.ptr, address, preparation.reduce_early, True, with_hook
+            preparation.combine_signature, num_tokens, arrays, tables.ptr, address, preparation.reduce_early, True, with_hook
         )
 
         def make_back(event: Event, stream: int) -> LowLatencyCombineResult:

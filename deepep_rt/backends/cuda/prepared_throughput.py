@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 
 from ...arrays.view import HOST, Framework, View
-from ...comm import call_signature
 from ...errors import EPInputError
 from ...results import CombineResult, DispatchResult, Event
 from ..calls import Call, ThroughputPreparation
@@ -64,7 +63,7 @@ class PreparedThroughput:
             return DispatchResult(handle, event, make_views(stream=stream))
 
         place = results.offset_of(rows), parts.offsets, num_rows, counts.ptr
-        launcher, params = by_token.dispatch_launch(call_signature.dispatch_kind("token"), arrays, tables.ptr, *place)
+        launcher, params = by_token.dispatch_launch(given.signature, arrays, tables.ptr, *place)
         self._dispatch: RepeatedCall[DispatchResult] = RepeatedCall(
             runtime, new_call(), preparation.stream, (rows, counts, tables)
         )

@@ -105,7 +105,3 @@ def combine_views(
         return views
 
     return make_views
-
-
-def dtypes_of(*views: View | None) -> list[Any]:
-    return [view.dtype if view else None for view in views]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...comm.call_signature import Signature
 from ...cuda.pool import Slots
 from ...jit.launch import Launcher
 from ...results import DispatchHandle, Views
@@ -43,7 +44,7 @@ class RowMover(Protocol):
 
     def dispatch_launch(
         self,
-        kind: str,
+        signature: Signature,
         arrays: Sequence[Any],
         tables: int,
         offset: int,
@@ -54,7 +55,7 @@ class RowMover(Protocol):
         """Return the dispatch kernel and its Params.
 
         Args:
-            kind: Of the call, which all ranks must agree on.
+            signature: Of the call.
             arrays: x, topk_idx, topk_weights and scales on the GPU.
             tables: Address of the handle's tables.
             offset: Of the result in symmetric memory.

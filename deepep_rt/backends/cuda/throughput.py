@@ -7,7 +7,7 @@ from typing import Any
 
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import View
-from ...comm import call_signature
+from ...comm.call_signature import Signature, pack
 from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
 from ...errors import EPInputError, EPUnavailableError
 from ...jit.launch import Launcher
@@ -16,7 +16,7 @@ from ..calls import Call, CombineInputs, DispatchInputs
 from .choice_sums import ChoiceSums
 from .copy_ceilings import copy_ceilings
 from .result_memory import ResultMemory
-from .result_views import arriving_rows, combine_views, dispatch_views, dtypes_of
+from .result_views import arriving_rows, combine_views, dispatch_views
 from .row_mover import OnLaunch
 from .runtime import CudaRuntime, address_of
 
@@ -93,8 +93,8 @@ class Throughput:
             counts = counts_owner.ptr
         parts = self._layout.result(capacity, row_bytes, scale_bytes, idx.itemsize if idx else 0, idx is not None)
         reserved = self.results.reserve(parts.num_bytes, call)
-        kind = call_signature.dispatch_kind(inputs.layout)
-        launch, params = self.dispatch_launch(kind, arrays, tables.ptr, reserved.offset, parts.offsets, capacity, counts)
+        place = tables.ptr, reserved.offset, parts.offsets, capacity, counts
+        launch, params = self.dispatch_launch(inputs.signature, arrays, *place)
         params["follows_route"], params["to_host"] = known is None, needs_counts
         num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None
         with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", "kPhaseDispatchRows"):
@@ -139,7 +139,7 @@ class Throughput:
 
     def dispatch_launch(
         self,
-        kind: str,
+        signature: Signature,
         arrays: Sequence[Any],
         tables: int,
         offset: int,
@@ -170,7 +170,7 @@ class Throughput:
             "rows_per_copy": rows_per_copy(row_bytes, self._runtime.dispatch_copy_bytes),
             "follows_route": False,  # only a call that launches the routing sets these two
             "to_host": False,
-            "call_signature": call_signature.pack(kind, *dtypes_of(*arrays), scale_bytes),
+            "call_signature": pack(signature),
         }
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
@@ -211,7 +211,7 @@ class Throughput:
             "recv_x_offset": staging_offset + staging["x"],
             "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
             "capacity": inputs.handle.num_recv_rows,
-            "call_signature": call_signature.pack(inputs.kind, *dtypes_of(x, None, weights)),
+            "call_signature": pack(inputs.signature),
         }
 
     def add_up_choices(

@@ -10,7 +10,6 @@ import numpy as np
 from ...arrays.dtypes import DTYPES, FP8_GROUP
 from ...arrays.frameworks import VIEWS
 from ...arrays.view import View
-from ...comm import call_signature
 from ...config import COMBINE_DTYPES
 from ...cuda import driver
 from ...jit.launch import PreparedLaunch
@@ -84,8 +83,8 @@ class TuningInputs:
         if call == "dispatch":
             arrays = self._x, None, None, self._scales
             place = self._runtime.regions.offsets["landing"], self._parts.offsets, self._handle.num_recv_rows, self._counts.ptr
-            kind = call_signature.dispatch_kind("token")
-            launcher, params = self._mover.dispatch_launch(kind, arrays, self._handle.routing.ptr, *place)
+            signature = DispatchInputs(self._x, None, None, self._scales, self._handle, None, 1).signature
+            launcher, params = self._mover.dispatch_launch(signature, arrays, self._handle.routing.ptr, *place)
         else:
             assert self._y is not None
             inputs = CombineInputs(self._y, self._handle, None, ())

@@ -14,9 +14,9 @@ import numpy as np
 from ...arrays.host_memory import values_of
 from ...arrays.view import View
 from ...comm import call_signature
+from ...comm.call_signature import Signature
 from ...config import Config
 from ...errors import EPInputError
-from ..calls import CombineInputs, DispatchInputs, LowLatencyCombineInputs
 from .messages import MessageChannel
 
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -85,13 +85,13 @@ class CallAgreement:
 
     def __init__(self, config: Config, channel: MessageChannel) -> None:
         self._config, self._channel = config, channel
-        self._low_latency_call: str | None = None
+        self._low_latency_call: Signature | None = None
         self._num_throughput_routings = 0  # the same on all ranks, because their calls succeed or fail together
 
     @contextmanager
-    def low_latency_call(self, kind: str) -> Iterator[None]:
+    def low_latency_call(self, signature: Signature) -> Iterator[None]:
         """Make dispatches and combines as parts of one low-latency call, which excludes masked ranks."""
-        self._low_latency_call = kind
+        self._low_latency_call = signature
         try:
             with self._channel.low_latency_call():
                 yield
@@ -112,19 +112,24 @@ class CallAgreement:
 
     def phase(self, name: str) -> str:
         """The phase that errors name for a wait: a dispatch in a low-latency call has that call's phases."""
-        call = (self._low_latency_call or "").partition(" ")[0]  # the arguments that ranks agree on follow
+        if self._low_latency_call is None:
+            return name
+        call = self._low_latency_call.kind.partition(" ")[0]  # the arguments that ranks agree on follow
         return _LOW_LATENCY_PHASES.get(call, {}).get(name, name)
 
-    def new_headers(
-        self, kind: str, x: View, inputs: DispatchInputs | CombineInputs | LowLatencyCombineInputs, serial: int
-    ) -> Headers:
-        """Make the headers of this rank, with the signature of its call."""
-        idx, scales = getattr(inputs, "topk_idx", None), getattr(inputs, "scales", None)
-        dtypes = [x.dtype, *(view.dtype if view else None for view in (idx, inputs.topk_weights, scales))]
+    def new_headers(self, signature: Signature, serial: int) -> Headers:
+        """Make the headers of this rank.
+
+        Args:
+            signature: Of the dispatch or combine. A low-latency call has a signature of its own.
+            serial: The number of the routing; 0: a new one.
+        """
         num_ranks = self._config.num_ranks
         words = np.zeros((num_ranks, _NUM_HEAD_WORDS + num_ranks + self._config.num_local_experts), np.int64)
-        headers, scale_bytes = Headers(words, num_ranks), scales.row_bytes if scales else 0
-        headers.signatures[:] = *call_signature.fields(self._low_latency_call or kind, *dtypes, scale_bytes), serial
+        headers = Headers(words, num_ranks)
+        if self._low_latency_call is not None:
+            signature = self._low_latency_call._replace(x=signature.x)
+        headers.signatures[:] = *call_signature.fields(signature), serial
         return headers
 
     def exchange(self, headers: Headers, phase: str) -> Headers:

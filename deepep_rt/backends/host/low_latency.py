@@ -58,7 +58,7 @@ class LowLatency:
         self._hooks.dispatch.check_can_start(with_hook)
         x, scales = convert(inputs.x, inputs.round_scale, inputs.use_ue8m0) if inputs.use_fp8 else (inputs.x, None)
         start = time.perf_counter_ns()
-        with self._agreement.low_latency_call("low_latency_dispatch"):
+        with self._agreement.low_latency_call(inputs.signature(x.dtype, scales.dtype if scales else None)):
             sources = self._channel.peers
             rows, arrived = self._throughput.dispatch(
                 DispatchInputs(x, inputs.topk_idx, inputs.topk_weights, scales, None, None, 1)
@@ -179,7 +179,7 @@ class LowLatency:
 
     def _reduce_at_experts(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting, excluded: np.ndarray) -> np.ndarray:
         """Add up the local rows of each token, and send the sum as bfloat16. The rank of the token adds up the sums."""
-        with self._agreement.low_latency_call(inputs.kind):
+        with self._agreement.low_latency_call(inputs.signature):
             weights = routing.weights
             if weights is None:
                 _, arrived = self._throughput.dispatch(
@@ -233,8 +233,8 @@ class LowLatency:
         ends = np.searchsorted(routing.row, [tokens.first_row, tokens.first_row + tokens.num_received])
         slots = [routing.slot[first:end] for first, end in ends.T]  # entries lie in the order of their source ranks
         num_sent = [len(part) for part in slots]
-        with self._agreement.low_latency_call(inputs.kind), self._channel.call():
-            headers = self._agreement.new_headers("combine", inputs.y, inputs, tokens.serial)
+        with self._agreement.low_latency_call(inputs.signature), self._channel.call():
+            headers = self._agreement.new_headers(inputs.signature, tokens.serial)
             headers.report_size(num_sent, y.shape[1])
             send_mask, recv_mask = self._agreement.exchange_row_counts(headers, "kPhaseLlCombineRoom", num_sent, num_expected)
             zero = np.zeros((1, y.shape[1]), np.uint8)  # stands for a row that was dropped, and so was not computed

@@ -8,7 +8,6 @@ import numpy as np
 
 from ...arrays.compressed_rows import compress, expand
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
-from ...comm.call_signature import dispatch_kind
 from ...results import DispatchHandle, Views
 from ..calls import BufferInfo, CombineInputs, DispatchInputs
 from ..overflow import OverflowLog, too_many_rows
@@ -67,7 +66,7 @@ class Throughput:
         """
         with self.channel.call():
             routing: Routing = inputs.handle.routing
-            headers = self.agreement.new_headers(inputs.kind, inputs.x, inputs, routing.serial)
+            headers = self.agreement.new_headers(inputs.signature, routing.serial)
             headers.report_size(routing.num_received, max(part.shape[1] for part in given))
             sizes = [len(tokens) for tokens in routing.sent_tokens]
             send_mask, recv_mask = self.agreement.exchange_row_counts(headers, "kPhaseCombineWindow", routing.num_received, sizes)
@@ -82,7 +81,7 @@ class Throughput:
         idx, num_worst_tokens = values_of(inputs.topk_idx), inputs.num_worst_tokens
         tokens = tokens_by_rank(idx, config)
         sizes = [len(t) for t in tokens]
-        headers = self.agreement.new_headers(dispatch_kind(inputs.layout), inputs.x, inputs, 0)
+        headers = self.agreement.new_headers(inputs.signature, 0)
         headers.num_worst_tokens[:] = -1 if num_worst_tokens is None else num_worst_tokens
         headers.num_rows[:] = sizes
         headers.num_choices[:] = choices_by_expert(idx, config)
@@ -130,7 +129,7 @@ class Throughput:
         """Agree on a dispatch along the routing of a handle; returns its part that both ranks of each pair know."""
         routing: Routing = handle.routing
         sizes = [len(tokens) for tokens in routing.sent_tokens]
-        headers = self.agreement.new_headers("dispatch with a handle", inputs.x, inputs, routing.serial)
+        headers = self.agreement.new_headers(inputs.signature, routing.serial)
         headers.report_size(sizes, inputs.x.row_bytes)
         if inputs.topk_idx is not None:
             headers.report_bad_expert(inputs.topk_idx, self._config.num_experts)

@@ -11,6 +11,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, routed
 
 from deepep_rt import EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt.comm.call_signature import unpack
 from deepep_rt.cuda import driver
 from deepep_rt.jit import loader
 
@@ -152,15 +153,30 @@ def test_sums_of_choices_over_nodes(fake: FakeGpu, make: Any, weighted: bool) ->
         for calls in (select, combine, add):
             assert [call.choice for call in calls] == [0, 1, 2, 3]
         for i in range(4):
-            assert (combine[i].y, combine[i].bias_0, combine[i].call_signature) == (select[i].out, 0, combine[0].call_signature)
+            assert (combine[i].y, combine[i].bias_0) == (select[i].out, 0)
             assert (combine[i].topk_weights, combine[i].out_topk_weights) == (select[i].out_weights, combine[0].out_topk_weights)
             assert (add[i].x, add[i].sums) == (combine[i].out, add[0].sums)
             assert bool(select[i].weights) == bool(select[i].out_weights) == (i == 0)
             assert add[i].weights == (combine[0].out_topk_weights if weighted else 0)
+        signatures = [unpack(call.call_signature) for call in combine]
+        assert [(*same, step) for *same, step in signatures] == [(*signatures[0][:-1], i) for i in range(4)]
         assert [call.out for call in add] == [0, 0, 0, back.x.ptr]
         assert (add[3].bias_0, add[3].bias_1) == (bias.ptr, 0)
         assert weighted or back.topk_weights.ptr == combine[0].out_topk_weights
         assert like(back.x) == ("bfloat16", (10, 256))
+
+
+def test_windows_of_choices_have_signatures_of_their_own(fake: FakeGpu, make: Any) -> None:
+    """If a rank did not make its last launches, the ranks are one window apart, and have to see it."""
+    with make(num_topk=8, num_max_tokens_per_rank=512) as buffer:
+        x, idx = Array(fake, "bfloat16", 10, 256), Array(fake, "int64", 10, 8)
+        handle = buffer.dispatch(x, idx, layout="expert", num_worst_tokens=50).handle
+        fake.pop_launches()
+        buffer.combine(Array(fake, "bfloat16", 50, 256), handle, reduce="topk")
+        launches = fake.pop_launches()
+        assert [(call.kernel, call.first_token) for call in launches] == [("combine_choices", 256 * i) for i in range(2)]
+        first, second = (unpack(call.call_signature) for call in launches)
+        assert (first[:-1], first[-1], second[-1]) == (second[:-1], 0, 1)
 
 
 def test_sums_of_choices_without_weights(fake: FakeGpu, make: Any) -> None:

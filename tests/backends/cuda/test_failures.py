@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from fake_gpu import BASE, FakeGpu, arguments, fake, make
 
 from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
-from deepep_rt.comm import call_signature
+from deepep_rt.comm.call_signature import Signature, pack
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import structs
 
@@ -134,7 +134,7 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         (mine,) = (call.call_signature for call in fake.pop_launches() if call.kernel == "dispatch")
         report = page.report[0]
         report["rank"], report["other"], report["serial"] = 1, 0, (5, 5)
-        report["call_signature"] = mine, call_signature.pack("dispatch", x.dtype, idx.dtype, None)
+        report["call_signature"] = mine, pack(Signature("dispatch", x.dtype, idx.dtype, row_bytes=512))
         page.ranks_differ.value = 1
         with pytest.raises(
             EPInputError, match=r"topk_weights of this call.* rank 0: None, rank 1: float32. No rows were sent"
@@ -145,7 +145,7 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         buffer.synchronize()
         buffer.low_latency_dispatch(x, idx, topk_weights=weights)
         (mine,) = (call.call_signature for call in fake.pop_launches())
-        report["call_signature"] = mine, call_signature.pack("low_latency_dispatch", "bfloat16", idx.dtype, "float32", None)
+        report["call_signature"] = mine, pack(Signature("low_latency_dispatch", "bfloat16", idx.dtype, "float32"))
         page.ranks_differ.value = 1  # the kernel also reports a timeout, a moment later
         for _ in range(2):
             with pytest.raises(
