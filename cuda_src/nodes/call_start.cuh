@@ -11,6 +11,12 @@
 
 constexpr u32 kAgreed = 1, kDiffers = 2, kNoRoom = 3, kFailed = 4;  // verdicts of the ranks on a call
 
+// Whether the first dispatch of a routing sent rows. If it did not, all ranks know it. A rank that has raised has no handle and makes no
+// other call along this routing, so no rank takes part in such calls: they only fill their results with NaN.
+__device__ __forceinline__ bool was_dispatched(const Params& p, u32 serial) {
+  return *at<const u32>(p.handle, kHandleDispatched) == serial;
+}
+
 __device__ __forceinline__ NodeWindow* window_at(u64 base, u32 epoch, int index) {
   return at<NodeWindow>(base, kControlNodeWindows) + (epoch % 2) * kRanksPerNode + index;
 }

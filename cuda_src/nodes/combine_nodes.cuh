@@ -56,9 +56,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   mine.call_signature = p.call_signature;
   mine.serial = serial;
   mine.missing_rows = 0;
-  u32 verdict = agree(p, epoch, serial, kPhaseCombineWindow, mine);
-  // No rank has positions if the ranks did not agree on the dispatch of this routing.
-  if (verdict == kAgreed && *at<const u32>(p.handle, kHandleDispatched) != serial) verdict = kNoRoom;
+  const u32 verdict = agree(p, epoch, serial, kPhaseCombineWindow, mine);
   if (lane < kRanksPerNode && verdict == kAgreed) {
     const NodeWindow* window = window_at(p.peers[p.rank], epoch, lane);
     const bool is_own = lane == near_index(p.rank);
@@ -403,6 +401,12 @@ struct PlainSums {
   }
 };
 
+// `num_threads` threads share the work.
+__device__ inline void poison_results(const Params& p, u64 thread, u64 num_threads) {
+  poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, thread, num_threads);
+  if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), thread, num_threads);
+}
+
 // The whole kernel. `routes` and `parts`, one for each warp, lie in shared memory.
 template <class Form>
 __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& routes, Parts* parts) {
@@ -411,6 +415,10 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  if (!was_dispatched(p, serial)) {
+    poison_results(p, blockIdx.x * kCombineNodesThreads + threadIdx.x, gridDim.x * kCombineNodesThreads);
+    return;
+  }
   clear_next_waits_of_nodes(p, epoch);
   if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
@@ -437,10 +445,7 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
   last = __shfl_sync(~0u, last, 0);
   if (!last) return;
   __syncwarp();  // all lanes see what lane 0 acquired
-  if (__any_sync(~0u, routes.verdict != kAgreed || was_aborted(p))) {
-    poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, lane, 32);
-    if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), lane, 32);
-  }
+  if (__any_sync(~0u, routes.verdict != kAgreed || was_aborted(p))) poison_results(p, lane, 32);
   if (lane == 0) {
     count_rows(p, routes.verdict != kAgreed);
     state->nodes_blocks = state->nodes_copied = state->nodes_filled = state->nodes_emptied = state->nodes_reduced = 0;

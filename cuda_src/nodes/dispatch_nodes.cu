@@ -300,12 +300,12 @@ __device__ inline void copy_counts(const Params& p) {
   for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(p.num_recv_per_expert, 0)[e] = per_expert[e];
 }
 
-// Called by one warp.
-__device__ inline void poison_results(const Params& p) {
+// `num_threads` threads share the work.
+__device__ inline void poison_results(const Params& p, u64 thread, u64 num_threads) {
   const u64 base = p.peers[p.rank];
-  poison(base + p.recv_x_offset, p.capacity * p.row_bytes, lane_idx(), 32);
-  if (p.scales) poison(base + p.recv_scales_offset, p.capacity * p.scale_bytes, lane_idx(), 32);
-  if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
+  poison(base + p.recv_x_offset, p.capacity * p.row_bytes, thread, num_threads);
+  if (p.scales) poison(base + p.recv_scales_offset, p.capacity * p.scale_bytes, thread, num_threads);
+  if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), thread, num_threads);
 }
 
 // Called by one thread.
@@ -325,6 +325,10 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  if (p.repeats && !was_dispatched(p, serial)) {
+    poison_results(p, blockIdx.x * kNodesThreads + threadIdx.x, gridDim.x * kNodesThreads);
+    return;
+  }
   clear_next_waits_of_nodes(p, epoch);
   if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();
@@ -358,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
   }
   __syncwarp();
   const bool failed = __any_sync(~0u, routes.verdict != kAgreed || was_aborted(p));
-  if (failed) poison_results(p);
+  if (failed) poison_results(p, lane, 32);
   if (lane == 0) {
     if (!failed) *at<u32>(p.handle, kHandleDispatched) = serial;
     count_rows(p, failed);

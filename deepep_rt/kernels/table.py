@@ -209,6 +209,7 @@ KERNELS: dict[str, Kernel] = {
             _DISPATCH
             + """
     i32 refuses_more;       // whether no rank sends rows if more than `capacity` arrive; otherwise further rows are dropped
+    i32 repeats;            // the routing is that of an earlier dispatch
     i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
     i32 chunk_topk_idx;
     i32 chunk_weights;

@@ -147,7 +147,11 @@ def test_ranks_that_differ(comm):
     if comm.Get_size() == 1:
         return
     odd = comm.Get_rank() % 2
-    for what in ("topk_weights", "topk_idx", *(("x of", "x_scales") if has_fp8(current_gpu.target_arch()) else ())):
+    for what in (
+        "topk_weights",
+        "topk_idx",
+        *(("x of", "x_scales", "round_scale") if has_fp8(current_gpu.target_arch()) else ()),
+    ):
         gpu, _ = make_both(comm, hidden=512, timeout_s=5.0)
         idx, weights = routing(comm, 96, 40, 8, gpu.config.num_experts)
         x = rows(comm, 96, 40, 512)
@@ -157,7 +161,8 @@ def test_ranks_that_differ(comm):
                 x,
                 idx.int() if odd and what == "topk_idx" else idx,
                 topk_weights=weights if odd or what != "topk_weights" else None,
-                use_fp8=what == "x_scales" or (what == "x of" and bool(odd)),
+                use_fp8=what in ("x_scales", "round_scale") or (what == "x of" and bool(odd)),
+                round_scale=what == "round_scale" and bool(odd),
                 use_ue8m0=what == "x_scales" and bool(odd),
             )
             gpu.synchronize()

@@ -222,6 +222,33 @@ def test_too_many_rows(comm, settings):
         comm.Barrier()
 
 
+def test_calls_after_a_dispatch_with_too_many_rows(comm, settings):
+    """Rank 0 raises in the dispatch and makes no other call. The others may have made some before they hear of it."""
+    gpu, host = (
+        make(comm, hidden=512, num_max_recv_tokens=160, **settings),
+        make(comm, "host", hidden=512, num_max_recv_tokens=160, ranks_per_node=settings["ranks_per_node"]),
+    )
+    with gpu, host:
+        idx = torch.zeros(120, 8, dtype=torch.int64, device="cuda") + torch.arange(8, device="cuda")
+        if comm.Get_rank() == 0:
+            idx[:, 7] = gpu.config.num_experts - 1  # the last rank gets rows too
+        x = rows(comm, 1, 120, 512)
+        for layout in ("token", "expert"):
+            results = []
+            with pytest.raises(EPOutOfMemoryError, match=r"num_max_recv_tokens=160; expected at least \d+.* rank 0"):  # noqa: PT012
+                torch.cuda._sleep(20_000_000)  # so that the hosts of most ranks return before a kernel reports
+                handle = gpu.dispatch(x, idx, layout=layout).handle
+                y = rows(comm, 2, handle.num_recv_rows, 512)
+                results += [gpu.combine(y, handle).x, gpu.dispatch(x, handle=handle).recv_x]
+                if layout == "expert":
+                    results.append(gpu.combine(y, handle, reduce="topk").x)
+                gpu.synchronize()
+            torch.cuda.synchronize()
+            assert all(result.isnan().all() for result in results)
+            comm.Barrier()
+            round_trip(comm, gpu, host, 2, 20, 8)
+
+
 def test_a_silent_rank_is_named(comm, settings):
     last = comm.Get_size() - 1
     gpu = make(comm, hidden=512, timeout_s=2.0, **settings)

@@ -45,7 +45,15 @@ def test_ranks_that_differ(comm):
         idx, weights = routing(comm, 92, 40, 8, gpu.config.num_experts)
         x = rows(comm, 92, 40, 7168)
         sent, other = (gpu.dispatch(x, idx, weights) for _ in range(2))
+        wide = rows(comm, 92, 40, 7168, dtype=torch.uint8)
+        packed = wide[:, :3584].contiguous() if odd else wide  # rows of the others would be written past this rank's result
         wrong = (
+            ("bytes of a row of x ", lambda: gpu.dispatch(packed, idx, num_worst_tokens=40 * comm.Get_size())),
+            ("bytes of a row of x ", lambda: gpu.dispatch(packed, handle=sent.handle)),
+            ("bytes of a row of x ", lambda: gpu.prepare_throughput(packed, sent.handle).dispatch()),
+            ("bytes of a row of x_scales", lambda: gpu.dispatch(wide, idx, x_scales=wide[:, : 4 << odd].contiguous())),
+            ("expert_alignment", lambda: gpu.dispatch(x, idx, expert_alignment=1 << 20 * odd)),
+            ("zero_padding", lambda: gpu.dispatch(x, idx, layout="expert", zero_padding=bool(odd))),
             ("topk_weights", lambda: gpu.dispatch(x, idx, weights if odd else None)),
             ("topk_idx", lambda: gpu.dispatch(x, idx.int() if odd else idx, num_worst_tokens=40 * comm.Get_size())),
             ("x of", lambda: gpu.dispatch(x.to(torch.float8_e4m3fn) if odd else x, handle=sent.handle)),
@@ -62,6 +70,42 @@ def test_ranks_that_differ(comm):
             if what == "topk_idx":
                 assert (result.recv_topk_idx == -1).all()  # a caller that uses the result finds no token
             round_trip(comm, gpu, host, 93, 40, 8)
+
+
+def test_an_interruption_between_the_windows_of_a_combine(comm, monkeypatch):
+    """Rank 0 would repeat the call, and send rows of other tokens than the others expect."""
+    if comm.Get_size() == 1:
+        return
+    sizes = dict(num_max_tokens_per_rank=256, hidden=512, num_experts=8 * comm.Get_size(), timeout_s=2.0)
+    gpu = make(comm, **sizes, num_topk=8 * min(comm.Get_size(), 4))
+    runtime, num_topk = gpu._backend.runtime, gpu.config.num_topk
+    assert runtime.layout.choice_window < 256, "the combine takes several launches"
+    idx, _ = routing(comm, 97, 256, num_topk, gpu.config.num_experts, skip=0)
+    sent = gpu.dispatch(rows(comm, 97, 256, 512), idx, layout="expert")
+    y = sent.recv_x.clone()
+    gpu.synchronize()
+    comm.Barrier()
+
+    def combine():
+        gpu.combine(y, sent.handle, reduce="topk")
+        gpu.synchronize()
+
+    if comm.Get_rank() == 0:
+        launcher = runtime.launcher("combine_choices", "bfloat16")
+        launch, numbers = launcher.launch, iter(range(100))
+
+        def interrupt(*given):
+            if next(numbers) == 1:
+                raise KeyboardInterrupt
+            launch(*given)
+
+        monkeypatch.setattr(launcher, "launch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            combine()
+    with pytest.raises(EPTimeoutError, match="interrupted between its windows" if comm.Get_rank() == 0 else "for rank 0"):
+        combine()
+    gpu.destroy()
+    comm.Barrier()
 
 
 def test_late_rank(comm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -311,6 +312,48 @@ def test_more_rows_than_a_rank_has_memory_for():
         assert len(set(errors.values())) == 1
         assert "num_max_recv_tokens=60; expected at least 160, the rows that this dispatch brings to rank 1" in errors[0]
         throughput_rounds(machine, buffers, 1, 1)
+
+
+def calls_along(machine, buffer, rank, handle, layout):
+    """Make all calls that use the handle of a dispatch. Return what they give."""
+    x, y = (machine.put(rank, np.ones((n, 64), ml_dtypes.bfloat16)) for n in (40, handle.num_recv_rows))
+    found = [buffer.dispatch(x, handle=handle).recv_x, buffer.combine(y, handle).x]
+    if layout == "expert":
+        return [*found, buffer.combine(y, handle, reduce="topk").x]
+    step = buffer.prepare_throughput(x, handle)
+    return [*found, step.dispatch().recv_x, step.combine(y).x]
+
+
+@pytest.mark.parametrize("path", ["hierarchical", pytest.param("direct", marks=pytest.mark.full)])
+def test_calls_after_a_dispatch_with_too_many_rows(path):
+    """Rank 1 raises in the dispatch and makes no other call. The others may have made some before they hear of it."""
+    with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
+        buffers = machine.buffers(**TWO_BY_TWO, num_max_recv_tokens=60, num_slots=12, path=path)
+        x = np.zeros((40, 64), ml_dtypes.bfloat16)
+        idx = np.tile(np.array([[2, 3]], np.int32), (40, 1))  # all tokens go to rank 1
+        idx[:10, 1] = 0  # some go to rank 0 too
+        for layout in ("token", "expert"):
+            errors, handles, results = {}, {}, []
+
+            def step(rank, layout=layout, errors=errors, handles=handles, results=results):
+                buffer = buffers[rank]
+                try:
+                    handles[rank] = buffer.dispatch(machine.put(rank, x), machine.put(rank, idx), layout=layout).handle
+                    buffer.synchronize()
+                except EPOutOfMemoryError as error:
+                    errors[rank] = str(error)
+                for _ in range(2 if rank in handles else 0):
+                    results.extend(calls_along(machine, buffer, rank, handles[rank], layout))
+                buffer.synchronize()
+
+            machine.each_rank(step)
+            assert len(errors) == 4
+            assert len(set(errors.values())) == 1
+            assert 1 not in handles
+            assert handles
+            for result in results:
+                assert np.isnan(result.astype(np.float32)).all()
+            throughput_rounds(machine, buffers, 1, 1)
 
 
 def test_a_rank_without_room():

@@ -111,7 +111,7 @@ class NodesThroughput:
                 parts = parts_of(capacity)
             place = reserved.offset, parts.offsets, capacity, counts
             launch, params = self.dispatch_launch(inputs.signature, arrays, tables.ptr, *place)
-            params["refuses_more"] = needs_counts
+            params["refuses_more"], params["repeats"] = needs_counts, known is not None
             self._network.wake()
             launch(stream, self.num_sms, params)
             if known is None and on_launch is not None and has_room:
@@ -181,6 +181,7 @@ class NodesThroughput:
             "scale_bytes": scale_bytes,
             "idx_bytes": idx_bytes,
             "refuses_more": False,  # only a call that waits for counts sets it
+            "repeats": True,  # only a call that launches the routing clears it
             "chunk_tokens": chunk.num_tokens,
             **{f"chunk_{name}": chunk.offsets[name] for name in ("topk_idx", "weights", "scales", "rows")},
             "call_signature": pack(signature),
