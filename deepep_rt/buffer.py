@@ -39,10 +39,10 @@ class Buffer(ThroughputCalls, LowLatencyCalls, TuningCalls):
     Making a Buffer, destroying it, and every call are collective: all ranks of `comm` make the same calls in the same order. So one thread
     at a time may call it. A second thread gets an `EPInputError` during a call of the first one.
 
-    In a call, all ranks must give rows of the same dtypes and sizes, the same kinds of arrays, and the same options. What only one rank uses
-    may differ: its number of tokens, `num_worst_tokens`, `bias`, arrays for results, hooks, and its streams and events. If ranks differ in
-    anything else, all of them get an `EPInputError` that names the argument and its values. On GPUs, if the host does not wait, a later call
-    raises it, and that call still runs. A low-latency call that differs breaks the Buffer there.
+    In a call, all ranks must give rows of the same dtypes and sizes, the same kinds of arrays, and the same options. What only one rank
+    uses may differ: its number of tokens, `num_worst_tokens`, `bias`, arrays for results, hooks, and its streams and events. If ranks
+    differ in anything else, all of them get an `EPInputError` that names the argument and its values. On GPUs, if the host does not
+    wait, a later call raises it, and that call still runs. A low-latency call that differs breaks the Buffer there.
 
     Args:
         comm: An mpi4py communicator, or what `deepep_rt.torch.communicator` makes of a process group. Its ranks are the expert-parallel

@@ -39,6 +39,7 @@ from .autotune import autotune
 from .handle_tables import CudaHandleTables
 from .link_rates import measure_links
 from .low_latency import LowLatency
+from .monitor import whole_call
 from .nodes import NodesThroughput
 from .runtime import CudaRuntime
 from .statistics import GpuStatistics
@@ -128,6 +129,7 @@ class CudaBackend:
                     self._resources,
                     stored.shapes if stored else {},
                 )
+                self._monitor = self.runtime.monitor
                 self.throughput = (
                     NodesThroughput(self.runtime, layout.nodes, copy_when_full)
                     if layout.nodes
@@ -207,6 +209,7 @@ class CudaBackend:
         self.throughput.num_sms = num_sms
         self._sms_are_set = True
 
+    @whole_call("kPhaseDispatchRows")
     def autotune(self, num_tokens: int, dtype: str, limit_s: float, saves: bool) -> TuningResult:
         """Measure, save the choice and use it from now on; see `Buffer.autotune`."""
         with self.context:

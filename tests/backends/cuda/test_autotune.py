@@ -22,6 +22,7 @@ from deepep_rt import (
     EPConfigError,
     EPInputError,
     EPOutOfMemoryError,
+    EPTimeoutError,
     EPUnavailableError,
     Tuning,
     _env,
@@ -97,6 +98,23 @@ def _blocks(fake: FakeGpu, buffer: Buffer) -> tuple[int, int]:
 def _constants(fake: FakeGpu, kernel: str) -> dict[str, int]:
     """Return the constants of the kernel of this name that was loaded last."""
     return [constants for found, constants in fake.constants.values() if found.name == kernel][-1]
+
+
+def test_an_interruption_breaks_the_buffer(fake: FakeGpu, make: Any, times: SimpleNamespace) -> None:
+    """The other ranks have made another number of calls by then."""
+
+    def interrupt(call: Any) -> None:
+        act(call)
+        if call.kernel == "combine":
+            raise KeyboardInterrupt
+
+    with make(**SIZES) as buffer:
+        act = routed(buffer, ROWS, [3] * 8)
+        fake.on_launch = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            buffer.autotune()
+        with pytest.raises(EPTimeoutError, match="KeyboardInterrupt interrupted a call of rank 0"):
+            buffer.dispatch(*arguments(fake, hidden=2048))
 
 
 def test_the_choice_is_used_at_once_and_by_later_buffers(fake: FakeGpu, make: Any, times: SimpleNamespace, folder: Path) -> None:
