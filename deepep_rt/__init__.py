@@ -17,6 +17,7 @@ from .errors import (
     EPError,
     EPInputError,
     EPOutOfMemoryError,
+    EPPeerError,
     EPTimeoutError,
     EPUnavailableError,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "EPError",
     "EPInputError",
     "EPOutOfMemoryError",
+    "EPPeerError",
     "EPTimeoutError",
     "EPUnavailableError",
     "Event",

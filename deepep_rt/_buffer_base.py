@@ -15,6 +15,7 @@ from ._checks import flag
 from .arrays.stream_handles import of_event, of_stream
 from .backends.base import Backend
 from .backends.calls import Call
+from .comm import process_end
 from .errors import EPInputError
 from .results import MAKE_ANOTHER, SharedByCopies
 from .statistics import Statistics
@@ -164,6 +165,8 @@ class BufferBase(SharedByCopies):
             try:
                 backend.destroy(in_touch and interruption is None, error or interruption)
             finally:
+                if backend.call_lock.notice is not None:
+                    backend.call_lock.notice.close()
                 _statistics_files.end(self)
 
         self._call_lock.drain(finish)
@@ -188,5 +191,8 @@ class BufferBase(SharedByCopies):
 
     def __del__(self) -> None:
         if self._backend is not None:  # release is collective, and destructors run at no agreed time
+            if (notice := self._backend.call_lock.notice) is not None:
+                notice.leave(process_end.END, "its program dropped the Buffer without destroy()")
+                process_end.deliver_at_exit(notice)
             _log.warning("a Buffer was dropped without destroy(): its memory stays allocated until the process ends")
             warnings.warn("a Buffer was dropped without destroy(); use `with Buffer(...)`", ResourceWarning, stacklevel=2)

@@ -77,8 +77,9 @@ class LowLatencyCalls(BufferBase):
             >>> y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
-        backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
         with self._call_lock:
+            self._call_lock.progress.name = "low_latency_dispatch"
+            backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
             call = begin_call(backend, x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
                 self._info,
@@ -146,8 +147,9 @@ class LowLatencyCalls(BufferBase):
         Example:
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
-        backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
         with self._call_lock:
+            self._call_lock.progress.name = "low_latency_combine"
+            backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
             call = begin_call(backend, y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
                 self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out, reduce, compress

@@ -110,6 +110,7 @@ class ThroughputCalls(BufferBase):
         """
         backend = self._live()
         with self._call_lock:
+            self._call_lock.progress.name = "dispatch"
             call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
                 self._info,
@@ -188,6 +189,7 @@ class ThroughputCalls(BufferBase):
         """
         backend = self._live()
         with self._call_lock:
+            self._call_lock.progress.name = "combine"
             call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress)
             return backend.combine(inputs, call)

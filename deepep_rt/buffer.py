@@ -123,7 +123,7 @@ class Buffer(ThroughputCalls, LowLatencyCalls, TuningCalls):
         num_max_recv_tokens: int | None = None,
         statistics: bool | None = None,
     ) -> None:
-        from .backends.agreement import report_config_error  # agreement and factory load communicators, which import mpi4py
+        from .backends.agreement import report_wrong_setting  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
         from .backends.nvtx_ranges import annotator, mark_calls
         from .comm.convert import communicator_of
@@ -155,8 +155,8 @@ class Buffer(ThroughputCalls, LowLatencyCalls, TuningCalls):
                 recv_limit=num_max_recv_tokens,
                 **{name: value for name, value in optional.items() if value is not None},
             )
-        except EPConfigError as error:
-            report_config_error(ranks, error, timeout_s)
+        except Exception as error:
+            report_wrong_setting(ranks, error, timeout_s)
             raise
         made = make_backend(ranks, config, backend, next(_serials), on_exhausted, network)
         if annotate is not None:

@@ -10,7 +10,8 @@
     ├── EPUnavailableError   (RuntimeError)  a GPU, a library or a connection is not available
     ├── EPOutOfMemoryError   (MemoryError)   GPU or host memory is full, or no slot is left for a result
     ├── EPDestroyedError     (RuntimeError)  the Buffer was destroyed
-    └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`, or left; the Buffer is broken
+    └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`; the Buffer is broken
+        └── EPPeerError                      a peer left or refused its call, and said why
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class EPDestroyedError(EPError, RuntimeError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """A peer did not answer in time, or left its `with` block after an exception.
+    """A peer did not answer in time. `EPPeerError` is raised where the peer has said why.
 
     Attributes:
         rank: The rank that waited.
@@ -93,3 +94,17 @@ class EPTimeoutError(EPError, TimeoutError):
         """Pickle the keyword arguments too. Exceptions are pickled with their positional arguments and attributes only."""
         make = functools.partial(type(self), rank=self.rank, peer=self.peer, phase=self.phase)
         return make, self.args, vars(self)
+
+
+class EPPeerError(EPTimeoutError):
+    """A peer left the Buffer or refused its call, and said why. The message quotes it. Ranks hear it long before `timeout_s`.
+
+    It has the attributes of `EPTimeoutError`, too.
+
+    Attributes:
+        reason: What the peer said, such as the type and text of its exception.
+    """
+
+    def __init__(self, message: str, *, reason: str = "", **attributes: Any) -> None:
+        super().__init__(message, **attributes)
+        self.reason = reason

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from .arrays.view import View
 from .backends.base import PreparedCalls
+from .backends.call_lock import CallLock
 from .errors import EPInputError
 from .results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult, SharedByCopies
 
@@ -28,11 +28,12 @@ class _Prepared(SharedByCopies, Generic[_Sent, _Back]):
     """A dispatch and a combine, and the rows of the last combine."""
 
     _instead = "prepare the calls where you load it"
+    _names = "dispatch", "combine"  # of the calls, as methods of `Buffer`
 
     def __init__(
         self,
         _prepared: PreparedCalls[_Sent, _Back],
-        _call_lock: AbstractContextManager[Any],
+        _call_lock: CallLock,
         _view_rows: Callable[[Any], View],
         _y: Any,
     ) -> None:
@@ -48,10 +49,12 @@ class _Prepared(SharedByCopies, Generic[_Sent, _Back]):
 
     def _make_dispatch(self) -> _Sent:
         with self._call_lock:
+            self._call_lock.progress.name = self._names[0]
             return self._prepared.dispatch()
 
     def _make_combine(self, y: Any) -> _Back:
         with self._call_lock:
+            self._call_lock.progress.name = self._names[1]
             if y is not None and y is not self._y:
                 self._set_rows(y)
             elif self._y is None:
@@ -140,6 +143,8 @@ class PreparedLowLatency(_Prepared[LowLatencyDispatchResult, LowLatencyCombineRe
         ...     y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
         ...     out = step.combine(y).x
     """
+
+    _names = "low_latency_dispatch", "low_latency_combine"
 
     def dispatch(self) -> LowLatencyDispatchResult:
         """Make the dispatch. See `Buffer.low_latency_dispatch`; on GPUs the host takes a third of its time.

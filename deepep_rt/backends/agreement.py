@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from ..comm.communicator import Communicator
+from ..comm.process_end import describe
 from ..comm.rendezvous import private_comm, timed_allgather
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPTimeoutError, EPUnavailableError
@@ -86,11 +87,11 @@ def _choose_backend(backend: str, reasons: dict[int, str], num_ranks: int) -> st
     return backend
 
 
-def report_config_error(comm: Communicator, error: EPConfigError, timeout_s: float | None) -> None:
+def report_wrong_setting(comm: Communicator, error: Exception, timeout_s: float | None) -> None:
     """Tell the other ranks which setting is wrong on this rank, so that they do not wait for it."""
     limit_s = timeout_s if isinstance(timeout_s, Real) and 0 < timeout_s <= MAX_TIMEOUT_S else _REPORT_TIMEOUT_S
     with suppress(EPTimeoutError):  # the caller needs the error about the setting more than this one
-        _gather(comm, limit_s, str(error))
+        _gather(comm, limit_s, str(error) if isinstance(error, EPConfigError) else describe(error))
 
 
 def _gather(comm: Communicator, timeout_s: float, value: Any) -> list[Any]:

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from .._finalizers import run_waiting, waiting
-from ..errors import EPDestroyedError, EPInputError
+from ..comm.failure_notice import CallProgress, FailureNotice
+from ..errors import EPDestroyedError, EPInputError, EPTimeoutError
 
 
 class CallLock:
@@ -26,6 +27,9 @@ class CallLock:
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._enter, self._leave = context.__enter__, context.__exit__
         self._in_call = False
+        self.progress = CallProgress()
+        """The call that holds the lock. A call sets its name; what all ranks need not make, such as a hook, has none."""
+        self.notice: FailureNotice | None = None  # tells the other ranks of calls that this rank refuses
         self._reason = ""  # why every later call is refused
         self._finish: Callable[[BaseException | None], None] | None = None  # for the running call to execute at its end
         self._interruption: EPDestroyedError | None = None
@@ -57,11 +61,23 @@ class CallLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
+            if self.progress.name:
+                self._end_progress(error)
             self._leave(kind, error, trace)
         finally:
             if isinstance(error, EPDestroyedError):
                 self._interruption = error
             self._end_call(error)
+
+    def _end_progress(self, error: BaseException | None) -> None:
+        progress, notice = self.progress, self.notice
+        if error is None or getattr(error, "call_made", False):
+            if notice is not None and notice.has_refused:
+                notice.make_call()
+            progress.num_made += 1
+        elif notice is not None and not isinstance(error, EPTimeoutError | EPDestroyedError):
+            notice.refuse(error)
+        progress.name = ""
 
     def _end_call(self, error: BaseException | None) -> None:
         self._in_call = False  # first: from here on, a signal handler that ends the Buffer finishes it itself

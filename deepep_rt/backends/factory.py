@@ -7,6 +7,7 @@ import os
 import platform
 
 from ..comm.communicator import Communicator
+from ..comm.making import making
 from ..config import Config
 from ..cuda.topology import placed, placed_on_hosts
 from ..network import Choice, NetworkOptions
@@ -32,12 +33,14 @@ def make_backend(
         EPConfigError: On every rank, if settings differ or cannot be met.
         EPUnavailableError: On every rank, if "cuda" was asked for and a rank has no GPU, or if no transport to other nodes can work.
         EPTimeoutError: If a rank does not come.
+        EPPeerError: If another rank fails.
     """
     backend = agree(comm, config, backend, on_exhausted, network)
-    comm = creation_comm(comm, creation_timeout_s(config.timeout_s))
-    hosts, names = zip(*comm.allgather((platform.node(), f"{platform.node()}-{os.getpid()}-{serial}")), strict=True)
-    made = _make(comm, config, backend, serial, on_exhausted, network, hosts)
-    made.shared_name = names[0]
+    own = creation_comm(comm, creation_timeout_s(config.timeout_s))
+    with making(comm, own, "the making of a Buffer"):
+        hosts, names = zip(*own.allgather((platform.node(), f"{platform.node()}-{os.getpid()}-{serial}")), strict=True)
+        made = _make(own, config, backend, serial, on_exhausted, network, hosts)
+        made.shared_name = names[0]
     return made
 
 

@@ -41,6 +41,11 @@ _FIELDS: tuple[tuple[str, Sequence[Any]], ...] = (  # name, and its values; the 
 )
 _HANDLE = "handle (number of its dispatch)"
 _STEP = "step (a rank did not end its last call)"
+_REMEDIES = {  # by field, if it is no array or argument
+    "kind": "Make the same calls in the same order on every rank",
+    _HANDLE: "Pass the handle of the same dispatch on every rank",
+    _STEP: "Make a new Buffer on all ranks",
+}
 NUM_FIELDS = len(_FIELDS) + 1  # with the number of the handle
 _BITS = tuple((len(values) - 1).bit_length() for _, values in _FIELDS)
 
@@ -121,15 +126,15 @@ def describe_mismatch(signatures: Mapping[int, Sequence[int]]) -> str | None:
     for i, (name, values) in enumerate((*_FIELDS, (_HANDLE, ()))):
         numbers = {rank: int(signature[i]) for rank, signature in signatures.items()}
         if len(set(numbers.values())) > 1:
-            if name == "expert_alignment" and CALL_KINDS[next(iter(signatures.values()))[0]].startswith("combine"):
+            call = CALL_KINDS[next(iter(signatures.values()))[0]]  # the same on all ranks, unless it is what differs
+            if name == "expert_alignment" and call.startswith("combine"):
                 name = _STEP
             listed = ", ".join(f"rank {rank}: {values[number] if values else number}" for rank, number in numbers.items())
-            when = (
-                ", after use_fp8 and use_ue8m0 have taken effect"
-                if name in ("x", "x_scales") and _may_be_cast(signatures)
-                else ""
-            )
-            return f"the ranks disagree on the {name} of this call{when}; expected the same on all ranks. {listed}"
+            is_cast = name in ("x", "x_scales") and _may_be_cast(signatures)
+            when = ", after use_fp8 and use_ue8m0 have taken effect" if is_cast else ""
+            remedy = _REMEDIES.get(name, f"Pass arrays of the same dtypes, and the same arguments, to {call} on every rank")
+            text = f"the ranks disagree on the {name} of this call{when}: {listed}; expected the same on all ranks. {remedy}"
+            return text if name == "kind" else f"{call}: {text}"
     return None
 
 

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import EPTimeoutError
+from ..errors import EPPeerError, EPTimeoutError
 
 
 class Request(Protocol):
@@ -32,6 +32,8 @@ class Communicator(Protocol):
     """Whether the transport lives as long as the process."""
     timeout_s: float
     """The limit of its collectives. A duplicate has the same."""
+    heard: Callable[[], EPPeerError | None] | None
+    """Waits of collectives call it often, and raise what it returns. A duplicate has the same."""
 
     def Get_rank(self) -> int: ...
     def Get_size(self) -> int: ...
@@ -46,6 +48,9 @@ class Communicator(Protocol):
 
     def begin_private_comm(self) -> tuple[Communicator, Request]:
         """Return the one duplicate that the library keeps, and the request after which it can be used."""
+
+    def abandon_private_comm(self) -> None:
+        """Let the next `begin_private_comm` make another one. All ranks call it."""
 
     def dup_for_process(self) -> Communicator:
         """Make a duplicate that lives as long as the process."""
@@ -92,6 +97,9 @@ class Communicator(Protocol):
 
     def receive_parts(self, parts: Sequence[np.ndarray], source: int, tag: int) -> Request:
         """Start to receive one message into several arrays."""
+
+    def can_send(self) -> bool:
+        """Return whether this thread may send messages now."""
 
     def isend(self, value: Any, /, dest: int, tag: int) -> Request:
         """Start to send an object."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
 from ..config import MAX_TIMEOUT_S
-from ..errors import EPTimeoutError, EPUnavailableError
-from .communicator import Communicator
+from ..errors import EPPeerError, EPTimeoutError, EPUnavailableError
+from .communicator import Communicator, Request
+from .failure_notice import FailureNotice
 from .timed_collectives import format_ranks, wait_all
 
 _REMINDER_S = 30.0  # time between the warnings of a rank that waits
 _COMPILING_S = 900.0  # limit of a step: one rank may compile all kernels in it
+_CAUSE_S = 1.0  # for the notice of a rank that failed
 _STEP = "make their part of a Buffer"
 
 
@@ -32,6 +35,7 @@ class Consensus:
         self._comm = comm.Dup()  # a rank that fails may report at any time
         self._round = 0
         self._last_wait = "", 0.0
+        self._peer_error: EPPeerError | None = None
         self.silent_ranks: list[int] = []
         """The ranks that did not report to the last `all_ok` in time."""
 
@@ -43,14 +47,23 @@ class Consensus:
             action: What all ranks do here, for the warning while this rank waits.
             timeout_s: The time after which a silent rank counts as lost.
         """
-        self._last_wait, self.silent_ranks = (action, timeout_s), []
+        self._last_wait, self.silent_ranks, self._peer_error = (action, timeout_s), [], None
         try:  # A late rank finds the first reports of ranks that gave up, but they do not send a second one.
             return all(self._exchange(ok, action, timeout_s) for _ in range(2))
         except EPUnavailableError:  # the process that held the store has ended
             return False
+        except EPPeerError as error:
+            self.silent_ranks, self._peer_error = [error.peer], error
+            return False
+
+    def listen(self, notice: FailureNotice) -> None:
+        """Wait no longer for a rank that has left the Buffer of this notice."""
+        self._comm.heard = functools.partial(notice.heard, "a step of all ranks")
 
     def timeout_error(self) -> EPTimeoutError:
         """Make the error about the ranks that were silent in the last `all_ok`."""
+        if self._peer_error is not None:
+            return self._peer_error
         action, timeout_s = self._last_wait
         return self._comm.timeout_error(self.silent_ranks, f"the step to {action}", f"all ranks to {action}", timeout_s)
 
@@ -68,7 +81,8 @@ class Consensus:
             return False
         requests += [self._comm.Irecv(reports[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
         start = time.monotonic()
-        while not wait_all(requests, min(_REMINDER_S, start + timeout_s - time.monotonic())):
+        heard = functools.partial(self._heard_of_silent_rank, dict(zip(peers, requests[len(peers) :], strict=True)))
+        while not wait_all(requests, min(_REMINDER_S, start + timeout_s - time.monotonic()), heard):
             waited_s = time.monotonic() - start
             self.silent_ranks = sorted({peer for peer, request in zip(2 * peers, requests, strict=True) if not request.Test()})
             if waited_s > timeout_s:
@@ -81,6 +95,11 @@ class Consensus:
             )
         self.silent_ranks = []
         return bool(reports.all())
+
+    def _heard_of_silent_rank(self, receives: Mapping[int, Request]) -> EPPeerError | None:
+        """Return the notice of a rank that sends no report. A report comes before the notice of its rank."""
+        error = self._comm.heard() if self._comm.heard is not None else None
+        return error if error is not None and not receives[error.peer].Test() else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -101,8 +120,17 @@ class Consensus:
             raise self.timeout_error()
         if not all_ok:
             raise EPUnavailableError(
-                "another rank failed to make its part of this Buffer; expected all ranks to succeed. See the exception of that rank."
+                f"another rank failed to make its part of this Buffer; expected all ranks to succeed. {self._cause()}."
             )
+
+    def _cause(self) -> str:
+        """Return what the rank that failed says about it, in a moment."""
+        end = time.monotonic() + _CAUSE_S
+        while self._comm.heard is not None and time.monotonic() < end:
+            if (error := self._comm.heard()) is not None:
+                return f"Fix the exception of rank {error.peer}: {error.reason}"
+            time.sleep(1e-3)
+        return "See the exception of that rank"
 
     def free(self) -> None:
         """Free the communicator. Collective."""

@@ -1,48 +1,169 @@
-"""Messages of ranks that leave a Buffer after an exception, so that their peers need not wait for the time limit."""
+"""Notices of ranks that leave a Buffer or refuse a call, so that their peers need not wait for the time limit.
+
+A rank leaves by an exception, by the end of its program, or because the program dropped the Buffer. Its peers raise as soon as they wait
+for it. A rank that refuses a call may repeat it, so its peers go on waiting. They raise when it makes another call instead, and their
+time-outs quote the refusal.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
-from ..errors import EPTimeoutError, EPUnavailableError
+from ..errors import EPPeerError, EPTimeoutError, EPUnavailableError
+from . import process_end
 from .communicator import Communicator
-from .timed_collectives import wait_all
+from .process_end import END, EXCEPTION, SIGNAL, describe
 
 FAILURE_NOTICE_TAG = 3
 _POLL_PERIOD_S = 0.02
 _GRACE_S = 0.2  # data that a rank sent before its notice may arrive after it
-_DELIVERY_S = 1.0
+_END_GRACE_S = 1.0  # if its program ended as it should, this rank's GPU may still work on calls that both have made
 _MAX_TEXT = 500
+_LEAVES = EXCEPTION, SIGNAL, END
+_REFUSED, _ELSEWHERE, _REPEATED = "refused", "elsewhere", "repeated"
+
+
+@dataclass
+class CallProgress:
+    """The call that a rank makes, and the number of calls that it has made. All ranks of a Buffer make the same calls."""
+
+    name: str = ""  # empty between calls
+    num_made: int = 0
+
+
+@dataclass
+class _Notice:
+    """What a peer has said.
+
+    Attributes:
+        kind: One of the constants above.
+        num_made: The calls that the peer had made.
+        doing: What it does instead of a call, if that is known.
+        text: Why.
+        arrived_at: The time.
+    """
+
+    kind: str
+    num_made: int
+    doing: str
+    text: str
+    arrived_at: float
 
 
 class FailureNotice:
-    """Tell the peers why this rank leaves, and learn which peers have left.
+    """Tell the peers why this rank leaves or refuses a call, and learn this from them.
 
     Args:
         comm: The ranks. No other module sends messages with `FAILURE_NOTICE_TAG` over it.
+        progress: The calls of this rank.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, progress: CallProgress | None = None) -> None:
+        self._comm, self._progress = comm, progress or CallProgress()
         self._peers = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
-        self._received: dict[int, tuple[float, str]] = {}  # by rank: time of arrival and text
+        self._left: dict[int, _Notice] = {}  # by rank, in the order of arrival
+        self._aside: dict[int, _Notice] = {}  # the last refusal of each rank, or what it does instead
         self._poll_at = 0.0
+        self._lock, self._has_left = threading.RLock(), False
+        self._refused = "", ""  # the call that this rank has refused and not made since, and why
+        self._requests: list[Any] = []
+        process_end.watch(self)
+
+    # --- what this rank says -----------------------------------------------------------------------------------------------------
 
     def notify(self, error: BaseException) -> None:
-        """Tell all peers why this rank leaves. A store may end with this process, so wait a moment for them to read."""
-        text = f"{type(error).__name__}: {_text_of(error)}"[:_MAX_TEXT]
-        with suppress(EPUnavailableError):  # without the store, no message can be sent
-            requests = [self._comm.isend(text, peer, FAILURE_NOTICE_TAG) for peer in self._peers]
-            if not wait_all(requests, _DELIVERY_S):
-                self._comm.retain(requests, text)
+        """Tell all peers that this rank leaves after an exception. A store may end with this process, so wait a moment for them."""
+        self.leave(EXCEPTION, describe(error))
+        if not process_end.await_delivery([self]):
+            process_end.deliver_at_exit(self)
+
+    def leave(self, kind: str, reason: str) -> None:
+        """Tell all peers that this rank leaves, unless it has done so before. This waits for nothing.
+
+        Args:
+            kind: EXCEPTION, SIGNAL or END.
+            reason: For the errors of the peers.
+        """
+        with self._lock:
+            if self._has_left:
+                return
+            self.close()
+        call, text = self._refused
+        if call and text not in reason:
+            reason = f"{reason}. Before that, it refused {call}: {text}"
+        self._send(kind, reason)
+
+    def close(self) -> None:
+        """Say nothing more: the Buffer has ended."""
+        self._has_left = True
+        process_end.unwatch(self)
+
+    def is_delivered(self) -> bool:
+        """Return whether all peers have read the last notice, or have left too."""
+        with suppress(EPUnavailableError, RuntimeError):  # without the store, no rank reads it
+            if not all(request.Test() for request in self._requests):
+                self._receive(time.monotonic())
+                return all(peer in self._left or r.Test() for peer, r in zip(self._peers, self._requests, strict=True))
+        return True
+
+    def refuse(self, error: BaseException) -> None:
+        """Note that this rank has refused the current call before it sent anything."""
+        if not self._has_left and not self._refused[0]:  # one message for any number of refusals
+            self._refused = self._progress.name, describe(error)
+            self._send(_REFUSED, f"{self._refused[0]}: {self._refused[1]}")
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether this rank has refused a call, and made none since."""
+        return bool(self._refused[0])
+
+    def make_call(self) -> None:
+        """After a refusal, tell the peers whether the current call is the one that this rank has refused."""
+        (call, text), self._refused = self._refused, ("", "")
+        if call == self._progress.name:
+            self._send(_REPEATED, "")
+        else:
+            self._send(_ELSEWHERE, f"it refused {call} ({text}), and made {self._progress.name} instead", self._progress.name)
+
+    def go_elsewhere(self, doing: str, text: str) -> None:
+        """Note that this rank, after its last call, does something else that all ranks have to do. `come_back` ends that.
+
+        Args:
+            doing: What.
+            text: What peers read if they make a call of this Buffer instead.
+        """
+        if not self._has_left:
+            self._send(_ELSEWHERE, text, doing)
+
+    def come_back(self) -> None:
+        """End what `go_elsewhere` has noted."""
+        if not self._has_left:
+            self._send(_REPEATED, "")
+
+    def _send(self, kind: str, text: str, doing: str = "") -> None:
+        if not self._comm.can_send():
+            return
+        notice = [kind, self._progress.num_made, doing, text[:_MAX_TEXT]]
+        with suppress(EPUnavailableError, RuntimeError):  # without the store, or after an error of MPI, no message can be sent
+            sent = [self._comm.isend(notice, peer, FAILURE_NOTICE_TAG) for peer in self._peers]
+            if unread := [request for request in self._requests if not request.Test()]:
+                self._comm.retain(unread)
+            self._requests = sent
+
+    # --- what peers say ----------------------------------------------------------------------------------------------------------
 
     def start_listening(self) -> None:
         """Begin a wait. Polling costs messages, so a short wait does not poll."""
         self._poll_at = time.monotonic() + _POLL_PERIOD_S
+        if self.has_refused and self._progress.name:
+            self.make_call()
 
     def failed_peers(self) -> list[int]:
-        """Return the ranks that have left and whose last data has arrived. Call it often while waiting.
+        """Return the ranks that will not take part in this call, and whose last data has arrived. Call it often while waiting.
 
         Raises:
             EPUnavailableError: If the store of the ranks has ended, and no rank has said that it leaves.
@@ -52,35 +173,85 @@ class FailureNotice:
             try:
                 self._receive(now)
             except EPUnavailableError:
-                if not self._received:  # otherwise it ended with a rank that has left
+                if not self._left:  # otherwise it ended with a rank that has left
                     raise
-        return [rank for rank, (arrived_at, _) in self._received.items() if now > arrived_at + _GRACE_S]
+        return [
+            rank
+            for notices in (self._left, self._aside)
+            for rank, notice in notices.items()
+            if now > notice.arrived_at + (_END_GRACE_S if notice.kind == END else _GRACE_S) and self._is_missed(notice)
+        ]
+
+    def heard(self, phase: str) -> EPPeerError | None:
+        """Return the error of a wait for all ranks, if one of them has left. After this rank has left, it hears nothing more."""
+        failed = [] if self._has_left else self.failed_peers()
+        return self.error(failed[0], phase) if failed else None
+
+    def _is_missed(self, notice: _Notice) -> bool:
+        """Return whether the peer takes no part in the current call."""
+        if notice.kind in _LEAVES:
+            return True
+        mine = self._progress
+        return notice.kind == _ELSEWHERE and notice.num_made == mine.num_made and mine.name not in ("", notice.doing)
 
     def _receive(self, now: float) -> None:
-        for peer in self._peers:
-            while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
-                self._received[peer] = now, self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
+        with self._lock:
+            for peer in self._peers:
+                while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
+                    kind, num_made, doing, text = self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
+                    heard = self._left if kind in _LEAVES else self._aside
+                    heard[peer] = _Notice(kind, num_made, doing, text, now)
+                    if kind == _REPEATED:
+                        del heard[peer]
 
     def first_to_leave(self) -> int | None:
         """Return the rank whose notice arrived first, also if its last data may still arrive."""
-        return next(iter(self._received), None)
+        return next(iter(self._left), None)
 
-    def error(self, peer: int, phase: str, call_idx: int = 0, node: int | None = None) -> EPTimeoutError:
-        """Make the error of a wait for a rank that has left."""
-        rank, where = self._comm.Get_rank(), "" if node is None else f" on node {node}"
-        return EPTimeoutError(
-            f"rank {peer}{where} left the Buffer after an exception, and rank {rank} waited for it ({phase}). "
-            f"Fix the exception of rank {peer}: {self._received[peer][1]}",
-            rank=rank,
-            peer=peer,
-            phase=phase,
-            call_idx=call_idx,
-            node=node,
+    def refusals(self) -> str:
+        """Return what peers have refused or do instead, as sentences for an error. Empty: nothing."""
+        with suppress(EPUnavailableError):
+            self._receive(time.monotonic())
+        return "".join(f". {sentence}" for peer in self._aside if (sentence := self._sentence(peer)))
+
+    def _sentence(self, peer: int) -> str:
+        """Return what a peer has said, as the end of an error about it. Empty: nothing that explains its silence."""
+        if (left := self._left.get(peer)) is not None:
+            return f"Rank {peer} has left the Buffer: {left.text}"
+        aside = self._aside.get(peer)
+        if aside is None or (aside.kind == _ELSEWHERE and not self._is_missed(aside)):
+            return ""
+        if aside.kind == _ELSEWHERE:
+            return f"Rank {peer} does not take part: {aside.text}"
+        return f"Rank {peer} has refused a call and not repeated it: {aside.text}"
+
+    def explain(self, timeout: EPTimeoutError) -> EPTimeoutError:
+        """Return the error of a time-out, with what the silent peer has said."""
+        with suppress(EPUnavailableError):
+            self._receive(time.monotonic())
+        if not (sentence := self._sentence(timeout.peer)):
+            return timeout
+        made = EPPeerError(
+            f"{timeout}. {sentence}",
+            reason=(self._left.get(timeout.peer) or self._aside[timeout.peer]).text,
+            rank=timeout.rank,
+            peer=timeout.peer,
+            phase=timeout.phase,
         )
+        made.expected, made.seen, made.call_idx, made.node = timeout.expected, timeout.seen, timeout.call_idx, timeout.node
+        return made
 
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # `__str__` is the caller's code, and the notice must go out all the same
-        return f"(its __str__ raises {type(broken).__name__})"
+    def error(self, peer: int, phase: str, call_idx: int = 0, node: int | None = None) -> EPPeerError:
+        """Make the error of a wait for a rank that takes no part."""
+        notice = self._left.get(peer) or self._aside[peer]
+        rank, where = self._comm.Get_rank(), "" if node is None else f" on node {node}"
+        who, waited = f"rank {peer}{where}", f"rank {rank} waited for it ({phase})"
+        if notice.kind == EXCEPTION:
+            text = f"{who} left the Buffer after an exception, and {waited}. Fix the exception of rank {peer}: {notice.text}"
+        elif notice.kind == SIGNAL:
+            text = f"{who} left the Buffer, and {waited}: {notice.text}. Find out what sent the signal"
+        elif notice.kind == END:
+            text = f"{who} left the Buffer, and {waited}: {notice.text}. Let all ranks make the same calls, in `with Buffer(...)`"
+        else:
+            text = f"{who} does not make this call ({self._progress.name}), and {waited}: {notice.text}. Make the same calls on all ranks"
+        return EPPeerError(text, reason=notice.text, rank=rank, peer=peer, phase=phase, call_idx=call_idx, node=node)

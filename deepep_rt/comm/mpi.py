@@ -28,6 +28,7 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
 
     transport_name = "MPI"
     outlives_owner = True
+    is_abandoned = False  # collectives of it may be unfinished, so it is never freed
     _steps = 0  # number of collectives so far; the same on all ranks
 
     def begin_private_comm(self) -> tuple[MpiCommunicator, Any]:
@@ -42,10 +43,18 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
         self._receive_arrivals()  # of an earlier attempt, so that the caller does not find them
         return made
 
+    def abandon_private_comm(self) -> None:
+        """Let the next `begin_private_comm` make another one. All ranks call it."""
+        made: Any = self.Get_attr(_private_comm_key())
+        if made is not None:
+            made[0].is_abandoned = True
+            self.retain(made)
+            self.Delete_attr(_private_comm_key())
+
     def Dup(self, info: Any = None) -> MpiCommunicator:
         made, request = self.Idup(info)
         self._finish_step(request, made, "a duplication of the communicator")
-        made.timeout_s = self.timeout_s
+        made.timeout_s, made.heard = self.timeout_s, self.heard
         return made
 
     def dup_for_process(self) -> MpiCommunicator:
@@ -63,7 +72,7 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
         """Make a communicator of these ranks, in this order. Collective; each rank passes the ranks of its own group."""
         self.Barrier()  # MPI has no split that can be given up, so make sure first that all ranks are here
         made = MpiCommunicator(self.Split(ranks[0], ranks.index(self.Get_rank())))
-        made.timeout_s = self.timeout_s
+        made.timeout_s, made.heard = self.timeout_s, self.heard
         return made
 
     def abandon(self) -> None:
@@ -129,6 +138,10 @@ class MpiCommunicator(TimedCollectives, MPI.Intracomm):
 
     # --- messages ----------------------------------------------------------------------------------------------------------------
 
+    def can_send(self) -> bool:
+        """Return whether this thread may send messages now: MPI runs, and allows its calls."""
+        return not MPI.Is_finalized() and (MPI.Is_thread_main() or MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+
     def send_parts(self, parts: Sequence[np.ndarray], dest: int, tag: int) -> Any:
         """Start to send several arrays as one message, without copying them together."""
         return _start(self.Isend, parts, dest, tag)
@@ -151,7 +164,7 @@ def _start(method: Callable[..., Any], parts: Sequence[np.ndarray], peer: int, t
 def _private_comm_key() -> int:
     def free(comm: Any, key: int, made: Any) -> None:
         own, request = made
-        if request.Test():
+        if not own.is_abandoned and request.Test():
             own.Free()
 
     return MPI.Comm.Create_keyval(delete_fn=free)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import EPUnavailableError
+from ..errors import EPPeerError, EPUnavailableError
 from . import store_values
 from .timed_collectives import TimedCollectives, wait_all
 
@@ -62,7 +62,7 @@ class StoreCommunicator(TimedCollectives):
     def _duplicate(self, owner: Any) -> StoreCommunicator:
         self._num_duplicates += 1
         made = StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size, owner)
-        made._unread_of_origin, made.timeout_s = self._unread, self.timeout_s
+        made._unread_of_origin, made.timeout_s, made.heard = self._unread, self.timeout_s, self.heard
         return made
 
     def sub_comm(self, ranks: Sequence[int]) -> StoreCommunicator:
@@ -70,8 +70,12 @@ class StoreCommunicator(TimedCollectives):
         self._num_duplicates += 1
         name = f"{self._name}.{self._num_duplicates}.{ranks[0]}"
         made = StoreCommunicator(self._store, name, ranks.index(self.rank), len(ranks), self._owner)
-        made.timeout_s = self.timeout_s
+        made.timeout_s, made.heard = self.timeout_s, self.heard
         return made
+
+    def abandon_private_comm(self) -> None:
+        """Let the next `begin_private_comm` make another one. All ranks call it."""
+        self._private_comm = None
 
     def begin_private_comm(self) -> tuple[StoreCommunicator, Request]:
         """Return the duplicate that belongs to this communicator, and a complete request."""
@@ -88,8 +92,8 @@ class StoreCommunicator(TimedCollectives):
 
     def Free(self) -> None:
         """Wait until all ranks have arrived: the store must not end while a rank still reads from it."""
-        with suppress(EPUnavailableError):  # it has ended, after all other ranks arrived
-            wait_all([self._start_allgather(None)], _FREE_S)
+        with suppress(EPUnavailableError, EPPeerError):  # it has ended, after all other ranks arrived; or a rank has left
+            wait_all([self._start_allgather(None)], _FREE_S, self.heard)
         self._unread_of_origin += [(0, key) for _, key in self._unread]  # its next collective deletes them
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import EPTimeoutError
+from ..errors import EPPeerError, EPTimeoutError
 from .communicator import Request
 from .host import host_identity
 
@@ -17,14 +17,16 @@ _SPIN_S = 2e-3  # shorter waits poll without a pause
 _MAX_PAUSE_S = 2e-3
 
 
-def wait_all(requests: Sequence[Request], timeout_s: float) -> bool:
-    """Wait for requests up to a time limit, and return whether all are complete."""
+def wait_all(requests: Sequence[Request], timeout_s: float, heard: Callable[[], EPPeerError | None] | None = None) -> bool:
+    """Wait for requests up to a time limit, and return whether all are complete. Raise what `heard` returns."""
     start, pause = time.monotonic(), 1e-4
     while not all(request.Test() for request in requests):
         waited_s = time.monotonic() - start
         if waited_s > timeout_s:
             return False
         if waited_s > _SPIN_S:
+            if heard is not None and (error := heard()) is not None:
+                raise error
             time.sleep(pause)
             pause = min(1.2 * pause, _MAX_PAUSE_S)
     return True
@@ -40,6 +42,7 @@ class TimedCollectives:
     """The part that both kinds of communicator share."""
 
     timeout_s = math.inf
+    heard: Callable[[], EPPeerError | None] | None = None
 
     # Each communicator has these methods. Defining them here would hide those of MPI.Intracomm.
     Get_rank: Callable[[], int]
@@ -53,6 +56,10 @@ class TimedCollectives:
         """
         hosts = self.allgather(host_identity())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.Get_rank()]]
+
+    def can_send(self) -> bool:
+        """Return whether this thread may send messages now."""
+        return True
 
     def _announce_arrival(self) -> None:
         """Tell the other ranks that this rank waits."""
@@ -76,14 +83,19 @@ class TimedCollectives:
 
         Raises:
             EPTimeoutError: if a rank does not arrive; it names those ranks.
+            EPPeerError: if `heard` returns it.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         announce_s = min(_ANNOUNCE_S, limit_s / 4)
-        if wait_all([request], announce_s):
-            return
-        self._announce_arrival()
-        if wait_all([request], limit_s - announce_s):
-            return
+        try:
+            if wait_all([request], announce_s, self.heard):
+                return
+            self._announce_arrival()
+            if wait_all([request], limit_s - announce_s, self.heard):
+                return
+        except EPPeerError:
+            self.retain(request, held)
+            raise
         # The announcement of the last rank may still be on its way.
         end = time.monotonic() + announce_s
         while (missing := self._missing_ranks(request)) and time.monotonic() < end:

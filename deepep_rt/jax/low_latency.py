@@ -196,6 +196,7 @@ def _run_dispatch(
     backend = backend_of(buffer, low_latency=True)
     given = x, idx, weights[0] if weights else None
     with backend.call_lock:
+        backend.call_lock.progress.name = "low_latency_dispatch"
         inputs = low_latency_dispatch_inputs(info_of(buffer), stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
         inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
         backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)

@@ -155,6 +155,7 @@ def low_latency_dispatch_op(
     of = buffer_of(buffer)
     backend, info = backend_of(of, low_latency=True), info_of(of)
     with backend.call_lock:
+        backend.call_lock.progress.name = "low_latency_dispatch"
         call = backend.begin(x, False, None, None)
         inputs = low_latency_dispatch_inputs(
             info, call.stream, x, topk_idx, topk_weights, use_fp8, round_scale, use_ue8m0, None, None

@@ -92,22 +92,29 @@ def test_a_mismatch_after_a_conversion() -> None:
 def test_the_text_of_each_argument(name: str, argument: str, values: tuple[Any, Any]) -> None:
     one, other = (call("dispatch", "uint8", "int64", x_scales="uint8", **{argument: value}) for value in values)
     assert describe_mismatch({0: one, 1: other}) == (
-        f"the ranks disagree on the {name} of this call; expected the same on all ranks. rank 0: {values[0]}, rank 1: {values[1]}"
+        f"dispatch: the ranks disagree on the {name} of this call: rank 0: {values[0]}, rank 1: {values[1]}; expected the same on all "
+        f"ranks. Pass arrays of the same dtypes, and the same arguments, to dispatch on every rank"
     )
 
 
 def test_the_whole_text() -> None:
     plain = {2: call("dispatch", "bfloat16"), 5: call("dispatch", "float16")}
     assert describe_mismatch(plain) == (
-        "the ranks disagree on the x of this call; expected the same on all ranks. rank 2: bfloat16, rank 5: float16"
+        "dispatch: the ranks disagree on the x of this call: rank 2: bfloat16, rank 5: float16; expected the same on all ranks. "
+        "Pass arrays of the same dtypes, and the same arguments, to dispatch on every rank"
     )
-    cast = ", after use_fp8 and use_ue8m0 have taken effect; expected the same on all ranks. "
+    cast = "the x_scales of this call, after use_fp8 and use_ue8m0 have taken effect: rank 0: None, rank 1: uint8; expected"
     scaled = {rank: call("low_latency_dispatch", "float8_e4m3fn", x_scales=dtype) for rank, dtype in enumerate((None, "uint8"))}
-    assert describe_mismatch(scaled) == f"the ranks disagree on the x_scales of this call{cast}rank 0: None, rank 1: uint8"
+    assert cast in str(describe_mismatch(scaled))
     steps = {rank: call("combine with reduce='topk'", "bfloat16", alignment_or_step=rank + 2) for rank in range(2)}
     assert describe_mismatch(steps) == (
-        "the ranks disagree on the step (a rank did not end its last call) of this call; expected the same on all ranks. "
-        "rank 0: 2, rank 1: 3"
+        "combine with reduce='topk': the ranks disagree on the step (a rank did not end its last call) of this call: rank 0: 2, rank 1: 3; "
+        "expected the same on all ranks. Make a new Buffer on all ranks"
+    )
+    kinds = {rank: call(kind, "uint8") for rank, kind in enumerate(("dispatch", "combine"))}
+    assert describe_mismatch(kinds) == (
+        "the ranks disagree on the kind of this call: rank 0: dispatch, rank 1: combine; expected the same on all ranks. Make the same "
+        "calls in the same order on every rank"
     )
 
 

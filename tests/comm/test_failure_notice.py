@@ -69,7 +69,7 @@ def test_notify_waits_for_the_readers(ranks: list[StoreCommunicator], notices: l
 def test_earlier_data_of_a_leaving_rank_may_still_arrive(notices: list[FailureNotice], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_notice, "_GRACE_S", 60.0)
     leaving = _start_notifying(notices[0], KeyError("mine " * 50))
-    while not notices[1]._received:
+    while not notices[1]._left:
         assert notices[1].failed_peers() == []
     time.sleep(0.01)
     assert notices[1].failed_peers() == []
@@ -82,7 +82,7 @@ def test_earlier_data_of_a_leaving_rank_may_still_arrive(notices: list[FailureNo
 def test_the_store_ends_after_a_notice(ranks: list[StoreCommunicator], notices: list[FailureNotice]) -> None:
     """It lives in the process of a rank, which may leave as soon as all peers have read why."""
     leaving = _start_notifying(notices[0], KeyError("mine"))
-    while not notices[1]._received or not notices[2]._received:
+    while not notices[1]._left or not notices[2]._left:
         notices[1].failed_peers()
         notices[2].failed_peers()
     leaving.join()

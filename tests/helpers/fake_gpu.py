@@ -109,6 +109,8 @@ class FakeCommunicator(TimedCollectives):
 
     relay_objection = ""
     sent_notice, incoming_notice = "", ""  # the failure notices of this rank, and of rank 2
+    incoming_kind = "exception"
+    incoming_num_made, incoming_doing = 0, ""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -128,6 +130,8 @@ class FakeCommunicator(TimedCollectives):
     def Dup(self) -> FakeCommunicator:
         return self
 
+    def abandon_private_comm(self) -> None: ...
+
     def allgather(self, value: Any) -> list[Any]:
         return [value] * self._num_ranks
 
@@ -145,16 +149,16 @@ class FakeCommunicator(TimedCollectives):
         word[:] = True
         return SimpleNamespace(Test=lambda: True)
 
-    def isend(self, text: str, peer: int, tag: int) -> Any:
-        self.sent_notice = text
+    def isend(self, notice: list[Any], peer: int, tag: int) -> Any:
+        self.sent_notice = notice[-1]
         return SimpleNamespace(Test=lambda: True)
 
     def iprobe(self, source: int, tag: int) -> bool:
         return source == 2 and bool(self.incoming_notice)
 
-    def recv(self, source: int, tag: int) -> str:
+    def recv(self, source: int, tag: int) -> list[Any]:
         notice, self.incoming_notice = self.incoming_notice, ""
-        return notice
+        return [self.incoming_kind, self.incoming_num_made, self.incoming_doing, notice]
 
     def retain(self, *held: Any) -> None: ...
     def Barrier(self) -> None: ...

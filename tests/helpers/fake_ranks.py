@@ -37,6 +37,7 @@ class FakeRanks:
 
     outlives_owner = True
     relay_objection = ""
+    heard = None
 
     def sub_comm(self, ranks):
         return FakeRanks(len(ranks), ranks.index(self.rank))

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from deepep_rt import EPInputError, EPTimeoutError, errors
+from deepep_rt import EPInputError, EPPeerError, EPTimeoutError, errors
 
+TIMED_OUT: dict[str, Any] = dict(rank=0, peer=3, phase="rows of a dispatch", expected=7, seen=6, call_idx=9)
 KINDS = [kind for name, kind in vars(errors).items() if name.startswith("EP")]
 
 
@@ -21,13 +22,15 @@ def _pickled(error: Exception) -> Any:
 
 
 def _timed_out() -> EPTimeoutError:
-    return EPTimeoutError("rank 0 waited", rank=0, peer=3, phase="rows of a dispatch", expected=7, seen=6, call_idx=9)
+    return EPTimeoutError("rank 0 waited", **TIMED_OUT)
 
 
 @pytest.mark.parametrize("transfer", [_pickled, copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip(kind: type[Exception], transfer: Callable[[Exception], Any]) -> None:
-    error = _timed_out() if kind is EPTimeoutError else kind("a text")
+    error = kind("a text", **TIMED_OUT) if issubclass(kind, EPTimeoutError) else kind("a text")
+    if kind is EPPeerError:
+        error.reason = "KeyError: mine"
     error.note = "set later"  # type: ignore[attr-defined]
     copied = transfer(error)
     assert type(copied) is kind

@@ -140,7 +140,7 @@ def test_folders_load_nothing() -> None:
 PUBLIC = {
     "deepep_rt": "Buffer BufferDescription LinkRates NetworkOptions Event DispatchHandle DispatchResult CombineResult LowLatencyHandle "
     "LowLatencyDispatchResult LowLatencyCombineResult EPError EPCacheError EPCompileError EPConfigError EPDestroyedError EPInputError "
-    "EPOutOfMemoryError EPTimeoutError EPUnavailableError __version__",
+    "EPOutOfMemoryError EPPeerError EPTimeoutError EPUnavailableError __version__",
     "deepep_rt.buffer": "Buffer",
     "deepep_rt.config": "Config",
     "deepep_rt.errors": "EPError EPTimeoutError",

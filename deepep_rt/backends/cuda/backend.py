@@ -153,6 +153,8 @@ class CudaBackend:
         self.copy_ceilings = self.throughput.copy_ceilings
         self.check, self.synchronize = self.runtime.monitor.check, self.runtime.synchronize
         comm.timeout_s = config.timeout_s
+        comm.heard = functools.partial(self.runtime.monitor.failure_notice.heard, "a step of all ranks")
+        self._consensus.listen(self.runtime.monitor.failure_notice)
         between_groups = ""
         if config.has_network:
             between_groups = f" and {_TRANSPORT_NAMES[config.transport]} between groups of {config.node_size}"
@@ -282,7 +284,7 @@ class CudaBackend:
         config, monitor, is_sound = self._config, self.runtime.monitor, False
         try:
             if error is not None:
-                monitor.notify(error)
+                monitor.failure_notice.notify(error)
             if in_touch and not monitor.is_broken:
                 self.runtime.wait_for_calls()
                 is_sound = not monitor.is_broken and not self.masked_ranks()

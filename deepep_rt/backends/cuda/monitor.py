@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...comm.communicator import Communicator
-from ...comm.failure_notice import FailureNotice
+from ...comm.failure_notice import CallProgress, FailureNotice
 from ...config import Config
 from ...cuda import driver
 from ...errors import EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
@@ -64,6 +64,7 @@ class Monitor:
         page: Its status page.
         state: Address of the kernels' State.
         check_ended: Raises if the Buffer was destroyed. It runs while the host waits.
+        progress: The call that runs.
         check_network: Raises if the network failed. It runs while the host waits.
         network_progress: Says what the network has carried, for the log after a time-out. Empty: nothing to say.
     """
@@ -75,12 +76,13 @@ class Monitor:
         page: StatusPage,
         state: int,
         check_ended: Callable[[], None] = lambda: None,
+        progress: CallProgress | None = None,
         check_network: Callable[[], None] | None = None,
         network_progress: Callable[[], str] = lambda: "",
     ) -> None:
         self._check_ended, self._check_network, self._network_progress = check_ended, check_network, network_progress
         self._config, self._page, self._rank = config, page, comm.Get_rank()
-        self._failure_notice = FailureNotice(comm)
+        self.failure_notice = FailureNotice(comm, progress)
         self._abort_flag = state + structs.offset(structs.State.dtype({}), "abort")
         self._error: EPError | None = None
 
@@ -105,11 +107,13 @@ class Monitor:
                 _log.warning("rank %d: a wait of a kernel has timed out; %s", self._rank, progress)
             self._error = self._network_error()
             if self._error is None:
-                self._error = timeout
+                self._error = self.failure_notice.explain(timeout)
+            if self._error is timeout:
                 raise
-            raise self._error from timeout  # kernels know only which data did not come, the network knows why
-        except EPError as error:
+            raise self._error from timeout  # kernels know only which data did not come; the network, or the peer, says why
+        except EPError as error:  # the other ranks may wait for data that does not come
             self._error = error
+            self.failure_notice.notify(error)
             raise
 
     def _network_error(self) -> EPError | None:
@@ -131,7 +135,7 @@ class Monitor:
 
     def begin_wait(self) -> None:
         """Note that the host begins to wait. A short wait does not look for messages."""
-        self._failure_notice.start_listening()
+        self.failure_notice.start_listening()
 
     def check_failure_notices(self) -> None:
         """While the host waits, raise if another rank has failed. Kernels of this rank then stop waiting for it."""
@@ -139,8 +143,8 @@ class Monitor:
             return
         error: EPError | None = None
         try:
-            if failed := self._failure_notice.failed_peers():
-                error = self._failure_notice.error(failed[0], "a call on the GPU", node=self._config.node_of(failed[0]))
+            if failed := self.failure_notice.failed_peers():
+                error = self.failure_notice.error(failed[0], "a call on the GPU", node=self._config.node_of(failed[0]))
             else:
                 error = self._network_error()
         except (EPUnavailableError, EPTimeoutError) as lost:  # the ranks' store has ended
@@ -159,9 +163,9 @@ class Monitor:
         Raises:
             EPTimeoutError: if a peer is silent, or the kernel reports nothing in time.
         """
-        counts, limit = None, _StartedKernelLimit(self._rank, self._config.timeout_s + _GRACE_S)
+        limit = _StartedKernelLimit(self._rank, self._config.timeout_s + _GRACE_S)
         self.begin_wait()
-        try:
+        with self.call_half("a dispatch was interrupted while it waited for its counts", "kPhaseRoute"):
             # This loop does not check inputs: an error would leave these counts on the page, for the next call.
             while (counts := self._page.counts()) is None:
                 self._check_ended()
@@ -174,16 +178,13 @@ class Monitor:
                         f"rank {self._rank}: the routing kernel has run for {limit.seconds:g} s, and reports neither counts nor a silent "
                         f"peer; expected one of them within timeout_s. The GPU is stuck, or other processes keep it busy",
                     )
-        finally:
-            if counts is None and self._error is None:
-                self._error = self._timeout_error("kPhaseRoute", "a dispatch was interrupted while it waited for its counts")
         return counts
 
     @contextmanager
     def call_half(
         self, interrupted: str = "a low-latency call was interrupted between its halves", phase: str = "kPhaseLlRows"
     ) -> Iterator[None]:
-        """Enter around the launch of one half of a call. An exception inside (Ctrl-C) breaks the Buffer.
+        """Enter around the launch of one half of a call. An exception inside (Ctrl-C) breaks the Buffer, and the other ranks hear of it.
 
         Otherwise other ranks would match the halves of later calls with this one.
 
@@ -193,8 +194,10 @@ class Monitor:
         """
         try:
             yield
-        except BaseException:
-            self._error = self._error or self._timeout_error(phase, interrupted)
+        except BaseException as error:
+            if self._error is None:
+                self._error = self._timeout_error(phase, interrupted)
+                self.failure_notice.notify(error)
             raise
 
     def break_after(self, error: BaseException, phase: str) -> None:
@@ -204,10 +207,6 @@ class Monitor:
             f"{type(error).__name__} interrupted a call of rank {self._rank}, and the other ranks may have its part of the call; expected "
             f"the call to end. Make a new Buffer on all ranks",
         )
-
-    def notify(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank leaves the Buffer because of `error`."""
-        self._failure_notice.notify(error)
 
     def _timeout_error(self, phase: str, message: str) -> EPTimeoutError:
         return EPTimeoutError(message, rank=self._rank, peer=self._rank, phase=structs.PHASES[phase][1])

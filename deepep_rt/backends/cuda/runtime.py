@@ -79,8 +79,11 @@ class CudaRuntime:
         self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
         self.page = StatusPage(layout, self.rank)
         resources.callback(self.page.free)
-        watched = (self.network.check, self.network.progress) if self.network else ()
-        self.monitor = Monitor(comm, self.config, self.page, self.state, call_lock.check, *watched)
+        watched: dict[str, Any] = {}
+        if self.network is not None:
+            watched = {"check_network": self.network.check, "network_progress": self.network.progress}
+        self.monitor = Monitor(comm, self.config, self.page, self.state, call_lock.check, call_lock.progress, **watched)
+        call_lock.notice = self.monitor.failure_notice
         self.order = CallOrder(self.device, self.context, self.monitor.check)
         resources.callback(driver.release_stream, self.order.own_stream)
         self.stream_pool = StreamPool()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -75,7 +76,9 @@ class HostBackend:
         self.call_lock = CallLock(self.context)
         self.num_sms = config.num_sms  # has no effect here; GPUs use it
         self._statistics = HostStatistics(config) if config.statistics else None
-        self._channel = MessageChannel(self._comm, config, self.call_lock.check, self._statistics)
+        self._channel = MessageChannel(self._comm, config, self.call_lock.check, self._statistics, self.call_lock.progress)
+        self.call_lock.notice = notice = self._channel.failure_notice
+        self._comm.heard = functools.partial(notice.heard, "a step of all ranks")
         self._hooks = Hooks(config.num_slots, self.call_lock)
         overflow = OverflowLog(self._channel.rank)
         self._throughput = Throughput(self.info, self._channel, CallAgreement(config, self._channel), overflow)
@@ -183,7 +186,7 @@ class HostBackend:
         """Free the communicator. With an error, tell the other ranks why this rank leaves."""
         comm, self._comm = self._comm, None
         if comm is not None and error is not None:
-            self._channel.notify_failure(error)
+            self._channel.failure_notice.notify(error)
         self._channel.close()
         # Freeing is collective, and lost peers would not take part.
         if comm is not None and in_touch and not self._channel.is_broken and not self._channel.masked:

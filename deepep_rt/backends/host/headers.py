@@ -144,7 +144,7 @@ class CallAgreement:
         words, ranks = self._channel.exchange_headers(headers.words, self.phase(phase))
         received = Headers(words, self._config.num_ranks)
         if mismatch := call_signature.describe_mismatch({int(rank): received.signatures[rank].tolist() for rank in ranks}):
-            raise EPInputError(mismatch)
+            raise EPInputError(mismatch + self._channel.failure_notice.refusals())
         wrong = np.flatnonzero(received.problems[:, 0])
         if len(wrong):
             rank = self._channel.rank if self._channel.rank in wrong else int(wrong[0])

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ...comm.communicator import Communicator
-from ...comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
+from ...comm.failure_notice import FAILURE_NOTICE_TAG, CallProgress, FailureNotice
 from ...config import Config
 from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels.structs import PHASES
@@ -47,6 +47,7 @@ class MessageChannel:
         config: How long a peer may be silent, whether low-latency calls then mask it, and the nodes, which errors name.
         check_destroyed: Raises if the Buffer was destroyed. Every wait calls it.
         statistics: Gets the waits of calls. None: they are not counted.
+        progress: The call that runs.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class MessageChannel:
         config: Config,
         check_destroyed: Callable[[], None] = lambda: None,
         statistics: HostStatistics | None = None,
+        progress: CallProgress | None = None,
     ) -> None:
         self.statistics = statistics
         self._comm, self._timeout_s, self._check_destroyed = comm, config.timeout_s, check_destroyed
@@ -68,7 +70,8 @@ class MessageChannel:
         self._low_latency_calls = 0
         self._in_low_latency = False
         self._unfinished: list[_Transfer] = []
-        self._failure_notice = FailureNotice(comm)
+        self._progress = progress or CallProgress()
+        self.failure_notice = FailureNotice(comm, self._progress)
 
     @property
     def is_broken(self) -> bool:
@@ -106,15 +109,19 @@ class MessageChannel:
         self._call_idx += 1
         try:
             yield
-        except (EPInputError, EPOutOfMemoryError):  # all ranks agree on it, or nothing was sent yet
+        except (EPInputError, EPOutOfMemoryError):  # all ranks raise it
+            self._progress.num_made += 1
+            self._progress.name = ""
             raise
         except BaseException as error:
-            if isinstance(error, EPUnavailableError) and (peer := self._failure_notice.first_to_leave()) is not None:
+            if isinstance(error, EPUnavailableError) and (peer := self.failure_notice.first_to_leave()) is not None:
                 # A store ends with the rank that holds it, perhaps before its last data was read.
-                self._failure = self._failure_notice.error(peer, "messages over a store", self._call_idx, self._node_of(peer))
+                self._failure = self.failure_notice.error(peer, "messages over a store", self._call_idx, self._node_of(peer))
                 raise self._failure from error
             if self._failure is None and not self._in_low_latency:  # headers of low-latency calls carry numbers
                 self._break(f"{type(error).__name__} interrupted call {self._call_idx} of rank {self.rank}")
+                if not isinstance(error, MemoryError):  # `abort_call` follows
+                    self.failure_notice.notify(error)
             raise
 
     @contextmanager
@@ -131,13 +138,9 @@ class MessageChannel:
         finally:
             self._in_low_latency = False
 
-    def notify_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank leaves the Buffer because of an exception."""
-        self._failure_notice.notify(error)
-
     def abort_call(self, error: Exception) -> None:
         """Tell the other ranks why this rank cannot end its call, and refuse its later calls: the peers get no rows of this one."""
-        self.notify_failure(error)
+        self.failure_notice.notify(error)
         self._break(str(error))
 
     def close(self) -> None:
@@ -246,7 +249,7 @@ class MessageChannel:
     def _poll(self, transfers: list[_Transfer], phase: str) -> set[int]:
         masks_silent = self._masks_silent and self._in_low_latency
         start = time.monotonic()
-        self._failure_notice.start_listening()
+        self.failure_notice.start_listening()
         alive_at = dict.fromkeys((transfer.peer for transfer in transfers), start)
         heartbeat_at = start + self._timeout_s / _HEARTBEATS_PER_TIMEOUT
         lost: set[int] = set()
@@ -267,7 +270,7 @@ class MessageChannel:
             if now > start + self._timeout_s:
                 silent = [t for t in transfers if now > alive_at[t.peer] + self._timeout_s and not t.is_done()]
                 if silent and not masks_silent:
-                    self._fail(silent, self._timeout(silent, phase))
+                    self._fail(silent, self.failure_notice.explain(self._timeout(silent, phase)))
                 lost.update(transfer.peer for transfer in silent if transfer.is_receive)
                 self._mask_silent(silent, phase)
                 transfers = [transfer for transfer in transfers if transfer not in silent]
@@ -292,11 +295,11 @@ class MessageChannel:
 
     def _raise_if_failed(self, transfers: list[_Transfer], phase: str) -> None:
         """Raise if this rank waits for a peer that has left the Buffer after an exception."""
-        if failed := self._failure_notice.failed_peers():
+        if failed := self.failure_notice.failed_peers():
             waiting = [transfer for transfer in transfers if transfer.peer in failed and not transfer.is_done()]
             if waiting:
                 peer = waiting[0].peer
-                self._fail(waiting, self._failure_notice.error(peer, phase, self._call_idx, self._node_of(peer)))
+                self._fail(waiting, self.failure_notice.error(peer, phase, self._call_idx, self._node_of(peer)))
 
     def _mask_silent(self, silent: list[_Transfer], phase: str) -> None:
         for transfer in silent:

@@ -150,7 +150,7 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
     monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append((ptr, value)))
     waiting, leaving = make(ranks[0], Page(), on_timeout=on_timeout), make(ranks[2], Page())
     waiting.check_failure_notices()
-    sender = threading.Thread(target=leaving.notify, args=(KeyError("mine"),))
+    sender = threading.Thread(target=leaving.failure_notice.notify, args=(KeyError("mine"),))
     sender.start()
     end = time.monotonic() + 1.0
     waiting.begin_wait()

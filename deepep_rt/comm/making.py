@@ -1,0 +1,39 @@
+"""The making of something by all ranks, such as a Buffer: all of them succeed, or all raise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import EPPeerError
+from .communicator import Communicator
+from .failure_notice import FailureNotice
+
+
+@contextmanager
+def making(comm: Communicator, own: Communicator, phase: str) -> Iterator[None]:
+    """Run the block on all ranks. If a rank raises in it, waits of the others on `own` and its duplicates raise at once.
+
+    Args:
+        comm: The ranks.
+        own: The library's communicator of these ranks, see `rendezvous.private_comm`. After an error the next `private_comm` makes another
+            one: collectives on this one may be unfinished.
+        phase: What the block does, for the message.
+
+    Raises:
+        EPPeerError: if another rank raises in the block, or its program ends there.
+    """
+    notice = FailureNotice(own)
+    own.heard = functools.partial(notice.heard, phase)
+    try:
+        yield
+        own.Barrier()  # a rank may have failed after its last collective
+    except BaseException as error:
+        if not isinstance(error, EPPeerError):  # all ranks have the notice of that peer
+            notice.notify(error)
+        comm.abandon_private_comm()
+        raise
+    finally:
+        notice.close()
+        own.heard = None
