@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
     from .comm.communicator import Communicator
+    from .comm.failure_notice import FailureNotice
 
 _serials = itertools.count(1)
 
@@ -250,6 +251,11 @@ def buffer_of(serial: int) -> Buffer:
         if isinstance(buffer, Buffer) and buffer._info.serial == serial:
             return buffer
     raise EPDestroyedError("the Buffer of this call is gone; keep it as long as its results")
+
+
+def notice_of(buffer: Buffer) -> FailureNotice | None:
+    """Return what tells the other ranks of a Buffer that this rank leaves it or refuses a call; None after `destroy`."""
+    return None if buffer._backend is None else buffer._backend.call_lock.notice
 
 
 def backend_of(buffer: Buffer, *, low_latency: bool = False) -> Backend:

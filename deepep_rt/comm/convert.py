@@ -44,4 +44,4 @@ def communicator_of(comm: Any) -> Communicator:
         )
     from .mpi import MpiCommunicator
 
-    return MpiCommunicator(comm)
+    return comm if isinstance(comm, MpiCommunicator) else MpiCommunicator(comm)

@@ -110,10 +110,15 @@ class FailureNotice:
                 return all(peer in self._left or r.Test() for peer, r in zip(self._peers, self._requests, strict=True))
         return True
 
-    def refuse(self, error: BaseException) -> None:
-        """Note that this rank has refused the current call before it sent anything."""
-        if not self._has_left and not self._refused[0]:  # one message for any number of refusals
-            self._refused = self._progress.name, describe(error)
+    def refuse(self, error: BaseException, call: str = "") -> None:
+        """Note that this rank has refused a call before it sent anything.
+
+        Args:
+            error: Why.
+            call: The name of the call. Default: the current one.
+        """
+        if not self._has_left and not self.has_refused:  # one message for any number of refusals
+            self._refused = call or self._progress.name, describe(error)
             self._send(_REFUSED, f"{self._refused[0]}: {self._refused[1]}")
 
     @property
@@ -123,14 +128,15 @@ class FailureNotice:
 
     def make_call(self) -> None:
         """After a refusal, tell the peers whether the current call is the one that this rank has refused."""
-        (call, text), self._refused = self._refused, ("", "")
+        call, text = self._refused
         if call == self._progress.name:
-            self._send(_REPEATED, "")
+            self.repeat()
         else:
+            self._refused = "", ""
             self._send(_ELSEWHERE, f"it refused {call} ({text}), and made {self._progress.name} instead", self._progress.name)
 
     def go_elsewhere(self, doing: str, text: str) -> None:
-        """Note that this rank, after its last call, does something else that all ranks have to do. `come_back` ends that.
+        """Note that this rank does something else, which all ranks have to do before the next call. `come_back` ends that.
 
         Args:
             doing: What.
@@ -140,14 +146,19 @@ class FailureNotice:
             self._send(_ELSEWHERE, text, doing)
 
     def come_back(self) -> None:
-        """End what `go_elsewhere` has noted."""
+        """End what `go_elsewhere` has noted. It counts as a call: ranks that have done it too miss no other rank."""
+        self._progress.num_made += 1
+
+    def repeat(self) -> None:
+        """Note that this rank has made the call that it had refused."""
+        self._refused = "", ""
         if not self._has_left:
             self._send(_REPEATED, "")
 
     def _send(self, kind: str, text: str, doing: str = "") -> None:
         if not self._comm.can_send():
             return
-        notice = [kind, self._progress.num_made, doing, text[:_MAX_TEXT]]
+        notice = [kind, self._progress.num_made, doing, text[:_MAX_TEXT].rstrip(". ")]  # a part of a sentence
         with suppress(EPUnavailableError, RuntimeError):  # without the store, or after an error of MPI, no message can be sent
             sent = [self._comm.isend(notice, peer, FAILURE_NOTICE_TAG) for peer in self._peers]
             if unread := [request for request in self._requests if not request.Test()]:
@@ -242,7 +253,7 @@ class FailureNotice:
         return made
 
     def error(self, peer: int, phase: str, call_idx: int = 0, node: int | None = None) -> EPPeerError:
-        """Make the error of a wait for a rank that takes no part."""
+        """Make the error of a wait for a rank that takes no part. If that rank has not left, this one leaves."""
         notice = self._left.get(peer) or self._aside[peer]
         rank, where = self._comm.Get_rank(), "" if node is None else f" on node {node}"
         who, waited = f"rank {peer}{where}", f"rank {rank} waited for it ({phase})"
@@ -254,4 +265,7 @@ class FailureNotice:
             text = f"{who} left the Buffer, and {waited}: {notice.text}. Let all ranks make the same calls, in `with Buffer(...)`"
         else:
             text = f"{who} does not make this call ({self._progress.name}), and {waited}: {notice.text}. Make the same calls on all ranks"
-        return EPPeerError(text, reason=notice.text, rank=rank, peer=peer, phase=phase, call_idx=call_idx, node=node)
+        made = EPPeerError(text, reason=notice.text, rank=rank, peer=peer, phase=phase, call_idx=call_idx, node=node)
+        if notice.kind == _ELSEWHERE:
+            self.leave(EXCEPTION, describe(made))
+        return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,8 +23,8 @@ def making(comm: Communicator, own: Communicator, phase: str) -> Iterator[None]:
     Raises:
         EPPeerError: if another rank raises in the block, or its program ends there.
     """
-    notice = FailureNotice(own)
-    own.heard = functools.partial(notice.heard, phase)
+    notice, outer = FailureNotice(own), own.heard
+    own.heard = comm.heard = lambda: notice.heard(phase) or (outer() if outer is not None else None)
     try:
         yield
         own.Barrier()  # a rank may have failed after its last collective
@@ -36,4 +35,4 @@ def making(comm: Communicator, own: Communicator, phase: str) -> Iterator[None]:
         raise
     finally:
         notice.close()
-        own.heard = None
+        own.heard = comm.heard = outer

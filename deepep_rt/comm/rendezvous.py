@@ -55,7 +55,7 @@ def private_comm(comm: Communicator, timeout_s: float, phase: str, hint: str) ->
     """
     own, request = comm.begin_private_comm()
     comm.finish(request, own, phase, hint, timeout_s)
-    own.timeout_s = timeout_s
+    own.timeout_s, own.heard = timeout_s, comm.heard
     return own
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ..buffer import notice_of
+from ..comm.failure_notice import FailureNotice
 from ..errors import EPDestroyedError, EPInputError, EPUnavailableError
 from ..results import MAKE_ANOTHER, SharedByCopies
 from .buffer_cache import LowLatencyBuffers, NormalBuffers
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class NoAttributeError(EPUnavailableError, AttributeError):
@@ -25,6 +32,7 @@ class BufferState:
         normal: The Buffers of the normal mode; None without that mode.
         low_latency: The Buffers of the low-latency mode; None without that mode.
         enable_shrink: Whether low-latency calls may exclude ranks.
+        notice: Tells the other ranks of refused calls also before there is a Buffer.
     """
 
     def __init__(
@@ -35,16 +43,26 @@ class BufferState:
         normal: NormalBuffers | None,
         low_latency: LowLatencyBuffers | None,
         enable_shrink: bool,
+        notice: FailureNotice,
     ) -> None:
         self.rank, self.num_ranks, self.ranks_per_node = rank, num_ranks, ranks_per_node
         self.normal, self.low_latency, self.enable_shrink = normal, low_latency, enable_shrink
         self.is_destroyed = False
+        self.notice = notice
         self._comm_stream: Any = None
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the group. DeepEP calls them RDMA ranks."""
         return self.num_ranks // self.ranks_per_node
+
+    def refuse(self, call: str, error: EPInputError) -> None:
+        """Tell the other ranks, which may wait in a call of any Buffer, that this rank has refused a call."""
+        self.notice.refuse(error, call)
+        for buffers in (self.normal, self.low_latency):
+            for buffer in () if buffers is None else buffers.living:
+                if (notice := notice_of(buffer)) is not None:
+                    notice.refuse(error, call)
 
     def comm_stream(self) -> Any:
         """Return the communication stream. The first call makes it."""
@@ -83,6 +101,25 @@ class BufferState:
         if not self.enable_shrink:
             raise EPInputError(f"enable_shrink=False; {method} expects True. Make the Buffer with enable_shrink=True.")
         return buffers
+
+
+def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
+    """Let the other ranks hear if a call of this class refuses its arguments."""
+
+    @functools.wraps(call)
+    def told(*arguments: P.args, **options: P.kwargs) -> R:
+        state: BufferState = arguments[0]._state  # type: ignore[attr-defined]
+        try:
+            made = call(*arguments, **options)
+        except EPInputError as error:
+            if not error.call_made and not state.is_destroyed:
+                state.refuse(call.__name__, error)
+            raise
+        if state.notice.has_refused:
+            state.notice.repeat()
+        return made
+
+    return told
 
 
 class Calls(SharedByCopies):

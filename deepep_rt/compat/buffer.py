@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import _env
 from .. import buffer as _core
 from .._checks import flag, whole_number
+from ..backends.agreement import creation_comm, creation_timeout_s
 from ..comm.communicator import Communicator
 from ..comm.convert import communicator_of
+from ..comm.failure_notice import FailureNotice
+from ..comm.making import making
 from ..config import MAX_SMS, declared_ranks_per_node
 from ..cuda.topology import ranks_per_host
 from ..errors import EPConfigError, EPInputError, EPUnavailableError
@@ -85,35 +90,44 @@ class Buffer(NormalCalls, LowLatencyCalls):
             raise EPConfigError(
                 "group=None and comm=None; expected one of them. Pass a torch.distributed group, or an mpi4py communicator as comm=."
             )
-        num_nvl_bytes = whole_number(num_nvl_bytes, "num_nvl_bytes", 0, MOST_BYTES, error=EPConfigError)
-        num_rdma_bytes = whole_number(num_rdma_bytes, "num_rdma_bytes", 0, MOST_BYTES, error=EPConfigError)
-        num_qps_per_rank = whole_number(num_qps_per_rank, "num_qps_per_rank", 0, MOST_BYTES, error=EPConfigError)
-        low_latency_mode = flag(low_latency_mode, "low_latency_mode", error=EPConfigError)
-        enable_shrink = flag(enable_shrink, "enable_shrink", error=EPConfigError)
         ranks = communicator_of(comm if group is None else communicator(group))
-        self.rank, self.group_size = ranks.Get_rank(), ranks.Get_size()
-        self.group = comm if group is None else group
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self.explicitly_destroy = flag(explicitly_destroy, "explicitly_destroy", error=EPConfigError)
-        node, is_one_host = placement(ranks)
+        own = creation_comm(ranks, creation_timeout_s(_env.timeout_s()))
+        with making(ranks, own, "the making of a Buffer"):  # other ranks hear if this one refuses its arguments
+            num_nvl_bytes = whole_number(num_nvl_bytes, "num_nvl_bytes", 0, MOST_BYTES, error=EPConfigError)
+            num_rdma_bytes = whole_number(num_rdma_bytes, "num_rdma_bytes", 0, MOST_BYTES, error=EPConfigError)
+            num_qps_per_rank = whole_number(num_qps_per_rank, "num_qps_per_rank", 0, MOST_BYTES, error=EPConfigError)
+            self.rank, self.group_size = ranks.Get_rank(), ranks.Get_size()
+            self.group = comm if group is None else group
+            self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+            self.low_latency_mode = flag(low_latency_mode, "low_latency_mode", error=EPConfigError)
+            self.enable_shrink = flag(enable_shrink, "enable_shrink", error=EPConfigError)
+            self.explicitly_destroy = flag(explicitly_destroy, "explicitly_destroy", error=EPConfigError)
+            direct = flag(allow_nvlink_for_low_latency_mode, "allow_nvlink_for_low_latency_mode", error=EPConfigError)
+            self._state = self._make_state(ranks, own, num_qps_per_rank, direct)
+        ranks.heard = functools.partial(self._state.notice.heard, "the making of a Buffer")
+
+    def _make_state(self, ranks: Communicator, own: Communicator, num_qps_per_rank: int, allows_nvlink: bool) -> BufferState:
+        """Make the Buffers of both modes. Collective."""
+        node, is_one_host = placement(own)
         network = self.network
         if network is None and not is_one_host:
             network = NetworkOptions(ibgda=True, connections_per_peer=num_qps_per_rank)
         normal = None
-        if num_nvl_bytes:
-            num_bytes = num_nvl_bytes + (num_rdma_bytes if node < self.group_size and not low_latency_mode else 0)
+        if self.num_nvl_bytes:
+            num_bytes = self.num_nvl_bytes
+            num_bytes += self.num_rdma_bytes if node < self.group_size and not self.low_latency_mode else 0
             normal = NormalBuffers(ranks, num_bytes, self.num_slots, node, network)
-        settings: dict[str, Any] = {"on_timeout": "mask" if enable_shrink else "raise"}
-        if not flag(allow_nvlink_for_low_latency_mode, "allow_nvlink_for_low_latency_mode", error=EPConfigError):
+        settings: dict[str, Any] = {"on_timeout": "mask" if self.enable_shrink else "raise"}
+        if not allows_nvlink:
             settings["ranks_per_node"] = 1
         if network is not None:
             settings["network"] = network
-        low_latency = LowLatencyBuffers(ranks, **settings) if low_latency_mode else None
-        self._state = BufferState(self.rank, self.group_size, node, normal, low_latency, enable_shrink)
+        low_latency = LowLatencyBuffers(ranks, **settings) if self.low_latency_mode else None
         num_ranks, sizes = Buffer._hinted
-        if low_latency is not None and enable_shrink and num_ranks == self.group_size:
+        if low_latency is not None and self.enable_shrink and num_ranks == self.group_size:
             low_latency.buffer_for(*sizes, "cuda" if torch.cuda.is_available() else "host")
+        notice = FailureNotice(own.Dup())
+        return BufferState(self.rank, self.group_size, node, normal, low_latency, self.enable_shrink, notice)
 
     def check(self) -> None:
         """Raise the error that the next call would raise, for loops that only replay CUDA graphs. DeepEP has no such call.
@@ -136,6 +150,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         if state.is_destroyed:
             return
         state.is_destroyed = True
+        state.notice.close()
         with ExitStack() as stack:  # an error of one does not keep the others from being destroyed
             if state.low_latency is not None:
                 stack.callback(state.low_latency.destroy)

@@ -9,8 +9,8 @@ nodes the ranks exchange `MessageCounts` after the call. There a rank may also r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ import torch
 
 from .. import _env
 from .._checks import argument_error, flag, whole_number
-from ..buffer import Buffer
+from ..buffer import Buffer, notice_of
 from ..comm.communicator import Communicator
 from ..comm.rendezvous import private_comm, timed_allgather
 from ..config import MAX_TOPK
-from ..errors import EPError, EPInputError, EPOutOfMemoryError
+from ..errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPPeerError
 from ..network import NetworkOptions
 from ..results import DispatchResult
 from .config import normal_bytes
@@ -62,11 +62,9 @@ class NormalBuffers:
         self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
         self._network, self._ranks_per_node = network, ranks_per_node
         self._is_one_node = ranks_per_node == comm.Get_size()
-        self._private_comm = private_comm(
-            comm, self._timeout_s, "the making of a Buffer", "all ranks to make it at the same time"
-        )
+        own = private_comm(comm, self._timeout_s, "the making of a Buffer", "all ranks to make it at the same time")
         self._counts: SharedCounts | MessageCounts = (
-            SharedCounts(comm, self._timeout_s) if self._is_one_node else MessageCounts(self._private_comm.Dup(), self._timeout_s)
+            SharedCounts(own, self._timeout_s) if self._is_one_node else MessageCounts(own.Dup(), self._timeout_s)
         )
         self._current: dict[Shape, Buffer] = {}
         self._outgrown: list[Buffer] = []  # the program may still hold their handles and results
@@ -123,7 +121,8 @@ class NormalBuffers:
                     del problem  # its traceback holds this frame, and with it the arguments of the call
             if most_rows > config.num_max_recv_tokens:
                 _take_late_report(buffer)
-            buffer = self._make(shape, max(most_tokens, config.num_max_tokens_per_rank), most_rows)
+            with self._elsewhere(shape, f"a rank has {most_tokens} tokens"):
+                buffer = self._make(shape, max(most_tokens, config.num_max_tokens_per_rank), most_rows)
 
     def buffer_for(self, shape: Shape, num_tokens: int, min_rows: int) -> Buffer:
         """Return the Buffer of a shape, or make one.
@@ -135,14 +134,33 @@ class NormalBuffers:
         """
         buffer, min_tokens = self._current.get(shape), -(-min_rows // self._comm.Get_size())
         if buffer is None:
-            hint = "all ranks to call dispatch, with the same hidden, number of experts and top-k"
-            tokens = timed_allgather(self._private_comm, (num_tokens,), self._timeout_s, "the first dispatch of its kind", hint)
-            most_tokens = max(*(number for (number,) in tokens), min_tokens, self._initial_tokens(shape))
-            return self._make(shape, most_tokens, min_rows)
+            step = (
+                "the first dispatch of its kind",
+                "all ranks to call dispatch, with the same hidden, number of experts and top-k",
+            )
+            with self._elsewhere(shape, "no earlier call was of this kind"):
+                own = private_comm(self._comm, self._timeout_s, *step)
+                tokens = timed_allgather(own, (num_tokens,), self._timeout_s, *step)
+                most_tokens = max(*(number for (number,) in tokens), min_tokens, self._initial_tokens(shape))
+                return self._make(shape, most_tokens, min_rows)
         config = buffer.config
         if min_tokens <= config.num_max_tokens_per_rank and min_rows <= config.num_max_recv_tokens:
             return buffer
-        return self._make(shape, max(min_tokens, config.num_max_tokens_per_rank), min_rows)
+        with self._elsewhere(shape, f"num_worst_tokens={min_rows}, and this Buffer is for {config.num_max_recv_tokens}"):
+            return self._make(shape, max(min_tokens, config.num_max_tokens_per_rank), min_rows)
+
+    @contextmanager
+    def _elsewhere(self, shape: Shape, why: str) -> Iterator[None]:
+        """Make a Buffer in the block. Peers that make a call of another one hear of it, and this rank hears if they leave."""
+        given = ", ".join(f"{name}={value}" for name, value in asdict(shape).items())
+        notes = [(buffer, f"it makes a larger or another Buffer for its dispatch with {given} ({why})") for buffer in self.living]
+        with making_instead(self._comm, notes):
+            yield
+
+    @property
+    def living(self) -> list[Buffer]:
+        """All Buffers."""
+        return [*self._outgrown, *self._current.values()]
 
     def check(self) -> None:
         """Raise the error that the next call would raise."""
@@ -204,19 +222,27 @@ class LowLatencyBuffers:
         buffer = self._buffers.get(key) or self._buffer_of_larger_topk(*key)
         if buffer is None:
             check_not_capturing(backend)
-            buffer = self._buffers[key] = Buffer(
-                self._comm,
-                num_max_tokens_per_rank=num_tokens,
-                hidden=hidden,
-                num_topk=num_topk,
-                num_experts=num_experts,
-                backend=backend,
-                low_latency=True,
-                **self._settings,
-            )
+            text = "it makes a Buffer for its low_latency_dispatch, which has "
+            notes = [(other, text + _differences(key, sizes)) for sizes, other in self._buffers.items()]
+            with making_instead(self._comm, notes):
+                buffer = self._buffers[key] = self._make(num_tokens, hidden, num_topk, num_experts, backend)
             for rank in self._masked:
                 buffer.mask_rank(rank)
         return buffer
+
+    def _make(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer:
+        sizes: dict[str, Any] = dict(
+            num_max_tokens_per_rank=num_tokens, hidden=hidden, num_topk=num_topk, num_experts=num_experts
+        )
+        try:
+            return Buffer(self._comm, **sizes, backend=backend, low_latency=True, **self._settings)
+        except EPConfigError as error:  # it names the arguments of that class
+            raise EPConfigError(str(error).replace("num_max_tokens_per_rank", "num_max_dispatch_tokens_per_rank")) from error
+
+    @property
+    def living(self) -> list[Buffer]:
+        """All Buffers."""
+        return list(self._buffers.values())
 
     def _buffer_of_larger_topk(
         self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str
@@ -259,6 +285,43 @@ class LowLatencyBuffers:
         with ExitStack() as stack:
             for buffer in self._buffers.values():
                 stack.callback(buffer.destroy)
+
+
+def _differences(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
+    """Return in which sizes a call differs from those of a Buffer."""
+    names = ("num_max_dispatch_tokens_per_rank", "hidden", "the top-k of topk_idx", "num_experts", "backend")
+    pairs = zip(names, mine, theirs, strict=True)
+    return " and ".join(f"{name}={given!r}, and {of!r} in this call" for name, given, of in pairs if given != of)
+
+
+@contextmanager
+def making_instead(comm: Communicator, notes: Iterable[tuple[Buffer, str]]) -> Iterator[None]:
+    """Make a Buffer in the block, where all ranks have to make it.
+
+    A peer that makes a call of an existing Buffer instead would wait for this rank, and this rank for that peer. So it reads a note and
+    raises. This rank then raises too, because that peer leaves.
+
+    Args:
+        comm: The ranks. Waits on it and on what is made of it hear of peers that leave.
+        notes: The existing Buffers, and what peers read that make a call of each.
+    """
+    notices, outer = [], comm.heard
+    for buffer, text in notes:
+        if (notice := notice_of(buffer)) is not None:
+            notices.append(notice)
+            notice.go_elsewhere("the making of a Buffer", text)
+
+    def heard() -> EPPeerError | None:
+        errors = (notice.heard("the making of a Buffer") for notice in notices)
+        return next((error for error in errors if error is not None), outer() if outer is not None else None)
+
+    comm.heard = heard
+    try:
+        yield
+    finally:
+        comm.heard = outer
+        for notice in notices:
+            notice.come_back()
 
 
 def check_not_capturing(backend: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from .._checks import argument_error, instance
 from ..arrays.frameworks import not_dense
+from ..config import MAX_TOPK
 from ..errors import EPInputError
 
 Tensors: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -36,6 +37,15 @@ def check_rows(x: Any) -> None:
     check_tensor(x, "x")
     if x.dim() != 2:
         raise EPInputError(f"x.shape={list(x.shape)}; expected [num_tokens, hidden]. Reshape it.")
+
+
+def check_choices(topk_idx: torch.Tensor) -> None:
+    """Raise EPInputError unless `topk_idx` has a column for each choice. The other ranks make a Buffer of their top-k."""
+    if topk_idx.dim() != 2 or not 1 <= topk_idx.shape[1] <= MAX_TOPK:
+        raise EPInputError(
+            f"topk_idx.shape={list(topk_idx.shape)}; expected [num_tokens, num_topk] with 1 to {MAX_TOPK} choices, also without tokens. "
+            f"Reshape it."
+        )
 
 
 def rows_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,9 +10,9 @@ from .._checks import flag, whole_number
 from ..buffer import Buffer
 from ..errors import EPInputError, EPUnavailableError
 from ..results import LowLatencyDispatchResult
-from .base import Calls
+from .base import Calls, tells_refusals
 from .call_stream import CallStream
-from .checks import Tensors, backend_for, check_handle, check_rows, check_tensor, without_gradient
+from .checks import Tensors, backend_for, check_choices, check_handle, check_rows, check_tensor, without_gradient
 from .config import MOST_BYTES
 from .events import EventOverlap
 from .handles import ExpertHandle
@@ -34,6 +34,7 @@ class LowLatencyCalls(Calls):
         if self._state.enable_shrink:
             buffers.find_silent_ranks(tokens, hidden, num_experts)
 
+    @tells_refusals
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -82,7 +83,8 @@ class LowLatencyCalls(Calls):
         check_rows(x)
         check_tensor(topk_idx, "topk_idx")
         x = without_gradient(x)
-        hidden, num_topk = x.shape[1], topk_idx.shape[-1] if topk_idx.dim() else 0
+        check_choices(topk_idx)
+        hidden, num_topk = x.shape[1], topk_idx.shape[1]
         num_tokens = whole_number(num_max_dispatch_tokens_per_rank, "num_max_dispatch_tokens_per_rank", 1, MOST_BYTES)
         num_experts = whole_number(num_experts, "num_experts", 1, MOST_BYTES)
         use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
@@ -107,6 +109,7 @@ class LowLatencyCalls(Calls):
         event = stream.finish(x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         return recv_x, sent.num_recv_tokens_per_expert, handle, event, hook
 
+    @tells_refusals
     def low_latency_combine(
         self,
         x: torch.Tensor,

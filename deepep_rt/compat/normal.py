@@ -11,7 +11,7 @@ from ..config import MAX_EXPERTS
 from ..errors import EPInputError, EPUnavailableError
 from ..results import DispatchResult
 from ..torch import tensor_ops
-from .base import Calls
+from .base import Calls, tells_refusals
 from .call_stream import CallStream
 from .checks import Tensors, check_handle, check_tensor, rows_and_scales, without_gradient
 from .config import Config
@@ -66,6 +66,7 @@ class NormalCalls(Calls):
         stream.record_use(topk_idx, per_rank, per_node, per_expert, in_rank)
         return per_rank, per_node, per_expert, in_rank, stream.finish(per_rank, per_node, per_expert, in_rank)
 
+    @tells_refusals
     def dispatch(
         self,
         x: Tensors,
@@ -149,6 +150,7 @@ class NormalCalls(Calls):
         received, counts = self._received(stream, made.sent), made.num_recv_tokens_per_expert_list
         return received, experts, weights, counts, made_handle, stream.finish(x, scales, made.topk_idx, topk_weights)
 
+    @tells_refusals
     def combine(
         self,
         x: torch.Tensor,

@@ -14,7 +14,7 @@ from ..errors import EPInputError
 from ..results import DispatchResult
 from .buffer_cache import NormalBuffers, Shape
 from .call_stream import CallStream
-from .checks import backend_for, check_layout, check_tensor
+from .checks import backend_for, check_choices, check_layout, check_tensor
 from .config import MOST_BYTES
 from .handle_tables import topk_idx_of_ranks
 from .handles import DispatchedHandle
@@ -113,8 +113,8 @@ def _shape_and_topk_idx(
     hidden, dtype, backend = rows.x.shape[1], _widest_dtype(rows.x), backend_for(rows.x)
     topk_idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.shape[0]
     if topk_idx is not None:
-        num_topk = topk_idx.shape[-1] if topk_idx.dim() else 0
-        return Shape(hidden, num_topk, num_experts, dtype, backend), topk_idx, []
+        check_choices(topk_idx)
+        return Shape(hidden, topk_idx.shape[1], num_experts, dtype, backend), topk_idx, []
     shape = normal.shape_for_ranks(hidden, dtype, backend)
     with rows.stream.current():
         rows.stream.record_use(routing.is_token_in_rank)

@@ -1,4 +1,4 @@
-"""A rank leaves its Buffer, or refuses a call, on the host backend: python leaving.py [SCENARIO...].
+"""A rank leaves its Buffer, or refuses a call, on the host backend: python leaving.py [SCENARIO...], or --mpi SCENARIO FOLDER under mpirun.
 
 A scenario is three processes over a store of files, forked by this program. They end as programs do: by an exception, SIGTERM, or their
 last line. After good calls, one rank (the victim) leaves or refuses. The others must hear who and why long before `timeout_s`. The limit is
@@ -7,6 +7,7 @@ last line. After good calls, one rank (the victim) leaves or refuses. The others
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -23,13 +24,18 @@ from typing import Any
 import numpy as np
 from expect import raises
 
+with contextlib.suppress(ImportError):  # scenarios of DeepEP V1's Buffer need PyTorch
+    import torch
+
+    from deepep_rt import compat
+
 from deepep_rt import Buffer, EPConfigError, EPInputError, EPPeerError, EPTimeoutError
 from deepep_rt.backends import factory
 from deepep_rt.backends.host import backend as host
 from deepep_rt.comm.store import StoreCommunicator
 
 RANKS, VICTIM, HIDDEN = 3, 1, 32
-LONG_S, LIMIT_S, HEARD_S, SLACK = 300.0, 60, 2.0, 8.0
+LONG_S, LIMIT_S, HEARD_S, SLACK = 300.0, 150, 2.0, 8.0
 X, IDX = np.ones((4, HIDDEN), np.float32), np.tile(np.arange(2), (4, 1))
 
 
@@ -63,7 +69,8 @@ class Rank:
     """One rank of a scenario, and what it writes down for the parent."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank, self.comm = folder, rank, StoreCommunicator(FileStore(folder), "leaving", rank, RANKS)
+        self.folder, self.rank = folder, rank
+        self.comm: Any = StoreCommunicator(FileStore(folder), "leaving", rank, RANKS)
         self.slack_s, self.at_return = 0.0, lambda mine: None
 
     def make(self, **settings: Any) -> Buffer:
@@ -337,6 +344,117 @@ def _exit(*_: Any) -> Any:
     sys.exit(5)
 
 
+# --- DeepEP V1's Buffer ---------------------------------------------------------------------------------------------------------------
+
+
+def _compat(mine: Rank, **settings: Any) -> Any:
+    os.environ["DEEPEP_RT_TIMEOUT_S"] = str(LONG_S)
+    buffer = compat.Buffer(mine.comm, **{"num_nvl_bytes": 1 << 20, "low_latency_mode": True, **settings})
+    kept.append(buffer)
+    return buffer
+
+
+def _low_latency(buffer: Any, tokens: int = 8, x: Any = None, idx: Any = None) -> None:
+    x = torch.ones(4, 512, dtype=torch.bfloat16) if x is None else x
+    idx = torch.tensor([[0, 3]] * 4) if idx is None else idx
+    buffer.low_latency_dispatch(x, idx, tokens, 2 * RANKS, use_fp8=False)
+
+
+def _normal(buffer: Any, hidden: int = 256, tokens: int = 4) -> None:
+    x, idx = torch.ones(tokens, hidden, dtype=torch.bfloat16), torch.tensor([[0, 3]] * tokens)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2 * RANKS)
+    options = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+    buffer.dispatch(x, topk_idx=idx, topk_weights=torch.ones(idx.shape), **options)
+
+
+def _good_calls(mine: Rank) -> Any:
+    mine.warm_up().destroy()
+    buffer = _compat(mine)
+    for _ in range(2):
+        _low_latency(buffer)
+        _normal(buffer)
+    mine.comm.Barrier()
+    return buffer
+
+
+def compat_other_tokens(mine: Rank) -> None:
+    """A rank passes another num_max_dispatch_tokens_per_rank than before: it makes a Buffer, which the others do not make."""
+    buffer, words = _good_calls(mine), ("num_max_dispatch_tokens_per_rank=16", "and 8 in this call")
+    if mine.rank == VICTIM:
+        mine.leave()
+        with raises(EPPeerError, "left the Buffer", *words):
+            _low_latency(buffer, tokens=16)
+    else:
+        mine.hear(lambda: _low_latency(buffer), f"rank {VICTIM} does not make this call", *words)
+
+
+def compat_other_tokens_at_first(mine: Rank) -> None:
+    mine.warm_up().destroy()
+    buffer = _compat(mine)
+    mine.leave()
+    words = "num_max_dispatch_tokens_per_rank: rank 0 8, rank 1 16, rank 2 8", "disagree"
+    mine.hear(lambda: _low_latency(buffer, tokens=16 if mine.rank == VICTIM else 8), *words, kind=EPConfigError)
+
+
+def compat_other_hidden(mine: Rank) -> None:
+    """The same of the normal mode, which makes a Buffer for each shape."""
+    buffer = _good_calls(mine)
+    if mine.rank == VICTIM:
+        mine.leave()
+        with raises(EPPeerError, "left the Buffer", "hidden=512"):
+            _normal(buffer, hidden=512)
+    else:
+        mine.hear(lambda: _normal(buffer), f"rank {VICTIM} does not make this call", "hidden=512")
+
+
+def compat_growth(mine: Rank) -> None:
+    """All ranks make a larger Buffer together, and no rank blames another one."""
+    buffer = _good_calls(mine)
+    for tokens in (200, 300, 600):
+        _normal(buffer, tokens=tokens if mine.rank == VICTIM else 3)
+        _low_latency(buffer, tokens=tokens)
+    buffer.destroy()
+
+
+def compat_refused(mine: Rank) -> None:
+    """A rank without tokens passes tensors of other shapes, and its program ends."""
+    buffer = _good_calls(mine)
+    if mine.rank == VICTIM:
+        mine.leave()
+        with raises(EPInputError, "topk_idx.shape=[0, 0]"):
+            _low_latency(buffer, x=torch.empty(0, 512, dtype=torch.bfloat16), idx=torch.empty(0, 0, dtype=torch.int64))
+        with raises(EPInputError, "x.shape=[0]"):
+            _low_latency(buffer, x=torch.empty(0, dtype=torch.bfloat16))
+        return
+    mine.hear(
+        lambda: _low_latency(buffer), f"rank {VICTIM} left the Buffer", "it refused low_latency_dispatch", "topk_idx.shape=[0, 0]"
+    )
+
+
+def compat_refused_at_first(mine: Rank) -> None:
+    """The others wait in the making of the Buffer that their first call needs."""
+    mine.warm_up().destroy()
+    buffer = _compat(mine)
+    if mine.rank == VICTIM:
+        mine.leave()
+        _low_latency(buffer, x=torch.empty(0, dtype=torch.bfloat16))  # ends the program
+    mine.hear(lambda: _low_latency(buffer), f"rank {VICTIM} left the Buffer", "EPInputError: x.shape=[0]")
+
+
+def compat_wrong_setting(mine: Rank) -> None:
+    mine.warm_up().destroy()
+    mine.leave()
+    if mine.rank == VICTIM:
+        with raises(EPConfigError, "num_nvl_bytes"):
+            _compat(mine, num_nvl_bytes=-1)
+    else:
+        mine.hear(lambda: _compat(mine), f"rank {VICTIM}", "EPConfigError: num_nvl_bytes=-1")
+    _low_latency(_compat(mine))
+
+
+# --- other steps of all ranks -----------------------------------------------------------------------------------------------------------
+
+
 def left_before_destroy(mine: Rank) -> None:
     """The others destroy their Buffers, and do not wait long for the victim."""
     buffer, start = mine.warm_up(), time.monotonic()
@@ -362,6 +480,7 @@ def left_before_a_collective(mine: Rank) -> None:
 ENDS = {
     "uncaught_exception": 1,
     "left_before_a_collective": 1,
+    "compat_refused_at_first": 1,
     "system_exit": 3,
     "left_while_making": 5,
     "sigterm": -signal.SIGTERM,
@@ -369,7 +488,7 @@ ENDS = {
     "sigterm_of_the_program": 143,
 }
 """The exit status of the victim, unless it is 0."""
-SCENARIOS = {
+SCENARIOS: dict[str, Callable[[Rank], None]] = {
     name: run
     for name, run in globals().items()
     if callable(run) and getattr(run, "__module__", "") == __name__ and not isinstance(run, type) and not name.startswith("_")
@@ -409,13 +528,25 @@ def report(name: str, folder: Path, children: list[int]) -> bool:
     return passed
 
 
+def run_under_mpirun(name: str, folder: Path) -> None:
+    """Run the part of this rank over MPI. The program ends after it."""
+    from mpi4py import MPI
+
+    mine = Rank(folder, MPI.COMM_WORLD.Get_rank())
+    mine.comm = MPI.COMM_WORLD
+    SCENARIOS[name](mine)
+    print(f"rank {mine.rank}: {name} ends", flush=True)
+
+
 def main() -> None:
     assert host  # loads its modules before the ranks are forked
+    if sys.argv[1:2] == ["--mpi"]:
+        return run_under_mpirun(sys.argv[2], Path(sys.argv[3]))
     made, started = Path(tempfile.mkdtemp()), []
     for name in sys.argv[1:] or SCENARIOS:
         (made / name).mkdir()
         if not (children := start(name, made / name)):
-            return  # a rank, whose program ends here
+            return None  # a rank, whose program ends here
         started.append((name, made / name, children))
     passed = [report(*scenario) for scenario in started]
     shutil.rmtree(made)
