@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import itertools
@@ -109,7 +110,7 @@ class FakeCommunicator(TimedCollectives):
 
     relay_objection = ""
     sent_notice, incoming_notice = "", ""  # the failure notices of this rank, and of rank 2
-    incoming_kind = "exception"
+    sent_kind, incoming_kind = "", "exception"
     incoming_num_made, incoming_doing = 0, ""
 
     def __init__(self, num_ranks: int) -> None:
@@ -128,7 +129,7 @@ class FakeCommunicator(TimedCollectives):
         return self, SimpleNamespace(Test=lambda: True)
 
     def Dup(self) -> FakeCommunicator:
-        return self
+        return copy.copy(self)
 
     def abandon_private_comm(self) -> None: ...
 
@@ -150,7 +151,7 @@ class FakeCommunicator(TimedCollectives):
         return SimpleNamespace(Test=lambda: True)
 
     def isend(self, notice: list[Any], peer: int, tag: int) -> Any:
-        self.sent_notice = notice[-1]
+        self.sent_kind, self.sent_notice = notice[0], notice[-1]
         return SimpleNamespace(Test=lambda: True)
 
     def iprobe(self, source: int, tag: int) -> bool:

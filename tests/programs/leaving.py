@@ -35,7 +35,7 @@ from deepep_rt.backends.host import backend as host
 from deepep_rt.comm.store import StoreCommunicator
 
 RANKS, VICTIM, HIDDEN = 3, 1, 32
-LONG_S, LIMIT_S, HEARD_S, SLACK = 300.0, 150, 2.0, 8.0
+LONG_S, LIMIT_S, HEARD_S, SLACK = 300.0, 150, 2.0, 15.0
 X, IDX = np.ones((4, HIDDEN), np.float32), np.tile(np.arange(2), (4, 1))
 
 
@@ -84,6 +84,7 @@ class Rank:
         buffer, slowest_s = self.make(**settings), 0.0
         for _ in range(4):
             start = time.monotonic()
+            gc.collect()
             buffer.combine(X[:0], buffer.dispatch(X[:0], IDX[:0]).handle)
             slowest_s = max(slowest_s, time.monotonic() - start)
         self.comm.Barrier()

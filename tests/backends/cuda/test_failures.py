@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, FakeGpu, arguments, fake, make
 
-from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from deepep_rt.comm.call_signature import Signature, pack
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import structs
@@ -311,3 +311,120 @@ def test_a_failed_gpu(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EPUnavailableError, match="ILLEGAL_ADDRESS"):
         buffer.dispatch(*arguments(fake))
     buffer.destroy()
+
+
+def _wait_in_dispatch(buffer: Any, fake: FakeGpu) -> Any:
+    """Make a dispatch whose counts do not come, and return its error."""
+    with pytest.raises(EPPeerError) as caught:
+        buffer.dispatch(*arguments(fake))
+    return caught.value
+
+
+def _hear(buffer: Any, kind: str, text: str, num_made: int = 0, doing: str = "") -> None:
+    comm = buffer._backend.comm
+    comm.incoming_kind, comm.incoming_num_made, comm.incoming_doing, comm.incoming_notice = kind, num_made, doing, text
+
+
+@pytest.fixture
+def no_device_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: None)
+
+
+@pytest.mark.usefixtures("no_device_writes")
+@pytest.mark.parametrize("kind", ["exception", "signal", "end"])
+def test_a_rank_that_leaves_for_any_reason(fake: FakeGpu, make: Any, kind: str) -> None:
+    buffer = make(timeout_s=60.0)
+    _hear(buffer, kind, "its reason")
+    error = _wait_in_dispatch(buffer, fake)
+    assert (error.peer, error.reason) == (2, "its reason")
+    assert "rank 2 left the Buffer" in str(error)
+    buffer.destroy()
+
+
+@pytest.mark.usefixtures("no_device_writes")
+def test_a_rank_that_makes_another_call_than_the_one_it_refused(fake: FakeGpu, make: Any) -> None:
+    """Kernels of different calls wait for each other. This rank tells its peers that it gives up, too."""
+    buffer = make(timeout_s=60.0)
+    _hear(buffer, "elsewhere", "it refused dispatch (EPInputError: x), and made combine instead", 0, "combine")
+    error = _wait_in_dispatch(buffer, fake)
+    assert "rank 2 does not make this call (dispatch)" in str(error)
+    assert "made combine instead" in str(error)
+    assert buffer._backend.comm.sent_notice.startswith("EPPeerError: rank 2 does not make")
+    buffer.destroy()
+
+
+def test_ranks_that_refuse_the_same_call_and_go_on_together(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as buffer:
+        _hear(buffer, "elsewhere", "it refused combine (EPInputError: x), and made dispatch instead", 0, "dispatch")
+        page, start = buffer._backend.runtime.page, time.monotonic()
+        found = lambda: setattr(page.counted, "value", int(time.monotonic() > start + 0.4))  # noqa: E731
+        monkeypatch.setattr("deepep_rt.backends.cuda.monitor.os.sched_yield", found)
+        buffer.dispatch(*arguments(fake))
+
+
+def test_a_refused_call_is_told(fake: FakeGpu, make: Any) -> None:
+    """Once, whatever follows. Peers hear when this rank repeats the call, or makes another one."""
+    with make(low_latency=True) as buffer:
+        x, idx, weights = arguments(fake)
+        comm = buffer._backend.comm
+        for _ in range(2):
+            with pytest.raises(EPInputError):
+                buffer.dispatch(x, weights)
+            assert comm.sent_notice.startswith("dispatch: EPInputError: topk_idx")
+            comm.sent_notice = "" if comm.sent_kind == "elsewhere" else comm.sent_notice
+        buffer.dispatch(x, idx, num_worst_tokens=8)
+        assert comm.sent_kind == "repeated"
+        with pytest.raises(EPInputError):
+            buffer.dispatch(x, weights)
+        buffer.low_latency_dispatch(x, idx)
+        assert comm.sent_kind == "elsewhere"
+        assert comm.sent_notice.endswith("made low_latency_dispatch instead")
+        for step in (buffer.prepare_low_latency(x, idx, weights),):
+            with pytest.raises(EPInputError, match="y=None"):
+                step.combine()
+            assert comm.sent_notice.startswith("low_latency_combine: EPInputError: y=None")
+
+
+def test_a_timeout_quotes_the_refusal_of_the_silent_peer(fake: FakeGpu, make: Any) -> None:
+    buffer = make()
+    _hear(buffer, "refused", "dispatch: EPInputError: x.shape=[4]")
+    page = buffer._backend.runtime.page
+    page.report["rank"], page.report["peer"], page.report["phase"], page.timed_out.value = 0, 2, 3, 1
+    with pytest.raises(EPPeerError, match=r"waited 1 s for rank 2.*Rank 2 has refused a call.*x\.shape=\[4\]") as caught:
+        buffer.check()
+    assert (caught.value.peer, caught.value.reason) == (2, "dispatch: EPInputError: x.shape=[4]")
+    buffer.destroy()
+
+
+def test_a_difference_that_breaks_the_buffer_is_told(fake: FakeGpu, make: Any) -> None:
+    """With other kinds of combines, some ranks see no header that differs. They wait for data that does not come."""
+    buffer = make(low_latency=True)
+    page = buffer._backend.runtime.page
+    signatures = [call_signature.pack(kind, "bfloat16", "int64", "float32") for kind in call_signature.CALL_KINDS[4:6]]
+    page.report[0]["rank"], page.report[0]["other"], page.report[0]["call_signature"] = 0, 1, signatures
+    page.ranks_differ.value = 1
+    with pytest.raises(EPInputError, match="allow_multiple_reduction=False"):
+        buffer.check()
+    assert "allow_multiple_reduction=False" in buffer._backend.comm.sent_notice
+    buffer.destroy()
+
+
+def test_a_dropped_buffer_is_told(fake: FakeGpu, make: Any) -> None:
+    buffer = make()
+    comm = buffer._backend.comm
+    buffer_of = [buffer]
+    del buffer
+    with pytest.warns(ResourceWarning):
+        buffer_of.clear()
+    assert comm.sent_notice == "its program dropped the Buffer without destroy()"
+
+
+@pytest.mark.usefixtures("no_device_writes")
+def test_no_rank_waits_in_destroy_for_one_that_has_left(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, start = make(timeout_s=60.0), time.monotonic()
+    comm = buffer._backend._consensus._comm
+    monkeypatch.setattr(comm, "Irecv", lambda word, peer, tag: SimpleNamespace(Test=lambda: False))
+    _hear(buffer, "end", "its program ended without destroy()")
+    with pytest.raises(EPPeerError, match=r"rank 2 left the Buffer.*its program ended"):
+        buffer.destroy()
+    assert time.monotonic() - start < 20
