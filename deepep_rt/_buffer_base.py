@@ -147,7 +147,7 @@ class BufferBase(SharedByCopies):
 
         Raises:
             EPTimeoutError: If a rank did not come, or if a peer did not answer in an earlier call that the host did not wait for.
-                The Buffer is destroyed all the same.
+                The Buffer is destroyed all the same. EPPeerError, if that rank has said why.
             EPInputError: As `synchronize`. The Buffer is destroyed, but the memory of all ranks stays allocated until the processes end.
 
         Example:

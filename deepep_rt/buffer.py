@@ -90,6 +90,8 @@ class Buffer(ThroughputCalls, LowLatencyCalls, TuningCalls):
         EPUnavailableError: If `backend="cuda"` and something that it needs is missing. With "auto", if only some ranks have a GPU, or if
             there is a CUDA driver that does not start.
         EPOutOfMemoryError: If the GPU has less free memory than `size_hint` says.
+        EPTimeoutError: If a rank does not make the Buffer.
+        EPPeerError: If another rank raises while it makes its part, or leaves.
 
     Example:
         >>> from mpi4py import MPI
