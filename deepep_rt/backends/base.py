@@ -32,6 +32,7 @@ from .calls import (
     LowLatencyPreparation,
     ThroughputPreparation,
 )
+from .purposes import Purposes
 
 _Sent = TypeVar("_Sent", DispatchResult, LowLatencyDispatchResult, covariant=True)
 _Back = TypeVar("_Back", CombineResult, LowLatencyCombineResult, covariant=True)
@@ -50,6 +51,8 @@ class Backend(Protocol):
     call_lock: CallLock
     description: BufferDescription
     """See `Buffer.describe`."""
+    purposes: Purposes
+    """What calls are for, if they belong to a backward pass."""
     shared_name: str
     """Names the Buffer in all processes of its ranks, and no other Buffer."""
 

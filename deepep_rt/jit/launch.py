@@ -27,9 +27,18 @@ class Launcher:
         function: The loaded kernel.
         constants: The constants it was compiled with.
         fixed: Values of the first members of Params, in order.
+        launches: Its first number counts the launches.
     """
 
-    def __init__(self, kernel: Kernel, function: LoadedKernel, constants: Mapping[str, int], fixed: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        function: LoadedKernel,
+        constants: Mapping[str, int],
+        fixed: Mapping[str, Any],
+        launches: list[int] | None = None,
+    ) -> None:
+        self._launches = [0] if launches is None else launches
         dtype = kernel.struct.dtype(constants)
         names = kernel.struct.names
         self.names, self._name = names[len(fixed) :], kernel.name
@@ -87,6 +96,7 @@ class Launcher:
         if blocks_and_stream != self._blocks_and_stream:  # rarely: most calls repeat them
             config.gridDimX, config.hStream = self._blocks_and_stream = blocks_and_stream
         ok(driver.cuLaunchKernelEx(config, self._function, argument_ptr, 0))
+        self._launches[0] += 1
 
     def _check_names(self, values: Mapping[str, int]) -> None:
         if tuple(values) != self.names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,10 @@ from ..buffer import Buffer
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import check_buffer, check_differentiable, check_fp8, check_tensor
-from .handles import Handle, Link, TracedHandle, unlinked
+from .call_purposes import backward_of, numbered
+from .handles import TIE, Handle, Link, TracedHandle, unlinked
 from .operators import traced_combine, traced_dispatch
-from .tensor_ops import aligned, dot_rows, received_rows, to_fp8
+from .tensor_ops import FLOATS, aligned, dot_rows, dtype_of_gradient, received_rows, to_fp8
 
 
 class Dispatched(NamedTuple):
@@ -114,13 +114,10 @@ def dispatch(
         return Dispatched(*traced_dispatch(buffer, *given))
     options = (unlinked(handle), num_worst_tokens, expert_alignment, layout, fp8, reduce)
     recv_x, recv_idx, recv_weights, num_recv, per_expert, offsets, without_link, tensor = _Dispatch.apply(
-        x, topk_weights, topk_idx, buffer, *options
+        x, topk_weights, TIE, topk_idx, buffer, *options
     )
-    link = Link(tensor)
-    if tensor.requires_grad:
-        tensor.grad_fn.link = weakref.ref(link)
     fields = {f.name: getattr(without_link, f.name) for f in dataclasses.fields(DispatchHandle)}
-    linked = Handle(**fields, without_link=without_link, link=link)
+    linked = Handle(**fields, without_link=without_link, link=Link(tensor))
     return Dispatched(recv_x, recv_idx, recv_weights, num_recv, per_expert, linked, offsets)
 
 
@@ -172,9 +169,9 @@ def combine(
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
     if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
         return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad, reduce, compress)
-    link = handle.link.of_this_graph() if isinstance(handle, Handle) else None
+    tie = handle.link.of_this_graph() if isinstance(handle, Handle) else TIE
     how = dict(weighted=topk_weights is not None, reduce=reduce, compress=compress)
-    return _Combine.apply(x, link, topk_weights, buffer, unlinked(handle), fp8_grad, how, *biases)
+    return _Combine.apply(x, tie, topk_weights, buffer, unlinked(handle), fp8_grad, how, *biases)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -185,6 +182,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         ctx: Any,
         x: Any,
         topk_weights: Any,
+        tie: Any,
         topk_idx: Any,
         buffer: Buffer,
         handle: DispatchHandle | None,
@@ -198,35 +196,36 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment, layout=layout)
         by_expert = layout == "expert" or (isinstance(handle, DispatchHandle) and handle.layout == "expert")
         options["zero_padding"] = by_expert
-        sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
+        with numbered(buffer, "dispatch") as ctx.number:
+            sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
         recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
         recv_x = received_rows(sent, x.dtype)
         if fp8:  # `recv_x` is a copy; with copies of these too, the Buffer's memory is free again
             recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
         offsets = sent.expert_offsets
-        ctx.buffer, ctx.handle, ctx.link, ctx.reduce = buffer, sent.handle, lambda: None, reduce
+        ctx.buffer, ctx.handle, ctx.reduce, ctx.has_weights = buffer, sent.handle, reduce, recv_weights is not None
         ctx.set_materialize_grads(False)
         # All ranks save a tensor, even an empty one, so that torch.utils.checkpoint repeats the forward pass on all ranks.
         # Weights of padding rows do not return, so only rows by token need to know which weights are not theirs.
-        ctx.save_for_backward(recv_idx < 0 if ctx.needs_input_grad[1] and offsets is None else x.new_empty(0))
-        ctx.like = dict(dtype=x.dtype, device=x.device)
-        ctx.mark_non_differentiable(
-            *(t for t in (recv_idx, sent.num_recv_tokens, sent.num_recv_tokens_per_expert, offsets) if t is not None)
-        )
+        ctx.save_for_backward(recv_idx < 0 if ctx.has_weights and offsets is None else x.new_empty(0))
+        dtype = dtype_of_gradient(buffer, x, ctx.has_weights)
+        ctx.like, tensor = dict(dtype=dtype, device=x.device), x.new_empty(0, dtype=torch.float32)
         counts = (sent.num_recv_tokens, sent.num_recv_tokens_per_expert)
-        return recv_x, recv_idx, recv_weights, *counts, offsets, sent.handle, x.new_empty(0, dtype=torch.float32)
+        fixed = [recv_idx, *counts, offsets]
+        if x.dtype not in FLOATS:
+            fixed += [recv_x] if dtype else [recv_x, recv_weights, tensor]
+        ctx.mark_non_differentiable(*(t for t in fixed if t is not None))
+        return recv_x, recv_idx, recv_weights, *counts, offsets, sent.handle, tensor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: Any, _: Any, grad_weights: Any, *__: Any) -> tuple:
         (elsewhere,) = ctx.saved_tensors
-        config, handle = ctx.buffer.config, ctx.handle
-        if (link := ctx.link()) is not None:
-            link.tensor = None  # a later combine with this handle belongs to another graph
+        handle = ctx.handle
         # The arguments depend on the forward pass and not on the gradients of this rank, so all ranks make the same call.
         if grad_x is None:
-            grad_x = torch.zeros(handle.num_recv_rows, config.hidden, **ctx.like)
-        if not ctx.needs_input_grad[1]:
+            grad_x = torch.zeros(handle.num_recv_rows, ctx.buffer.config.hidden, **ctx.like)
+        if not ctx.has_weights:
             grad_weights = None
         elif grad_weights is None:
             shape = elsewhere.shape if handle.layout == "token" else handle.num_recv_rows
@@ -237,8 +236,10 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
             grad_weights = aligned(
                 grad_weights.masked_fill(elsewhere, 0)
             )  # zeros of other ranks' experts do not depend on the weights
-        back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights, reduce=ctx.reduce)
-        return back.x if ctx.needs_input_grad[0] else None, back.topk_weights, *[None] * 8
+        with backward_of(ctx.buffer, "dispatch", ctx.number):
+            back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights, reduce=ctx.reduce)
+        needs_x, needs_weights, *_ = ctx.needs_input_grad
+        return back.x if needs_x else None, back.topk_weights if needs_weights else None, *[None] * 9
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
@@ -248,7 +249,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any,
         x: Any,
-        link: Any,
+        tie: Any,
         topk_weights: Any,
         buffer: Buffer,
         handle: DispatchHandle,
@@ -259,24 +260,25 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
         ctx.buffer, ctx.handle, ctx.fp8_grad, ctx.reduce = buffer, handle, fp8_grad, how["reduce"]
         if how["weighted"]:
             ctx.save_for_backward(topk_weights, x if ctx.needs_input_grad[2] else None)
-        return buffer.combine(x, handle, topk_weights=topk_weights, bias=biases or None, **how).x
+        with numbered(buffer, "combine") as ctx.number:
+            return buffer.combine(x, handle, topk_weights=topk_weights, bias=biases or None, **how).x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple:
-        grad_x = grad_weights = None
+        grad_weights = None
         saved = ctx.saved_tensors  # once: each read of a checkpointed tensor would make its calls again
-        if any(ctx.needs_input_grad[:3]):  # through the link: this rank also sends gradients for the rows of other ranks
-            rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
-            by_expert = ctx.handle.layout == "expert"
+        rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
+        by_expert = ctx.handle.layout == "expert"
+        with backward_of(ctx.buffer, "combine", ctx.number):
             sent = ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle, zero_padding=by_expert)
-            grad_x = received_rows(sent, grad.dtype)
-            if saved:
-                weights, x = saved
-                exact = grad_x.float()
-                if x is not None:
-                    dots = dot_rows(exact, x.float(), ctx.reduce)
-                    grad_weights = dots.masked_fill(sent.recv_expert_idx < 0, 0)  # the experts' rows of padding may be NaN
-                grad_x = (exact * weights[:, None]).to(grad.dtype)
+        grad_x = received_rows(sent, grad.dtype)
+        if saved:
+            weights, x = saved
+            exact = grad_x.float()
+            if x is not None:
+                dots = dot_rows(exact, x.float(), ctx.reduce)
+                grad_weights = dots.masked_fill(sent.recv_expert_idx < 0, 0)  # the experts' rows of padding may be NaN
+            grad_x = (exact * weights[:, None]).to(grad.dtype)
         num_biases = len(ctx.needs_input_grad) - 7
         return grad_x, None, grad_weights, None, None, None, None, *[grad] * num_biases

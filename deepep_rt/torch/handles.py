@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +16,18 @@ from ..errors import EPInputError
 from ..results import DispatchHandle
 
 _STEP = 2.0**-50  # so small that programs that compare the results of two runs take the handles for equal
+_MOST_NUMBERS = 8  # of calls of a kind with one handle, for errors
 _keys = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, _HandleArray] = weakref.WeakValueDictionary()  # by key
 
 
-def _backward_pass() -> int:
+def backward_pass() -> int:
     """Return the number of the current backward pass, or -1 outside of a backward pass."""
     return torch._C._current_graph_task_id()
+
+
+TIE = torch.zeros(1, dtype=torch.float64, requires_grad=True, device="cpu")
+"""An input of each call. With gradients enabled, every call has a backward pass on all ranks, whatever needs a gradient there."""
 
 
 class Link:
@@ -33,14 +39,26 @@ class Link:
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
-        self._pass = _backward_pass()
+        self._pass = backward_pass()
 
     def of_this_graph(self) -> Any:
-        """Return the tensor, or None if only the combine is computed again in a backward pass (`checkpoint(use_reentrant=True)`).
+        """Return the tensor, or `TIE` if the graph of the dispatch cannot be a part of that of a combine which is made now.
 
-        Such a combine gets another graph and another backward pass, which must not continue into that of the dispatch.
+        Autograd may have freed it after a backward pass. Or only the combine is computed again in a backward pass
+        (`checkpoint(use_reentrant=True)`): it gets another backward pass, which must not continue into that of the dispatch.
         """
-        return self.tensor if self._pass == _backward_pass() else None
+        if self.tensor.grad_fn is not None and _is_freed(self.tensor.grad_fn):
+            self.tensor = TIE
+        return self.tensor if self.tensor.requires_grad and self._pass == backward_pass() else TIE
+
+
+def _is_freed(node: Any) -> bool:
+    """Return whether a backward pass has freed what a node of a graph has saved."""
+    try:
+        node._raw_saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
 
 
 @dataclass(eq=False)
@@ -76,23 +94,25 @@ class _HandleArray(np.ndarray):
     """The memory of a handle's tensor. The handle lives as long as this memory."""
 
     handle: DispatchHandle
+    numbers: dict[str, deque[int]]
 
 
-def tensor_of(handle: DispatchHandle) -> Tensor:
-    """Return a tensor that leads to the handle, `[1]` float64 on the CPU."""
+def tensor_of(handle: DispatchHandle, number: int) -> Tensor:
+    """Return a tensor that leads to the handle of dispatch call `number`, `[1]` float64 on the CPU."""
     key = next(_keys)
     array = np.full(1, key * _STEP).view(_HandleArray)
-    array.handle = handle
+    array.handle, array.numbers = handle, {kind: deque(maxlen=_MOST_NUMBERS) for kind in ("dispatch", "combine")}
+    array.numbers["dispatch"].append(number)
     _handles[key] = array
     return torch.from_numpy(array)
 
 
-def handle_of(tensor: Tensor) -> DispatchHandle:
-    """Return the handle that the tensor leads to."""
+def handle_of(tensor: Tensor) -> tuple[DispatchHandle, dict[str, deque[int]]]:
+    """Return the handle that the tensor leads to, and the numbers of its latest calls by kind."""
     array = _handles.get(round(tensor.item() / _STEP))
     if array is None:
         raise EPInputError("the handle of this call is gone; expected that of a dispatch whose results live. Keep its handle.")
-    return array.handle
+    return array.handle, array.numbers
 
 
 @dataclass

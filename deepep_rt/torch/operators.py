@@ -6,6 +6,7 @@ also ties the backward pass of a combine to that of its dispatch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from ..backends.inputs import compression
 from ..buffer import Buffer, buffer_of, info_of
 from ..errors import EPInputError
-from .handles import TracedHandle, check_traced, handle_of, tensor_of
-from .tensor_ops import aligned, dot_rows, received_rows, to_fp8
+from .call_purposes import backward_of, numbered
+from .handles import TIE, TracedHandle, check_traced, handle_of, tensor_of
+from .tensor_ops import FLOATS, aligned, dot_rows, dtype_of_gradient, received_rows, to_fp8
 
 
 def operator(name: str, in_cuda_graphs: bool = False) -> Callable[[Callable[..., Any]], Any]:
@@ -29,6 +31,7 @@ def operator(name: str, in_cuda_graphs: bool = False) -> Callable[[Callable[...,
 @operator("dispatch")
 def dispatch_op(
     x: Tensor,
+    tie: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     buffer: int,
@@ -38,7 +41,7 @@ def dispatch_op(
     fp8: bool,
     reduce: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Dispatch along a new routing. `reduce` is for the gradient.
+    """Dispatch along a new routing. `tie` and `reduce` are for the gradient.
 
     Returns:
         The rows; the experts of the rows, or with `layout="expert"` the offsets of experts; the weights, or an empty tensor; the number of
@@ -46,27 +49,29 @@ def dispatch_op(
     """
     rows, scales = to_fp8(x) if fp8 else (aligned(x), None)
     by_expert = layout == "expert"
-    sent = buffer_of(buffer).dispatch(
-        rows,
-        topk_idx,
-        topk_weights,
-        x_scales=scales,
-        num_worst_tokens=num_worst_tokens,
-        expert_alignment=expert_alignment,
-        layout=layout,
-        zero_padding=by_expert,
-    )
+    with numbered(of := buffer_of(buffer), "dispatch") as number:
+        sent = of.dispatch(
+            rows,
+            topk_idx,
+            topk_weights,
+            x_scales=scales,
+            num_worst_tokens=num_worst_tokens,
+            expert_alignment=expert_alignment,
+            layout=layout,
+            zero_padding=by_expert,
+        )
     weights = sent.recv_topk_weights
     if weights is None:
         weights = x.new_empty(0, dtype=torch.float32)
     experts = sent.expert_offsets if by_expert else sent.recv_topk_idx
     counts = sent.num_recv_tokens, sent.num_recv_tokens_per_expert
-    return received_rows(sent, x.dtype), experts, weights, *counts, tensor_of(sent.handle)
+    return received_rows(sent, x.dtype), experts, weights, *counts, tensor_of(sent.handle, number)
 
 
 @dispatch_op.register_fake
 def _(
     x: Tensor,
+    tie: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     buffer: int,
@@ -92,20 +97,30 @@ def _(
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, _, weights, ctx.buffer, _, _, layout, _, ctx.reduce = inputs
+    x, _, _, weights, ctx.buffer, _, _, layout, _, ctx.reduce = inputs
     ctx.num_tokens, ctx.has_weights, ctx.by_expert = x.shape[0], weights is not None, layout == "expert"
+    ctx.is_float, ctx.dtype = x.dtype in FLOATS, dtype_of_gradient(buffer_of(ctx.buffer), x, ctx.has_weights)
+    if not ctx.is_float:
+        recv_x, _, recv_weights, *_, handle = output
+        ctx.mark_non_differentiable(*([recv_x] if ctx.dtype else [recv_x, recv_weights, handle]))
     ctx.save_for_backward(output[5], output[1])
 
 
-def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *__: Any) -> tuple[Any, ...]:
+def _dispatch_backward(
+    ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, __: Any, ___: Any, after: Tensor
+) -> tuple[Any, ...]:
     handle, experts = ctx.saved_tensors
     # The arguments depend on the forward pass and not on the gradients of this rank, so all ranks make the same call.
     back = None
-    if ctx.has_weights and ctx.needs_input_grad[2]:
+    if not ctx.is_float:
+        hidden = buffer_of(ctx.buffer).config.hidden
+        grad_x = grad_weights.new_zeros((grad_weights.shape[0], hidden), dtype=ctx.dtype)
+    if ctx.has_weights:
         # Only the rank of an expert has a gradient of its weight: the zeros of other ranks are no copies.
         back = grad_weights if ctx.by_expert else grad_weights.masked_fill(experts < 0, 0)
-    x, weights = torch.ops.deepep_rt.send_back(grad_x, handle, back, ctx.buffer, ctx.num_tokens, ctx.reduce)
-    return x if ctx.needs_input_grad[0] else None, None, None if back is None else weights, *[None] * 6
+    x, weights, tie = torch.ops.deepep_rt.send_back(grad_x, handle, after, back, ctx.buffer, ctx.num_tokens, ctx.reduce)
+    needs_x, _, _, needs_weights, *_ = ctx.needs_input_grad
+    return x if needs_x else None, tie, None, weights if needs_weights else None, *[None] * 6
 
 
 dispatch_op.register_autograd(_dispatch_backward, setup_context=_keep_for_dispatch)
@@ -114,6 +129,7 @@ dispatch_op.register_autograd(_dispatch_backward, setup_context=_keep_for_dispat
 @operator("combine")
 def combine_op(
     x: Tensor,
+    tie: Tensor,
     handle: Tensor,
     topk_weights: Tensor | None,
     bias_0: Tensor | None,
@@ -124,15 +140,19 @@ def combine_op(
     reduce: str,
     compress: str | None,
 ) -> Tensor:
-    """Add up rows, weighted or not, and biases. `fp8_grad` is for the gradient."""
+    """Add up rows, weighted or not, and biases. `tie` and `fp8_grad` are for the gradient."""
     biases = tuple(bias for bias in (bias_0, bias_1) if bias is not None)
     how: dict[str, Any] = dict(weighted=topk_weights is not None, reduce=reduce, compress=compress, bias=biases or None)
-    return buffer_of(buffer).combine(aligned(x), handle_of(handle), topk_weights=topk_weights, **how).x
+    known, numbers = handle_of(handle)
+    with numbered(of := buffer_of(buffer), "combine") as number:
+        numbers["combine"].append(number)
+        return of.combine(aligned(x), known, topk_weights=topk_weights, **how).x
 
 
 @combine_op.register_fake
 def _(
     x: Tensor,
+    tie: Tensor,
     handle: Tensor,
     topk_weights: Tensor | None,
     bias_0: Tensor | None,
@@ -145,7 +165,7 @@ def _(
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce, _ = inputs
+    x, _, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce, _ = inputs
     ctx.num_recv_rows, ctx.biases = x.shape[0], [bias is not None for bias in biases]
     ctx.weighted = weights is not None
     if weights is None:
@@ -156,8 +176,8 @@ def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     handle, *saved = ctx.saved_tensors
-    grad_x, is_row = torch.ops.deepep_rt.send_again(
-        grad, handle, ctx.buffer, ctx.num_recv_rows, ctx.weighted, ctx.fp8_grad, "rank"
+    grad_x, is_row, tie = torch.ops.deepep_rt.send_again(
+        grad, None, handle, ctx.buffer, ctx.num_recv_rows, ctx.weighted, ctx.fp8_grad, "rank"
     )
     grad_weights = None
     if saved:
@@ -166,7 +186,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_weights = dot_rows(exact, x.float(), ctx.reduce).masked_fill(~is_row, 0)  # the experts' rows of padding may be NaN
         grad_x = (exact * weights[:, None]).to(grad.dtype)
     biases = [grad if exists else None for exists in ctx.biases]
-    return grad_x, torch.zeros_like(handle), grad_weights, *biases, *[None] * 5
+    return grad_x, tie, tie, grad_weights, *biases, *[None] * 5
 
 
 combine_op.register_autograd(_combine_backward, setup_context=_keep_for_combine)
@@ -174,53 +194,68 @@ combine_op.register_autograd(_combine_backward, setup_context=_keep_for_combine)
 
 @operator("send_back")
 def send_back_op(
-    x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int, reduce: str
-) -> tuple[Tensor, Tensor]:
-    """Add up rows, and return weights to their choices: the gradient of a dispatch."""
+    x: Tensor, handle: Tensor, after: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int, reduce: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up rows, and return weights to their choices: the gradient of a dispatch.
+
+    `after` is the gradient of its handle: graphs make this call after the gradients of all combines, even if the experts used no row.
+
+    Returns:
+        The rows, the weights, and the gradient of the tie. It depends on this call, so that no graph leaves the call out.
+    """
     weights = None if topk_weights is None else aligned(topk_weights)
-    back = buffer_of(buffer).combine(aligned(x), handle_of(handle), topk_weights=weights, reduce=reduce)
-    return back.x, x.new_empty(0, dtype=torch.float32) if weights is None else back.topk_weights
+    known, numbers = handle_of(handle)
+    with backward_of(of := buffer_of(buffer), "dispatch", *numbers["dispatch"]):
+        back = of.combine(aligned(x), known, topk_weights=weights, reduce=reduce)
+    returned = x.new_empty(0, dtype=torch.float32) if weights is None else back.topk_weights
+    return back.x, returned, torch.zeros_like(handle)
 
 
 @send_back_op.register_fake
-def _(x: Tensor, handle: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int, reduce: str) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, handle: Tensor, after: Tensor, topk_weights: Tensor | None, buffer: int, num_tokens: int, reduce: str
+) -> tuple[Tensor, Tensor, Tensor]:
     of_token = 0 if topk_weights is None else (num_tokens, buffer_of(buffer).config.num_topk)
-    return x.new_empty(num_tokens, x.shape[1]), x.new_empty(of_token, dtype=torch.float32)
+    return x.new_empty(num_tokens, x.shape[1]), x.new_empty(of_token, dtype=torch.float32), torch.empty_like(handle)
 
 
 @operator("send_again")
 def send_again_op(
-    x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool, reduce: str
-) -> tuple[Tensor, Tensor]:
-    """Dispatch along a known routing: the gradient of a combine. `reduce` is for the gradient of this call.
+    x: Tensor, tie: Tensor | None, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool, reduce: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dispatch along a known routing. Without `tie` it is the gradient of a combine. `reduce` is for the gradient of this call.
 
     Returns:
-        The rows, and with `by_expert` whether each is a row of an expert, and no padding.
+        The rows; with `by_expert` whether each is a row of an expert, and no padding; and a tensor of the same handle, which ties combines
+        to this call. Without `tie` it is the gradient of such a tensor instead.
     """
     rows, scales = to_fp8(x) if fp8 else (aligned(x), None)
-    known = handle_of(handle)
-    sent = buffer_of(buffer).dispatch(rows, x_scales=scales, handle=known, zero_padding=known.layout == "expert")
+    known, numbers = handle_of(handle)
+    of = buffer_of(buffer)
+    with numbered(of, "dispatch") if tie is not None else backward_of(of, "combine", *numbers["combine"]) as number:
+        sent = of.dispatch(rows, x_scales=scales, handle=known, zero_padding=known.layout == "expert")
     is_row = sent.recv_expert_idx >= 0 if by_expert else x.new_empty(0, dtype=torch.bool)
-    return received_rows(sent, x.dtype), is_row
+    return received_rows(sent, x.dtype), is_row, torch.zeros_like(handle) if number is None else tensor_of(known, number)
 
 
 @send_again_op.register_fake
 def _(
-    x: Tensor, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool, reduce: str
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(num_recv_rows, x.shape[1]), x.new_empty(num_recv_rows if by_expert else 0, dtype=torch.bool)
+    x: Tensor, tie: Tensor | None, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool, reduce: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    is_row = x.new_empty(num_recv_rows if by_expert else 0, dtype=torch.bool)
+    return x.new_empty(num_recv_rows, x.shape[1]), is_row, torch.empty_like(handle)
 
 
 def _keep_for_known_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, handle, ctx.buffer, *_, ctx.reduce = inputs
+    x, _, handle, ctx.buffer, *_, ctx.reduce = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(handle)
 
 
-def _known_dispatch_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+def _known_dispatch_backward(ctx: Any, grad: Tensor, _: Any, after: Tensor) -> tuple[Any, ...]:
     (handle,) = ctx.saved_tensors
-    x, _ = torch.ops.deepep_rt.send_back(grad, handle, None, ctx.buffer, ctx.num_tokens, ctx.reduce)
-    return x, torch.zeros_like(handle), None, None, None, None, None
+    x, _, tie = torch.ops.deepep_rt.send_back(grad, handle, after, None, ctx.buffer, ctx.num_tokens, ctx.reduce)
+    return x, tie, tie, None, None, None, None, None
 
 
 send_again_op.register_autograd(_known_dispatch_backward, setup_context=_keep_for_known_dispatch)
@@ -245,14 +280,16 @@ def traced_dispatch(
         sizes_given = num_worst_tokens is not None or expert_alignment != 1
         if topk_idx is not None or topk_weights is not None or sizes_given or layout not in (None, handle.layout):
             raise EPInputError("handle= with a routing or sizes in a compiled function; expected only x. Leave the others out")
-        recv_x, _ = torch.ops.deepep_rt.send_again(x, handle.tensor, serial, handle.num_recv_rows, False, fp8, reduce)
+        recv_x, _, tensor = torch.ops.deepep_rt.send_again(
+            x, TIE, handle.tensor, serial, handle.num_recv_rows, False, fp8, reduce
+        )
         num_recv, per_expert, offsets = handle.counts
-        return recv_x, None, None, num_recv, per_expert, handle, offsets
+        return recv_x, None, None, num_recv, per_expert, dataclasses.replace(handle, tensor=tensor), offsets
     if topk_idx is None:
         raise EPInputError("topk_idx=None without handle; expected one of them. Pass the routing")
     layout = layout or "token"
     recv_x, experts, weights, num_recv, per_expert, tensor = torch.ops.deepep_rt.dispatch(
-        x, topk_idx, topk_weights, serial, num_worst_tokens, expert_alignment, layout, fp8, reduce
+        x, TIE, topk_idx, topk_weights, serial, num_worst_tokens, expert_alignment, layout, fp8, reduce
     )
     recv_idx, offsets = (None, experts) if layout == "expert" else (experts, None)
     traced = TracedHandle(tensor, x.shape[0], recv_x.shape[0], layout, (num_recv, per_expert, offsets))
@@ -275,4 +312,4 @@ def traced_combine(
         raise EPInputError(f"len(bias)={len(biases)}; expected at most 2 tensors. Add them up first")
     bias_0, bias_1 = (*biases, None, None)[:2]
     how = (info_of(buffer).serial, handle.num_tokens, fp8_grad, reduce, compression(buffer.config, compress, reduce))
-    return torch.ops.deepep_rt.combine(x, handle.tensor, topk_weights, bias_0, bias_1, *how)
+    return torch.ops.deepep_rt.combine(x, TIE, handle.tensor, topk_weights, bias_0, bias_1, *how)

@@ -15,6 +15,7 @@ import torch
 
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.number_formats import MAX_E4M3, MIN_AMAX
+from ..buffer import Buffer
 from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
 from ..jit import current_gpu
 from ..kernels.tuning import has_fp8
@@ -24,6 +25,16 @@ FLOATS = {getattr(torch, name): name for name in COMBINE_DTYPES}
 """The dtypes of rows before and after FP8, with their names."""
 
 _MAX_COUNTING_BLOCKS = 128  # each block adds its counts of all experts at the end
+
+
+def dtype_of_gradient(buffer: Buffer, x: Any, has_weights: bool) -> Any:
+    """Return the dtype of the rows in the backward pass of a dispatch. None: it has none, because nothing in it can have a gradient.
+
+    Rows of bytes have no gradient. Zeros travel for them, with the gradients of the weights.
+    """
+    if x.dtype in FLOATS:
+        return x.dtype
+    return getattr(torch, buffer.config.dtype) if has_weights and buffer.config.dtype in COMBINE_DTYPES else None
 
 
 def aligned(rows: Any) -> Any:

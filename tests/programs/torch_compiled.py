@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from spmd import main, make_buffer, raises
+from spmd import idle_barrier, main, make_buffer, raises
 from torch.utils.checkpoint import checkpoint
 from torch_layers import (
     BOUND,
@@ -25,15 +26,18 @@ from torch_layers import (
     close,
     compare,
     device,
+    experts,
     layer,
     local,
     matrices,
     tokens_of_all,
 )
+from torch_ties import same_calls, situations
 
-from deepep_rt import EPInputError
+from deepep_rt import EPInputError, EPTimeoutError
 from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 from deepep_rt.torch import combine, dispatch, low_latency_combine, low_latency_dispatch
+from deepep_rt.torch.handles import TIE
 
 BACKENDS = ("aot_eager", *(("inductor",) if shutil.which("g++") else ()))
 
@@ -186,20 +190,87 @@ def check_operators(comm: MPI.Intracomm) -> None:
         ):
             x, idx, weights = mine.leaves()
             check = torch.library.opcheck
-            check(torch.ops.deepep_rt.dispatch, (x, idx, weights, serial, None, alignment, layout, False, reduce))
-            check(torch.ops.deepep_rt.dispatch, (x, idx, None, serial, 64, alignment, layout, False, reduce))
+            check(torch.ops.deepep_rt.dispatch, (x, TIE, idx, weights, serial, None, alignment, layout, False, reduce))
+            check(torch.ops.deepep_rt.dispatch, (x, TIE, idx, None, serial, 64, alignment, layout, False, reduce))
             rows, _, recv_weights, *_, handle = torch.ops.deepep_rt.dispatch(
-                x, idx, weights, serial, None, alignment, layout, False, reduce
+                x, TIE, idx, weights, serial, None, alignment, layout, False, reduce
             )
             rows, recv_weights, handle = (t.detach().requires_grad_() for t in (rows, recv_weights, handle))
             given = recv_weights if layout == "expert" else None
-            check(torch.ops.deepep_rt.combine, (rows, handle, given, x, None, serial, len(x), False, reduce, compress))
-            check(torch.ops.deepep_rt.combine, (rows, handle, None, None, None, serial, len(x), False, reduce, None))
-            check(torch.ops.deepep_rt.send_again, (x, handle, serial, len(rows), layout == "expert", False, reduce))
+            check(torch.ops.deepep_rt.combine, (rows, TIE, handle, given, x, None, serial, len(x), False, reduce, compress))
+            check(torch.ops.deepep_rt.combine, (rows, TIE, handle, None, None, None, serial, len(x), False, reduce, None))
+            check(torch.ops.deepep_rt.send_again, (x, TIE, handle, serial, len(rows), layout == "expert", False, reduce))
             with torch.no_grad():
                 check(
-                    torch.ops.deepep_rt.send_back, (rows.detach(), handle.detach(), recv_weights.detach(), serial, len(x), reduce)
+                    torch.ops.deepep_rt.send_back,
+                    (rows.detach(), handle.detach(), handle.detach(), recv_weights.detach(), serial, len(x), reduce),
                 )
+
+
+def _tied_layer(buffer: Any, x: Any, idx: Any, weights: Any, mats: Any, drops: bool, layout: str, fp8: bool) -> Any:
+    """A layer whose experts return plain zeros on the ranks that drop their rows."""
+    if layout == "token":
+        return layer(buffer, x, idx, weights, mats, run=_zeros if drops else experts, fp8=fp8, fp8_grad=fp8)
+    if not drops:
+        return layer_by_expert(buffer, x, idx, weights, mats, fp8=fp8)
+    sent = dispatch(buffer, x, idx, weights, layout="expert", fp8=fp8)
+    return combine(buffer, _zeros(sent.recv_x), sent.handle, topk_weights=sent.recv_topk_weights)
+
+
+def _zeros(rows: Any, *_: Any) -> Any:
+    return torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+
+
+def check_whatever_needs_a_gradient(comm: MPI.Intracomm) -> None:
+    """Graphs keep the calls of backward passes, also on ranks that need no gradient or use no row."""
+    for backend, layout, fp8 in (*((name, "expert", False) for name in BACKENDS), ("aot_eager", "token", True)):
+        for what, here in situations(comm).items():
+            with compiler(backend) as compiled, buffer_for(comm) as buffer:
+                run, (x, weights, mats) = compiled(_tied_layer), here.leaves.values()
+                with same_calls(comm, buffer, "dckc"):
+                    here.backward(run(buffer, x, here.idx, weights, mats, here.drops, layout, fp8))
+                try:
+                    here.compare(0.1 if fp8 else BOUND)
+                except AssertionError as error:
+                    raise AssertionError(f"{what}, {backend}, {layout}: {error}") from None
+
+
+def check_a_known_routing_needs_a_gradient(comm: MPI.Intracomm) -> None:
+    """The second dispatch of a routing has a backward pass on all ranks too."""
+    for what, here in situations(comm).items():
+        with compiler("aot_eager") as compiled, buffer_for(comm) as buffer:
+
+            @compiled
+            def run(buffer: Any, x: Any, idx: Any, weights: Any, mats: Any, drops: bool) -> Any:
+                sent = dispatch(buffer, x, idx, weights)
+                again = dispatch(buffer, 2 * x, handle=sent.handle)
+                y = _zeros(sent.recv_x) if drops else again.recv_x * mats.sum() + sent.recv_x
+                return combine(buffer, y, again.handle)
+
+            x, weights, mats = here.leaves.values()
+            with same_calls(comm, buffer, "dkckcc"):
+                here.backward(run(buffer, x, here.idx, weights, mats, here.drops))
+            assert what
+
+
+def check_who_leaves_a_backward_pass_out(comm: MPI.Intracomm) -> None:
+    if comm.Get_size() == 1:
+        return
+    here, last = situations(comm)["all ranks drop their rows"], comm.Get_size() - 1
+    with compiler("aot_eager") as compiled, buffer_for(comm, timeout_s=4.0) as buffer:
+        run, (x, weights, mats) = compiled(_tied_layer), here.leaves.values()
+        given = x, here.idx, weights, mats, here.drops, "token", False
+        for _ in range(2):
+            out = run(buffer, *given)
+        idle_barrier(comm)  # some ranks may compile longer
+        words = f"rank {last} does not run the backward of combine call 2"
+        with raises(EPTimeoutError, words), contextlib.ExitStack() as stack:
+            stack.callback(idle_barrier, comm)
+            if comm.Get_rank() == last:
+                raise EPTimeoutError(words, rank=last, peer=last, phase="")
+            here.backward(out)
+            buffer.synchronize()
+        buffer.destroy(in_touch=False)
 
 
 def _decode(buffer: Any, x: Any, idx: Any, weights: Any, use_fp8: bool, with_weights: bool, compress: str | None) -> Any:

@@ -152,6 +152,7 @@ class CudaBackend:
         self.set_mask, self.masked_ranks = self.low_latency.set_mask, self.low_latency.masked_ranks
         self.copy_ceilings = self.throughput.copy_ceilings
         self.check, self.synchronize = self.runtime.monitor.check, self.runtime.synchronize
+        self.purposes = self.runtime.purposes
         comm.timeout_s = config.timeout_s
         comm.heard = functools.partial(self.runtime.monitor.failure_notice.heard, "a step of all ranks")
         self._consensus.listen(self.runtime.monitor.failure_notice)

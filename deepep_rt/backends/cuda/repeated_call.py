@@ -45,6 +45,7 @@ class RepeatedCall(Generic[_Result]):
 
     def __init__(self, runtime: CudaRuntime, call: Call, stream: Any, own: tuple[Memory, ...]) -> None:
         self._order, self._monitor, self._network = runtime.order, runtime.monitor, runtime.network
+        self._purposes = runtime.purposes
         self._call, self._own = call, own
         self._stream = None if stream is None else stream_handles.of_stream(stream)
         self._arguments: tuple[Any, ...] = ()
@@ -102,7 +103,7 @@ class RepeatedCall(Generic[_Result]):
 
     def _begin(self) -> None:
         """Choose the stream, and queue the waits of the call."""
-        call = self._call
+        call, self._purposes.newest = self._call, ""
         self._order.begin_again(call, self._stream)
         if (call.stream, call.caller_stream) != self._last:
             self._move()

@@ -18,6 +18,7 @@ from ...errors import EPDestroyedError
 from ...jit import build, loader
 from ...jit.build_together import build_together
 from ...jit.launch import Launcher
+from ...kernels import structs
 from ...kernels.layout import Layout
 from ...kernels.source import kernel_constants
 from ...kernels.table import KERNELS
@@ -25,6 +26,7 @@ from ...results import Views
 from ...tuned import CALLS, CopyShape
 from ..call_lock import CallLock
 from ..calls import BufferInfo
+from ..purposes import Purposes
 from .monitor import Monitor
 from .network_memory import NetworkMemory
 from .status_page import StatusPage
@@ -67,6 +69,8 @@ class CudaRuntime:
         self.memory, self.regions = memory, layout.symmetric
         self.is_destroyed = False
         self.launchers: dict[tuple[str, str | None], Launcher] = {}
+        self._launches: dict[str, list[int]] = {}
+        self.purposes = Purposes()
         self.arch, self._resources = arch, resources
         self._allows_overlap = True
         self.use_shapes(shapes or {})
@@ -77,7 +81,7 @@ class CudaRuntime:
         resources.callback(driver.free, self.state)
         driver.fill(self.state, 0, layout.local.num_bytes)
         self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
-        self.page = StatusPage(layout, self.rank)
+        self.page = StatusPage(layout, self.rank, self.purposes, self._purpose_of_wait)
         resources.callback(self.page.free)
         watched: dict[str, Any] = {}
         if self.network is not None:
@@ -130,9 +134,22 @@ class CudaRuntime:
                 "rank": self.rank,
                 "pes": self.memory.network_ids,
             }
-            launcher = self.launchers[name, dtype] = Launcher(kernel, function, constants, fixed)
+            launches = self.launches("nodes" if name == "link_rates" or "_nodes" in name else name.partition("_")[0])
+            launcher = self.launchers[name, dtype] = Launcher(kernel, function, constants, fixed, launches)
             launcher.allow_overlap(self._allows_overlap)
         return launcher
+
+    def launches(self, epoch: str) -> list[int]:
+        """Return a list whose first number counts the launches that advance an epoch of the kernels: that of "dispatch", "combine", or
+        "nodes" for both calls over several nodes.
+        """
+        return self._launches.setdefault(epoch, [0])
+
+    def _purpose_of_wait(self, phase: int, epoch: int) -> str:
+        """Return the purpose of the call in which a kernel waits. Empty: it has none, or replays of CUDA graphs advance epochs too."""
+        if self.order.has_captured:
+            return ""
+        return self.purposes.of_launch("nodes" if self.config.has_network else structs.EPOCHS.get(phase, ""), epoch)
 
     def _constants(self, name: str, dtype: str | None) -> dict[str, int]:
         return kernel_constants(self.layout, self.arch, KERNELS[name], dtype, self.shapes.get(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ...errors import EPInputError, EPTimeoutError
 from ...kernels import structs
 from ...kernels.layout import Layout
 from ..overflow import OverflowLog, too_many_rows
+from ..purposes import Purposes, missing_backward
 
 _LOW_HALF = 0xFFFFFFFF
 _BROKEN = "The buffer cannot be used any more"
@@ -24,9 +26,18 @@ class StatusPage:
     Args:
         layout: Of the Buffer.
         rank: This rank.
+        purposes: Of its calls.
+        purpose_of_wait: Returns the purpose of the call in which a kernel waits: of a phase and an epoch.
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        purposes: Purposes | None = None,
+        purpose_of_wait: Callable[[int, int], str] = lambda phase, epoch: "",
+    ) -> None:
+        self._purposes, self._purpose_of_wait = purposes or Purposes(), purpose_of_wait
         self._layout, self._config, self._overflow = layout, layout.config, OverflowLog(rank)
         self._map = layout.status_page
         self.ptr = driver.allocate_pinned(self._map.num_bytes)
@@ -128,7 +139,9 @@ class StatusPage:
             rank: (*call_signature.unpack(int(number)), serial)
             for rank, number, serial in zip(ranks, report["call_signature"], report["serial"], strict=True)
         }
-        return EPInputError(f"{call_signature.describe_mismatch(dict(sorted(signatures.items())))}. {consequence}")
+        newest = self._purposes.newest and f"{self._purposes.newest}, or of a later call"  # the host may be some calls ahead
+        text = call_signature.describe_mismatch(dict(sorted(signatures.items())))
+        return EPInputError(f"{text}{missing_backward(ranks[1], newest)}{consequence}")
 
     def _open_hook(self) -> EPInputError:
         return EPInputError(
@@ -147,7 +160,8 @@ class StatusPage:
         where = "" if node is None else f" on node {node}"
         return EPTimeoutError(
             f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}{where}: {phase}, call {call_idx} of its kind "
-            f"(rank {peer} was at {seen}); expected rank {peer} to be alive and to make the same calls. "
+            f"(rank {peer} was at {seen}); expected rank {peer} to be alive and to make the same calls"
+            f"{missing_backward(peer, self._purpose_of_wait(number, expected))}"
             f"Check that it does, or raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. {_BROKEN}",
             rank=rank,
             peer=peer,

@@ -88,6 +88,7 @@ class CallOrder:
         self.own_stream = driver.acquire_stream()
         self._last_call = _LastCall(self.own_stream)
         self._capture: _Capture | None = None  # the last one that had calls
+        self.has_captured = False
         self._newest_stream: int | None = None  # of the last call, captured or not
         self._per_thread_user: int | None = None  # the thread with calls on its per-thread default stream
         self._arguments: deque[tuple[driver.CudaEvent, Any]] = deque()  # of calls that may still run, oldest first
@@ -189,7 +190,7 @@ class CallOrder:
         stream = self._newest_stream = call.stream
         if call.capture is not None:  # the caller orders the replays of a graph
             if self._capture is None or self._capture.number != call.capture:
-                self._capture = _Capture(call.capture)
+                self._capture, self.has_captured = _Capture(call.capture), True
             self._capture.end = driver.CudaEvent(stream)
             if held is not None:
                 self._capture.arguments.append(held)

@@ -30,6 +30,8 @@ class ThroughputCalls:
         self._runtime, self._by_token, self._monitor = runtime, by_token, runtime.monitor
         self._by_expert = ExpertRows(runtime, by_token, memory)
         self._fp8_rows = Fp8Rows(runtime, memory, archs)
+        self._epochs = ("nodes", "nodes") if runtime.config.has_network else ("dispatch", "combine")
+        self._dispatches, self._combines = map(runtime.launches, self._epochs)
 
     @whole_call("kPhaseDispatchRows")
     def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
@@ -37,7 +39,9 @@ class ThroughputCalls:
         is_host_caller = inputs.x.device == HOST
         if inputs.use_fp8:
             inputs = self._fp8_rows.converted(inputs, call)
+        before = self._dispatches[0]
         handle, make_views = (self._by_token if inputs.layout == "token" else self._by_expert).send_rows(inputs, call)
+        self._runtime.purposes.note_launches(self._epochs[0], before + 1, self._dispatches[0])
         if inputs.use_fp8 and call.capture is not None:  # replays use the memory of the converted rows again
             result = make_views()["x"]
             assert result is not None
@@ -51,7 +55,9 @@ class ThroughputCalls:
         """See `Buffer.combine`."""
         if inputs.compress == "fp8":
             self._fp8_rows.check_support("compress='fp8'")
+        before = self._combines[0]
         make_views = (self._by_token if inputs.handle.layout == "token" else self._by_expert).add_up(inputs, call)
+        self._runtime.purposes.note_launches(self._epochs[1], before + 1, self._combines[0])
         self._monitor.check_inputs()
         views = self._runtime.for_caller(make_views, inputs.x.device == HOST, call.stream)
         return CombineResult(self._runtime.order.event(call), views)

@@ -41,6 +41,7 @@ from ..calls import (
 from ..hooks import Hooks
 from ..overflow import OverflowLog
 from ..prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
+from ..purposes import Purposes
 from .expert_rows import ExpertRows
 from .fp8_rows import convert
 from .handle_tables import HostHandleTables
@@ -76,7 +77,9 @@ class HostBackend:
         self.call_lock = CallLock(self.context)
         self.num_sms = config.num_sms  # has no effect here; GPUs use it
         self._statistics = HostStatistics(config) if config.statistics else None
-        self._channel = MessageChannel(self._comm, config, self.call_lock.check, self._statistics, self.call_lock.progress)
+        self.purposes = Purposes()
+        watched = self.call_lock.check, self._statistics, self.call_lock.progress, self.purposes
+        self._channel = MessageChannel(self._comm, config, *watched)
         self.call_lock.notice = notice = self._channel.failure_notice
         self._comm.heard = functools.partial(notice.heard, "a step of all ranks")
         self._hooks = Hooks(config.num_slots, self.call_lock)

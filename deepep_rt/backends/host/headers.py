@@ -17,6 +17,7 @@ from ...comm import call_signature
 from ...comm.call_signature import Signature
 from ...config import Config
 from ...errors import EPInputError
+from ..purposes import missing_backward
 from .messages import MessageChannel
 
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -143,8 +144,11 @@ class CallAgreement:
         """
         words, ranks = self._channel.exchange_headers(headers.words, self.phase(phase))
         received = Headers(words, self._config.num_ranks)
-        if mismatch := call_signature.describe_mismatch({int(rank): received.signatures[rank].tolist() for rank in ranks}):
-            raise EPInputError(mismatch + self._channel.failure_notice.refusals())
+        signatures = {int(rank): received.signatures[rank].tolist() for rank in ranks}
+        if mismatch := call_signature.describe_mismatch(signatures):
+            other = next((rank for rank in ranks if signatures[rank] != signatures[self._channel.rank]), -1)
+            missing = missing_backward(other, self._channel.purposes.current).removesuffix(". ")
+            raise EPInputError(mismatch + missing + self._channel.failure_notice.refusals())
         wrong = np.flatnonzero(received.problems[:, 0])
         if len(wrong):
             rank = self._channel.rank if self._channel.rank in wrong else int(wrong[0])

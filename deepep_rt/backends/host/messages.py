@@ -30,6 +30,7 @@ from ...comm.failure_notice import FAILURE_NOTICE_TAG, CallProgress, FailureNoti
 from ...config import Config
 from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels.structs import PHASES
+from ..purposes import Purposes, missing_backward
 from .statistics import HostStatistics
 
 _HEADER_TAG, _HEARTBEAT_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
@@ -48,6 +49,7 @@ class MessageChannel:
         check_destroyed: Raises if the Buffer was destroyed. Every wait calls it.
         statistics: Gets the waits of calls. None: they are not counted.
         progress: The call that runs.
+        purposes: What calls are for.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class MessageChannel:
         check_destroyed: Callable[[], None] = lambda: None,
         statistics: HostStatistics | None = None,
         progress: CallProgress | None = None,
+        purposes: Purposes | None = None,
     ) -> None:
-        self.statistics = statistics
+        self.statistics, self.purposes = statistics, purposes or Purposes()
         self._comm, self._timeout_s, self._check_destroyed = comm, config.timeout_s, check_destroyed
         self._masks_silent, self._node_of = config.on_timeout == "mask", config.node_of
         self.rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
@@ -332,7 +335,8 @@ class MessageChannel:
         where = "" if node is None else f" on node {node}"
         return EPTimeoutError(
             f"rank {self.rank} waited {self._timeout_s:g} s for rank {first}{where}: {phase} did not come "
-            f"(call {self._call_idx} of this rank{f'; ranks {others} were silent too' if others else ''}). "
+            f"(call {self._call_idx} of this rank{f'; ranks {others} were silent too' if others else ''})"
+            f"{missing_backward(first, self.purposes.current)}"
             f"Check that all ranks make the same calls in the same order and that rank {first} is alive. "
             f"If it is only slow, raise timeout_s (DEEPEP_RT_TIMEOUT_S)",
             rank=self.rank,

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, FakeGpu, arguments, fake, make
+from fake_gpu import BASE, Array, FakeGpu, arguments, fake, make
 
 from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from deepep_rt.comm.call_signature import Signature, pack
@@ -113,6 +113,67 @@ def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: in
     assert (error.peer, error.phase, error.expected, error.seen) == (2, structs.PHASES[phase][1], expected, 6)
     assert error.call_idx == call_idx
     buffer.destroy()
+
+
+def _report_timeout(buffer: Any, phase: str, expected: int) -> None:
+    page = buffer._backend.runtime.page
+    report = page.report[0]
+    report["rank"], report["peer"], report["phase"], report["expected"] = 0, 2, structs.PHASES[phase][0], expected
+    page.timed_out.value = 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "call", "words"),
+    [
+        (
+            "kPhaseDispatchWindow",
+            2,
+            "rank 2 does not run the backward of combine call 3. Run the same backward pass on all ranks",
+        ),
+        ("kPhaseCombineRows", 2, "rank 2 does not run the backward of dispatch call 3. Run the same backward pass on all ranks"),
+        ("kPhaseDispatchWindow", 3, "to make the same calls. Check"),
+        ("kPhaseRoute", 2, "to make the same calls. Check"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_a_rank_without_a_backward_pass(fake: FakeGpu, make: Any, phase: str, call: int, words: str, layout: str) -> None:
+    """The number of the call tells what it was for, also if the host has made more calls since."""
+    buffer = make()
+    purposes, (x, idx, _) = buffer._backend.purposes, arguments(fake)
+    sent = buffer.dispatch(x, idx, num_worst_tokens=40, layout=layout)
+    y = Array(fake, "bfloat16", 40, 256)
+    buffer.combine(y, sent.handle)
+    with purposes.during("the backward of combine call 3"):
+        buffer.dispatch(x, handle=sent.handle)
+    with purposes.during("the backward of dispatch call 3"):
+        buffer.combine(y, sent.handle)
+    buffer.dispatch(x, handle=sent.handle)
+    _report_timeout(buffer, phase, call)
+    with pytest.raises(EPTimeoutError, match=words):
+        buffer.combine(y, sent.handle)
+    buffer.destroy()
+
+
+def test_another_call_than_a_backward_pass(fake: FakeGpu, make: Any) -> None:
+    """The host may be some calls ahead of the one that differed, and prepared calls belong to no backward pass."""
+    with make() as buffer:
+        page, (x, idx, _) = buffer._backend.runtime.page, arguments(fake)
+        handle = buffer.dispatch(x, idx, num_worst_tokens=40).handle
+        prepared = buffer.prepare_throughput(x, handle)
+        kinds = [call_signature.pack(kind, "bfloat16", None, None) for kind in ("dispatch", "combine")]
+
+        def differ(call: Any) -> str:
+            page.report["rank"], page.report["other"], page.report["call_signature"], page.ranks_differ.value = 0, 3, kinds, 1
+            with pytest.raises(EPInputError, match="the ranks disagree on the kind") as caught:
+                call()
+            return str(caught.value)
+
+        with buffer._backend.purposes.during("the backward of combine call 3"):
+            text = differ(lambda: buffer.dispatch(x, handle=handle))
+        assert "combine; rank 3 does not run the backward of combine call 3, or of a later call. Run" in text
+        assert text.endswith("No rows were sent")
+        for call in (prepared.dispatch, lambda: buffer.dispatch(x, handle=handle)):
+            assert differ(call).endswith("rank 3: combine. No rows were sent")
 
 
 def test_a_replay_while_a_hook_is_open(fake: FakeGpu, make: Any) -> None:
