@@ -196,7 +196,7 @@ def _dispatch_once(
     experts, by_expert = config.num_local_experts, form.layout == "expert"
     topk = (rows,) if by_expert else (rows, config.num_topk)
     shapes = [
-        ((rows, config.hidden), x.dtype),
+        ((rows, x.shape[1]), x.dtype),
         ((experts + 1,) if by_expert else topk, jnp.int32),  # offsets, or expert numbers
         ((1,), jnp.int32),
         ((experts,), jnp.int32),
@@ -255,7 +255,7 @@ def _combine_forward(buffer: Buffer, how: _Sum, *arguments: Any) -> tuple[Combin
 def _combine_backward(buffer: Buffer, how: _Sum, kept: Any, gradient: Combined) -> tuple[Any, ...]:
     """Give each row the gradient of its token. If JAX computed the combine again for the gradient, this call comes after it."""
     handle, done, weights, x = kept
-    shapes = [((handle.num_recv_rows, buffer.config.hidden), gradient.x.dtype)]
+    shapes = [((handle.num_recv_rows, gradient.x.shape[1]), gradient.x.dtype)]
     given = [handle.tables, handle.num_recv_tokens, gradient.x]
     token, rows = call(buffer, run_known_dispatch, (*_sizes(handle), handle.layout), [gradient.token, done], given, shapes)
     if weights is None:
@@ -283,7 +283,7 @@ def _combine_rows(
     views = [None if array is None else traced_view(buffer, array) for array in (x, weights)]
     combine_inputs(info_of(buffer), None, views[0], known, views[1], None, weighted, *how)
     returned = [] if weights is None or weighted else [((tokens, config.num_topk), jnp.float32)]
-    shapes = [((tokens, config.hidden), x.dtype), *returned]
+    shapes = [((tokens, x.shape[1]), x.dtype), *returned]
     given = [handle.tables, x] + ([] if weights is None else [weights])
     return call(buffer, run_combine, (*_sizes(handle), handle.layout, weighted, *how), [after], given, shapes)
 

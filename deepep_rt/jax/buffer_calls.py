@@ -84,6 +84,7 @@ def run_combine(
 
 def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> None:
     """Copy the rows that arrived, and set the other rows to zero, because sums over all rows (gradients of experts) include them."""
+    assert rows.nbytes == out.nbytes
     if stream is not None:
         from ..jit import local_kernels
 
@@ -97,4 +98,5 @@ def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> Non
 def _copy(backend: Backend, stream: int | None, *pairs: tuple[View | None, View]) -> None:
     for source, out in pairs:
         assert source is not None
+        assert source.nbytes == out.nbytes
         backend.copy(source.ptr, out, stream)

@@ -245,6 +245,22 @@ def check_rows_by_expert(comm: MPI.Intracomm) -> None:
             ep.combine(buffer, sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
 
 
+def check_packed_rows(comm: MPI.Intracomm) -> None:
+    """Rows of two 4-bit numbers in a byte are half as wide as the Buffer's, outside of compiled functions and inside."""
+    model, own = _layers(comm, 1), np.random.default_rng([6, comm.Get_rank()])
+    x = jnp.asarray(own.integers(0, 256, (TOKENS, HIDDEN // 2), np.uint8))
+    with _buffer(comm) as buffer:
+        for layout in ("token", "expert"):
+            plain = buffer.dispatch(x, model.idx[0], layout=layout)
+            expected = np.asarray(plain.recv_x)
+            run = partial(ep.dispatch, buffer, layout=layout, num_worst_tokens=100)
+            for call in (run, jax.jit(run)):
+                rows = np.asarray(call(x, model.idx[0]).recv_x)
+                assert rows.shape == (100, HIDDEN // 2), rows.shape
+                np.testing.assert_array_equal(rows[: len(expected)], expected)
+                assert not rows[len(expected) :].any()
+
+
 def check_compressed_rows(comm: MPI.Intracomm) -> None:
     """Sums have the bits of the Buffer's own combine. Gradients are those of rows that travel as they are."""
     model, own = _layers(comm, 1), np.random.default_rng([5, comm.Get_rank()])
