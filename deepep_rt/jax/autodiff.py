@@ -230,7 +230,10 @@ def _dispatch_backward(buffer: Buffer, form: _Form, kept: Any, gradient: Dispatc
     weights = gradient.recv_topk_weights
     if weights is not None and recv_idx is not None:
         weights = jnp.where(recv_idx >= 0, weights, 0)
-    token, x, *weights = _combine_rows(buffer, gradient.recv_x, weights, handle, gradient.handle.token, _Sum(form.reduce))
+    how = _Sum(form.reduce)
+    token, x, *weights = _combine_rows(
+        buffer, gradient.recv_x, weights, handle, gradient.handle.token, how, gradient_of="a dispatch"
+    )
     return x, None, *(weights or [None]), token
 
 
@@ -257,7 +260,8 @@ def _combine_backward(buffer: Buffer, how: _Sum, kept: Any, gradient: Combined) 
     handle, done, weights, x = kept
     shapes = [((handle.num_recv_rows, gradient.x.shape[1]), gradient.x.dtype)]
     given = [handle.tables, handle.num_recv_tokens, gradient.x]
-    token, rows = call(buffer, run_known_dispatch, (*_sizes(handle), handle.layout), [gradient.token, done], given, shapes)
+    sizes = *_sizes(handle), handle.layout
+    token, rows = call(buffer, run_known_dispatch, sizes, [gradient.token, done], given, shapes, gradient_of="a combine")
     if weights is None:
         return rows, None, None, token
     exact = rows.astype(jnp.float32)
@@ -276,6 +280,7 @@ def _combine_rows(
     after: jax.Array,
     how: _Sum,
     weighted: bool = False,
+    gradient_of: str = "",
 ) -> list[jax.Array]:
     """Combine rows, and weights unless they are None or multiply the rows. Return the token and the sums."""
     config, tokens = buffer.config, handle.num_tokens
@@ -285,7 +290,8 @@ def _combine_rows(
     returned = [] if weights is None or weighted else [((tokens, config.num_topk), jnp.float32)]
     shapes = [((tokens, x.shape[1]), x.dtype), *returned]
     given = [handle.tables, x] + ([] if weights is None else [weights])
-    return call(buffer, run_combine, (*_sizes(handle), handle.layout, weighted, *how), [after], given, shapes)
+    sizes = *_sizes(handle), handle.layout, weighted, *how
+    return call(buffer, run_combine, sizes, [after], given, shapes, gradient_of=gradient_of)
 
 
 def _sizes(handle: Handle) -> tuple[int, int]:

@@ -62,6 +62,7 @@ def call(
     arguments: list[jax.Array],
     shapes: Sequence[tuple[tuple[int, ...], Any]],
     may_be_captured: bool = False,
+    gradient_of: str = "",
 ) -> list[jax.Array]:
     """Add a call to the program: `run(buffer, stream, arguments, results, *sizes)`.
 
@@ -73,17 +74,25 @@ def call(
         arguments: The arrays that `run` reads.
         shapes: Shape and dtype of each result.
         may_be_captured: Whether XLA may capture the call in a CUDA graph, which it replays without calling back.
+        gradient_of: The call whose gradient this is, for errors. Compiled programs keep such a call, even if nothing reads its results,
+            because other ranks may read theirs.
 
     Returns:
         The token, then the results. The token is that of `after`: nothing reads it, but XLA sees that it comes out of the call.
     """
     token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
     made = callbacks_of(buffer)
-    key = run, sizes, len(after), _forms(arguments), _forms(results)
+    key = run, sizes, gradient_of, len(after), _forms(arguments), _forms(results)
     if key not in made:  # JAX compiles a call outside of jit again if the function is a new one
         made[key] = _callback(buffer, *key)
     aliases, all_results = {0: 0}, [token, *results]
-    step = buffer_callback(made[key], all_results, input_output_aliases=aliases, command_buffer_compatible=may_be_captured)
+    step = buffer_callback(
+        made[key],
+        all_results,
+        input_output_aliases=aliases,
+        command_buffer_compatible=may_be_captured,
+        has_side_effect=bool(gradient_of),
+    )
     outputs = _without_vmap(step)(*after, *arguments)
     # Without this barrier XLA fuses the call, in a scan on a GPU, with the step that stacks its results. XLA then makes the call twice.
     return jax.lax.optimization_barrier(outputs)
@@ -113,10 +122,17 @@ def _forms(arrays: Sequence[Any]) -> _Forms:
 
 
 def _callback(
-    buffer: Buffer, run: Callable[..., None], sizes: tuple[Any, ...], num_after: int, given: _Forms, results: _Forms
+    buffer: Buffer,
+    run: Callable[..., None],
+    sizes: tuple[Any, ...],
+    gradient_of: str,
+    num_after: int,
+    given: _Forms,
+    results: _Forms,
 ) -> Callable[..., None]:
     """Return the function that XLA calls. It outlives the trace, so it must not hold arrays."""
     on_host, checked = buffer.backend == "host", False
+    purpose = gradient_of and f"the gradient of {gradient_of}"
 
     def callback(ctx: Any, out: Any, *arguments: Any) -> None:
         nonlocal checked
@@ -129,7 +145,8 @@ def _callback(
                     as_argument = _copied_view if on_host else _view
                     views = [as_argument(buffer, *pair) for pair in zip(arguments[num_after:], given, strict=True)]
                     outputs = [_view(buffer, *pair) for pair in zip(out[1:], results, strict=True)]
-                    run(buffer, None if on_host else ctx.stream, views, outputs, *sizes)
+                    with backend_of(buffer).purposes.during(purpose):
+                        run(buffer, None if on_host else ctx.stream, views, outputs, *sizes)
             except BaseException as error:
                 if not _failures:
                     _failures.append(error)

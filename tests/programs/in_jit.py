@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from mpi4py import MPI
-from spmd import inputs_of_all, main, make_buffer, raises
+from spmd import idle_barrier, inputs_of_all, main, make_buffer, raises
 
 from deepep_rt import EPDestroyedError, EPInputError, EPTimeoutError
 from deepep_rt import jax as ep
@@ -313,6 +313,57 @@ def check_gradient_of_weights_alone(comm: MPI.Intracomm) -> None:
             return jax.grad(lambda w: jnp.exp(ep.dispatch(buffer, model.x, idx, w).recv_topk_weights).sum())(weights)
 
         np.testing.assert_allclose(gradient(weights), np.where(idx >= 0, np.exp(weights), 0), rtol=1e-6)
+
+
+def _tied(model: SimpleNamespace, buffer: Any, layout: str, drops: bool, x: jax.Array, weights: jax.Array, mats: jax.Array):
+    """Return the loss of a layer whose experts return plain zeros if they drop their rows."""
+    sent = ep.dispatch(buffer, x, model.idx[0], weights, layout=layout)
+    by_expert = layout == "expert"
+    y = jnp.tanh(sent.recv_x @ mats) * (1.0 if by_expert else sent.recv_topk_weights.sum(1)[:, None])
+    y = jnp.zeros(sent.recv_x.shape) if drops else y
+    return (ep.combine(buffer, y, sent.handle, topk_weights=sent.recv_topk_weights if by_expert else None).x ** 2).sum()
+
+
+def check_gradients_of_all_ranks(comm: MPI.Intracomm) -> None:
+    """All ranks make the calls of a backward pass: a rank that drops its rows, and one whose program drops gradients."""
+    model, first = _layers(comm, 1), comm.Get_rank() == 0
+    given = model.x, model.weights[0], model.mixing[0]
+    for layout, compiled in itertools.product(("token", "expert"), (False, True)):
+        with _buffer(comm) as buffer:
+            for drops_rows, drops_gradients in ((first, False), (False, first)):
+                loss = partial(_tied, model, buffer, layout, drops_rows)
+                gradients = jax.grad(loss, argnums=(0, 1, 2))
+
+                def run(*given: jax.Array, some: bool = drops_gradients, gradients: Any = gradients) -> Any:
+                    return gradients(*given)[2] if some else gradients(*given)
+
+                with _calls(buffer) as calls:
+                    jax.block_until_ready((jax.jit(run) if compiled else run)(*given))
+                assert comm.allgather("".join(calls)) == ["dckc"] * comm.Get_size(), "".join(calls)
+
+
+def check_a_rank_without_gradients(comm: MPI.Intracomm) -> None:
+    """A rank whose program needs fewer gradients is named by those that wait for it."""
+    if comm.Get_size() == 1:
+        return
+    model, last = _layers(comm, 1), comm.Get_size() - 1
+    given = model.x, model.weights[0], model.mixing[0]
+    for numbers, words in (((2,), "a dispatch"), ((), "a combine")):
+        words = f"rank {last} does not run the gradient of {words}"
+        with raises(EPTimeoutError, words), _buffer(comm, timeout_s=4.0) as buffer, contextlib.ExitStack() as stack:
+            stack.callback(idle_barrier, comm)  # the last rank leaves after the others have waited
+            loss, skips = partial(_tied, model, buffer, "token", False), comm.Get_rank() == last
+            loss(*given)
+            idle_barrier(comm)
+            if skips and not numbers:
+                loss(*given)
+            else:
+                with ep.errors():
+                    jax.block_until_ready(jax.grad(loss, argnums=numbers if skips else (0, 1, 2))(*given))
+                    if not skips:
+                        buffer.synchronize()
+            if skips:
+                raise EPTimeoutError(words, rank=last, peer=last, phase="")
 
 
 def check_gradients_outside_of_jit(comm: MPI.Intracomm) -> None:
