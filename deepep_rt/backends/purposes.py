@@ -51,11 +51,14 @@ class Purposes:
         return next((text for name, first, last, text in self._launches if name == epoch and first <= number <= last), "")
 
 
+def not_run(peer: int, purpose: str) -> str:
+    """Return a part of a sentence: a peer does not take part in a call with this purpose. Empty without a purpose."""
+    return f"; rank {peer} does not run {purpose}" if purpose else ""
+
+
 def missing_backward(peer: int, purpose: str) -> str:
-    """Return the end of a sentence about a peer that differs from this rank, whose call has a purpose."""
-    if not purpose:
-        return ". "
-    return (
-        f"; rank {peer} does not run {purpose}. Run the same backward pass on all ranks: compute the loss of each rank from the result of "
-        f"that call, with gradients enabled. "
+    """Return the same, and what to do, as the end of a sentence."""
+    remedy = (
+        "Run the same backward pass on all ranks: compute each rank's loss from the result of that call, with gradients enabled. "
     )
+    return f"{not_run(peer, purpose)}. {remedy if purpose else ''}"

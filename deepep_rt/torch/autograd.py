@@ -64,14 +64,15 @@ def dispatch(
 ) -> Dispatched:
     """Call `Buffer.dispatch` with tensors, on the current stream. Differentiable in `x` and `topk_weights`.
 
-    The backward pass adds up the gradients of a token's rows over the ranks, in float32. There are no second derivatives.
+    The backward pass adds up the gradients of a token's rows over the ranks, in float32. There are no second derivatives. With gradients
+    enabled, floating-point results require a gradient on every rank, because other ranks may need one.
     `torch.compile(fullgraph=True)` keeps the call in its graph; see `TracedHandle`.
 
     Args:
         buffer: The Buffer. The backward pass needs it, and has to run before `destroy`.
         x: `[num_tokens, hidden]` bfloat16, float16 or float32; any dtype of `Buffer.dispatch` if it needs no gradient.
         topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. Not needed with `handle`.
-        topk_weights: `[num_tokens, num_topk]` float32, or None. It must require a gradient on all ranks or on none. So must `x`.
+        topk_weights: `[num_tokens, num_topk]` float32, or None. Ranks may differ in which of `x` and this require a gradient.
         handle: As in `Buffer.dispatch`.
         num_worst_tokens: As in `Buffer.dispatch`. Padding is zero here, so matrix products may include it.
         expert_alignment: As in `Buffer.dispatch`.
@@ -143,7 +144,7 @@ def combine(
         handle: The handle of the dispatch that brought the tokens. If it comes from the `dispatch` of this module, this backward pass
             also runs that of the dispatch, on all ranks, even if their experts did not use the rows.
         topk_weights: None, or with a handle of `layout="expert"` the weight of each row, `[rows of recv_x]` float32: rows are multiplied
-            by them in float32. It must require a gradient on all ranks or on none.
+            by them in float32.
         bias: None, one tensor or two tensors, `[num_tokens, hidden]`, dtype of `x`. They are added to the sum.
         fp8_grad: Send the rows of the gradient as float8_e4m3fn with scales, as `fp8` in `dispatch` does.
         reduce: The order of the sum, as in `Buffer.combine`.

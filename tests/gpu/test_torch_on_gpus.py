@@ -39,6 +39,13 @@ def test_gradients(check, comm):
     assert spmd.run_check(check, comm)
 
 
+@pytest.mark.parametrize("check", _checks("torch_ties"))
+def test_backward_passes_of_all_ranks(check, comm):
+    import spmd
+
+    assert spmd.run_check(check, comm)
+
+
 @pytest.mark.parametrize("check", _checks("torch_compiled"))
 def test_compiled_functions(check, comm):
     import spmd

@@ -123,6 +123,12 @@ def test_gradients_and_groups(num_ranks: int, ranks_per_node: str, monkeypatch: 
     assert "check_subgroups" in output
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_backward_passes_of_all_ranks(num_ranks: int) -> None:
+    assert "check_whatever_needs_a_gradient" in run_checks(num_ranks, "torch_ties")
+
+
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (2, "1")])
 def test_compiled_functions(num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)

@@ -30,7 +30,7 @@ from ...comm.failure_notice import FAILURE_NOTICE_TAG, CallProgress, FailureNoti
 from ...config import Config
 from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels.structs import PHASES
-from ..purposes import Purposes, missing_backward
+from ..purposes import Purposes, missing_backward, not_run
 from .statistics import HostStatistics
 
 _HEADER_TAG, _HEARTBEAT_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
@@ -302,6 +302,7 @@ class MessageChannel:
             waiting = [transfer for transfer in transfers if transfer.peer in failed and not transfer.is_done()]
             if waiting:
                 peer = waiting[0].peer
+                phase += not_run(peer, self.purposes.current)
                 self._fail(waiting, self.failure_notice.error(peer, phase, self._call_idx, self._node_of(peer)))
 
     def _mask_silent(self, silent: list[_Transfer], phase: str) -> None:
